@@ -18,6 +18,8 @@ mod in_backward;
 mod laws;
 #[path = "distributed/layerwise.rs"]
 mod layerwise;
+#[path = "distributed/many.rs"]
+mod many;
 #[path = "distributed/merging.rs"]
 mod merging;
 #[path = "distributed/open_runs.rs"]

@@ -176,7 +176,10 @@ fn names_that_are_unknown_or_in_two_groups_are_refused() {
         .group(["layer0.weight0"], lars().into())
         .group(["layer0.weight0"], Adam::default().into());
     let error = twice.plan(&case.params()).unwrap_err().to_string();
-    assert!(error.contains("a parameter of the same name"), "{error}");
+    assert!(
+        error.contains("`layer0.weight0`: the group of lars"),
+        "{error}"
+    );
     let wrong = Lars {
         lr: f64::NAN,
         ..lars()

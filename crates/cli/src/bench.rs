@@ -35,7 +35,7 @@ const MOST_ROUNDS: usize = 1_000_000;
 pub(crate) struct BenchArgs {
     /// A model (.safetensors) or its shapes (.json)
     #[arg(required_unless_present = "collective", conflicts_with = "collective")]
-    model: Option<PathBuf>,
+    pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) collective: CollectiveArgs,
     #[command(flatten)]

@@ -17,6 +17,7 @@ mod options;
 mod outcomes;
 mod output;
 mod peers;
+mod places;
 mod plan;
 mod position;
 mod ranks;

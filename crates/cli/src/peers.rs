@@ -19,6 +19,7 @@ use crate::bench::{BenchArgs, Subject};
 use crate::ceiling::Ceiling;
 use crate::options::pool;
 use crate::output::{duration, print, print_json, write_page};
+use crate::places::require_apart;
 use worker::{Request, Shaped, Turn, Worker};
 
 mod candle;
@@ -127,6 +128,11 @@ impl Timed {
 /// peer that ends or whose parameters are not those of AdamW.
 pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
     let request = request(args, rule, params)?;
+    let written = [
+        ("--report", args.peers.report.as_ref()),
+        ("--svg", args.peers.svg.as_ref()),
+    ];
+    require_apart(("the model", args.model.as_ref()), &written)?;
     // A page that cannot be written is known before anything is timed and not after.
     for path in [&args.peers.svg, &args.peers.report].into_iter().flatten() {
         check_writable(path)?;

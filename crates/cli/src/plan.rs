@@ -11,6 +11,7 @@ use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{ParamDType, PlanningArgs, PrecisionArgs};
 use crate::output::{print, print_json, write_page};
+use crate::places::require_apart;
 use crate::ranks::{Fused, WorldArgs};
 use crate::rules::OptimizerArgs;
 
@@ -44,6 +45,8 @@ pub(crate) struct PlanArgs {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
+    let written = [("--html", args.html.as_ref()), ("--svg", args.svg.as_ref())];
+    require_apart(("the model", Some(&args.model)), &written)?;
     let mut model = read_model(&args.model, args.dtype.into())?;
     args.optimizer.exclude(&mut model.params);
     let planner = args

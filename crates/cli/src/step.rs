@@ -13,8 +13,8 @@ use fusestep_launch::Backend;
 use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport};
 use fusestep_tensor::{ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{
-    Prepared, TensorBytes, TensorFile, check_writable, commit_together, finish_interrupted,
-    same_file,
+    Prepared, TensorBytes, TensorFile, check_writable_together, commit_together,
+    finish_interrupted, same_file,
 };
 
 use self::summary::{Gradient, StepSummary, Update};
@@ -144,9 +144,8 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let plan = args.gradients.passes(planner).plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;
     // Whatever cannot be written is refused before any work.
-    for (_, path) in outputs(args) {
-        check_writable(path)?;
-    }
+    let paths: Vec<&Path> = outputs(args).into_iter().map(|(_, path)| path).collect();
+    check_writable_together(&paths)?;
 
     let mut state = plan.allocate(backend.as_ref())?;
     for param in &model.params {

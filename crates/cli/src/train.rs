@@ -13,6 +13,7 @@ use crate::engine::{Engine, Ranks, Watch};
 use crate::gradients::GradientArgs;
 use crate::options::{BackendName, ParamDType, PrecisionArgs, parse_threads};
 use crate::output::{duration, print, print_json, write_page};
+use crate::places::require_beside;
 use crate::ranks::{MOST_RANKS, RankArgs, bounded, whole};
 use crate::rates::{help, rate};
 use crate::report::report_page;
@@ -237,6 +238,9 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     // A page that cannot be written is known before the training and not after.
     if let Some(path) = &args.report {
         check_writable(path)?;
+        if let Some(folder) = &args.checkpoint {
+            require_beside(("--report", path), ("--checkpoint", folder))?;
+        }
     }
     args.backend.is_built()?;
     let ranks = Ranks::new(args.ranks, args.watch.clone());

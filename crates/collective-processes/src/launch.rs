@@ -22,6 +22,7 @@ const LOOK: Duration = Duration::from_millis(2);
 pub(crate) const END_TIME: Duration = Duration::from_secs(5);
 
 /// Starts all ranks, passes SIGINT, SIGTERM and SIGHUP on to them, and waits until all have ended.
+/// One of these that this process ignores, as under `nohup`, stays ignored, by the ranks as well.
 ///
 /// Each finds its place in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and FUSESTEP_SESSION.
 /// When one fails, the others have [`LaunchOptions::grace`] to end by themselves; then they are
@@ -31,7 +32,7 @@ pub(crate) const END_TIME: Duration = Duration::from_secs(5);
 /// # Errors
 /// The system's, if a process cannot be started; those that were started are ended then.
 pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let mut signals = Signals::new(heeded())?;
     let mut job = Job {
         session: token(),
         ranks: Vec::new(),
@@ -63,6 +64,17 @@ pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
     failed = failed.or_else(|| job.first_failed());
     let code = failed.and_then(|rank| job.ended[rank]).map_or(0, code_of);
     Ok(Launched { code, failed })
+}
+
+/// The signals that are passed on: a handler for one that is ignored would take that from this
+/// process and, since programs begin without handlers, from its ranks.
+fn heeded() -> impl Iterator<Item = i32> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    let ignored = mask.unwrap_or(0);
+    let all = [SIGINT, SIGTERM, SIGHUP].into_iter();
+    all.filter(move |signal| (ignored >> (signal - 1)) & 1 == 0)
 }
 
 /// The code of a process that ended so, as shells have it.

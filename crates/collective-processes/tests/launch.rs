@@ -111,6 +111,51 @@ fn a_starter() {
     .unwrap();
 }
 
+/// Waits until the ranks of that launcher have said so in the folder.
+fn wait_for_ranks(folder: &std::path::Path) {
+    let came = || (0..2).all(|rank: usize| folder.join(rank.to_string()).exists());
+    let begun = Instant::now();
+    while !came() {
+        assert!(
+            begun.elapsed() < Duration::from_secs(30),
+            "ranks did not come"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_signal_that_the_launcher_was_started_to_ignore_ends_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let own = std::env::current_exe().unwrap();
+    let script = format!(
+        "trap '' HUP; exec {} --exact a_starter --nocapture",
+        own.display()
+    );
+    let mut starter = Command::new("sh")
+        .args(["-c", &script])
+        .env("TEST_FOLDER", folder.path())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for_ranks(folder.path());
+    let process = starter.id().to_string();
+    let send = |signal: &str| {
+        Command::new("kill")
+            .args([signal, &process])
+            .status()
+            .unwrap();
+    };
+    send("-HUP");
+    std::thread::sleep(Duration::from_millis(500));
+    let ended_before = starter.try_wait().unwrap();
+    send("-TERM");
+    let begun = Instant::now();
+    starter.wait().unwrap();
+    assert_eq!(ended_before, None, "SIGHUP was not ignored");
+    assert!(begun.elapsed() < Duration::from_secs(20));
+}
+
 #[test]
 fn ranks_end_when_their_launcher_is_killed() {
     let folder = tempfile::tempdir().unwrap();
@@ -120,15 +165,7 @@ fn ranks_end_when_their_launcher_is_killed() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let came = || (0..2).all(|rank: usize| folder.path().join(rank.to_string()).exists());
-    let begun = Instant::now();
-    while !came() {
-        assert!(
-            begun.elapsed() < Duration::from_secs(30),
-            "ranks did not come"
-        );
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_for_ranks(folder.path());
     let process = starter.id();
     starter.kill().unwrap();
     starter.wait().unwrap();

@@ -48,15 +48,26 @@ pub struct Pending<B> {
     aborter: Aborter,
 }
 
+/// Most communication streams that a rank asks for at once, each a thread of its own.
+pub const MAX_COMM_STREAMS: usize = 1024;
+
 /// `count` communication streams between the ranks of `comm`, each a group of its own; all ranks
 /// call it.
 ///
 /// # Errors
-/// As [`Communicator::split`]; [`CollectiveError::Refused`] if a thread cannot be started.
+/// As [`Communicator::split`]; [`CollectiveError::Refused`] if a thread cannot be started, or for
+/// more than [`MAX_COMM_STREAMS`].
 pub fn comm_streams(
     comm: &mut dyn Communicator,
     count: usize,
 ) -> Result<Vec<CommStream>, CollectiveError> {
+    if count > MAX_COMM_STREAMS {
+        return Err(CollectiveError::Refused {
+            rank: comm.rank(),
+            operation: "comm_streams",
+            reason: format!("expected at most {MAX_COMM_STREAMS}, found {count}; 2 are plenty"),
+        });
+    }
     let everyone = Membership { colour: 0, key: 0 };
     let mut made = Vec::with_capacity(count);
     for _ in 0..count {

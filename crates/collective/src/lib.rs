@@ -31,7 +31,7 @@ pub use call::{Buffers, Call, CallContext};
 pub use call_shape::{CallShape, Lengths};
 pub use collectives::Collectives;
 pub use columns::{Column, Columns, Receivers};
-pub use comm_stream::{CommStream, Pending, comm_streams};
+pub use comm_stream::{CommStream, MAX_COMM_STREAMS, Pending, comm_streams};
 pub use communicator::Communicator;
 pub use device_call::{DeviceBuffers, DeviceCall};
 pub use error::CollectiveError;

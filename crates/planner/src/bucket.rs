@@ -120,7 +120,6 @@ pub(crate) fn segments(
     caps: Option<&Caps>,
     grain: Grain,
 ) -> Result<(Vec<Segment>, Vec<Bucket>), PlanError> {
-    let world = plan.topology().world;
     let mut filling = Filling {
         plan,
         caps,
@@ -128,7 +127,7 @@ pub(crate) fn segments(
         open: vec![None; plan.storages.len()],
         segments: Vec::new(),
         buckets: Vec::new(),
-        most: MAX_BUCKETS.min(MAX_PARTS / (world + 1)),
+        most: MAX_BUCKETS,
     };
     for &param in ready {
         let (storage, position) = plan.places[param as usize];
@@ -140,13 +139,23 @@ pub(crate) fn segments(
     for storage in 0..plan.storages.len() {
         filling.close(storage);
     }
-    if filling.buckets.len() > filling.most {
-        return Err(PlanError::TooManyBuckets {
-            expected: filling.most,
-            world,
-        });
+    // A plan that is not fused yet has one for each tensor, and may have fewer in the end.
+    if caps.is_some() && filling.buckets.len() > MAX_BUCKETS {
+        return Err(too_many(plan.shard_group));
     }
     Ok((filling.segments, filling.buckets))
+}
+
+/// Most buckets of so many ranks that share out.
+fn most_of(ranks: usize) -> usize {
+    MAX_BUCKETS.min(MAX_PARTS / (ranks + 1))
+}
+
+fn too_many(ranks: usize) -> PlanError {
+    PlanError::TooManyBuckets {
+        expected: most_of(ranks),
+        world: ranks,
+    }
 }
 
 struct Filling<'a> {
@@ -256,7 +265,18 @@ fn end_of(spec: &StorageSpec, tensor: u32) -> u64 {
 
 /// Cuts every bucket into a part for each rank, so that what each rank has of a storage is as equal
 /// as the grain allows.
-pub(crate) fn cut(storages: &[StorageSpec], buckets: &mut [Bucket], ranks: usize, grain: Grain) {
+///
+/// # Errors
+/// [`PlanError::TooManyBuckets`] before anything is cut.
+pub(crate) fn cut(
+    storages: &[StorageSpec],
+    buckets: &mut [Bucket],
+    ranks: usize,
+    grain: Grain,
+) -> Result<(), PlanError> {
+    if buckets.len() > most_of(ranks) {
+        return Err(too_many(ranks));
+    }
     let mut loads = vec![vec![0u64; ranks]; storages.len()];
     for bucket in buckets {
         let (spec, loads) = (&storages[bucket.storage], &mut loads[bucket.storage]);
@@ -289,6 +309,7 @@ pub(crate) fn cut(storages: &[StorageSpec], buckets: &mut [Bucket], ranks: usize
             bucket.bounds.push(at);
         }
     }
+    Ok(())
 }
 
 /// The place next to `at` where the grain allows a cut.

@@ -159,9 +159,7 @@ pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
         follow(EventKind::Update, 0, len_bytes, model.local(len_bytes));
     }
     let others = calls.iter().filter(|call| {
-        call.what == CallPurpose::Data
-            && call.operation != "reduce-update"
-            && !reduces.iter().any(|reduce| std::ptr::eq(*reduce, *call))
+        call.what == CallPurpose::Data && call.operation != "reduce-update" && !is_reduce(call)
     });
     for call in others {
         let link = if call.operation == "all-reduce" {

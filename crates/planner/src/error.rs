@@ -217,12 +217,12 @@ pub enum PlanError {
     /// Gradients would be cut into more buckets than a plan can hold.
     #[error(
         "buckets: expected at most {expected} for {world} ranks, found more; raise the cap of a \
-         bucket"
+         bucket, or fuse them where each tensor has one"
     )]
     TooManyBuckets {
         /// Most buckets.
         expected: usize,
-        /// Ranks, each of which has a part of every bucket.
+        /// Ranks that share out, each of which has a part of every bucket.
         world: usize,
     },
     /// There are more parameters than a plan can number.

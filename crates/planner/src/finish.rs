@@ -22,7 +22,7 @@ pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<(), PlanError>
         plan.stages.retain(|stage| !calls(stage));
     }
     let grain = plan.grain()?;
-    cut(&plan.storages, &mut plan.buckets, plan.shard_group, grain);
+    cut(&plan.storages, &mut plan.buckets, plan.shard_group, grain)?;
     share_out(plan);
     split_updates_by_bucket(plan);
     place_broadcasts(plan);
@@ -86,11 +86,12 @@ fn check_conflicts(plan: &Plan) -> Result<(), PlanError> {
 fn share_out(plan: &mut Plan) {
     let rank = plan.shard_place().rank;
     let reduces = plan.reduces();
-    for (index, spec) in plan.storages.iter_mut().enumerate() {
+    let of_storages = buckets_of_storages(plan);
+    for (spec, own) in plan.storages.iter_mut().zip(of_storages) {
         let shared = plan.zero != ZeroStage::None && reduces && !spec.distributed;
         spec.shard = if shared {
-            let buckets = plan.buckets.iter().filter(|bucket| bucket.storage == index);
-            let mut parts: Vec<_> = buckets.map(|bucket| bucket.part(rank)).collect();
+            let part = |bucket: usize| plan.buckets[bucket].part(rank);
+            let mut parts: Vec<_> = own.into_iter().map(part).collect();
             parts.retain(|part| part.start < part.end);
             parts.sort_by_key(|part| part.start);
             let mut at = 0;
@@ -120,10 +121,20 @@ fn share_out(plan: &mut Plan) {
     }
 }
 
+/// The buckets of every storage, found in one go: a naive plan has as many of both as tensors.
+fn buckets_of_storages(plan: &Plan) -> Vec<Vec<usize>> {
+    let mut found = vec![Vec::new(); plan.storages.len()];
+    for (index, bucket) in plan.buckets.iter().enumerate() {
+        found[bucket.storage].push(index);
+    }
+    found
+}
+
 /// An update reads gradients of one bucket, so that it can follow the bucket's reduction.
 fn split_updates_by_bucket(plan: &mut Plan) {
     let rank = plan.shard_place().rank;
     let mut stages = Vec::with_capacity(plan.stages.len());
+    let of_storages = buckets_of_storages(plan);
     for stage in std::mem::take(&mut plan.stages) {
         match stage {
             Stage::Optimize(optimize) if !plan.buckets.is_empty() => {
@@ -132,7 +143,8 @@ fn split_updates_by_bucket(plan: &mut Plan) {
                     stages.push(Stage::Optimize(optimize));
                     continue;
                 }
-                stages.extend(by_bucket(plan, &optimize, rank).map(Stage::Optimize));
+                let own = &of_storages[optimize.storage];
+                stages.extend(by_bucket(plan, &optimize, own, rank).map(Stage::Optimize));
             }
             Stage::ReduceUpdate(mut optimize) => {
                 if let Some(bucket) = optimize.bucket {
@@ -150,12 +162,12 @@ fn split_updates_by_bucket(plan: &mut Plan) {
 fn by_bucket<'a>(
     plan: &'a Plan,
     optimize: &'a Optimize,
+    own: &'a [usize],
     rank: usize,
 ) -> impl Iterator<Item = Optimize> + 'a {
     let spec = &plan.storages[optimize.storage];
-    let buckets = plan.buckets.iter().enumerate();
-    let own = buckets.filter(|(_, bucket)| bucket.storage == optimize.storage);
-    own.filter_map(move |(index, bucket)| {
+    own.iter().filter_map(move |&index| {
+        let bucket = &plan.buckets[index];
         let first = |tensor: &u32| spec.layout.range(*tensor as usize);
         let from = optimize
             .tensors

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{LaunchLimits, Precision, TensorList};
 use fusestep_schedule::Schedule;
-use fusestep_tensor::{DType, ParamDesc, check_total_numel, check_unique_names};
+use fusestep_tensor::{DType, ParamDesc, Quoted, check_total_numel, check_unique_names};
 use serde::Serialize;
 
 use crate::batches::LaunchCount;
@@ -233,9 +233,13 @@ impl Planner {
                 };
                 if rule_of[param] != 0 {
                     return Err(PlanError::Conflict {
-                        first: format!("the group of {}", rules[rule_of[param] as usize].name()),
+                        first: format!(
+                            "`{}`: the group of {}",
+                            Quoted(name),
+                            rules[rule_of[param] as usize].name()
+                        ),
                         second: format!("the group of {}", rule.name()),
-                        why: "both have a parameter of the same name",
+                        why: "both have this parameter, or one has it twice",
                     });
                 }
                 rule_of[param] = at as u32;

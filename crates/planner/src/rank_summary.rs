@@ -133,7 +133,9 @@ pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSumm
         .map(|call| call.bytes_sent.saturating_mul(call.times) / call.every);
     let sent = sent.fold(0, u64::saturating_add);
     let of_rank = |rank| rank_bytes(plan, rank, sent);
-    let ranks: Vec<RankBytes> = (0..plan.shard_group).map(of_rank).collect();
+    // Ranks that share out nothing all keep the same.
+    let different = if is_shared(plan) { plan.shard_group } else { 1 };
+    let ranks: Vec<RankBytes> = (0..different).map(of_rank).collect();
     let mean = |of: fn(&RankBytes) -> u64| {
         ranks.iter().map(|rank| u128::from(of(rank))).sum::<u128>() / ranks.len() as u128
     };
@@ -168,23 +170,37 @@ pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSumm
     }
 }
 
+/// Whether ranks have parts of what is kept.
+fn is_shared(plan: &Plan) -> bool {
+    plan.zero != ZeroStage::None && plan.reduces()
+}
+
+/// Elements of every storage that are a rank's own. Buckets are gone through once for all storages:
+/// a naive plan has as many of them as tensors.
+fn own_elements(plan: &Plan, rank: usize) -> Vec<u64> {
+    let shared = is_shared(plan);
+    let whole = plan.storages.iter().map(|spec| match shared {
+        true if !spec.distributed => 0,
+        _ => spec.layout.total_numel(),
+    });
+    let mut own: Vec<u64> = whole.collect();
+    let buckets = plan.buckets.iter().filter(|_| shared);
+    for bucket in buckets {
+        let part = bucket.part(rank % plan.shard_group);
+        own[bucket.storage] += part.end - part.start;
+    }
+    own
+}
+
 /// What a rank keeps and sends.
 fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes {
-    let shared = plan.zero != ZeroStage::None && plan.reduces();
     let mut found = RankBytes {
         bytes_sent,
         memory_bytes: kept_bytes(plan),
         ..RankBytes::default()
     };
-    for (index, spec) in plan.storages.iter().enumerate() {
-        let own: u64 = if shared && !spec.distributed {
-            let buckets = plan.buckets.iter().filter(|bucket| bucket.storage == index);
-            let part = |bucket: &crate::Bucket| bucket.part(rank % plan.shard_group);
-            buckets.map(part).map(|part| part.end - part.start).sum()
-        } else {
-            spec.layout.total_numel()
-        };
-        let sums = plan.accumulation();
+    let sums = plan.accumulation();
+    for (spec, own) in plan.storages.iter().zip(own_elements(plan, rank)) {
         found.memory_bytes += sums.map_or(0, |rule| rule.sum_bytes(spec, own));
         for (list, extent) in spec.lists.iter().zip(&spec.extents) {
             let numel = if *extent == crate::Extent::Shard {

@@ -291,7 +291,7 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
 }
 
 /// Where the journal of a first file lies.
-fn journal_of(target: &Path) -> PathBuf {
+pub(crate) fn journal_of(target: &Path) -> PathBuf {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     place::folder(target).join(format!(".fusestep-{name}{}", part::JOURNAL))
 }

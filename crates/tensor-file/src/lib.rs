@@ -17,4 +17,6 @@ pub use files::{Disk, FileKind, Files};
 pub use part::{is_part, remove_abandoned};
 pub use place::same_file;
 pub use read::{TensorEntry, TensorFile};
-pub use write::{Prepared, TensorBytes, check_writable, serialize, write_atomically};
+pub use write::{
+    Prepared, TensorBytes, check_writable, check_writable_together, serialize, write_atomically,
+};

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, View};
 
-use crate::commit::Sum;
+use crate::commit::{Sum, journal_of};
 use crate::header::METADATA_KEY;
 use crate::{Disk, FileKind, Files, TensorFileError, part, place};
 
@@ -67,9 +67,41 @@ impl View for &TensorBytes<'_> {
 ///
 /// # Errors
 /// [`TensorFileError::NotAFile`] for a folder or device, [`TensorFileError::Io`] if its folder is
-/// missing or cannot be written.
+/// missing or cannot be written, or its name is too long.
 pub fn check_writable(path: &Path) -> Result<(), TensorFileError> {
     Prepared::bytes(path, &[]).map(drop)
+}
+
+/// Refuses paths that [`commit_together`](crate::commit_together) could not write, before work is
+/// spent on what they are to hold.
+///
+/// # Errors
+/// Those of [`check_writable`] for each; of several also [`TensorFileError::Write`] for a name that
+/// is not UTF-8, which a journal has none of, and [`TensorFileError::Io`] if the first is too long
+/// to call a journal after it.
+pub fn check_writable_together(paths: &[&Path]) -> Result<(), TensorFileError> {
+    for path in paths {
+        check_writable(path)?;
+    }
+    let [first, _, ..] = paths else {
+        return Ok(());
+    };
+    let nameless = |path: &&&Path| place::target(path).to_str().is_none();
+    if let Some(path) = paths.iter().find(nameless) {
+        return Err(TensorFileError::Write {
+            path: path.to_path_buf(),
+            reason: "expected a path in UTF-8 for files that take their places together, found \
+                     other bytes; use another name or folder"
+                .to_owned(),
+        });
+    }
+    match Disk.kind(&journal_of(&place::target(first))) {
+        Err(error) if error.kind() == io::ErrorKind::InvalidFilename => {
+            let operation = "call the journal of several files after this one; use a shorter name";
+            Err(io_error(first, operation)(error))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A file that is complete on disk beside the place it is for; dropped without [`Prepared::commit`]
@@ -143,6 +175,10 @@ impl<'a> Prepared<'a> {
             Ok(FileKind::Other) => return Err(not_a_file(path, "a device or pipe")),
             _ if target.file_name().is_none() => {
                 return Err(not_a_file(path, "a path without a name"));
+            }
+            // The hidden name beside it is short, and would only be found out by the rename.
+            Err(error) if error.kind() == io::ErrorKind::InvalidFilename => {
+                return Err(io_error(path, "have a file of this name")(error));
             }
             _ => {}
         }

@@ -245,3 +245,74 @@ fn help_says_which_rules_have_a_setting_and_what_a_flag_changes() {
         assert!(help.contains(told), "{told} is not in {help}");
     }
 }
+
+#[test]
+#[cfg(unix)]
+fn names_that_no_file_can_have_are_refused_before_any_work() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let files = folder.files();
+    let (long, state) = (folder.path(&"x".repeat(256)), folder.path("state"));
+    let report = ["train", "--epochs", "1", "--report", text(&long)];
+    let output = crate::fusestep(&report);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("a file of this name"), "{error}");
+    assert!(output.stdout.is_empty(), "trained before it was refused");
+    let step = |out: &OsStr, state_out: &OsStr| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"));
+        command.args(["step", "--steps", "1000000000"]);
+        command.args(["--params", text(&params), "--grads", text(&grads)]);
+        command.arg("--out").arg(out);
+        let output = command.arg("--state-out").arg(state_out).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let error = step(long.as_os_str(), state.as_os_str());
+    assert!(error.contains("a file of this name"), "{error}");
+    // The journal of both is named after the first, and the others stand in it.
+    let nearly = folder.path(&"x".repeat(250));
+    let error = step(nearly.as_os_str(), state.as_os_str());
+    assert!(error.contains("use a shorter name"), "{error}");
+    let bytes = folder.path(".").join(OsStr::from_bytes(b"state\xff"));
+    let error = step(state.as_os_str(), bytes.as_os_str());
+    assert!(error.contains("expected a path in UTF-8"), "{error}");
+    assert_eq!(folder.files(), files);
+}
+
+#[test]
+fn pages_take_the_place_of_no_model_no_other_page_and_no_checkpoint() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let (page, saved) = (folder.path("page"), folder.path("saved"));
+    let content = fs::read(&shapes).unwrap();
+    let lost = |args: &[&str], other: &str| {
+        let error = refused(args);
+        let named = format!("expected another file than {other}");
+        assert!(error.contains(&named), "{args:?}: {error}");
+    };
+    let (model, page_text) = (text(&shapes), text(&page));
+    for flag in ["--html", "--svg"] {
+        lost(&["plan", model, flag, model], "the model");
+    }
+    lost(
+        &["plan", model, "--html", page_text, "--svg", page_text],
+        "--html",
+    );
+    lost(&["bench", model, "--peers", "--svg", model], "the model");
+    assert_eq!(fs::read(&shapes).unwrap(), content);
+    let train = ["train", "--epochs", "1", "--checkpoint", text(&saved)];
+    let report = saved.with_file_name("report.html");
+    ok(&[&train[..], &["--report", text(&report)]].concat());
+    let manifest = saved.join("manifest.json");
+    let content = fs::read(&manifest).unwrap();
+    let over = ["--resume", "--report", text(&manifest)];
+    lost(&[&train[..], &over].concat(), "--checkpoint");
+    assert_eq!(fs::read(&manifest).unwrap(), content);
+    let new = folder.path("new");
+    let clash = ["train", "--checkpoint", text(&new), "--report", text(&new)];
+    lost(&clash, "--checkpoint");
+    assert!(!new.exists());
+}

@@ -33,7 +33,7 @@ impl FusedOptimizer<'_> {
     /// of [`FusedOptimizer::finish_saves`].
     ///
     /// # Errors
-    /// As [`FusedOptimizer::save`]; that of the save before.
+    /// As [`FusedOptimizer::save`]; that of the save before; `every` 0, which would save nothing.
     /// # Cost
     /// One copy of what this rank saves; until the save before is complete, if it is not.
     pub fn checkpoint_every(
@@ -42,9 +42,15 @@ impl FusedOptimizer<'_> {
         folder: impl AsRef<Path>,
         step: usize,
     ) -> Result<bool, Error> {
-        let due = (step + 1).is_multiple_of(every);
+        if every == 0 {
+            let expected = "checkpoint_every: expected a save after every 1 step or more, found 0; \
+                            leave the call out to save nothing";
+            return Err(expected.into());
+        }
+        let steps = step.saturating_add(1);
+        let due = steps.is_multiple_of(every);
         if due {
-            self.begin_save(folder.as_ref(), step + 1)?;
+            self.begin_save(folder.as_ref(), steps)?;
         }
         Ok(due)
     }

@@ -1,0 +1,42 @@
+//! Numbers that no run means are errors, which name what was given and what would work.
+
+use fusestep::{AdamW, Cpu, DType, Error, FusedOptimizer, ParamDesc, Shape, lion};
+
+fn params() -> [ParamDesc; 1] {
+    [ParamDesc::new("a", Shape::new([3]).unwrap(), DType::F32)]
+}
+
+fn optimizer() -> FusedOptimizer<'static> {
+    AdamW::new(1e-2).build(&params(), Cpu::new()).unwrap()
+}
+
+#[test]
+fn a_save_after_every_0_steps_is_refused_and_none_after_the_last_step_is_lost() {
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("nonsense");
+    let _ = std::fs::remove_dir_all(&folder);
+    let error = optimizer().checkpoint_every(0, &folder, 4).unwrap_err();
+    assert!(error.to_string().contains("1 step or more"), "{error}");
+    assert!(!folder.exists());
+    let mut last = optimizer();
+    assert!(last.checkpoint_every(1, &folder, usize::MAX).unwrap());
+    drop(last);
+    assert_eq!(optimizer().resume(&folder).unwrap(), usize::MAX);
+}
+
+#[test]
+fn more_streams_than_a_rank_can_have_are_refused() {
+    let run = fusestep::threads(2, |comm| {
+        let asked = AdamW::new(1e-2).comm_streams(usize::MAX);
+        asked.build(&params(), Cpu::new())?.on(comm)?.step()?;
+        Ok::<(), Error>(())
+    });
+    let error = run.unwrap_err().to_string();
+    assert!(error.contains("expected at most 1024"), "{error}");
+}
+
+#[test]
+fn a_parameter_of_two_groups_is_named() {
+    let twice = AdamW::new(1e-2).group(["a", "a"], lion::Lion::default());
+    let error = twice.build(&params(), Cpu::new()).unwrap_err().to_string();
+    assert!(error.contains("`a`: the group of lion"), "{error}");
+}
