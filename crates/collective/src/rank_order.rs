@@ -138,31 +138,38 @@ fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut i
 
 /// All bursts, each after what lies `ahead` bytes behind it was asked for; 0 for nothing.
 ///
-/// One loop for all: with loops of their own for what is asked for and for what is left over, code
-/// for eight types, five operations, three levels and three kinds of ranks is three times as long.
+/// One loop for both, and what is left over apart: this is compiled for eight types, five
+/// operations, three levels and all kinds of ranks.
 #[inline(always)]
 fn reduce_bursts<T: Number>(op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks, ahead: usize) {
     let line_bytes = LANES * size_of::<T>();
     let mut start = 0;
-    while start < len_bytes {
-        let end = len_bytes.min(start + BURST_BYTES);
-        let burst = start..end;
-        let mut pair = None;
-        if burst.len() == BURST_BYTES {
-            if ahead > 0 {
-                ask_ahead(ranks, burst.clone(), ahead);
-            }
-            pair = ranks.pair(burst.clone());
+    while start + BURST_BYTES <= len_bytes {
+        let burst = start..start + BURST_BYTES;
+        if ahead > 0 {
+            ask_ahead(ranks, burst.clone(), ahead);
         }
-        match pair {
+        match ranks.pair(burst.clone()) {
             Some((pair, into)) => reduce_pair::<T>(op, pair, into),
             None => {
                 for line in burst.step_by(line_bytes) {
-                    reduce_line::<T>(op, line..end.min(line + line_bytes), ranks);
+                    reduce_line::<T>(op, line..line + line_bytes, ranks);
                 }
             }
         }
-        start = end;
+        start += BURST_BYTES;
+    }
+    if start < len_bytes {
+        reduce_rest::<T>(op, start..len_bytes, ranks);
+    }
+}
+
+/// Less than a burst, compiled once for all levels and ranks.
+#[inline(never)]
+fn reduce_rest<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut dyn Ranks) {
+    let line_bytes = LANES * size_of::<T>();
+    for line in bytes.clone().step_by(line_bytes) {
+        reduce_line::<T>(op, line..bytes.end.min(line + line_bytes), ranks);
     }
 }
 
@@ -204,7 +211,7 @@ fn reduce_pair<T: Number>(op: ReduceOp, [x, y]: [&mut [u8]; 2], into: Range<usiz
 
 /// [`LANES`] elements, or the last ones if they are fewer.
 #[inline(always)]
-fn reduce_line<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut impl Ranks) {
+fn reduce_line<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut (impl Ranks + ?Sized)) {
     let (world_size, len) = (ranks.world_size(), bytes.len());
     let mut result = wide::<T>(ranks.input(0, bytes.clone()));
     for rank in 1..world_size {
