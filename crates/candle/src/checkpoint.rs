@@ -37,7 +37,7 @@ impl<P: Params> Fused<P> {
     /// [`Fused::finish_saves`].
     ///
     /// # Errors
-    /// As [`Fused::save_checkpoint`]; that of the save before.
+    /// As [`Fused::save_checkpoint`]; that of the save before; [`AdapterError::SaveEvery0`].
     /// # Cost
     /// One copy of variables and state; until the save before is complete, if it is not.
     pub fn checkpoint_every(
@@ -46,11 +46,11 @@ impl<P: Params> Fused<P> {
         folder: impl AsRef<Path>,
         step: usize,
     ) -> candle_core::Result<bool> {
-        let due = (step + 1).is_multiple_of(every.max(1));
-        if due {
-            self.begin_save(folder.as_ref(), step + 1)?;
-        }
-        Ok(due)
+        let Some(steps) = due(every, step)? else {
+            return Ok(false);
+        };
+        self.begin_save(folder.as_ref(), steps)?;
+        Ok(true)
     }
 
     /// Saves variables, state, what is remembered and that the caller has done `steps` steps, and
@@ -161,11 +161,11 @@ impl<P: Params> Ranked<'_, P> {
         folder: impl AsRef<Path>,
         step: usize,
     ) -> candle_core::Result<bool> {
-        let due = (step + 1).is_multiple_of(every.max(1));
-        if due {
-            self.begin_save(folder.as_ref(), step + 1)?;
-        }
-        Ok(due)
+        let Some(steps) = due(every, step)? else {
+            return Ok(false);
+        };
+        self.begin_save(folder.as_ref(), steps)?;
+        Ok(true)
     }
 
     /// As [`Fused::save_checkpoint`].
@@ -221,4 +221,13 @@ impl<P: Params> Ranked<'_, P> {
             Names::Positions => Err(AdapterError::Unnamed),
         }
     }
+}
+
+/// How many steps are done if that calls for a save, once `step`, counted from 0, has been.
+fn due(every: usize, step: usize) -> Result<Option<usize>, AdapterError> {
+    if every == 0 {
+        return Err(AdapterError::SaveEvery0);
+    }
+    let steps = step.saturating_add(1);
+    Ok(steps.is_multiple_of(every).then_some(steps))
 }

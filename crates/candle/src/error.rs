@@ -45,6 +45,12 @@ pub enum AdapterError {
         /// The first place.
         first: String,
     },
+    /// A save after every 0 steps.
+    #[error(
+        "checkpoint_every: expected a save after every 1 step or more, found 0; leave the call out \
+         to save nothing"
+    )]
+    SaveEvery0,
     /// A gradient does not fit its variable.
     #[error(
         "gradient of `{name}`: expected {expected_dtype:?} {expected:?}, found {found_dtype:?} \

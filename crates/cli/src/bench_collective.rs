@@ -14,7 +14,13 @@ use crate::output::{duration, print, print_json};
 #[derive(Debug, Args)]
 pub(crate) struct CollectiveArgs {
     /// Time this collective between ranks instead of a step
-    #[arg(long, value_enum)]
+    #[arg(
+        long,
+        value_enum,
+        conflicts_with_all = [
+            "RankArgs", "OptimizerArgs", "GradientArgs", "PrecisionArgs", "PlanningArgs"
+        ]
+    )]
     pub(crate) collective: Option<Collective>,
     /// What carries it, or steps between ranks [default: thread]
     #[arg(long, value_enum)]

@@ -8,7 +8,7 @@ use fusestep_collective::{Collectives, Communicator, ReduceOp};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Optimizer, Plan, Planner, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc};
+use fusestep_tensor::{DType, ParamDesc, counted};
 use serde::Serialize;
 
 use crate::bench::BenchArgs;
@@ -84,14 +84,14 @@ impl std::fmt::Display for Summary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(
             f,
-            "{} on {} parameters, {} elements of {}; {} ranks ({}) of {} threads, zero stage {}",
+            "{} on {}, {} of {}; {} ({}) of {}, zero stage {}",
             self.optimizer,
-            self.parameters,
-            self.elements,
+            counted(self.parameters as u64, "parameter"),
+            counted(self.elements, "element"),
             self.dtype,
-            self.ranks,
+            counted(self.ranks as u64, "rank"),
             self.engine,
-            self.threads,
+            counted(self.threads as u64, "thread"),
             self.zero
         )?;
         let parts = self.reduce_ns + self.update_ns + self.gather_ns;

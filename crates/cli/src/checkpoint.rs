@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::folders;
 use crate::output::{non_finite, print, print_json};
+use crate::places::require_beside;
 use crate::ranks::bounded;
 
 /// Flags of `checkpoint`.
@@ -97,6 +98,8 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             average,
         } => {
             let manifest = Manifest::read(&folder.folder)?;
+            require_beside(("--out", out), ("the checkpoint", &folder.folder))?;
+            let is_new = !out.exists();
             folders::make("--out", out)?;
             let named = || format!("--out {}", out.display());
             ensure!(
@@ -106,11 +109,15 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             );
             let (from, count) = (&folder.folder, *world);
             let written = if *average {
-                manifest.average(from, out, count)?
+                manifest.average(from, out, count)
             } else {
-                manifest.reshard(from, out, count)?
+                manifest.reshard(from, out, count)
             };
-            inspect(folder, &written)
+            if written.is_err() && is_new {
+                // What else is in it by now stays; why nothing was written counts.
+                let _ = std::fs::remove_dir(out);
+            }
+            inspect(folder, &written?)
         }
     }
 }

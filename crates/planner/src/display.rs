@@ -114,7 +114,8 @@ fn fmt_stage(plan: &Plan, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stag
         Stage::Optimize(optimize) => fmt_update(plan, f, "optimize", optimize),
         Stage::ReduceUpdate(optimize) => fmt_update(plan, f, "reduce and optimize", optimize),
         Stage::Accumulate(accumulate) => {
-            writeln!(f, "accumulate {} micro-steps", accumulate.rule.every)
+            let micro_steps = counted(accumulate.rule.every.get().into(), "micro-step");
+            writeln!(f, "accumulate {micro_steps}")
         }
         Stage::Reduce(reduce) => {
             let call = match reduce.result {

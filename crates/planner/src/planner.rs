@@ -7,7 +7,9 @@ use std::sync::Arc;
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{LaunchLimits, Precision, TensorList};
 use fusestep_schedule::Schedule;
-use fusestep_tensor::{DType, ParamDesc, Quoted, check_total_numel, check_unique_names};
+use fusestep_tensor::{
+    DType, ParamDesc, Quoted, check_total_numel, check_unique_names, counted_are,
+};
 use serde::Serialize;
 
 use crate::batches::LaunchCount;
@@ -303,7 +305,8 @@ impl Planner {
                 "naive",
                 Verdict::Skipped,
                 format!(
-                    "{empty} empty tensors are kept in the state and take no place in a launch"
+                    "{} kept in the state, without a place in a launch",
+                    counted_are(empty as u64, "empty tensor")
                 ),
             ));
         }

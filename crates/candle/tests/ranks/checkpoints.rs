@@ -335,3 +335,22 @@ fn one_run_saves_to_a_folder() {
     second.save_checkpoint(folder.path(), 4).unwrap();
     second.step(&gradients(&two, 0, 0..8)).unwrap();
 }
+
+#[test]
+fn a_save_after_every_0_steps_is_refused_and_none_after_the_last_step_is_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().join("checkpoint");
+    let vars = vars(DType::F32, 7);
+    let mut fused = adamw(&vars, &options());
+    let error = fused.checkpoint_every(0, &folder, 4).unwrap_err();
+    assert!(error.to_string().contains("1 step or more"), "{error}");
+    let mut solo = Solo::new();
+    let mut ranked = adamw(&vars, &options()).on(&mut solo).unwrap();
+    let error = ranked.checkpoint_every(0, &folder, 4).unwrap_err();
+    assert!(error.to_string().contains("1 step or more"), "{error}");
+    assert!(!folder.exists());
+    drop(ranked);
+    assert!(fused.checkpoint_every(1, &folder, usize::MAX).unwrap());
+    fused.finish_saves().unwrap();
+    assert_eq!(fused.resume(&folder).unwrap(), usize::MAX);
+}

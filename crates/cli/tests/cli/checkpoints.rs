@@ -1,6 +1,7 @@
 //! Runs saved, killed, resumed and resumed elsewhere, as a user sees them.
 
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -162,6 +163,34 @@ fn a_local_sgd_run_averaged_by_hand_goes_on_with_other_ranks() {
         text(&path),
     ]);
     assert!(error.contains("empty folder"), "{error}");
+}
+
+#[test]
+fn a_reshard_that_is_refused_leaves_no_folder_and_takes_none_of_the_checkpoints() {
+    let folder = Folder::new();
+    let (path, out) = (folder.path("checkpoint"), folder.path("out"));
+    ok(&["train", "--epochs", "1", "--checkpoint", text(&path)]);
+    let reshard = |to: &Path, more: &[&str]| {
+        let base = ["checkpoint", "reshard", text(&path), "--world", "2"];
+        refused(&[&base[..], &["--out", text(to)], more].concat())
+    };
+    // There are no averages of ranks to average.
+    reshard(&out, &["--average"]);
+    assert!(!out.exists());
+    fs::create_dir(&out).unwrap();
+    reshard(&out, &["--average"]);
+    assert!(out.exists(), "a folder of the user's is gone");
+    let entries = fs::read_dir(&path).unwrap();
+    let names = entries.map(|entry| entry.unwrap().path());
+    let is_generation = |path: &PathBuf| {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        name.starts_with("step-")
+    };
+    let generation = names.into_iter().find(is_generation).unwrap();
+    let error = reshard(&generation.join("new"), &[]);
+    assert!(error.contains("it would be lost"), "{error}");
+    assert!(!generation.join("new").exists());
+    ok(&["checkpoint", "verify", text(&path)]);
 }
 
 /// Kills a run that saves after every update at random instants and resumes it, until `kills` have

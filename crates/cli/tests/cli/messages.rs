@@ -316,3 +316,13 @@ fn pages_take_the_place_of_no_model_no_other_page_and_no_checkpoint() {
     lost(&clash, "--checkpoint");
     assert!(!new.exists());
 }
+
+#[test]
+fn flags_of_a_step_are_refused_beside_a_collective() {
+    let base = ["bench", "--collective", "all-reduce", "--sizes", "4KiB"];
+    for flag in [["--zero", "2"], ["--lr", "3"], ["--clip-norm", "1"]] {
+        let error = crate::refused(&[&base[..], &flag].concat());
+        assert!(error.contains("--collective"), "{error}");
+        assert!(error.contains(flag[0]), "{error}");
+    }
+}
