@@ -266,7 +266,7 @@ fn arguments_are_header_scalars_step_scalars_and_records() {
 /// Where tensors lie as in common lists, their arguments are the same.
 #[test]
 fn tensors_that_lie_anywhere_have_addresses_of_their_own() {
-    let places = OFFSETS.map(|first| (4 * first, 2 * first.wrapping_sub(64)));
+    let places = OFFSETS.map(|first| (4 * first, first.wrapping_sub(64).wrapping_mul(2)));
     let alike = places.map(|(param, grad)| [0x1000 + param, grad.wrapping_add(0x9000)]);
     for (flags, words) in [(3, 2), (FLAG_STOCHASTIC, 4)] {
         let (kernel, batches) = (Kernel { flags, words }, [batch()]);
