@@ -127,7 +127,6 @@ pub(crate) fn segments(
         open: vec![None; plan.storages.len()],
         segments: Vec::new(),
         buckets: Vec::new(),
-        most: MAX_BUCKETS,
     };
     for &param in ready {
         let (storage, position) = plan.places[param as usize];
@@ -166,8 +165,6 @@ struct Filling<'a> {
     open: Vec<Option<Range<u32>>>,
     segments: Vec<Segment>,
     buckets: Vec<Bucket>,
-    /// Buckets beyond so many are an error, and only counted.
-    most: usize,
 }
 
 impl Filling<'_> {
@@ -211,7 +208,7 @@ impl Filling<'_> {
         let segment = self.segments.len();
         let first = self.buckets.len();
         let mut at = start;
-        while at < elements.end && self.buckets.len() <= self.most {
+        while at < elements.end && self.buckets.len() <= MAX_BUCKETS {
             let end = self.end_of_bucket(spec, &elements, at);
             self.buckets.push(Bucket {
                 storage,

@@ -179,15 +179,20 @@ fn is_shared(plan: &Plan) -> bool {
 /// a naive plan has as many of them as tensors.
 fn own_elements(plan: &Plan, rank: usize) -> Vec<u64> {
     let shared = is_shared(plan);
-    let whole = plan.storages.iter().map(|spec| match shared {
-        true if !spec.distributed => 0,
-        _ => spec.layout.total_numel(),
+    let whole = plan.storages.iter().map(|spec| {
+        if shared && !spec.distributed {
+            0
+        } else {
+            spec.layout.total_numel()
+        }
     });
     let mut own: Vec<u64> = whole.collect();
-    let buckets = plan.buckets.iter().filter(|_| shared);
-    for bucket in buckets {
-        let part = bucket.part(rank % plan.shard_group);
-        own[bucket.storage] += part.end - part.start;
+    if shared {
+        // What is distributed lies in no bucket.
+        for bucket in &plan.buckets {
+            let part = bucket.part(rank % plan.shard_group);
+            own[bucket.storage] += part.end - part.start;
+        }
     }
     own
 }
