@@ -16,7 +16,7 @@ use std::sync::{Mutex, PoisonError};
 use fusestep_elementwise::{Cached, Tensor, step_tensor};
 use fusestep_launch::{
     Backend, BackendError, Buffer, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
-    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, TensorSums, UnitSums,
+    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, TensorList, TensorSums, UnitSums,
 };
 use fusestep_simd::Pool;
 use fusestep_tensor::Role;
@@ -24,7 +24,7 @@ use fusestep_tensor::Role;
 use crate::CpuBackend;
 use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::cached::ParamSums;
-use crate::tensors::{Tensors, Whole, large_elements, small_elements};
+use crate::tensors::{Sizes, Tensors, Whole};
 use crate::update_sums::rows;
 use crate::window::{covered, window};
 use small_pieces::SmallPieces;
@@ -39,7 +39,7 @@ pub type Lend<'a> = &'a (dyn Fn(BorrowedPiece<'_>) -> Result<(), BackendError> +
 /// A tensor whose state is at hand and whose parameter and gradient are to be borrowed, if they are
 /// not at hand as well.
 pub struct BorrowedPiece<'a> {
-    call: BorrowedCall<'a>,
+    call: &'a BorrowedCall<'a>,
     whole: Whole,
     /// The tensor's position among the caller's parameters.
     parameter: u32,
@@ -53,7 +53,6 @@ pub struct BorrowedPiece<'a> {
 }
 
 /// What is the same for all pieces of a launch.
-#[derive(Clone, Copy)]
 struct BorrowedCall<'a> {
     kernel: &'a dyn MultiTensorKernel,
     host: HostCall<'a>,
@@ -87,21 +86,20 @@ impl CpuBackend {
         lend: Lend<'_>,
     ) -> Result<LaunchReport, BackendError> {
         let report = LaunchReport::of(launch.batches);
-        let backend = self.name();
         let Gate::Open(grad_factor) = gate(&launch)? else {
             return Ok(report);
         };
-        let tensor_sums = sums_of_host(&launch)?;
-        let call = BorrowedCall {
+        let call = &BorrowedCall {
             kernel: launch.kernel,
             host: host_call(self.level(), &launch, grad_factor),
             grad_sums: launch.grad_sums.and_then(Buffer::host).and_then(sums_of),
-            tensor_sums,
-            backend,
+            tensor_sums: sums_of_host(&launch)?,
+            backend: self.name(),
             skipped: self.count_skipped(),
         };
         let (tensors, offsets) = (Tensors::new(launch.batches), launch.offsets);
-        check_parts(&launch, tensors)?;
+        let sizes = Sizes::of(tensors, self.pool().threads());
+        check_parts(&launch, sizes.part)?;
         let starts = tensors.map(|whole| whole.first_element);
         let mut rows = rows(launch.update_sums.take(), offsets, starts)?;
         // Dropped with any error: the next step takes all sums anew. Sums over whole tensors are no
@@ -110,8 +108,7 @@ impl CpuBackend {
             Some(_) => None,
             None => ParamSums::take(&mut launch),
         };
-        let large = large_elements(tensors, self.pool().threads());
-        for whole in tensors.filter(|whole| whole.is_large(large)) {
+        for whole in sizes.large_ones(tensors) {
             let (kept, span) = ((&mut *launch.lists, launch.firsts), whole.span(offsets));
             let lists = lists_of(launch.kernel, kept, &span)?;
             lend(BorrowedPiece {
@@ -130,12 +127,12 @@ impl CpuBackend {
         self.pool().run(SmallPieces {
             call,
             tensors,
-            large,
+            large: sizes.large,
             offsets,
             members: launch.members,
             lists,
             first: elements.start,
-            elements: small_elements(tensors, large),
+            elements: sizes.small,
             lend,
             error: &error,
             sums: sums.as_ref(),
@@ -165,7 +162,7 @@ impl BorrowedPiece<'_> {
     /// then.
     pub fn update(self, param: &mut [u8], grad: &[u8]) -> Result<(), BackendError> {
         let (mut param, mut grad) = (HostList::ReadWrite(param), HostList::Read(grad));
-        self.update_lists(|role| match role {
+        self.update_lists(|_, declared| match declared.role {
             Role::Param => Some(std::mem::take(&mut param)),
             Role::Grad => Some(std::mem::take(&mut grad)),
             _ => None,
@@ -173,49 +170,46 @@ impl BorrowedPiece<'_> {
     }
 
     /// [`BorrowedPiece::update`] where the caller lends state, too: `lend` is called once for each
-    /// list of the kernel and gives the tensor whole, or `None` for a list that the plan keeps.
+    /// list of the kernel, in its order, and gives the tensor whole, or `None` for a list that the
+    /// plan keeps.
     ///
     /// # Errors
     /// As [`BorrowedPiece::update`], for any of the lists.
+    #[inline]
     pub fn update_lists<'b>(
         self,
-        mut lend: impl FnMut(Role) -> Option<HostList<'b>>,
+        mut lend: impl FnMut(usize, &TensorList) -> Option<HostList<'b>>,
     ) -> Result<(), BackendError>
     where
         Self: 'b,
     {
-        let Whole {
-            first_element,
-            numel,
-            ..
-        } = self.whole;
-        let backend = self.call.backend;
-        let check = |width: usize, found: usize| {
-            // Tensors lie in host memory, so their element counts fit a usize.
-            let (offset_bytes, len_bytes) =
-                (first_element as usize * width, numel as usize * width);
-            if offset_bytes + len_bytes <= found {
-                return Ok((offset_bytes, len_bytes));
-            }
-            Err(BackendError::OutOfBounds {
-                backend,
-                offset_bytes,
-                len_bytes,
-                found,
-            })
-        };
-        // In place: a small tensor feels every copy of what is known of it.
-        let mut piece: BorrowedPiece<'b> = self;
-        let declared = piece.call.kernel.lists().iter();
-        for (list, declared) in piece.lists.iter_mut().zip(declared) {
-            let width = declared.dtype.len_bytes();
-            let Some(mut borrowed) = lend(declared.role) else {
-                continue;
+        let declared = self.call.kernel.lists();
+        let mut kept = self.lists.into_iter();
+        let mut refused = Ok(());
+        // One by one into their place: a small tensor feels every copy of all of them.
+        let lists = std::array::from_fn(|list| {
+            let kept = kept.next().unwrap_or_default();
+            let Some(own) = declared.get(list) else {
+                return HostList::Absent;
             };
-            let (offset_bytes, len_bytes) = check(width, borrowed.bytes().len())?;
-            *list = take_bytes(&mut borrowed, offset_bytes, len_bytes);
-        }
-        piece.run();
+            match lend(list, own) {
+                None => kept,
+                Some(borrowed) => {
+                    let taken = take_part(borrowed, own.dtype.len_bytes(), &self.whole);
+                    taken.unwrap_or_else(|(offset_bytes, len_bytes, found)| {
+                        refused = Err(BackendError::OutOfBounds {
+                            backend: self.call.backend,
+                            offset_bytes,
+                            len_bytes,
+                            found,
+                        });
+                        HostList::Absent
+                    })
+                }
+            }
+        });
+        refused?;
+        BorrowedPiece { lists, ..self }.run();
         Ok(())
     }
 
@@ -263,7 +257,7 @@ fn sums_of_host<'a>(launch: &Launch<'a>) -> Result<Option<&'a [[f64; MAX_SUMS]]>
 
 /// Refuses sums over whole tensors that are fewer than the tensors, and parts of tensors without
 /// them.
-fn check_parts(launch: &Launch<'_>, mut tensors: Tensors<'_>) -> Result<(), BackendError> {
+fn check_parts(launch: &Launch<'_>, part: Option<Whole>) -> Result<(), BackendError> {
     if let Some(sums) = sums_of_host(launch)? {
         let len_bytes = launch.members.len() * size_of::<[f64; MAX_SUMS]>();
         if size_of_val(sums) < len_bytes {
@@ -271,7 +265,6 @@ fn check_parts(launch: &Launch<'_>, mut tensors: Tensors<'_>) -> Result<(), Back
         }
         return Ok(());
     }
-    let part = tensors.find(|whole| whole.first_element > 0);
     let Some(part) = part.filter(|_| launch.kernel.normed().is_some()) else {
         return Ok(());
     };
@@ -313,4 +306,29 @@ fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> H
     let (own, rest) = from_here.split_at(len_bytes);
     *list = rest;
     own
+}
+
+/// What of a tensor that is borrowed whole lies in a launch.
+///
+/// # Errors
+/// Where it should lie, its length, and how long the tensor is, which is shorter.
+#[inline]
+fn take_part<'a>(
+    mut borrowed: HostList<'a>,
+    width: usize,
+    whole: &Whole,
+) -> Result<HostList<'a>, (usize, usize, usize)> {
+    // Tensors lie in host memory, so their element counts fit a usize.
+    let (before, len_bytes) = (
+        whole.first_element as usize * width,
+        whole.numel as usize * width,
+    );
+    let found = borrowed.bytes().len();
+    if (before, len_bytes) == (0, found) {
+        return Ok(borrowed);
+    }
+    if before + len_bytes > found {
+        return Err((before, len_bytes, found));
+    }
+    Ok(take_bytes(&mut borrowed, before, len_bytes))
 }

@@ -10,7 +10,7 @@ use fusestep_simd::{Level, Pool, Split};
 use crate::CpuBackend;
 use crate::backend::partials;
 use crate::borrowed::PARTS_PER_THREAD;
-use crate::tensors::{Tensors, Whole, large_elements, small_elements};
+use crate::tensors::{Sizes, Tensors, Whole};
 
 /// Lends one gradient: calls [`BorrowedGradient::read`] with it. It is called from any thread of
 /// the pool, on one thread never for two tensors at once.
@@ -53,9 +53,14 @@ impl CpuBackend {
         };
         let mut sums = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
         let tensors = Tensors::new(reduce.batches);
-        let large = large_elements(tensors, self.pool().threads());
+        let Sizes {
+            large,
+            small,
+            has_large,
+            ..
+        } = Sizes::of(tensors, self.pool().threads());
         let mut rest = &mut *sums;
-        for whole in tensors {
+        for whole in has_large.then_some(tensors).into_iter().flatten() {
             let own = rest.split_off_mut(..chunks(call.kernel, &whole));
             if let Some(sums) = own.filter(|_| whole.is_large(large)) {
                 lend(BorrowedGradient {
@@ -73,7 +78,7 @@ impl CpuBackend {
             tensors,
             large,
             sums,
-            elements: small_elements(tensors, large),
+            elements: small,
             lend,
             error: &error,
         });

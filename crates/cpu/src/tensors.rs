@@ -108,6 +108,11 @@ impl Iterator for Tensors<'_> {
             numel: record.numel,
             group: batch.groups[usize::from(record.group)],
         };
+        // Most tensors are one record, with another tensor's behind it.
+        let next = batch.records.get(self.gone);
+        if next.is_some_and(|next| next.tensor != whole.tensor) {
+            return Some(whole);
+        }
         let mut ahead = *self;
         while let Some((_, more)) = ahead.record()
             && more.tensor == whole.tensor
@@ -120,15 +125,51 @@ impl Iterator for Tensors<'_> {
     }
 }
 
-/// The elements from which on the whole pool works on one tensor. Smaller ones are one thread's
-/// each: nobody waits for another between the sums of a tensor and its update, and there are enough
-/// of them to leave no thread without work.
-pub(crate) fn large_elements(tensors: Tensors<'_>, threads: usize) -> u64 {
-    let total: u64 = tensors.map(|whole| whole.numel).sum();
-    (total / (threads as u64 * TENSORS_PER_THREAD)).max(LARGE_ELEMENTS)
+/// How the elements of some tensors are shared out.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    /// The elements from which on the whole pool works on one tensor. Smaller ones are one thread's
+    /// each: nobody waits for another between the sums of a tensor and its update, and there are
+    /// enough of them to leave no thread without work.
+    pub(crate) large: u64,
+    /// Elements of the small ones together.
+    pub(crate) small: u64,
+    pub(crate) has_large: bool,
+    /// A part of a tensor, without its beginning, if there is one.
+    pub(crate) part: Option<Whole>,
 }
 
-pub(crate) fn small_elements(tensors: Tensors<'_>, large: u64) -> u64 {
-    let small = tensors.filter(|whole| !whole.is_large(large));
-    small.map(|whole| whole.numel).sum()
+impl Sizes {
+    /// Looks at all tensors once where none is large, of which there may be thousands.
+    pub(crate) fn of(tensors: Tensors<'_>, threads: usize) -> Self {
+        let (mut total, mut largest, mut part) = (0, 0, None);
+        for whole in tensors {
+            total += whole.numel;
+            largest = largest.max(whole.numel);
+            if whole.first_element > 0 {
+                part = part.or(Some(whole));
+            }
+        }
+        let large = (total / (threads as u64 * TENSORS_PER_THREAD)).max(LARGE_ELEMENTS);
+        let has_large = largest >= large;
+        let small = if has_large {
+            let small = tensors.filter(|whole| !whole.is_large(large));
+            small.map(|whole| whole.numel).sum()
+        } else {
+            total
+        };
+        Self {
+            large,
+            small,
+            has_large,
+            part,
+        }
+    }
+
+    /// The large ones among the tensors that these are the sizes of.
+    pub(crate) fn large_ones<'a>(&self, tensors: Tensors<'a>) -> impl Iterator<Item = Whole> + 'a {
+        let large = self.large;
+        let all = self.has_large.then_some(tensors).into_iter().flatten();
+        all.filter(move |whole| whole.is_large(large))
+    }
 }

@@ -9,12 +9,31 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::ahead::Ahead;
 use crate::dlpack::{Exchange, Expected, Place, Unfit};
+use crate::getter::Getter;
 use crate::loan::{GRADIENT, Places, read_count, write_count};
 use crate::parameter::{COUNT, Parameter};
 use crate::private::Private;
 
 /// Most steps that a tensor counts.
 const MAX_COUNT: f64 = (1u64 << 53) as f64;
+
+/// Where gradients are.
+pub(crate) enum Gradients<'a, 'py> {
+    /// In a list, in the order of the parameters.
+    Given(&'a Bound<'py, PyList>),
+    /// Each with its parameter.
+    Own(Getter<'py>),
+}
+
+impl<'py> Gradients<'_, 'py> {
+    #[inline]
+    fn of(&self, index: usize, parameter: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Self::Given(gradients) => gradients.get_item(index),
+            Self::Own(getter) => getter.get(parameter),
+        }
+    }
+}
 
 /// What has been found so far.
 pub(crate) struct Collected<'a, 'py> {
@@ -82,15 +101,12 @@ impl Collector {
         py: Python<'py>,
         parameter: &mut Parameter,
         (owner, index): (&Bound<'py, PyAny>, usize),
-        gradients: Option<&Bound<'py, PyList>>,
+        gradients: &Gradients<'_, 'py>,
         collected: &mut Collected<'_, 'py>,
     ) -> PyResult<bool> {
         collected.ahead.ask(index, collected.asks_for_state);
         let tensor = parameter.tensor.bind(py);
-        let gradient = match gradients {
-            Some(gradients) => gradients.get_item(index)?,
-            None => tensor.getattr(intern!(py, "grad"))?,
-        };
+        let gradient = gradients.of(index, tensor)?;
         let Some(member) = parameter.member else {
             return Ok(gradient.is_none());
         };

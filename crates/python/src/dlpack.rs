@@ -16,6 +16,8 @@ const ON_CPU: c_int = 1;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
 const MAJOR: u32 = 1;
+/// Classes of tensors that are remembered.
+const MOST_KNOWN: usize = 4;
 const EXCHANGE: &CStr = c"dlpack_exchange_api";
 
 /// `DLTensor` of dlpack.h.
@@ -82,6 +84,8 @@ pub(crate) struct Expected<'a> {
 /// A class of tensors that describes its own without making an object.
 pub(crate) struct Exchange {
     class: Py<PyType>,
+    /// The class and what is known to be derived from it, of which most tensors are.
+    known: Vec<Py<PyType>>,
     describe: unsafe extern "C" fn(*mut c_void, *mut Described) -> c_int,
     /// Whether a tensor is negated, which no description says; `None` in libraries without that.
     is_negated: Option<Py<PyAny>>,
@@ -113,10 +117,29 @@ impl Exchange {
         };
         Ok(describe.map(|describe| Self {
             class: class.clone().unbind(),
+            known: vec![class.clone().unbind()],
             describe,
             is_negated: class.getattr("is_neg").ok().map(Bound::unbind),
             _capsule: capsule.unbind(),
         }))
+    }
+
+    /// Whether `kind` is the class of tensors or derived from it.
+    #[inline]
+    fn fits(&self, kind: *mut ffi::PyTypeObject) -> bool {
+        let mut known = self.known.iter();
+        // SAFETY: both are live types.
+        known.any(|known| known.as_ptr().cast() == kind)
+            || unsafe { ffi::PyType_IsSubtype(kind, self.class.as_ptr().cast()) != 0 }
+    }
+
+    /// Has further tensors of the class of this one known at once.
+    pub(crate) fn expect(&mut self, tensor: &Bound<'_, PyAny>) {
+        let kind = tensor.get_type();
+        let is_known = self.known.iter().any(|known| known.is(&kind));
+        if !is_known && self.known.len() < MOST_KNOWN && self.fits(kind.as_type_ptr()) {
+            self.known.push(kind.unbind());
+        }
     }
 
     /// Where the elements of `tensor` lie, if it is as expected.
@@ -126,11 +149,7 @@ impl Exchange {
         expected: Expected<'_>,
     ) -> Result<Place, Unfit> {
         let py = tensor.py();
-        // SAFETY: both are live types.
-        let fits = unsafe {
-            ffi::PyType_IsSubtype(tensor.get_type_ptr(), self.class.as_ptr().cast()) != 0
-        };
-        if !fits {
+        if !self.fits(tensor.get_type_ptr()) {
             let error = PyTypeError::new_err("expected a tensor of PyTorch, found another object");
             return Err(Unfit::NoMemory(error));
         }
@@ -194,7 +213,7 @@ impl Described {
             return Err(no_memory());
         }
         let address = self.data.expose_provenance() + self.byte_offset as usize;
-        if !address.is_multiple_of(expected.dtype.len_bytes()) {
+        if !is_aligned(address, expected.dtype) {
             return Err(Unfit::Alignment);
         }
         Ok(Place {
@@ -230,6 +249,11 @@ fn no_memory() -> Unfit {
     Unfit::NoMemory(PyTypeError::new_err("its address is null"))
 }
 
+/// Whether an address is a multiple of the size of its elements, a power of two.
+fn is_aligned(address: usize, dtype: DType) -> bool {
+    address & (dtype.len_bytes() - 1) == 0
+}
+
 /// Whether elements lie one behind the other, the last index fastest; strides of extents of 1 say
 /// nothing.
 fn in_order(shape: &[i64], strides: &[i64]) -> bool {
@@ -248,7 +272,7 @@ impl Place {
         if address == 0 && numel > 0 {
             return Err(no_memory());
         }
-        if !address.is_multiple_of(expected.dtype.len_bytes()) {
+        if !is_aligned(address, expected.dtype) {
             return Err(Unfit::Alignment);
         }
         Ok(Self {

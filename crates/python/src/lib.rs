@@ -4,6 +4,7 @@ mod ahead;
 mod collect;
 mod dlpack;
 mod engine;
+mod getter;
 mod loan;
 mod parameter;
 mod private;

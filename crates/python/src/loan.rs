@@ -113,10 +113,15 @@ impl Checked {
     /// A comparison where nothing has moved, a sort of the gradients that have, and of what is
     /// written where some of that has.
     fn check(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
+        if let Some(before) = &self.before
+            && before.has_gradient == now.has_gradient
+            && before.addresses == now.addresses
+        {
+            return Ok(());
+        }
         let mut before = self.before.take();
         let unmoved = before.as_ref().filter(|before| {
-            before.has_gradient == now.has_gradient
-                && (before.addresses == now.addresses || are_written_alike(before, now, members))
+            before.has_gradient == now.has_gradient && are_written_alike(before, now, members)
         });
         let is_sorted = unmoved.is_some();
         if !is_sorted {
@@ -273,7 +278,7 @@ impl Lender for Loan<'_> {
     }
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
-        let (members, kernel) = (launch.members, launch.kernel);
+        let members = launch.members;
         let loan = &*self;
         self.backend.launch_borrowed(launch, &|piece| {
             if let Some(&soon) = members.get(piece.tensor() + AHEAD) {
@@ -283,11 +288,9 @@ impl Lender for Loan<'_> {
             if !loan.places.has_gradient[member] {
                 return Ok(());
             }
-            piece.update_lists(|role| {
-                let mut lists = kernel.lists().iter().enumerate();
-                let list = lists.find(|(_, list)| list.role == role)?;
-                let place = loan.place(member, list);
-                Some(match list.1.access {
+            piece.update_lists(|list, declared| {
+                let place = loan.place(member, (list, declared));
+                Some(match declared.access {
                     Access::Read => HostList::Read(bytes(place)),
                     _ => HostList::ReadWrite(bytes_mut(place)),
                 })

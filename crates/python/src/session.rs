@@ -3,17 +3,18 @@
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fusestep::planner::{Optimizer, Plan, State, StepReport};
+use fusestep::planner::{Optimizer, Plan, Stage, State, StepReport};
 use fusestep::tensor::ParamDesc;
 use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
-use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyRange, PyType};
+use pyo3::{ffi, intern};
 
 use crate::ahead::Ahead;
-use crate::collect::{Collected, Collector, Found};
+use crate::collect::{Collected, Collector, Found, Gradients};
 use crate::dlpack::Exchange;
+use crate::getter::Getter;
 use crate::loan::{Checked, Loan, Member, Places, write_count};
 use crate::parameter::{Mapping, Parameter};
 use crate::private::Private;
@@ -109,7 +110,6 @@ impl Session {
         let counted: PyResult<bool> = options
             .get_item("counts")?
             .map_or(Ok(false), |counts| counts.extract());
-        let class = library.getattr("Tensor")?;
         let members: Vec<Member> = own.iter().filter_map(Parameter::borrowed).collect();
         Ok(Self {
             plan,
@@ -121,12 +121,12 @@ impl Session {
             rule_numbers,
             trusts,
             ahead: Ahead::new(own.len()),
-            parameters: own,
             collector: Collector {
-                exchange: Exchange::of(class.downcast::<PyType>()?)?,
+                exchange: exchange(library, &own)?,
                 library: library.clone().unbind(),
                 counted: counted?,
             },
+            parameters: own,
             known: Mapping::default(),
             checked: Checked::default(),
             report: None,
@@ -138,11 +138,14 @@ impl Session {
     /// Updates every parameter that has a gradient and says which, by position; `None` if tensors
     /// or settings are no longer what was planned for, and nothing was done then.
     ///
-    /// `parameters` are those of all groups, `rules` their settings, `owner` is asked for state,
-    /// `gradients` stand in for the parameters' own. While the state is `private`, nobody but
+    /// `parameters` are those of all groups, a list each, `rules` the groups' settings, `owner` is
+    /// asked for state, `gradients` stand in for the parameters' own, `written` is called with
+    /// parameters that have been or are being updated. While the state is `private`, nobody but
     /// `owner` can have seen it: what was found in it stays where it is, and its steps are counted
     /// here until [`Session::write_steps`].
-    #[pyo3(signature = (parameters, rules, owner, gradients, threads, private=false))]
+    #[pyo3(
+        signature = (parameters, rules, owner, gradients, threads, private=false, written=None)
+    )]
     #[expect(
         clippy::too_many_arguments,
         reason = "one call, in place of objects at each step"
@@ -150,14 +153,15 @@ impl Session {
     fn step<'py>(
         &mut self,
         py: Python<'py>,
-        parameters: &Bound<'py, PyList>,
+        parameters: Vec<Bound<'py, PyList>>,
         rules: Vec<Bound<'py, PyDict>>,
         owner: &Bound<'py, PyAny>,
         gradients: Option<&Bound<'py, PyList>>,
         threads: usize,
         private: bool,
+        written: Option<Py<PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        if self.broken || !self.is_of(parameters) || !self.takes(&rules)? {
+        if self.broken || !self.is_of(&parameters) || !self.takes(&rules)? {
             return Ok(None);
         }
         if !private {
@@ -183,7 +187,8 @@ impl Session {
         }
         let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
         let backend = threads::backend(threads)?;
-        let report = self.run(py, &backend)?;
+        let written = written.map(|call| self.written(py, call, parameters, &found.updated));
+        let report = self.run(py, &backend, written.transpose()?)?;
         self.report = Some(report);
         if report.skipped {
             return Ok(Some(PyList::empty(py).into_any()));
@@ -265,10 +270,17 @@ impl Session {
         let steps = unlocked(&mut self.state).steps();
         let (places, ahead) = (&mut self.places, &mut self.ahead);
         let mut collected = Collected::new(places, ahead, &self.private, steps);
+        let gradients = match (gradients, self.parameters.first()) {
+            (Some(gradients), _) => Gradients::Given(gradients),
+            (None, None) => return Ok(Some(collected.found)),
+            (None, Some(first)) => {
+                Gradients::Own(Getter::of(first.tensor.bind(py), intern!(py, "grad")))
+            }
+        };
         for (index, parameter) in self.parameters.iter_mut().enumerate() {
             let owner = (owner, index);
             let collector = &self.collector;
-            if !collector.collect(py, parameter, owner, gradients, &mut collected)? {
+            if !collector.collect(py, parameter, owner, &gradients, &mut collected)? {
                 return Ok(None);
             }
         }
@@ -276,14 +288,34 @@ impl Session {
     }
 
     /// Whether these are the parameters that were planned for.
-    fn is_of(&self, parameters: &Bound<'_, PyList>) -> bool {
-        let own = self.parameters.iter();
-        parameters.len() == own.len()
-            && own.enumerate().all(|(at, own)| {
-                // SAFETY: a live list that is so long; what it gives is only compared.
-                own.tensor.as_ptr()
-                    == unsafe { ffi::PyList_GetItem(parameters.as_ptr(), at as isize) }
+    fn is_of(&self, parameters: &[Bound<'_, PyList>]) -> bool {
+        let mut own = self.parameters.iter();
+        let count: usize = parameters.iter().map(|list| list.len()).sum();
+        count == own.len()
+            && parameters.iter().all(|list| {
+                own.by_ref().take(list.len()).enumerate().all(|(at, own)| {
+                    // SAFETY: a live list that is so long; what it gives is only compared.
+                    own.tensor.as_ptr()
+                        == unsafe { ffi::PyList_GetItem(list.as_ptr(), at as isize) }
+                })
             })
+    }
+
+    /// A call of `call` with the parameters at these positions.
+    fn written(
+        &self,
+        py: Python<'_>,
+        call: Py<PyAny>,
+        parameters: Vec<Bound<'_, PyList>>,
+        updated: &[usize],
+    ) -> PyResult<Written> {
+        let lists = if updated.len() == self.parameters.len() {
+            parameters.into_iter().map(Bound::unbind).collect()
+        } else {
+            let updated = updated.iter().map(|&at| &self.parameters[at].tensor);
+            vec![PyList::new(py, updated)?.unbind()]
+        };
+        Ok(Written { call, lists })
     }
 
     /// Takes the settings of the step to come; `false` if they need another plan.
@@ -317,8 +349,14 @@ impl Session {
         true
     }
 
-    /// Runs the step on what has been collected, without the interpreter's lock.
-    fn run(&mut self, py: Python<'_>, backend: &Arc<CpuBackend>) -> PyResult<StepReport> {
+    /// Runs the step on what has been collected, without the interpreter's lock, and tells who has
+    /// been written: while they are, unless the step may come to nothing.
+    fn run(
+        &mut self,
+        py: Python<'_>,
+        backend: &Arc<CpuBackend>,
+        written: Option<Written>,
+    ) -> PyResult<StepReport> {
         let without = self.places.has_gradient().iter().enumerate();
         for (member, _) in without.filter(|(_, has)| !**has) {
             unlocked(&mut self.state).set_without_gradient_at(member);
@@ -342,17 +380,65 @@ impl Session {
             ))
         })?;
         let (plan, state) = (&self.plan, unlocked(&mut self.state));
-        let report = py.detach(|| plan.run_borrowed(state, &mut loan));
-        report.map_err(|error| {
+        let may_skip = plan
+            .stages()
+            .iter()
+            .any(|stage| matches!(stage, Stage::Norm(_)));
+        let (meanwhile, behind) = if may_skip {
+            (None, written)
+        } else {
+            (written, None)
+        };
+        let mut told = Ok(());
+        let report = py.detach(|| {
+            let mut run = || plan.run_borrowed(state, &mut loan);
+            match &meanwhile {
+                None => run(),
+                Some(written) => {
+                    let tell = || told = Python::attach(|py| written.tell(py));
+                    backend.pool().join(tell, run)
+                }
+            }
+        });
+        let report = report.map_err(|error| {
             self.broken = true;
             failed(error)
-        })
+        })?;
+        told?;
+        if let Some(written) = behind.filter(|_| !report.skipped) {
+            written.tell(py)?;
+        }
+        Ok(report)
+    }
+}
+
+/// Parameters that a step writes, and who is to know.
+struct Written {
+    call: Py<PyAny>,
+    lists: Vec<Py<PyList>>,
+}
+
+impl Written {
+    fn tell(&self, py: Python<'_>) -> PyResult<()> {
+        let mut lists = self.lists.iter();
+        lists.try_for_each(|list| self.call.call1(py, (list,)).map(drop))
     }
 }
 
 /// The state, of which the session is the only owner.
 fn unlocked(state: &mut Mutex<State>) -> &mut State {
     state.get_mut().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How the library describes these parameters; `None` if it is too old for it.
+fn exchange(library: &Bound<'_, PyAny>, parameters: &[Parameter]) -> PyResult<Option<Exchange>> {
+    let class = library.getattr("Tensor")?;
+    let mut exchange = Exchange::of(class.downcast::<PyType>()?)?;
+    if let Some(exchange) = &mut exchange {
+        let tensors = parameters.iter().map(|own| own.tensor.bind(library.py()));
+        tensors.for_each(|tensor| exchange.expect(tensor));
+    }
+    Ok(exchange)
 }
 
 /// A failure in PyTorch's kind.

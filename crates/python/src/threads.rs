@@ -34,12 +34,7 @@ pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
     {
         return Ok(Arc::clone(&own.backend));
     }
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads.get())
-        .thread_name(|index| format!("fusestep-{index}"))
-        .build();
-    let pool = pool.map_err(|error| PyRuntimeError::new_err(format!("threads: {error}")))?;
-    let backend = Arc::new(CpuBackend::in_pool(Pool::of(Arc::new(pool))));
+    let backend = Arc::new(CpuBackend::in_pool(pool(threads)?));
     if made.len() == MOST {
         let oldest = made.remove(0);
         if oldest.process != process {
@@ -53,4 +48,17 @@ pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
         backend: Arc::clone(&backend),
     });
     Ok(backend)
+}
+
+/// The caller and workers of its own; one that has nothing to do would be woken all the same.
+fn pool(threads: NonZeroUsize) -> Result<Pool, PyErr> {
+    let Some(workers) = NonZeroUsize::new(threads.get() - 1) else {
+        return Ok(Pool::new(threads));
+    };
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(workers.get())
+        .thread_name(|index| format!("fusestep-{index}"))
+        .build();
+    let pool = pool.map_err(|error| PyRuntimeError::new_err(format!("threads: {error}")))?;
+    Ok(Pool::beside(Arc::new(pool)))
 }

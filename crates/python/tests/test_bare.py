@@ -127,7 +127,7 @@ class Bare(unittest.TestCase):
     def test_steps_are_those_of_the_equation(self):
         owner, planned = Owner(self.arrays), session(self.arrays)
         for _ in range(5):
-            self.assertEqual(list(planned.step(self.arrays, [ADAM], owner, None, 2)), [0, 1])
+            self.assertEqual(list(planned.step([self.arrays], [ADAM], owner, None, 2)), [0, 1])
         for array, start, grad in zip(self.arrays, self.starts, self.grads):
             expected = reference(start, grad, 5, ADAM)
             for found, wanted in zip(array.values(), expected):
@@ -137,30 +137,90 @@ class Bare(unittest.TestCase):
     def test_a_gradient_that_is_missing_leaves_its_parameter(self):
         owner, planned = Owner(self.arrays), session(self.arrays)
         self.arrays[0].grad = None
-        self.assertEqual(planned.step(self.arrays, [ADAM], owner, None, 1), [1])
+        self.assertEqual(planned.step([self.arrays], [ADAM], owner, None, 1), [1])
         self.assertEqual(self.arrays[0].values(), self.starts[0])
         self.assertNotEqual(self.arrays[1].values(), self.starts[1])
         self.assertEqual(planned.report()["without_gradient"], 1)
+
+    def test_what_is_written_is_told_once_and_only_if_it_is(self):
+        for threads in (1, 2, 3):
+            owner, planned = Owner(self.arrays), session(self.arrays)
+            lists, told = [self.arrays[:1], self.arrays[1:]], []
+            planned.step(lists, [ADAM], owner, None, threads, False, told.append)
+            self.assertEqual([list(map(id, one)) for one in told], [[id(one[0])] for one in lists])
+            self.arrays[0].grad, told = None, []
+            planned.step(lists, [ADAM], owner, None, threads, False, told.append)
+            self.assertEqual([list(map(id, one)) for one in told], [[id(self.arrays[1])]])
+            self.setUp()
+
+    def test_a_step_that_is_skipped_or_refused_tells_nothing(self):
+        told = []
+        for options, grad, raised in (
+            ({"loss_scale": 2.0}, [math.inf] * 1000, None),
+            ({}, [1.0] * 999, Refused),
+        ):
+            owner, planned = Owner(self.arrays), session(self.arrays, **options)
+            self.arrays[1].grad = Array(grad)
+            try:
+                planned.step([self.arrays], [ADAM], owner, None, 2, False, told.append)
+            except Refused:
+                self.assertIs(raised, Refused)
+            self.assertEqual(told, [])
+            self.assertEqual([array.values() for array in self.arrays], self.starts)
+
+    def test_what_telling_raises_is_raised(self):
+        def refuse(_):
+            raise KeyError("told")
+
+        for threads in (1, 2):
+            owner, planned = Owner(self.arrays), session(self.arrays)
+            with self.assertRaisesRegex(KeyError, "told"):
+                planned.step([self.arrays], [ADAM], owner, None, threads, False, refuse)
+
+    def test_gradients_of_every_class_are_found(self):
+        class Computed(Array):
+            @property
+            def grad(self):
+                return self.other
+
+            @grad.setter
+            def grad(self, value):
+                self.other = value
+
+        class Asked(Array):
+            def __getattribute__(self, name):
+                return super().__getattribute__("other" if name == "grad" else name)
+
+        for kinds in ((Array, Computed, Asked), (Computed, Asked, Array), (Asked, Array, Computed)):
+            arrays = [kind([1.0, 2.0]) for kind in kinds]
+            for array in arrays:
+                array.other = Array([0.1, 0.2])
+                array.grad = array.other
+            self.assertEqual(list(session(arrays).step([arrays], [ADAM], Owner(arrays), None, 1)),
+                             [0, 1, 2])
+            self.assertEqual(arrays[1].values(), arrays[0].values())
+            self.assertEqual(arrays[2].values(), arrays[0].values())
+            self.assertNotEqual(arrays[0].values(), [1.0, 2.0])
 
     def test_a_wrong_gradient_changes_nothing(self):
         owner, planned = Owner(self.arrays), session(self.arrays)
         self.arrays[1].grad = Array([1.0] * 999)
         with self.assertRaises(Refused):
-            planned.step(self.arrays, [ADAM], owner, None, 1)
+            planned.step([self.arrays], [ADAM], owner, None, 1)
         self.assertEqual([array.values() for array in self.arrays], self.starts)
 
     def test_memory_that_overlaps_is_refused(self):
         owner, planned = Owner(self.arrays), session(self.arrays)
         self.arrays[0].grad = self.arrays[0]
         with self.assertRaisesRegex(RuntimeError, "`p0` and `p0`.*overlap"):
-            planned.step(self.arrays, [ADAM], owner, None, 1)
+            planned.step([self.arrays], [ADAM], owner, None, 1)
         self.assertEqual([array.values() for array in self.arrays], self.starts)
 
     def test_parameters_that_were_not_planned_for_need_another_plan(self):
         owner, planned = Owner(self.arrays), session(self.arrays)
-        self.assertIsNone(planned.step(self.arrays[::-1], [ADAM], owner, None, 1))
+        self.assertIsNone(planned.step([self.arrays[::-1]], [ADAM], owner, None, 1))
         other = {**ADAM, "rule": "lion", "beta2": 0.99}
-        self.assertIsNone(planned.step(self.arrays, [other], owner, None, 1))
+        self.assertIsNone(planned.step([self.arrays], [other], owner, None, 1))
         self.assertEqual([array.values() for array in self.arrays], self.starts)
 
     def test_settings_are_checked(self):

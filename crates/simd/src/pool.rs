@@ -94,9 +94,41 @@ impl Pool {
         }
     }
 
+    /// The caller and all workers of `pool` beside it.
+    pub fn beside(pool: Arc<ThreadPool>) -> Self {
+        let threads = NonZeroUsize::MIN.saturating_add(pool.current_num_threads());
+        Self {
+            workers: Workers::Of(pool),
+            ..Self::new(threads)
+        }
+    }
+
     /// The number of threads, the caller's included.
     pub fn threads(&self) -> usize {
         self.threads.get()
+    }
+
+    /// Does `here` on the caller's thread and meanwhile, before anything that `here` hands over,
+    /// `other` on a worker's; with one thread `other` follows `here`.
+    ///
+    /// # Panics
+    /// With the panic of either.
+    pub fn join<R>(&self, other: impl FnOnce() + Send, here: impl FnOnce() -> R) -> R {
+        if self.threads() == 1 {
+            let done = here();
+            other();
+            return done;
+        }
+        match &self.workers {
+            Workers::Current => rayon::in_place_scope(|scope| {
+                scope.spawn(|_| other());
+                here()
+            }),
+            Workers::Of(pool) => pool.in_place_scope(|scope| {
+                scope.spawn(|_| other());
+                here()
+            }),
+        }
     }
 
     /// Calls `task` once for each index below `count`. Each thread begins with a share of
@@ -322,6 +354,10 @@ mod tests {
         assert_eq!(chosen.threads(), 3);
         let names = who_works(&chosen, 3);
         assert!(names.iter().filter(|name| name.starts_with("own")).count() == 2);
+        let all = Pool::beside(Arc::clone(&own));
+        assert_eq!(all.threads(), 4);
+        let names = who_works(&all, 4);
+        assert!(names.iter().filter(|name| name.starts_with("own")).count() == 3);
         // Within a pool, its own workers and the caller, which is one of them.
         let (threads, names) = own.install(|| {
             let pool = Pool::current();
@@ -331,6 +367,27 @@ mod tests {
             (threads, names),
             (3, ["own 0", "own 1", "own 2"].map(String::from).to_vec())
         );
+    }
+
+    #[test]
+    fn what_is_joined_is_done_once_on_any_number_of_threads() {
+        let pools = [1, 2, 3].map(|threads| match NonZeroUsize::new(threads - 1) {
+            None => Pool::new(NonZeroUsize::MIN),
+            Some(_) => Pool::beside(own_pool(threads - 1)),
+        });
+        for (threads, pool) in (1..).zip(pools) {
+            assert_eq!(pool.threads(), threads);
+            let (mut values, mut other) = (vec![0u64; 100_003], 0);
+            let done = pool.join(
+                || other += 1,
+                || {
+                    pool.run(AddOne(&mut values));
+                    "done"
+                },
+            );
+            assert_eq!((done, other), ("done", 1));
+            assert!(values.iter().all(|&v| v == 1));
+        }
     }
 
     #[test]

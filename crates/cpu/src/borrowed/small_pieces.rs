@@ -12,7 +12,7 @@ use crate::update_sums::Rows;
 
 /// The small tensors among some tensors of a launch.
 pub(super) struct SmallPieces<'a> {
-    pub(super) call: BorrowedCall<'a>,
+    pub(super) call: &'a BorrowedCall<'a>,
     pub(super) tensors: Tensors<'a>,
     /// Tensors from so many elements on are not small.
     pub(super) large: u64,

@@ -1,7 +1,7 @@
 """The extension module: a planned step over tensors that another library keeps."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Dict, List, Optional, Tuple, final
+from typing import Any, Callable, Dict, List, Optional, Tuple, final
 
 __all__ = ["__version__", "check", "engines", "Ranks", "Session"]
 
@@ -30,16 +30,18 @@ class Session:
 
     def step(
         self,
-        parameters: List[Any],
+        parameters: Sequence[List[Any]],
         rules: Sequence[Dict[str, Any]],
         owner: Any,
         gradients: Optional[List[Any]],
         threads: int,
         private: bool = False,
+        written: Optional[Callable[[List[Any]], Any]] = None,
     ) -> Optional[Sequence[int]]:
         """Updates every parameter that has a gradient and says which, by position; ``None`` if
         tensors or settings are no longer what was planned for, and nothing was done then. While
-        the state is ``private`` nobody else can have seen it, and steps are counted here."""
+        the state is ``private`` nobody else can have seen it, and steps are counted here.
+        ``written`` is called, from any thread, with lists of those that are updated."""
 
     def write_steps(self) -> None:
         """Writes what was counted here to the tensors that count steps."""

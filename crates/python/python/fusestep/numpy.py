@@ -314,7 +314,7 @@ def _run(
                 )
                 state._planned_for = planned_for
             session = state._session
-            updated = session.step(parameters, [rule], owner, None, threads)
+            updated = session.step([parameters], [rule], owner, None, threads)
             if updated is not None:
                 break
             owner.take_back()

@@ -113,7 +113,7 @@ class FusedBackward:
         for _ in range(2):
             if bucket.planned is None:
                 bucket.planned = Planned(self._optimizer, bucket.members)
-            report = bucket.planned.run(bucket.tensors, None)
+            report = bucket.planned.run([bucket.tensors], None)
             if report is not None:
                 break
             bucket.planned = None

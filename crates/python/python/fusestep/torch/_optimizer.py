@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -250,13 +250,13 @@ class Fused(Optimizer):
         return [tensor for group in self.param_groups for tensor in group["params"]]
 
     def _update(self, gradients: Optional[List[Optional[Tensor]]]) -> None:
-        flat = self._flat()
-        sizes = [len(group["params"]) for group in self.param_groups]
+        lists: List[List[Tensor]] = [_list_of(group["params"]) for group in self.param_groups]
+        sizes = [len(tensors) for tensors in lists]
         if self._whole is not None and self._whole.sizes != sizes:
             self._drop_plans()
         # A plan that does not fit is made anew once.
         for _ in range(2):
-            report = self._planned().run(flat, gradients)
+            report = self._planned().run(lists, gradients)
             if report is not None:
                 self._report = report
                 if self._backward is not None:
@@ -325,3 +325,7 @@ class Fused(Optimizer):
         for index, total in self._sums.items():
             means[index] = (total / float(self._micro_steps)).to(flat[index].dtype)
         return means
+
+
+def _list_of(tensors: Iterable[Tensor]) -> List[Tensor]:
+    return tensors if isinstance(tensors, list) else list(tensors)

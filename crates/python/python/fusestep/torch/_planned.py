@@ -90,9 +90,9 @@ class Planned:
         return self._optimizer._kept_state()[0]
 
     def run(
-        self, tensors: List[Tensor], gradients: Optional[List[Optional[Tensor]]]
+        self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]]
     ) -> Optional[Report]:
-        """Updates ``tensors``, those planned for, from ``gradients`` or their own.
+        """Updates the tensors of ``lists``, those planned for, from ``gradients`` or their own.
 
         Returns ``None`` if the plan is no longer theirs; nothing has changed then, nor where this
         raises.
@@ -111,7 +111,9 @@ class Planned:
             threads, rules = torch.get_num_threads(), self._rules()
 
             def step(private: bool) -> Optional[Sequence[int]]:
-                return self.session.step(tensors, rules, self, gradients, threads, private)
+                return self.session.step(
+                    lists, rules, self, gradients, threads, private, increment_version
+                )
 
             updated = step(False) if store is None else store.step(self, step)
         except BaseException:
@@ -123,11 +125,9 @@ class Planned:
         report = Report(**(self.session.report() or {}))
         if report.skipped:
             self._take_back()
-        if updated:
-            all_of_them = len(updated) == len(tensors)
-            increment_version(tensors if all_of_them else [tensors[index] for index in updated])
         if masters:
-            self._versions = {index: tensor._version for index, tensor in enumerate(tensors)}
+            versions = enumerate(tensor._version for tensors in lists for tensor in tensors)
+            self._versions = dict(versions)
         return report
 
     def _rules(self) -> List[Dict[str, Any]]:

@@ -1,0 +1,70 @@
+//! An attribute of thousands of objects of one class.
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyString, PyType};
+
+/// What gives an attribute of objects of one class, found once in place of once for each of them.
+///
+/// It is for as long as nobody can have changed the class.
+pub(crate) struct Getter<'py> {
+    class: Bound<'py, PyType>,
+    name: &'py Bound<'py, PyString>,
+    /// The class's own property or slot; `None` where an object may have the attribute elsewhere.
+    own: Option<(Bound<'py, PyAny>, ffi::descrgetfunc)>,
+}
+
+impl<'py> Getter<'py> {
+    /// For objects of the class that `like` is of.
+    pub(crate) fn of(like: &Bound<'py, PyAny>, name: &'py Bound<'py, PyString>) -> Self {
+        let class = like.get_type();
+        let finds = slot(&class, ffi::Py_tp_getattro);
+        let generic = ffi::PyObject_GenericGetAttr as *mut std::ffi::c_void;
+        let own = class.getattr(name).ok().filter(|_| finds == generic);
+        let own = own.and_then(|own| {
+            let kind = own.get_type();
+            // What can be set as well goes before an attribute that the object itself has.
+            let (get, set) = (
+                slot(&kind, ffi::Py_tp_descr_get),
+                slot(&kind, ffi::Py_tp_descr_set),
+            );
+            if get.is_null() || set.is_null() {
+                return None;
+            }
+            // SAFETY: what is in this slot is a function of this type.
+            let get = unsafe { std::mem::transmute::<*mut _, ffi::descrgetfunc>(get) };
+            Some((own, get))
+        });
+        Self { class, name, own }
+    }
+
+    /// The attribute of an object, of whatever class.
+    #[inline]
+    pub(crate) fn get(&self, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        match &self.own {
+            Some((own, get)) if object.get_type_ptr() == self.class.as_ptr().cast() => {
+                let class = self.class.as_ptr();
+                // SAFETY: the function of `own`'s class, called as the interpreter would for an
+                // object of `class`; all three are live and the interpreter's lock is held.
+                let found = unsafe { get(own.as_ptr(), object.as_ptr(), class) };
+                // SAFETY: a new reference, or null where an error is set.
+                unsafe { Bound::from_owned_ptr_or_opt(object.py(), found) }.ok_or_else(|| {
+                    PyErr::take(object.py())
+                        .unwrap_or_else(|| PyRuntimeError::new_err("an attribute without a value"))
+                })
+            }
+            _ => object.getattr(self.name),
+        }
+    }
+}
+
+/// A function of a class; null where it has none, or where this version of Python does not tell.
+fn slot(class: &Bound<'_, PyType>, which: std::ffi::c_int) -> *mut std::ffi::c_void {
+    // SAFETY: a live class and the number of a slot.
+    let found = unsafe { ffi::PyType_GetSlot(class.as_ptr().cast(), which) };
+    if found.is_null() {
+        drop(PyErr::take(class.py()));
+    }
+    found
+}
