@@ -5,6 +5,7 @@ use std::sync::Arc;
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::Communicator;
 use fusestep_launch::{Backend, Buffer, ListBuffer, MAX_SUMS};
+use fusestep_tensor::Role;
 
 use crate::arena::GradientArena;
 use crate::average::Adapting;
@@ -120,7 +121,9 @@ fn allocate_storages(
                 Extent::Segments => 0,
                 _ => spec.list_numel(index) as usize * list.dtype.len_bytes(),
             };
-            let moves = plan.topology.world > 1 && spec.extents[index] == Extent::Whole;
+            let is_reduced_into = list.role == Role::Grad && spec.extents[index] == Extent::Shard;
+            let is_whole = spec.extents[index] == Extent::Whole;
+            let moves = plan.topology.world > 1 && (is_whole || is_reduced_into);
             let buffer = allocator.arena(len_bytes, moves)?;
             lists.push(ListBuffer { list, buffer });
         }

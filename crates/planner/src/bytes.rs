@@ -50,17 +50,14 @@ impl<'a> Bytes<'a> {
     ) -> Result<(), CollectiveError> {
         match self {
             Bytes::Host(bytes) => {
-                let is_few = bytes.len() <= CONTROL_BYTES;
+                let len_bytes = bytes.len();
                 let call = Call {
                     operation,
                     dtype,
                     counts,
                     buffers: Buffers::InPlace(bytes),
                 };
-                match comm.control().filter(|_| is_few) {
-                    Some(control) => control.execute(call),
-                    None => comm.execute(call),
-                }
+                on_host(comm, call, len_bytes)
             }
             Bytes::Device(memory) => comm.execute_on_device(DeviceCall {
                 operation,
@@ -69,6 +66,18 @@ impl<'a> Bytes<'a> {
                 buffers: DeviceBuffers::InPlace(memory),
             }),
         }
+    }
+}
+
+/// Makes a call on memory of the host, of so many bytes on every rank.
+pub(crate) fn on_host(
+    comm: &mut dyn Communicator,
+    call: Call<'_>,
+    len_bytes: usize,
+) -> Result<(), CollectiveError> {
+    match comm.control().filter(|_| len_bytes <= CONTROL_BYTES) {
+        Some(control) => control.execute(call),
+        None => comm.execute(call),
     }
 }
 

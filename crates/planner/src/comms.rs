@@ -297,6 +297,17 @@ impl<'a> Comms<'a> {
         done
     }
 
+    /// Makes the calls of a segment at once and puts this rank's parts into its shard.
+    pub(crate) fn reduce_into(
+        &mut self,
+        calls: &SegmentCalls,
+        memory: &[u8],
+        shard: &mut [u8],
+    ) -> Result<(), CollectiveError> {
+        self.count_calls(calls);
+        calls.make_into(self.within_group(), memory, shard)
+    }
+
     /// Starts the calls of a segment: on its stream, or at once.
     pub(crate) fn reduce(
         &mut self,
@@ -304,9 +315,7 @@ impl<'a> Comms<'a> {
         calls: SegmentCalls,
         mut memory: Box<dyn Buffer>,
     ) -> Result<Reducing, CollectiveError> {
-        for call in &calls.buckets {
-            self.count_in_group(call.operation(), call.bytes.len());
-        }
+        self.count_calls(&calls);
         if self.streams.is_empty() {
             calls.make(self.within_group(), &mut memory)?;
             return Ok(Reducing::Done(memory));
@@ -346,6 +355,12 @@ impl<'a> Comms<'a> {
             groups.finish_on_device()?;
         }
         self.comm.finish_on_device()
+    }
+
+    fn count_calls(&mut self, calls: &SegmentCalls) {
+        for call in &calls.buckets {
+            self.count_in_group(call.operation(), call.bytes.len());
+        }
     }
 
     /// Counts a call among the ranks that share shards.

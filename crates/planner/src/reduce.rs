@@ -12,7 +12,7 @@ use crate::arena::{SegmentState, keeps_segments};
 use crate::bucket::Bucket;
 use crate::bytes::{Bytes, Elsewhere};
 use crate::comms::Comms;
-use crate::segment_calls::{BucketCall, Reducing, SegmentCalls};
+use crate::segment_calls::{Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
 use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec, launches};
@@ -49,6 +49,8 @@ pub(crate) fn take_reduced(
                 take_own_part(plan, state, backend, index, memory.as_ref())?;
                 state.arena.give_back(index, memory);
             }
+            // Reduced into the shard.
+            SegmentState::Through => state.arena.segments[index] = SegmentState::Through,
             other => {
                 state.arena.segments[index] = other;
                 break;
@@ -59,31 +61,25 @@ pub(crate) fn take_reduced(
     Ok(started.saturating_sub(state.arena.through))
 }
 
-/// Starts reducing a segment.
+/// Starts reducing a segment: on its stream, or at once, into this rank's shard where the host has
+/// both.
 pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
-    let spec = &step.plan.segments[index];
-    let dtype = step.plan.storages[spec.storage].grad_dtype();
-    let width = dtype.len_bytes();
-    let result = result_of_reduce(step.plan);
-    let buckets = spec.buckets.clone().map(|at| {
-        let bucket = &step.plan.buckets[at];
-        let place = |element: u64| (element - spec.elements.start) as usize * width;
-        BucketCall {
-            bucket: at,
-            bytes: place(bucket.elements.start)..place(bucket.elements.end),
-            counts: (result == Reduced::Part).then(|| bucket.counts()),
-        }
-    });
-    let calls = SegmentCalls {
-        dtype,
-        plan_hash: step.plan.hash(),
-        buckets: buckets.collect(),
-    };
+    let calls = SegmentCalls::of(step.plan, index, result_of_reduce(step.plan));
     let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
         return Err(step.state.poison());
     };
     let memory = to_calls(step.backend, step.comms, memory)?;
-    match step.comms.reduce(index, calls, memory) {
+    let at_once = calls.fit_shard && !step.comms.has_streams();
+    let shard = at_once.then(|| shard_of(step.plan, step.state, index));
+    let started = match (memory.host(), shard.flatten()) {
+        (Some(bytes), Some(shard)) => {
+            let reduced = step.comms.reduce_into(&calls, bytes, shard);
+            reduced.map(|()| Reducing::Through(memory))
+        }
+        _ => step.comms.reduce(index, calls, memory),
+    };
+    match started {
+        Ok(Reducing::Through(memory)) => step.state.arena.give_back(index, memory),
         Ok(Reducing::Done(memory)) => {
             step.state.arena.segments[index] = SegmentState::Here(Some(memory));
         }
@@ -97,6 +93,17 @@ pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result
     }
     step.state.arena.ready.start();
     Ok(())
+}
+
+/// Where the host has this rank's shard of a segment's reduced gradients, if they leave the segment
+/// and no sum over shard groups comes between.
+fn shard_of<'a>(plan: &Plan, state: &'a mut State, segment: usize) -> Option<&'a mut [u8]> {
+    if keeps_segments(plan) || plan.shard_group < plan.topology.world {
+        return None;
+    }
+    let storage = plan.segments[segment].storage;
+    let list = plan.storages[storage].list(Role::Grad)?;
+    state.storages[storage].lists[list].buffer.host_mut()
 }
 
 /// A segment's memory where calls can take it: that of a device goes through the host unless

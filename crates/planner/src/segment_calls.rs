@@ -3,16 +3,21 @@
 use std::ops::Range;
 
 use fusestep_collective::{
-    CallContext, CollectiveError, Communicator, Operation, Pending, ReduceOp,
+    Buffers, Call, CallContext, CollectiveError, Communicator, Operation, Pending, ReduceOp,
 };
 use fusestep_launch::Buffer;
 use fusestep_tensor::DType;
 
-use crate::bytes::{Bytes, foreign};
+use crate::bytes::{Bytes, foreign, on_host};
+use crate::stage::Reduced;
+use crate::{Plan, StorageSpec};
 
 /// A segment on its way.
 #[derive(Debug)]
 pub(crate) enum Reducing {
+    /// This rank's parts are in its shard.
+    Through(Box<dyn Buffer>),
+    /// They are in the segment.
     Done(Box<dyn Buffer>),
     Pending(Pending<Box<dyn Buffer>>),
 }
@@ -20,19 +25,23 @@ pub(crate) enum Reducing {
 /// The calls that reduce the buckets of a segment, one after the other.
 #[derive(Debug)]
 pub(crate) struct SegmentCalls {
-    pub(crate) dtype: DType,
-    pub(crate) plan_hash: u64,
+    dtype: DType,
+    plan_hash: u64,
     pub(crate) buckets: Vec<BucketCall>,
+    /// Whether the rank's own part of every bucket lies in one piece in its shard.
+    pub(crate) fit_shard: bool,
 }
 
 /// How a bucket is reduced.
 #[derive(Debug)]
 pub(crate) struct BucketCall {
-    pub(crate) bucket: usize,
+    bucket: usize,
     /// Its bytes in the segment.
     pub(crate) bytes: Range<usize>,
     /// Elements of each rank's part, if each gets only its own.
-    pub(crate) counts: Option<Vec<usize>>,
+    counts: Option<Vec<usize>>,
+    /// The bytes of the rank's own part in its shard.
+    in_shard: Range<usize>,
 }
 
 impl BucketCall {
@@ -46,20 +55,79 @@ impl BucketCall {
 }
 
 impl SegmentCalls {
-    /// Makes the calls on the segment's memory.
+    /// Those of segment `index`, of which every rank gets `result`.
+    pub(crate) fn of(plan: &Plan, index: usize, result: Reduced) -> Self {
+        let segment = &plan.segments[index];
+        let spec = &plan.storages[segment.storage];
+        let dtype = spec.grad_dtype();
+        let width = dtype.len_bytes();
+        let mut fit_shard = result == Reduced::Part;
+        let buckets = segment.buckets.clone().map(|at| {
+            let bucket = &plan.buckets[at];
+            let own = in_shard(spec, bucket.part(plan.shard_place().rank), width);
+            fit_shard &= own.is_some();
+            BucketCall {
+                bucket: at,
+                bytes: bucket.place(segment.elements.start, width),
+                counts: (result == Reduced::Part).then(|| bucket.counts()),
+                in_shard: own.unwrap_or_default(),
+            }
+        });
+        Self {
+            dtype,
+            plan_hash: plan.hash(),
+            buckets: buckets.collect(),
+            fit_shard,
+        }
+    }
+
+    /// Makes the calls on the segment's memory, whose results stay there.
     pub(crate) fn make(
         &self,
         comm: &mut dyn Communicator,
         memory: &mut Box<dyn Buffer>,
+    ) -> Result<(), CollectiveError> {
+        self.each(comm, |comm, call| {
+            let bytes = Bytes::of(memory.as_mut(), call.bytes.clone());
+            let bytes = bytes.ok_or_else(|| foreign(comm.rank()))?;
+            bytes.call(comm, (call.operation(), self.dtype), call.counts.as_deref())
+        })
+    }
+
+    /// Makes the calls on the segment's memory and puts this rank's parts into its shard.
+    pub(crate) fn make_into(
+        &self,
+        comm: &mut dyn Communicator,
+        memory: &[u8],
+        shard: &mut [u8],
+    ) -> Result<(), CollectiveError> {
+        self.each(comm, |comm, call| {
+            let whole = memory.get(call.bytes.clone());
+            let own = shard.get_mut(call.in_shard.clone());
+            let (Some(send), Some(receive)) = (whole, own) else {
+                return Err(foreign(comm.rank()));
+            };
+            let made = Call {
+                operation: call.operation(),
+                dtype: self.dtype,
+                counts: call.counts.as_deref(),
+                buffers: Buffers::OutOfPlace { send, receive },
+            };
+            on_host(comm, made, send.len())
+        })
+    }
+
+    fn each(
+        &self,
+        comm: &mut dyn Communicator,
+        mut make: impl FnMut(&mut dyn Communicator, &BucketCall) -> Result<(), CollectiveError>,
     ) -> Result<(), CollectiveError> {
         for call in &self.buckets {
             comm.set_context(CallContext {
                 plan_hash: self.plan_hash,
                 bucket: Some(call.bucket as u32),
             });
-            let bytes = Bytes::of(memory.as_mut(), call.bytes.clone());
-            let bytes = bytes.ok_or_else(|| foreign(comm.rank()))?;
-            bytes.call(comm, (call.operation(), self.dtype), call.counts.as_deref())?;
+            make(comm, call)?;
         }
         comm.set_context(CallContext {
             plan_hash: self.plan_hash,
@@ -67,4 +135,18 @@ impl SegmentCalls {
         });
         Ok(())
     }
+}
+
+/// Where elements of a storage lie in this rank's shard, in bytes; `None` if not in one piece.
+fn in_shard(spec: &StorageSpec, elements: Range<u64>, width: usize) -> Option<Range<usize>> {
+    if elements.is_empty() {
+        return Some(0..0);
+    }
+    let part = spec
+        .shard
+        .iter()
+        .find(|part| part.elements.start <= elements.start && elements.end <= part.elements.end)?;
+    // A shard lies in memory, so its bytes fit a usize.
+    let at = |element: u64| (part.at + element - part.elements.start) as usize * width;
+    Some(at(elements.start)..at(elements.end))
 }

@@ -233,8 +233,7 @@ fn bench_times_steps_of_ranks_beside_their_parts() {
             found["gather_ns"].as_f64().unwrap() > 0.0 || !gathers,
             "{found}"
         );
-        let copied = found["gradient_bytes_copied"].as_u64().unwrap();
-        assert!(copied == 0 || zero >= "2", "{copied} at {zero}");
+        assert_eq!(found["gradient_bytes_copied"], 0, "{zero}");
     }
     let narrow = "--ranks 2 --zero 1 --dtype bf16 --optimizer lion";
     let narrow = run(&narrow.split(' ').collect::<Vec<_>>());
