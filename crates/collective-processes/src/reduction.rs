@@ -8,7 +8,7 @@ use std::time::Instant;
 use fusestep_coalesce::MemoryOwner;
 use fusestep_collective::{
     Blocks, Buffers, Call, CollectiveError, Column, Columns, RankMemory, Receivers, ReduceOp,
-    ReduceUpdate, reduce_in_rank_order,
+    ReduceUpdate,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::DType;
@@ -345,7 +345,7 @@ impl<'a> Round<'a> {
         let Plan {
             level, dtype, op, ..
         } = *self.plan;
-        reduce_in_rank_order(level, dtype, op, bytes.len(), &mut columns);
+        columns.reduce(level, dtype, op, bytes.len());
         end < part.len()
     }
 

@@ -2,8 +2,18 @@
 
 use std::ops::Range;
 
-use crate::Operation;
-use crate::rank_order::Ranks;
+use fusestep_simd::{Level, streaming};
+use fusestep_tensor::DType;
+use smallvec::SmallVec;
+
+use crate::rank_order::{Ranks, Slices, reduce_in_rank_order};
+use crate::{Operation, ReduceOp};
+
+/// Results of fewer bytes may still be in a cache when they are read.
+const CACHED_BYTES: usize = 1 << 20;
+
+/// Bytes of a result that are in the nearest cache before they go past the others.
+const BLOCK_BYTES: usize = 4096;
 
 /// Which ranks get the result of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +64,37 @@ pub struct Columns<'a, 'c> {
     pub receivers: Range<usize>,
     /// [`Ranks::share_bytes`].
     pub share_bytes: usize,
+}
+
+impl Columns<'_, '_> {
+    /// Reduces the first `len_bytes` bytes of every column, as [`reduce_in_rank_order`].
+    ///
+    /// # Cost
+    /// A long result for one rank, of inputs that all lie elsewhere, goes past the caches: memory
+    /// that is written without being read first.
+    pub fn reduce(&mut self, level: Level, dtype: DType, op: ReduceOp, len_bytes: usize) {
+        let lie_elsewhere = self.columns.iter().all(|column| column.shared.is_some());
+        if self.receivers.len() != 1 || self.share_bytes < CACHED_BYTES || !lie_elsewhere {
+            return reduce_in_rank_order(level, dtype, op, len_bytes, self);
+        }
+        let (receiver, share_bytes) = (self.receivers.start, self.share_bytes);
+        let mut block = [0; BLOCK_BYTES];
+        streaming(level, |copies| {
+            for start in (0..len_bytes).step_by(BLOCK_BYTES) {
+                let bytes = start..len_bytes.min(start + BLOCK_BYTES);
+                let shared = self.columns.iter().filter_map(|column| column.shared);
+                let inputs: SmallVec<[_; 16]> = shared.map(|all| &all[bytes.clone()]).collect();
+                let mut slices = Slices {
+                    inputs: &inputs,
+                    out: &mut block[..bytes.len()],
+                    share_bytes,
+                };
+                reduce_in_rank_order(level, dtype, op, bytes.len(), &mut slices);
+                let out = &mut self.columns[receiver].writable[bytes.clone()];
+                copies.copy(out, &block[..bytes.len()]);
+            }
+        });
+    }
 }
 
 impl Ranks for Columns<'_, '_> {

@@ -95,12 +95,20 @@ pub fn reduce_slices(level: Level, dtype: DType, op: ReduceOp, inputs: &[&[u8]],
         "the result has the length of every input, of which there is at least one"
     );
     let len_bytes = out.len();
-    reduce_in_rank_order(level, dtype, op, len_bytes, &mut Slices { inputs, out });
+    let mut slices = Slices {
+        inputs,
+        share_bytes: len_bytes,
+        out,
+    };
+    reduce_in_rank_order(level, dtype, op, len_bytes, &mut slices);
 }
 
-struct Slices<'a> {
-    inputs: &'a [&'a [u8]],
-    out: &'a mut [u8],
+/// Slices of all ranks, and where the result goes.
+pub(crate) struct Slices<'a> {
+    pub(crate) inputs: &'a [&'a [u8]],
+    pub(crate) out: &'a mut [u8],
+    /// [`Ranks::share_bytes`].
+    pub(crate) share_bytes: usize,
 }
 
 impl Ranks for Slices<'_> {
@@ -110,7 +118,7 @@ impl Ranks for Slices<'_> {
     }
     #[inline(always)]
     fn share_bytes(&self) -> usize {
-        self.out.len()
+        self.share_bytes
     }
     #[inline(always)]
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8] {

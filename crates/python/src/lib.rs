@@ -14,6 +14,7 @@ mod rules;
 mod session;
 mod setup;
 mod threads;
+mod written;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};

@@ -20,6 +20,7 @@ use crate::parameter::{Mapping, Parameter};
 use crate::private::Private;
 use crate::rules::{Settings, number, parse, refused, trusts};
 use crate::threads;
+use crate::written::Written;
 
 /// Where PyTorch's tensors and the state beside them are found, and the plan of a step over them.
 #[pyclass(module = "fusestep._fusestep")]
@@ -187,7 +188,8 @@ impl Session {
         }
         let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
         let backend = threads::backend(threads)?;
-        let written = written.map(|call| self.written(py, call, parameters, &found.updated));
+        let own = &self.parameters;
+        let written = written.map(|call| Written::of(py, call, parameters, (own, &found.updated)));
         let report = self.run(py, &backend, written.transpose()?)?;
         self.report = Some(report);
         if report.skipped {
@@ -301,23 +303,6 @@ impl Session {
             })
     }
 
-    /// A call of `call` with the parameters at these positions.
-    fn written(
-        &self,
-        py: Python<'_>,
-        call: Py<PyAny>,
-        parameters: Vec<Bound<'_, PyList>>,
-        updated: &[usize],
-    ) -> PyResult<Written> {
-        let lists = if updated.len() == self.parameters.len() {
-            parameters.into_iter().map(Bound::unbind).collect()
-        } else {
-            let updated = updated.iter().map(|&at| &self.parameters[at].tensor);
-            vec![PyList::new(py, updated)?.unbind()]
-        };
-        Ok(Written { call, lists })
-    }
-
     /// Takes the settings of the step to come; `false` if they need another plan.
     fn takes(&mut self, rules: &[Bound<'_, PyDict>]) -> PyResult<bool> {
         Ok(self.trusts == trusts(rules)? && self.take_rules(parse(rules)?))
@@ -409,19 +394,6 @@ impl Session {
             written.tell(py)?;
         }
         Ok(report)
-    }
-}
-
-/// Parameters that a step writes, and who is to know.
-struct Written {
-    call: Py<PyAny>,
-    lists: Vec<Py<PyList>>,
-}
-
-impl Written {
-    fn tell(&self, py: Python<'_>) -> PyResult<()> {
-        let mut lists = self.lists.iter();
-        lists.try_for_each(|list| self.call.call1(py, (list,)).map(drop))
     }
 }
 

@@ -8,7 +8,6 @@ use smallvec::SmallVec;
 use super::ThreadCommunicator;
 use super::algorithms::{Cut, Round};
 use super::group::{Header, Placement};
-use crate::rank_order::reduce_in_rank_order;
 use crate::{
     Blocks, Buffers, Call, CollectiveError, Column, Columns, Operation, Receivers, ReduceOp,
 };
@@ -64,7 +63,7 @@ impl ThreadCommunicator {
                     receivers: receivers.of_part(owner, world_size),
                     share_bytes: part.len(),
                 };
-                reduce_in_rank_order(level, call.dtype, op, end - start, &mut columns);
+                columns.reduce(level, call.dtype, op, end - start);
                 end < part.len()
             };
             reduce_claim(rank, &part(rank), &mut reserved);
