@@ -28,6 +28,12 @@ pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     write_out(&format!("{}\n", escaped_json(&text)))
 }
 
+/// Says something on standard error, in one piece: ranks that are processes may say it at once.
+pub(crate) fn warn(text: &str) {
+    // Nobody is there to be told that nobody could be told.
+    let _ = std::io::stderr().write_all(format!("{text}\n").as_bytes());
+}
+
 /// Writes a page, all or nothing, and says so on standard error.
 pub(crate) fn write_page(path: &Path, page: &str) -> anyhow::Result<()> {
     Prepared::bytes(path, page.as_bytes())?.commit()?;
@@ -49,12 +55,12 @@ pub(crate) fn non_finite<'n>(names: impl IntoIterator<Item = &'n str>) -> Option
 /// Warns that state with such values has been saved.
 pub(crate) fn warn_non_finite<'n>(place: &Path, names: impl IntoIterator<Item = &'n str>) {
     if let Some(told) = non_finite(names) {
-        eprintln!(
+        warn(&format!(
             "warning: {}: {told}, and a run that goes on from it keeps them; --clip-norm bounds \
              gradients, and with it or --loss-scale steps whose gradients are not finite are \
              skipped",
             place.display()
-        );
+        ));
     }
 }
 

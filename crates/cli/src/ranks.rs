@@ -214,6 +214,10 @@ pub(crate) struct WorldArgs {
     /// Number of ranks
     #[arg(long, value_name = "N", value_parser = bounded::<1, MAX_WORLD>)]
     pub(crate) world: Option<usize>,
+    /// What will carry the calls: ranks of `thread` and `processes` see each other's memory, which
+    /// those of an unnamed engine do not
+    #[arg(long, value_enum, requires = "world")]
+    pub(crate) engine: Option<Engine>,
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
     /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check
@@ -299,7 +303,12 @@ impl WorldArgs {
 
     /// Rank 0 of the world asked for, or the only one.
     pub(crate) fn topology(&self) -> anyhow::Result<Topology> {
-        Ok(Topology::new(0, self.world.unwrap_or(1))?)
+        let by_calls = Topology::new(0, self.world.unwrap_or(1))?;
+        let reach = match self.engine {
+            Some(Engine::Thread | Engine::Processes) => Reach::SharedMemory,
+            _ => Reach::Calls,
+        };
+        Ok(Topology { reach, ..by_calls })
     }
 
     fn measured(&self) -> anyhow::Result<Costs> {

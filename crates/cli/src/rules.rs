@@ -15,6 +15,7 @@ use fusestep_rmsprop::{Centering, RmsProp};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::ParamDesc;
 
+use crate::output::warn;
 use crate::ranks::whole;
 
 /// The update rule.
@@ -345,11 +346,11 @@ impl OptimizerArgs {
                 }
             }
             if matches == 0 {
-                eprintln!(
+                warn(&format!(
                     "warning: --exclude `{pattern}`: expected a part of a parameter's name, found \
                      it in none of {}",
                     params.len()
-                );
+                ));
             }
         }
     }

@@ -226,7 +226,7 @@ fn average_calls(plan: &Plan, calls: &mut Calls, averaged: crate::Averaged) {
 }
 
 /// The gathers of a program that asks for a layer's parameters before its forward and before
-/// its backward pass.
+/// its backward pass, in every micro-step.
 fn layer_gathers(plan: &Plan, calls: &mut Calls) {
     let layer = |name: &str| {
         name.rsplit_once('.')
@@ -258,9 +258,10 @@ fn layer_gathers(plan: &Plan, calls: &mut Calls) {
             }
         }
     }
-    let group = calls.group;
+    let (group, passes) = (calls.group, 2 * u64::from(plan.micro_steps()));
     for ((_, bucket), len_bytes) in asked {
-        calls.data(Operation::AllGather, Some(bucket), (len_bytes, group), 2);
+        let call = (len_bytes, group);
+        calls.data(Operation::AllGather, Some(bucket), call, passes);
     }
 }
 
