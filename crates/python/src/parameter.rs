@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use fusestep::launch::{MAX_LISTS, TensorList};
 use pyo3::exceptions::PyValueError;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use pyo3::{ffi, intern};
@@ -67,6 +68,14 @@ impl Parameter {
             }
         }
         Ok(())
+    }
+
+    /// Shows the garbage collector what it keeps.
+    pub(crate) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.tensor)?;
+        visit.call(&self.state.dict)?;
+        let mut found = self.state.found.iter();
+        found.try_for_each(|found| visit.call(found))
     }
 
     /// What it lends to a step, if it trains.
@@ -141,6 +150,12 @@ impl Mapping {
     /// Whether nothing was in it.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Shows the garbage collector what it keeps.
+    pub(crate) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let mut items = self.0.iter().flatten();
+        items.try_for_each(|item| visit.call(item))
     }
 
     /// Looks the state of parameters up again if the mapping, `state` of `owner`, has changed.

@@ -7,6 +7,7 @@ use fusestep::planner::{Optimizer, Plan, Stage, State, StepReport};
 use fusestep::tensor::ParamDesc;
 use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyRange, PyType};
 use pyo3::{ffi, intern};
@@ -46,6 +47,8 @@ pub(crate) struct Session {
     copied_gradients: u64,
     /// A step has failed half-way.
     broken: bool,
+    /// The last call of `step` has updated parameters, whatever it raised then.
+    has_updated: bool,
 }
 
 /// One parameter as Python describes it.
@@ -133,6 +136,7 @@ impl Session {
             report: None,
             copied_gradients: 0,
             broken: false,
+            has_updated: false,
         })
     }
 
@@ -162,6 +166,7 @@ impl Session {
         private: bool,
         written: Option<Py<PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.has_updated = false;
         if self.broken || !self.is_of(&parameters) || !self.takes(&rules)? {
             return Ok(None);
         }
@@ -190,11 +195,12 @@ impl Session {
         let backend = threads::backend(threads)?;
         let own = &self.parameters;
         let written = written.map(|call| Written::of(py, call, parameters, (own, &found.updated)));
-        let report = self.run(py, &backend, written.transpose()?)?;
+        let (report, told) = self.run(py, &backend, written.transpose()?)?;
         self.report = Some(report);
         if report.skipped {
             return Ok(Some(PyList::empty(py).into_any()));
         }
+        self.has_updated = true;
         for (place, dtype, count) in found.counts {
             // SAFETY: the place of a tensor of one element of this dtype, found in this call and
             // kept by `self.parameters`; the interpreter's lock is held.
@@ -203,6 +209,8 @@ impl Session {
         if private {
             self.private.remember(&found.looked);
         }
+        // Whatever was raised meanwhile, a Ctrl-C for one, the step is taken and counted.
+        told?;
         let updated = found.updated;
         Ok(Some(if updated.len() == self.parameters.len() {
             PyRange::new(py, 0, updated.len() as isize)?.into_any()
@@ -211,7 +219,27 @@ impl Session {
         }))
     }
 
-    /// Writes what was counted here while the state was private to the tensors that count steps.
+    /// Whether the last step has updated parameters, even if it raised something.
+    fn has_updated(&self) -> bool {
+        self.has_updated
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.collector.library)?;
+        self.known.traverse(&visit)?;
+        let mut parameters = self.parameters.iter();
+        parameters.try_for_each(|parameter| parameter.traverse(&visit))
+    }
+
+    /// Gives back what may refer to the optimizer; there are no steps any more.
+    fn __clear__(&mut self) {
+        self.broken = true;
+        self.parameters = Vec::new();
+        self.known = Mapping::default();
+    }
+
+    /// Writes what was counted here while the state was private to the tensors that count steps;
+    /// others may count on, so the next step looks.
     fn write_steps(&mut self, py: Python<'_>) {
         let steps: Vec<u64> = unlocked(&mut self.state).steps().collect();
         for parameter in &self.parameters {
@@ -220,6 +248,7 @@ impl Session {
                 self.collector.write_steps(py, parameter, steps[member]);
             }
         }
+        self.private.forget();
     }
 
     /// The plan of a step, as text.
@@ -335,13 +364,14 @@ impl Session {
     }
 
     /// Runs the step on what has been collected, without the interpreter's lock, and tells who has
-    /// been written: while they are, unless the step may come to nothing.
+    /// been written: while they are, unless the step may come to nothing. Returns what telling
+    /// raised beside what was done.
     fn run(
         &mut self,
         py: Python<'_>,
         backend: &Arc<CpuBackend>,
         written: Option<Written>,
-    ) -> PyResult<StepReport> {
+    ) -> PyResult<(StepReport, PyResult<()>)> {
         let without = self.places.has_gradient().iter().enumerate();
         for (member, _) in without.filter(|(_, has)| !**has) {
             unlocked(&mut self.state).set_without_gradient_at(member);
@@ -389,11 +419,10 @@ impl Session {
             self.broken = true;
             failed(error)
         })?;
-        told?;
         if let Some(written) = behind.filter(|_| !report.skipped) {
-            written.tell(py)?;
+            told = written.tell(py);
         }
-        Ok(report)
+        Ok((report, told))
     }
 }
 

@@ -176,6 +176,13 @@ class Bare(unittest.TestCase):
             owner, planned = Owner(self.arrays), session(self.arrays)
             with self.assertRaisesRegex(KeyError, "told"):
                 planned.step([self.arrays], [ADAM], owner, None, threads, False, refuse)
+            self.assertTrue(planned.has_updated())
+            self.assertEqual(owner.state[self.arrays[0]]["step"].values(), [1.0])
+            self.arrays[0].grad = Array([1.0])
+            with self.assertRaises(Refused):
+                planned.step([self.arrays], [ADAM], owner, None, threads, False, refuse)
+            self.assertFalse(planned.has_updated())
+            self.setUp()
 
     def test_gradients_of_every_class_are_found(self):
         class Computed(Array):

@@ -1,9 +1,15 @@
 """Who knows that a step has written: autograd, by the versions of tensors."""
 
+import gc
+import threading
+import weakref
+
 import pytest
 import torch
+from support import same_bits
 
 import fusestep.torch
+from fusestep.torch import _planned
 
 
 def parameters(count):
@@ -75,3 +81,109 @@ def test_parameters_of_several_classes_are_one_step():
     fusestep.torch.SGD(params, lr=0.25).step()
     for param in params:
         assert torch.equal(param.detach().as_subclass(torch.Tensor), values - 0.25)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}])
+@pytest.mark.parametrize("shown", [False, True])
+def test_what_interrupts_a_step_that_is_taken_leaves_it_whole(monkeypatch, threads, options, shown):
+    ours, other = parameters(3), parameters(3)
+    optimizer = fusestep.torch.AdamW(ours, **options)
+    twin = fusestep.torch.AdamW(other, **options)
+    if shown:
+        optimizer.state
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_planned, "increment_version", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.step()
+    twin.step()
+    twin.step()
+    for one, two in zip(ours, other):
+        assert same_bits(one, two)
+        assert optimizer.state[one]["step"] == twin.state[two]["step"] == 2
+
+
+def test_state_that_could_not_be_made_leaves_nothing_behind(monkeypatch):
+    params = parameters(2)
+    optimizer = fusestep.torch.AdamW(params)
+    make = optimizer._first_value
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise MemoryError
+        return make(*args)
+
+    monkeypatch.setattr(optimizer, "_first_value", fail)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert dict(optimizer.state) == {}
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_optimizers_that_share_their_state_count_together(adds):
+    counted = []
+    for shown in (False, True):
+        first, second = parameters(2)
+        one = fusestep.torch.AdamW([first])
+        if shown:
+            one.state
+        if adds:
+            one.step()
+        other = fusestep.torch.AdamW.__new__(fusestep.torch.AdamW)
+        other.__dict__ = dict(one.__dict__)
+        if adds:
+            other.add_param_group({"params": [second]})
+        for turn in range(7 - adds):
+            (other, one)[turn % 2].step()
+        counted.append((first.tolist(), float(one.state[first]["step"])))
+    assert counted[0] == counted[1]
+    assert counted[0][1] == 7
+
+
+@pytest.mark.parametrize("how", ["attribute", "fused"])
+def test_an_optimizer_that_its_parameters_refer_to_is_collected(how):
+    model = torch.nn.Linear(4, 4)
+    optimizer = fusestep.torch.AdamW(model.parameters())
+    if how == "fused":
+        fusestep.torch.fuse_backward(model, optimizer)
+    else:
+        model.weight.optimizer = optimizer
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    gone = weakref.ref(optimizer), weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_other_threads_may_ask_during_a_step():
+    params = [torch.nn.Parameter(torch.ones(100_000)) for _ in range(8)]
+    for param in params:
+        param.grad = torch.ones(100_000)
+    optimizer = fusestep.torch.AdamW(params, loss_scale="dynamic")
+    optimizer.step()
+    failed, ended = [], threading.Event()
+
+    def ask(question):
+        try:
+            while not ended.is_set():
+                question()
+        except BaseException as error:
+            failed.append(error)
+
+    questions = (optimizer.state_dict, optimizer.loss_scale, optimizer.plan, optimizer.step)
+    asking = [threading.Thread(target=ask, args=(question,)) for question in questions]
+    for thread in asking:
+        thread.start()
+    for _ in range(50):
+        optimizer.step()
+    ended.set()
+    for thread in asking:
+        thread.join()
+    assert failed == []

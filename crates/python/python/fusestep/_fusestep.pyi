@@ -43,6 +43,9 @@ class Session:
         the state is ``private`` nobody else can have seen it, and steps are counted here.
         ``written`` is called, from any thread, with lists of those that are updated."""
 
+    def has_updated(self) -> bool:
+        """Whether the last step has updated parameters, even if it raised something."""
+
     def write_steps(self) -> None:
         """Writes what was counted here to the tensors that count steps."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, Dict, List, Optional, Set
 
 import torch
@@ -49,9 +50,17 @@ class FusedBackward:
         self._updated: Set[int] = set()
         self._reports: List[Report] = []
         self._handles: List[Any] = []
+        # PyTorch never collects a tensor that its own hook refers to.
+        accumulated = weakref.WeakMethod(self._accumulated)
+
+        def hook(tensor: Tensor) -> None:
+            method = accumulated()
+            if method is not None:
+                method(tensor)
+
         for tensor in self._order:
             register: Any = tensor.register_post_accumulate_grad_hook
-            self._handles.append(register(self._accumulated))
+            self._handles.append(register(hook))
         self._peak_bytes = self._bytes = 0
 
     @property

@@ -218,7 +218,7 @@ class Fused(Optimizer):
         """The plan of a step, as text: what runs in it, in how many launches, and why."""
         if self._ranks is not None:
             return self._ranks._ranks.plan()
-        return self._planned().session.plan()
+        return self._planned().plan()
 
     def report(self) -> Optional[Report]:
         """What the last step did; ``None`` before the first."""
@@ -229,14 +229,14 @@ class Fused(Optimizer):
         if self._ranks is not None:
             norms = self._ranks._norms
         else:
-            norms = self._planned().session.update_norms()
+            norms = self._planned().update_norms()
         return None if norms is None else dict(norms)
 
     def loss_scale(self) -> float:
         """The factor to multiply the next loss with before ``backward``; 1 without one."""
         if self._ranks is not None:
             return self._ranks._ranks.loss_scale()
-        scale = self._planned().session.loss_scale()
+        scale = self._planned().loss_scale()
         return 1.0 if scale is None else scale[0]
 
     def _refuse_ranks(self, found: str, expected: str) -> None:
@@ -267,7 +267,7 @@ class Fused(Optimizer):
 
     def _saved_options(self) -> Dict[str, Any]:
         options = dict(self._options)
-        scale = None if self._whole is None else self._whole.session.loss_scale()
+        scale = None if self._whole is None else self._whole.loss_scale()
         if scale is not None and not isinstance(options["loss_scale"], float):
             options["loss_scale"] = scale
         return options

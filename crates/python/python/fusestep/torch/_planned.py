@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+import threading
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fusestep import _fusestep
 from fusestep._report import Report
@@ -14,6 +24,16 @@ from fusestep.torch._tensors import NARROW, Library, refuse_parameter
 
 if TYPE_CHECKING:
     from fusestep.torch._optimizer import Fused
+
+
+increment_version: Callable[[List[Tensor]], Any]
+try:
+    # What the public one calls, without a frame of Python's in which a Ctrl-C would be raised
+    # before the versions of what has been written are counted.
+    increment_version = torch._C._increment_version
+    increment_version([])
+except (AttributeError, TypeError):
+    increment_version = torch.autograd.graph.increment_version
 
 
 class Member(NamedTuple):
@@ -78,6 +98,8 @@ class Planned:
         self.session = _fusestep.Session(
             self.tensors, described, self._rules(), options, keys, Library
         )
+        # One thread at a time asks the session; the store's own lock is taken before it.
+        self._lock = threading.RLock()
         # What the step at hand has added to the optimizer's state.
         self._made: List[Tuple[Tensor, List[str]]] = []
         self._versions: Dict[int, int] = {}
@@ -88,6 +110,22 @@ class Planned:
     def state(self) -> Any:
         """The optimizer's state, where the extension module looks for it."""
         return self._optimizer._kept_state()[0]
+
+    def plan(self) -> str:
+        with self._lock:
+            return self.session.plan()
+
+    def update_norms(self) -> Optional[List[Tuple[str, float]]]:
+        with self._lock:
+            return self.session.update_norms()
+
+    def loss_scale(self) -> Optional[Tuple[float, int, int]]:
+        with self._lock:
+            return self.session.loss_scale()
+
+    def write_steps(self) -> None:
+        with self._lock:
+            self.session.write_steps()
 
     def run(
         self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]]
@@ -111,18 +149,23 @@ class Planned:
             threads, rules = torch.get_num_threads(), self._rules()
 
             def step(private: bool) -> Optional[Sequence[int]]:
-                return self.session.step(
-                    lists, rules, self, gradients, threads, private, increment_version
-                )
+                with self._lock:
+                    return self.session.step(
+                        lists, rules, self, gradients, threads, private, increment_version
+                    )
 
             updated = step(False) if store is None else store.step(self, step)
         except BaseException:
-            self._take_back()
+            with self._lock:
+                taken = self.session.has_updated()
+            if not taken:
+                self._take_back()
             raise
         if updated is None:
             self._take_back()
             return None
-        report = Report(**(self.session.report() or {}))
+        with self._lock:
+            report = Report(**(self.session.report() or {}))
         if report.skipped:
             self._take_back()
         if masters:
@@ -137,9 +180,10 @@ class Planned:
         """Fills in what is missing of a parameter's state; whether its rule had none of it."""
         optimizer, (tensor, group_index, _) = self._optimizer, self.members[index]
         group = optimizer.param_groups[group_index]
-        known = tensor in self.state
+        made = [] if tensor in self.state else [""]
+        # Before anything is made, so that a Ctrl-C in between leaves nothing behind.
+        self._made.append((tensor, made))
         state = self.state[tensor]
-        made = [] if known else [""]
         if optimizer._counts and not isinstance(state.get("step"), Tensor):
             count = float(state.get("step", 0.0))
             wide = torch.get_default_dtype() == torch.float64
@@ -148,14 +192,13 @@ class Planned:
             state["step"] = torch.tensor(count, dtype=dtype, device="cpu")
         names = optimizer._state_names(group)
         missing = [name for name in names if state.get(name) is None]
+        made += missing
         for name in missing:
             state[name] = optimizer._first_value(tensor, name, group)
-        made += missing
         if optimizer._options["master_weights"] and tensor.dtype in NARROW:
             if state.get("master") is None:
-                state["master"] = tensor.detach().to(torch.float32)
                 made.append("master")
-        self._made.append((tensor, made))
+                state["master"] = tensor.detach().to(torch.float32)
         return state, len(missing) == len(names)
 
     def _take_back(self) -> None:
@@ -163,10 +206,10 @@ class Planned:
         state = self.state
         for tensor, names in self._made:
             for name in names:
-                if name:
+                if name and tensor in state:
                     state[tensor].pop(name, None)
-            if "" in names and not state[tensor]:
-                del state[tensor]
+            if "" in names and not state.get(tensor):
+                state.pop(tensor, None)
         self._made = []
 
     def _follow(self) -> None:
@@ -178,6 +221,10 @@ class Planned:
             if moved:
                 self._places[index] = tensor.detach()
             if tensor not in self.state:
+                continue
+            if tensor.dtype not in NARROW:
+                # It is wide for now, and nobody keeps a master beside it.
+                self.state[tensor].pop("master", None)
                 continue
             if not moved and self._versions.get(index) == tensor._version:
                 continue

@@ -54,7 +54,7 @@ class Store:
                     "state: expected a look before or after a step, found one during it"
                 )
             if self._planned is not None:
-                self._planned.session.write_steps()
+                self._planned.write_steps()
                 self._planned = None
 
     def show(self) -> State:
