@@ -1,16 +1,21 @@
 //! What a step of many ranks costs, before it has been run: its calls, read off the stages, and a
 //! prediction of its time.
 
-use fusestep_collective::{Costs, Link};
+use fusestep_collective::{Costs, Link, Operation};
 use serde::Serialize;
 
 use crate::arena::{keeps_segments, kept_bytes};
 use crate::{CallPurpose, Plan, PlannedCall, calls};
 
+/// The call that reduces a bucket and updates it.
+const FUSED: &str = Operation::ReduceUpdate.name();
+
 /// What a step is predicted from.
 ///
 /// ```text
-/// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather
+/// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather; one
+///                                        that updates as well moves its bytes as the last two do,
+///                                        or, where memory's speed is known, within the update
 /// backward pass      as given + N / F    N: bytes of segments that are allocated anew, where each
 ///                                        is reduced when it is full, F: `fresh_bytes_per_second`
 /// update             U / M               U: [`Plan::traffic_bytes`], M: `memory_bytes_per_second`
@@ -154,12 +159,22 @@ pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
         });
         now += length;
     };
+    for call in calls.iter().filter(|call| call.operation == FUSED) {
+        let link = model.half(model.gather);
+        let bytes = match model.memory_bytes_per_second {
+            Some(_) => 0.0,
+            None => call.len_bytes as f64,
+        };
+        let length = link.alpha_seconds + bytes / link.beta_bytes_per_second;
+        let bucket = call.bucket.unwrap_or(0);
+        follow(EventKind::Reduce, bucket, call.len_bytes, length);
+    }
     if model.memory_bytes_per_second.is_some() {
         let len_bytes = plan.traffic_bytes();
         follow(EventKind::Update, 0, len_bytes, model.local(len_bytes));
     }
     let others = calls.iter().filter(|call| {
-        call.what == CallPurpose::Data && call.operation != "reduce-update" && !is_reduce(call)
+        call.what == CallPurpose::Data && call.operation != FUSED && !is_reduce(call)
     });
     for call in others {
         let link = if call.operation == "all-reduce" {

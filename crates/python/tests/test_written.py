@@ -187,3 +187,26 @@ def test_other_threads_may_ask_during_a_step():
     for thread in asking:
         thread.join()
     assert failed == []
+
+
+def test_masters_are_made_anew_behind_a_time_in_float32():
+    runs = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4).bfloat16()
+        optimizer = fusestep.torch.AdamW(model.parameters(), lr=0.01, master_weights=True)
+        if fused:
+            fusestep.torch.fuse_backward(model, optimizer)
+        seen = []
+        for dtype in (torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16):
+            model.to(dtype)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+            has_master = "master" in optimizer.state[model.weight]
+            assert has_master == (dtype == torch.bfloat16)
+            seen.append([param.detach().clone() for param in model.parameters()])
+        runs.append(seen)
+    for one, two in zip(*runs):
+        for a, b in zip(one, two):
+            assert same_bits(a, b)

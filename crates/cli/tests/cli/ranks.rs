@@ -303,16 +303,44 @@ fn plans_tell_gathers_of_layers_from_other_calls() {
         env!("CARGO_MANIFEST_DIR"),
         "/../../data/shapes/resnet50.json"
     );
-    let plan = |zero: &str| -> Value {
+    let plan = |zero: &str, more: &[&str]| -> Value {
         let args = ["plan", shapes, "--json", "--world", "8", "--zero", zero];
-        serde_json::from_str(&ok(&args)).unwrap()
+        serde_json::from_str(&ok(&[&args[..], more].concat())).unwrap()
     };
-    assert_eq!(plan("2")["layer_gathers"], 0);
-    // Every bucket is reduced once; a program asks for each of 107 layers with parameters twice.
-    let third = plan("3");
-    let [calls, buckets, layers] =
-        ["collectives", "buckets", "layer_gathers"].map(|key| third[key].as_u64().unwrap());
-    assert_eq!((calls, layers), (buckets + layers, 2 * 107));
+    assert_eq!(plan("2", &[])["layer_gathers"], 0);
+    // Every bucket is reduced once; a program asks for each of 107 layers with parameters twice in
+    // every micro-step.
+    for (more, micro_steps) in [(&[][..], 1), (&["--accumulate", "3"], 3)] {
+        let third = plan("3", more);
+        let [calls, buckets, layers] =
+            ["collectives", "buckets", "layer_gathers"].map(|key| third[key].as_u64().unwrap());
+        let expected = (buckets + layers, 2 * 107 * micro_steps);
+        assert_eq!((calls, layers), expected);
+    }
+}
+
+#[test]
+fn plans_know_which_engines_ranks_see_each_others_memory() {
+    let shapes = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../data/shapes/resnet50.json"
+    );
+    for zero in ["0", "1"] {
+        let plan = |more: &[&str]| {
+            let args = ["plan", shapes, "--world", "4", "--zero", zero];
+            ok(&[&args[..], more].concat())
+        };
+        for engine in ["thread", "processes"] {
+            let fused = plan(&["--engine", engine]);
+            assert!(!fused.contains("predicted: 0.00 ms"), "{fused}");
+            assert!(fused.contains("reduced and updated in one pass"), "{fused}");
+            let apart = plan(&["--engine", engine, "--apart"]);
+            assert!(!apart.contains("in one pass"), "{apart}");
+        }
+        assert!(!plan(&["--engine", "mpi"]).contains("in one pass"));
+    }
+    let error = refused(&["plan", shapes, "--engine", "thread"]);
+    assert!(error.contains("--world"), "{error}");
 }
 
 #[test]

@@ -131,15 +131,15 @@ impl Pass for Shard {
             plan.stages.extend(gathers);
         }
         let what = match self.zero {
-            ZeroStage::None | ZeroStage::One => "optimizer state",
-            ZeroStage::Two => "optimizer state and gradients",
-            ZeroStage::Three => "optimizer state, gradients and parameters",
+            ZeroStage::None | ZeroStage::One => "optimizer state is",
+            ZeroStage::Two => "optimizer state and gradients are",
+            ZeroStage::Three => "optimizer state, gradients and parameters are",
         };
         let groups = match world / among {
             1 => String::new(),
             groups => format!(", alike in {groups} groups"),
         };
-        let reason = format!("{what} are shared out among {among} ranks{groups}");
+        let reason = format!("{what} shared out among {among} ranks{groups}");
         plan.notes
             .push(Note::new(self.name(), Verdict::Applied, reason));
         Ok(())
