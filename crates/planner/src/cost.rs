@@ -13,9 +13,9 @@ const FUSED: &str = Operation::ReduceUpdate.name();
 /// What a step is predicted from.
 ///
 /// ```text
-/// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather; one
-///                                        that updates as well moves its bytes as the last two do,
-///                                        or, where memory's speed is known, within the update
+/// call of B bytes    α + B / β           of its kind: all-reduce, reduce-scatter or all-gather;
+///                                        one that updates as well moves its bytes as the last two
+///                                        do, or, where memory's speed is known, in the update
 /// backward pass      as given + N / F    N: bytes of segments that are allocated anew, where each
 ///                                        is reduced when it is full, F: `fresh_bytes_per_second`
 /// update             U / M               U: [`Plan::traffic_bytes`], M: `memory_bytes_per_second`
@@ -74,6 +74,16 @@ impl CostModel {
             beta_bytes_per_second: 2.0 * self.link.beta_bytes_per_second,
             ..self.link
         })
+    }
+
+    /// Seconds of a call that also updates, without what is the update's.
+    fn fused(&self, call: &PlannedCall) -> f64 {
+        let link = self.half(self.gather);
+        let bytes = match self.memory_bytes_per_second {
+            Some(_) => 0.0,
+            None => call.len_bytes as f64,
+        };
+        link.alpha_seconds + bytes / link.beta_bytes_per_second
     }
 
     /// What was assumed about calls.
@@ -160,14 +170,8 @@ pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
         now += length;
     };
     for call in calls.iter().filter(|call| call.operation == FUSED) {
-        let link = model.half(model.gather);
-        let bytes = match model.memory_bytes_per_second {
-            Some(_) => 0.0,
-            None => call.len_bytes as f64,
-        };
-        let length = link.alpha_seconds + bytes / link.beta_bytes_per_second;
         let bucket = call.bucket.unwrap_or(0);
-        follow(EventKind::Reduce, bucket, call.len_bytes, length);
+        follow(EventKind::Reduce, bucket, call.len_bytes, model.fused(call));
     }
     if model.memory_bytes_per_second.is_some() {
         let len_bytes = plan.traffic_bytes();

@@ -334,8 +334,8 @@ fn plans_know_which_engines_ranks_see_each_others_memory() {
             let fused = plan(&["--engine", engine]);
             assert!(!fused.contains("predicted: 0.00 ms"), "{fused}");
             assert!(fused.contains("reduced and updated in one pass"), "{fused}");
-            let apart = plan(&["--engine", engine, "--apart"]);
-            assert!(!apart.contains("in one pass"), "{apart}");
+            let separate = plan(&["--engine", engine, "--apart"]);
+            assert!(!separate.contains("in one pass"), "{separate}");
         }
         assert!(!plan(&["--engine", "mpi"]).contains("in one pass"));
     }
