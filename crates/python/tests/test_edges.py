@@ -98,6 +98,23 @@ def test_a_parameter_without_memory_is_refused():
         optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_parameter_at_an_odd_address_is_refused(dtype):
+    memory = bytearray(4 * dtype.itemsize + 1)
+    param = torch.nn.Parameter(torch.frombuffer(memory, dtype=dtype, offset=1, count=4))
+    good = torch.nn.Parameter(torch.ones(3))
+    optimizer = fusestep.torch.AdamW([good, param])
+    good.grad, param.grad = torch.ones(3), torch.ones(4, dtype=dtype)
+    before = snapshot(optimizer, [good, param])
+    match = rf"parameter `0\.1`.*a multiple of {dtype.itemsize} bytes, found .*`\.clone\(\)`"
+    with pytest.raises(ValueError, match=match):
+        optimizer.step()
+    assert_unchanged(before, optimizer, [good, param])
+    param.data = param.clone()
+    optimizer.step()
+    assert (param < 0).all() and (good < 1).all()
+
+
 def test_inference_tensors_step_in_inference_mode_alone():
     with torch.inference_mode():
         param = torch.ones(3)

@@ -161,6 +161,28 @@ def test_wrong_rules_settings_and_states():
         fusestep.numpy.step("adamw", params, grads, {})
 
 
+@pytest.mark.parametrize(
+    ("threads", "error", "match"),
+    [
+        (-1, ValueError, "threads: expected 1 to 256, found -1"),
+        (0, ValueError, "threads: expected 1 to 256, found 0"),
+        (257, ValueError, "threads: expected 1 to 256, found 257"),
+        (20000, ValueError, "threads: expected 1 to 256, found 20000"),
+        (2**70, ValueError, "threads: expected 1 to 256"),
+        (2.0, TypeError, "threads: expected a whole number, found float"),
+        ("2", TypeError, "threads: expected a whole number, found str"),
+        (True, TypeError, "threads: expected a whole number, found bool"),
+    ],
+)
+def test_threads_that_there_cannot_be_are_refused(threads, error, match):
+    params, state = {"x": np.ones(2)}, fusestep.numpy.State()
+    with pytest.raises(error, match=match):
+        fusestep.numpy.step("adamw", params, {"x": np.ones(2)}, state, threads=threads)
+    assert params["x"].tolist() == [1.0] * 2 and not state
+    fusestep.numpy.step("adamw", params, {"x": np.ones(2)}, state, threads=np.int64(2))
+    assert (params["x"] < 1).all()
+
+
 def test_gradients_in_another_order_are_copied():
     params = {"x": np.zeros((3, 2))}
     grads = {"x": np.arange(6.0).reshape(2, 3).T}

@@ -144,13 +144,13 @@ def test_a_wrong_gradient_is_not_added():
     optimizer = fusestep.torch.AdamW(params, accumulate=2)
     give_gradients(params, 0)
     optimizer.step()
-    sums = {index: total.clone() for index, total in optimizer._sums.items()}
+    sums = {tensor: total.clone() for tensor, total in optimizer._micro.sums.items()}
     give_gradients(params, 1)
     params[1].grad = torch.ones(4, 5).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
-    assert optimizer._micro_steps == 1
-    assert all(torch.equal(sums[index], optimizer._sums[index]) for index in sums)
+    assert optimizer._micro.count == 1
+    assert all(torch.equal(sums[tensor], optimizer._micro.sums[tensor]) for tensor in sums)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

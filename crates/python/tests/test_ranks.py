@@ -58,11 +58,11 @@ def same_models(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-def alone(world, steps=6, **settings):
+def alone(world, steps=6, rule="AdamW", lr=1e-2, **settings):
     """One process that averages the parts of each batch in the order of the ranks."""
     torch.manual_seed(0)
     model = Model()
-    optimizer = fusestep.torch.AdamW(model.parameters(), lr=1e-2, **settings)
+    optimizer = getattr(fusestep.torch, rule)(model.parameters(), lr=lr, **settings)
     for step in range(steps):
         parts = []
         for rank in range(world):
@@ -100,6 +100,15 @@ def test_clipping_scales_and_micro_steps_change_alike_at_every_stage(tmp_path):
     assert same_models(found[0], found[1]) and same_models(found[0], found[2])
     assert found[0]["report"]["grad_norm"] > 0.1
     assert not same_models(found[0], alone(2))
+
+
+def test_adagrad_whose_sums_are_there_at_once_has_the_bits_of_one_process(tmp_path):
+    torch.set_num_threads(1)
+    settings = {"lr": 1e-2, "lr_decay": 0.1}
+    expected = alone(2, rule="Adagrad", **settings)
+    for zero in (0, 1):
+        ranks = run("train", tmp_path / str(zero), zero=zero, rule="Adagrad", settings=settings)
+        assert same_models(*ranks) and same_models(expected, ranks[0]), zero
 
 
 def test_a_flush_takes_the_rate_of_the_moment(tmp_path):
@@ -208,6 +217,31 @@ def model_of(param):
     return model
 
 
+def stepped(refused):
+    """Optimizers whose state would be lost."""
+
+    def after(name, change=None, **settings):
+        def make(params):
+            optimizer = getattr(fusestep.torch, name)(params, **settings)
+            params[0].grad = torch.ones_like(params[0])
+            if change is None:
+                optimizer.step()
+            else:
+                change(optimizer.state[params[0]])
+            return optimizer
+
+        return make
+
+    for name in ("AdamW", "Adagrad", "Lion"):
+        refused(ValueError, "before its first step, found state", make=after(name))
+    written = after("Adagrad", lambda own: own["sum"].fill_(2.0))
+    refused(ValueError, "before its first step, found state", make=written)
+    first = after("Adagrad", lambda own: None, initial_accumulator_value=0.5)
+    refused(ValueError, "initial_accumulator_value", make=first)
+    micro = after("AdamW", accumulate=2)
+    refused(ValueError, "found sums of 1 micro-steps", make=micro)
+
+
 def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -231,6 +265,7 @@ def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch):
     refused(RuntimeError, "expected processes or mpi, found smoke", engine="smoke")
     if "mpi" not in _fusestep.engines:
         refused(RuntimeError, "--features mpi", engine="mpi")
+    stepped(refused)
     whole = torch.ones(8)
     model = torch.nn.Module()
     model.one, model.two = torch.nn.Parameter(whole[:5]), torch.nn.Parameter(whole[4:])

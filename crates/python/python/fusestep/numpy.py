@@ -89,6 +89,9 @@ RULES: Dict[str, Dict[str, Any]] = {
 }
 """The rules and their settings, with the values they have where none is given."""
 
+# Starting more takes longer than any step.
+_MOST_THREADS = 256
+
 _KEYS = {
     "moment1": "moment1",
     "moment2": "moment2",
@@ -246,7 +249,7 @@ def step(
     dtype and shape under these names; a parameter without one, or with ``None``, stays as it is and
     does not count the step. ``state`` is filled in at the first step and handed in again after that.
     ``clip_norm`` scales gradients down whose norm, of all together, is larger. ``threads`` is how
-    many work on it, by default as many as the process may use; it changes no bit.
+    many work on it, 1 to 256, by default as many as the process may use; it changes no bit.
 
     Raises ``TypeError`` or ``ValueError`` that names the array, what was expected and what was
     found, and ``RuntimeError`` for arrays that overlap; nothing has changed then.
@@ -254,6 +257,7 @@ def step(
     if not isinstance(state, State):
         raise TypeError(f"state: expected fusestep.numpy.State, found {type(state).__name__}")
     own_rule = _rule(rule, settings)
+    own_threads = _threads(threads)
     unknown = sorted(set(grads) - set(params))
     if unknown:
         raise ValueError(f"grads: expected names of `params`, found {', '.join(unknown)}")
@@ -271,7 +275,7 @@ def step(
         parameter.array, parameter.grad = arrays[name], views.get(name)
     parameters = [state._parameters[name] for name in names]
     try:
-        return _run(own_rule, names, parameters, state, clip_norm, threads, copied)
+        return _run(own_rule, names, parameters, state, clip_norm, own_threads, copied)
     finally:
         # What was given is not kept alive by the state.
         for parameter in parameters:
@@ -284,7 +288,7 @@ def _run(
     parameters: List[_Parameter],
     state: State,
     clip_norm: Optional[float],
-    threads: Optional[int],
+    threads: int,
     copied: int,
 ) -> Report:
     described = [
@@ -294,8 +298,6 @@ def _run(
     planned_for = (described, clip_norm)
     if state._planned_for != planned_for:
         state._session = None
-    if threads is None:
-        threads = len(os.sched_getaffinity(0))
     owner = _Owner(state, rule, names)
     updated = None
     try:
@@ -343,6 +345,17 @@ def _rule(name: str, settings: Dict[str, Any]) -> Dict[str, Any]:
         rule["decoupled"] = name == "adamw"
     _fusestep.check(rule)
     return rule
+
+
+def _threads(threads: Optional[int]) -> int:
+    """How many threads work on a step."""
+    if threads is None:
+        return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    if isinstance(threads, (bool, np.bool_)) or not isinstance(threads, (int, np.integer)):
+        raise TypeError(f"threads: expected a whole number, found {type(threads).__name__}")
+    if not 1 <= threads <= _MOST_THREADS:
+        raise ValueError(f"threads: expected 1 to {_MOST_THREADS}, found {threads}")
+    return int(threads)
 
 
 def _lists(rule: Dict[str, Any]) -> List[str]:

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from fusestep import _fusestep
 from fusestep._report import Report
+from fusestep.torch._micro import MicroSteps
 from fusestep.torch._options import checked
 from fusestep.torch._planned import Planned, members_of
 from fusestep.torch._state import State, Store
-from fusestep.torch._tensors import NARROW, Library, refuse_kind
+from fusestep.torch._tensors import NARROW, refuse_kind
 
 if TYPE_CHECKING:
     from fusestep.torch._backward import FusedBackward
@@ -89,8 +90,7 @@ class Fused(Optimizer):
         """Drops what belongs to one run: plan, report, sums of micro-steps."""
         self._plans_made: int = getattr(self, "_plans_made", 0) + 1
         self._whole: Optional[Planned] = None
-        self._sums: Dict[int, Tensor] = {}
-        self._micro_steps = 0
+        self._micro = MicroSteps()
         self._report: Optional[Report] = None
         # Set by `fuse_backward`; a copy has none.
         self._backward: Optional[FusedBackward] = getattr(self, "_backward", None)
@@ -132,14 +132,18 @@ class Fused(Optimizer):
         state = dict(super().__getstate__())
         state["_options"] = self._saved_options()
         # By position, so that parameters of a copy find theirs.
-        state["_sums"], state["_micro_steps"] = self._sums, self._micro_steps
+        state["_sums"] = self._micro.by_position(self._flat())
+        state["_micro_steps"] = self._micro.count
         return state
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         if "_options" not in self.__dict__ and "_options" not in state:
             state = {**state, "_options": checked({})}
         self._forget()
+        state = dict(state)
+        sums, micro_steps = state.pop("_sums", {}), state.pop("_micro_steps", 0)
         super().__setstate__(state)
+        self._micro.restore(self._flat(), sums, micro_steps)
         self._store = None
         self._step_supports_amp_scaling = False
 
@@ -209,9 +213,13 @@ class Fused(Optimizer):
             return loss
         if self._options["accumulate"] == 1:
             self._update(None)
-        elif self._add_gradients():
-            self._update(self._means())
-            self._sums, self._micro_steps = {}, 0
+            return loss
+        members = members_of(self.param_groups)
+        if self._micro.count + 1 < self._options["accumulate"]:
+            self._micro.add(members)
+        else:
+            self._update(self._micro.means(members))
+            self._micro.clear()
         return loss
 
     def plan(self) -> str:
@@ -300,31 +308,6 @@ class Fused(Optimizer):
         return torch.zeros(
             tensor.shape, dtype=self._state_dtype(tensor, name), device=tensor.device
         )
-
-    def _add_gradients(self) -> bool:
-        """Adds a micro-step's gradients; whether there are enough of them."""
-        flat = self._flat()
-        for index, tensor in enumerate(flat):
-            if tensor.grad is not None:
-                Library.refuse(str(index), tensor, tensor.grad)
-        for index, tensor in enumerate(flat):
-            gradient = tensor.grad
-            if gradient is None:
-                continue
-            if index in self._sums:
-                self._sums[index].add_(gradient)
-            else:
-                wide = torch.float32 if gradient.dtype in NARROW else gradient.dtype
-                self._sums[index] = gradient.detach().to(wide, copy=True).contiguous()
-        self._micro_steps += 1
-        return self._micro_steps >= int(self._options["accumulate"])
-
-    def _means(self) -> List[Optional[Tensor]]:
-        flat = self._flat()
-        means: List[Optional[Tensor]] = [None] * len(flat)
-        for index, total in self._sums.items():
-            means[index] = (total / float(self._micro_steps)).to(flat[index].dtype)
-        return means
 
 
 def _list_of(tensors: Iterable[Tensor]) -> List[Tensor]:

@@ -86,6 +86,8 @@ class Planned:
         described = []
         for tensor, group, name in members:
             trains = tensor.requires_grad or tensor.grad is not None
+            # One that was frozen between micro-steps has its sum to be updated from.
+            trains = trains or tensor in optimizer._micro.sums
             if trains:
                 refuse_parameter(name, tensor)
             described.append(

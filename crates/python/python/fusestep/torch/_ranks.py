@@ -96,6 +96,8 @@ class DataParallel(torch.nn.Module):
             if index in self._gradients:
                 self._handles.append(hooked.register_hook(partial(self._arriving, index)))
         optimizer._ranks = self
+        # Ranks have it; Adagrad has made some already.
+        optimizer.state.clear()
 
     @property
     def rank(self) -> int:
@@ -322,6 +324,23 @@ def _trained(model: torch.nn.Module, optimizer: Fused) -> List[Member]:
     return members
 
 
+def _refuse_state(optimizer: Fused) -> None:
+    """Raises for an optimizer that has stepped, since ranks begin without its state."""
+    for own in optimizer.state.values():
+        # Adagrad has its sums before the first step.
+        steps = float(own.get("step", 0.0)) if optimizer._counts else float(bool(own))
+        if steps or any(torch.is_tensor(value) and value.any() for value in own.values()):
+            raise ValueError(
+                "optimizer: expected one before its first step, found state; resume from a "
+                "checkpoint"
+            )
+    if optimizer._micro.count:
+        raise ValueError(
+            "optimizer: expected one before its first step, found sums of "
+            f"{optimizer._micro.count} micro-steps; make `DataParallel` before or behind them"
+        )
+
+
 def _check(
     optimizer: Any, zero: int, bucket_mib: Optional[float], comm_streams: int, timeout: float
 ) -> None:
@@ -333,16 +352,13 @@ def _check(
         raise ValueError(
             "optimizer: expected one of its own, found one of `fuse_backward` or `DataParallel`"
         )
-    if optimizer.state:
-        raise ValueError(
-            "optimizer: expected one before its first step, found state; resume from a checkpoint"
-        )
     if "train_mode" in optimizer.defaults:
         raise ValueError(
             "optimizer: expected a rule without averages of its own, found ScheduleFreeAdamW"
         )
     if any(group.get("initial_accumulator_value") for group in optimizer.param_groups):
         raise ValueError("initial_accumulator_value: expected 0 with DataParallel, found another")
+    _refuse_state(optimizer)
     if zero not in (0, 1, 2):
         raise ValueError(f"zero: expected 0, 1 or 2, found {zero!r}")
     if bucket_mib is not None and not 0 < bucket_mib < float("inf"):

@@ -75,3 +75,9 @@ def refuse_parameter(name: str, tensor: Tensor) -> None:
         )
     if tensor.numel() and tensor.data_ptr() == 0:
         raise ValueError(f"parameter `{name}`: expected a tensor with memory, found one without")
+    beside = tensor.data_ptr() % tensor.element_size()
+    if beside:
+        raise ValueError(
+            f"parameter `{name}`: expected an address that is a multiple of "
+            f"{tensor.element_size()} bytes, found one that is {beside} beside it; use `.clone()`"
+        )
