@@ -319,11 +319,13 @@ impl Communicator for ProcessCommunicator {
 
     fn aborter(&self) -> Aborter {
         let group = Arc::downgrade(&self.group);
+        let seen = group.clone();
         Aborter::new(self.group.rank, move |error| {
             if let Some(group) = group.upgrade() {
                 group.close(error);
             }
         })
+        .seeing(move || seen.upgrade().and_then(|group| group.failure()))
     }
 
     fn recorder(&self) -> &FlightRecorder {
