@@ -24,7 +24,7 @@ impl Aborter {
         }
     }
 
-    /// The same, which also tells by `failure` what has closed the group.
+    /// An aborter that also tells by `failure` what has closed the group.
     pub fn seeing(
         self,
         failure: impl Fn() -> Option<CollectiveError> + Send + Sync + 'static,

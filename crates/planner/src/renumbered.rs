@@ -110,11 +110,10 @@ impl Communicator for Renumbered {
         })
         .seeing(move || {
             let error = seen.0.failure()?;
-            let inherited = world.failure().as_ref() == Some(&error);
-            Some(match inherited {
-                true => error,
-                false => error.in_world(&seen.1),
-            })
+            if world.failure().as_ref() == Some(&error) {
+                return Some(error);
+            }
+            Some(error.in_world(&seen.1))
         })
     }
 
