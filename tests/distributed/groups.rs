@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
-use fusestep_collective::{Options, run_ranks};
+use fusestep_collective::{Collectives, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, CostModel, Manifest, Topology, ZeroStage};
 use fusestep_tensor::Role;
@@ -242,6 +242,8 @@ fn one_step(
         let group = NonZeroUsize::new(2).unwrap();
         let mut comms = Comms::in_groups(&mut comm, group, streams).unwrap();
         let mut state = plan.allocate(&backend).unwrap();
+        // Nobody is gone before all have their groups.
+        comms.communicator().barrier().unwrap();
         if absent.contains(&topology.rank) {
             match absence {
                 Absence::Panics => std::panic::resume_unwind(Box::new("on purpose")),
