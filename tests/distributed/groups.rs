@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
+use std::time::Duration;
 
-use fusestep_collective::{Options, run_ranks};
+use fusestep_collective::{Collectives, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, CostModel, Manifest, Topology, ZeroStage};
 use fusestep_tensor::Role;
@@ -212,5 +213,79 @@ fn groups_that_do_not_fit_are_refused() {
             error.contains("in_groups") && error.contains("2 ranks"),
             "{error}"
         );
+    }
+}
+
+/// What becomes of a rank that does not take part in the first step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Absence {
+    Panics,
+    Leaves,
+    /// Until the others' deadlines have passed.
+    Stays,
+}
+
+/// Trains one step in groups of two; `absent` ranks do not take part in it.
+fn one_step(
+    (streams, timeout_ms): (usize, u64),
+    (absent, absence): (&[usize], Absence),
+) -> Vec<(usize, String)> {
+    let options = Options {
+        timeout: Duration::from_millis(timeout_ms),
+        ..Options::default()
+    };
+    let ended = run_ranks(4, &options, |mut comm| {
+        let case = grouped(4, 2);
+        let topology = Topology::of(&comm);
+        let plan = case.planner().plan_for(&case.params(), topology).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
+        let group = NonZeroUsize::new(2).unwrap();
+        let mut comms = Comms::in_groups(&mut comm, group, streams).unwrap();
+        let mut state = plan.allocate(&backend).unwrap();
+        // Nobody is gone before all have their groups.
+        comms.communicator().barrier().unwrap();
+        if absent.contains(&topology.rank) {
+            match absence {
+                Absence::Panics => std::panic::resume_unwind(Box::new("on purpose")),
+                Absence::Leaves => return Ok(()),
+                Absence::Stays => std::thread::sleep(4 * options.timeout),
+            }
+        }
+        for (param, desc) in plan.params().iter().enumerate() {
+            let bytes = case.gradient(topology.rank, 0, param);
+            plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)?;
+        }
+        plan.step(&mut state, &backend, &mut comms).map(drop)
+    });
+    let ended = ended.unwrap().into_iter().enumerate();
+    ended
+        .filter(|(rank, _)| !absent.contains(rank))
+        .map(|(rank, ended)| (rank, ended.unwrap().unwrap_err().to_string()))
+        .collect()
+}
+
+#[test]
+fn every_rank_of_every_group_names_the_rank_of_the_world_that_is_gone() {
+    for (absence, words) in [
+        (Absence::Panics, "rank 2 panicked"),
+        (Absence::Leaves, "rank 2 left"),
+    ] {
+        for streams in [0, 2] {
+            for (rank, error) in one_step((streams, 20_000), (&[2], absence)) {
+                assert!(error.contains(words), "{streams}, rank {rank}: {error}");
+            }
+        }
+    }
+}
+
+/// A whole group is late: whoever is named first is one of it, and by its rank in the world.
+#[test]
+fn every_rank_names_late_ranks_of_another_group_as_the_world_does() {
+    for streams in [0, 2] {
+        for (rank, error) in one_step((streams, 300), (&[2, 3], Absence::Stays)) {
+            let named = ["none of [2]", "none of [3]", "none of [2, 3]"];
+            let is_named = named.iter().any(|named| error.contains(named));
+            assert!(is_named, "{streams}, rank {rank}: {error}");
+        }
     }
 }

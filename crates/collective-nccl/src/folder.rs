@@ -327,11 +327,13 @@ impl Communicator for FolderControl {
 
     fn aborter(&self) -> Aborter {
         let files = Arc::downgrade(&self.files);
+        let (seen, world_size) = (files.clone(), self.world_size);
         Aborter::new(self.rank, move |error| {
             if let Some(files) = files.upgrade() {
                 files.close(error);
             }
         })
+        .seeing(move || seen.upgrade()?.closing(0..world_size))
     }
 
     fn recorder(&self) -> &FlightRecorder {

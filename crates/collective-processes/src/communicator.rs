@@ -224,7 +224,8 @@ impl ProcessCommunicator {
             Some(Ok(path)) => format!("the flight recorder is {}", path.display()),
             Some(Err(error)) => format!("the flight recorder could not be written: {error}"),
         };
-        let rank = self.group.rank;
+        // Nobody is left who could say it by the world's ranks for a group that was split off.
+        let (rank, error) = self.group.in_session(error);
         starter::say(&format!(
             "rank {rank}: {error}; data was under way, so the process ends; {place}"
         ));
@@ -319,11 +320,13 @@ impl Communicator for ProcessCommunicator {
 
     fn aborter(&self) -> Aborter {
         let group = Arc::downgrade(&self.group);
+        let seen = group.clone();
         Aborter::new(self.group.rank, move |error| {
             if let Some(group) = group.upgrade() {
                 group.close(error);
             }
         })
+        .seeing(move || seen.upgrade().and_then(|group| group.failure()))
     }
 
     fn recorder(&self) -> &FlightRecorder {

@@ -112,6 +112,24 @@ impl Group {
         CollectiveError::Died { rank, calls }
     }
 
+    /// This rank and an error of the group by the ranks of all processes; ends the group of them
+    /// all, so that who waits elsewhere hears of it.
+    pub(crate) fn in_session(&self, error: CollectiveError) -> (usize, CollectiveError) {
+        let rank = self.members[self.rank];
+        let Some(mut whole) = self.parent.as_ref() else {
+            return (rank, error);
+        };
+        while let Some(parent) = &whole.parent {
+            whole = parent;
+        }
+        if whole.broken().as_ref() == Some(&error) {
+            return (rank, error);
+        }
+        let error = error.in_world(&self.members);
+        whole.close(error.clone());
+        (rank, error)
+    }
+
     /// Takes over what has ended the group that this one was split from.
     pub(crate) fn inherit(&self) {
         if let Some(parent) = &self.parent {

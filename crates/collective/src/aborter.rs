@@ -11,6 +11,7 @@ use crate::CollectiveError;
 pub struct Aborter {
     rank: usize,
     close: Arc<dyn Fn(CollectiveError) + Send + Sync>,
+    failure: Arc<dyn Fn() -> Option<CollectiveError> + Send + Sync>,
 }
 
 impl Aborter {
@@ -19,6 +20,18 @@ impl Aborter {
         Self {
             rank,
             close: Arc::new(close),
+            failure: Arc::new(|| None),
+        }
+    }
+
+    /// An aborter that also tells by `failure` what has closed the group.
+    pub fn seeing(
+        self,
+        failure: impl Fn() -> Option<CollectiveError> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            failure: Arc::new(failure),
+            ..self
         }
     }
 
@@ -33,6 +46,14 @@ impl Aborter {
     /// Ends all waits of the group: its calls return `error` on every rank.
     pub fn close(&self, error: CollectiveError) {
         (self.close)(error);
+    }
+
+    /// What has closed the group, as [`Communicator::failure`] says it, from any thread; `None` for
+    /// a group that is gone, and on an engine that cannot tell.
+    ///
+    /// [`Communicator::failure`]: crate::Communicator::failure
+    pub fn failure(&self) -> Option<CollectiveError> {
+        (self.failure)()
     }
 
     /// The rank whose aborter this is.

@@ -149,8 +149,101 @@ impl CollectiveError {
         }
         self
     }
+
+    /// The error with its ranks said in another numbering, rank `i` being `ranks[i]`; ranks beyond
+    /// these stay. Words of a reason stay, too.
+    pub fn in_world(mut self, ranks: &[usize]) -> Self {
+        let rename = |rank: &mut usize| *rank = ranks.get(*rank).copied().unwrap_or(*rank);
+        match &mut self {
+            Self::Late { ranks: late, .. } => {
+                late.iter_mut().for_each(rename);
+                late.sort_unstable();
+            }
+            Self::Mismatch {
+                expected_rank,
+                found_rank,
+                ..
+            } => {
+                rename(expected_rank);
+                rename(found_rank);
+            }
+            Self::Panicked { rank, .. }
+            | Self::Left { rank, .. }
+            | Self::Died { rank, .. }
+            | Self::Aborted { rank, .. }
+            | Self::Dropped { rank, .. }
+            | Self::Refused { rank, .. }
+            | Self::Engine { rank, .. }
+            | Self::Undefined { rank, .. } => rename(rank),
+        }
+        self
+    }
 }
 
 fn bucket_text(bucket: &Option<u32>) -> String {
     bucket.map_or_else(String::new, |bucket| format!(", bucket {bucket}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One error of every kind that carries a rank, all of this one.
+    fn of_every_kind(rank: usize) -> Vec<CollectiveError> {
+        let (calls, operation, reason) = (3, "barrier", String::from("why"));
+        vec![
+            CollectiveError::Panicked { rank, calls },
+            CollectiveError::Left { rank, calls },
+            CollectiveError::Died { rank, calls },
+            CollectiveError::Aborted {
+                rank,
+                reason: reason.clone(),
+            },
+            CollectiveError::Dropped { rank, operation },
+            CollectiveError::Refused {
+                rank,
+                operation,
+                reason: reason.clone(),
+            },
+            CollectiveError::Engine {
+                rank,
+                operation,
+                reason,
+            },
+            CollectiveError::Undefined {
+                rank,
+                operation,
+                reduce: ReduceOp::Average,
+                dtype: DType::I32,
+            },
+            CollectiveError::Late {
+                ranks: vec![rank],
+                operation,
+                sequence: 1,
+                bucket: None,
+                timeout_ms: 5,
+            },
+            CollectiveError::Mismatch {
+                field: Field::Operation,
+                sequence: 1,
+                bucket: None,
+                expected_rank: rank,
+                expected: "a".to_owned(),
+                expected_operation: operation,
+                found_rank: rank,
+                found: "b".to_owned(),
+                found_operation: operation,
+            },
+        ]
+    }
+
+    #[test]
+    fn every_rank_of_every_error_is_said_in_the_other_numbering_and_unknown_ones_stay() {
+        let group = [4, 9];
+        for (own, expected) in [(0, 4), (1, 9), (2, 2)] {
+            let found = of_every_kind(own).into_iter();
+            let found: Vec<_> = found.map(|error| error.in_world(&group)).collect();
+            assert_eq!(found, of_every_kind(expected));
+        }
+    }
 }

@@ -231,11 +231,13 @@ impl Communicator for ThreadCommunicator {
 
     fn aborter(&self) -> Aborter {
         let group = Arc::downgrade(&self.group);
+        let seen = group.clone();
         Aborter::new(self.rank, move |error| {
             if let Some(group) = group.upgrade() {
                 group.close(error);
             }
         })
+        .seeing(move || seen.upgrade().and_then(|group| group.failure()))
     }
 
     fn recorder(&self) -> &FlightRecorder {

@@ -46,6 +46,7 @@ mod ready;
 mod reduce;
 mod reduced_part;
 mod region;
+mod renumbered;
 mod replaced_rule;
 mod report;
 mod run;

@@ -2,8 +2,11 @@
 
 use fusestep_collective::{CallContext, CollectiveError, Communicator, Membership};
 
+use crate::renumbered::Renumbered;
+
 /// The ranks that share shards with this one, and those that have the same shard in other groups.
 pub(crate) struct ShardGroups {
+    // Their errors name ranks of the world.
     pub(crate) within: Box<dyn Communicator>,
     pub(crate) across: Box<dyn Communicator>,
 }
@@ -31,7 +34,13 @@ impl ShardGroups {
         let colour = (rank % group) as u32;
         let across = comm.split(Some(Membership { colour, key }))?;
         let (within, across) = within.zip(across).ok_or_else(refused)?;
-        Ok(Self { within, across })
+        let first = rank / group * group;
+        let within_ranks = (first..first + group).collect();
+        let across_ranks = (rank % group..world).step_by(group).collect();
+        Ok(Self {
+            within: Box::new(Renumbered::new(within, within_ranks, comm.aborter())),
+            across: Box::new(Renumbered::new(across, across_ranks, comm.aborter())),
+        })
     }
 
     pub(crate) fn set_context(&mut self, context: CallContext) {

@@ -181,7 +181,8 @@ impl Communicator for SimulatedRank {
 
     fn aborter(&self) -> Aborter {
         let schedule = Arc::clone(&self.schedule);
-        Aborter::new(self.rank, move |error| schedule.close(error))
+        let seen = Arc::clone(&self.schedule);
+        Aborter::new(self.rank, move |error| schedule.close(error)).seeing(move || seen.closed())
     }
 
     fn recorder(&self) -> &FlightRecorder {
