@@ -34,7 +34,7 @@ fn case(world: usize, zero: ZeroStage) -> Case {
 }
 
 /// Asks for every layer before its forward and before its backward pass, as [`Plan::calls`] takes a
-/// program to do at stage 3.
+/// program to do at stage 3 in every micro-step.
 fn gather_layers(plan: &Plan, state: &State, comms: &mut Comms<'_>) {
     let layer = |name: &str| name.rsplit_once('.').unwrap().0.to_owned();
     let names = || plan.params().iter().map(|param| param.name.as_str());
@@ -67,7 +67,7 @@ fn as_listed(case: &Case, planner: &Planner) {
         for step in 0..case.steps {
             let mut averaged = false;
             for micro_step in 0..u64::from(case.merge) {
-                if case.zero == ZeroStage::Three && micro_step == 0 {
+                if case.zero == ZeroStage::Three {
                     gather_layers(&plan, &state, &mut comms);
                 }
                 let at = step * u64::from(case.merge) + micro_step;
