@@ -23,6 +23,9 @@ use crate::rules::{Settings, number, parse, refused, trusts};
 use crate::threads;
 use crate::written::Written;
 
+/// Parameters from which on it pays to tell who is written on a thread of its own.
+const MANY: usize = 1024;
+
 /// Where PyTorch's tensors and the state beside them are found, and the plan of a step over them.
 #[pyclass(module = "fusestep._fusestep")]
 pub(crate) struct Session {
@@ -399,7 +402,9 @@ impl Session {
             .stages()
             .iter()
             .any(|stage| matches!(stage, Stage::Norm(_)));
-        let (meanwhile, behind) = if may_skip {
+        // Few are told sooner than a thread is woken.
+        let is_behind = may_skip || self.members.len() < MANY;
+        let (meanwhile, behind) = if is_behind {
             (None, written)
         } else {
             (written, None)

@@ -50,15 +50,13 @@ pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
     Ok(backend)
 }
 
-/// The caller and workers of its own; one that has nothing to do would be woken all the same.
+/// The caller and workers of its own: one more than can work beside it, since one may be woken on
+/// a core where another library's threads spin.
 fn pool(threads: NonZeroUsize) -> Result<Pool, PyErr> {
-    let Some(workers) = NonZeroUsize::new(threads.get() - 1) else {
-        return Ok(Pool::new(threads));
-    };
     let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(workers.get())
+        .num_threads(threads.get())
         .thread_name(|index| format!("fusestep-{index}"))
         .build();
     let pool = pool.map_err(|error| PyRuntimeError::new_err(format!("threads: {error}")))?;
-    Ok(Pool::beside(Arc::new(pool)))
+    Ok(Pool::of(Arc::new(pool)))
 }

@@ -94,15 +94,6 @@ impl Pool {
         }
     }
 
-    /// The caller and all workers of `pool` beside it.
-    pub fn beside(pool: Arc<ThreadPool>) -> Self {
-        let threads = NonZeroUsize::MIN.saturating_add(pool.current_num_threads());
-        Self {
-            workers: Workers::Of(pool),
-            ..Self::new(threads)
-        }
-    }
-
     /// The number of threads, the caller's included.
     pub fn threads(&self) -> usize {
         self.threads.get()
@@ -354,10 +345,6 @@ mod tests {
         assert_eq!(chosen.threads(), 3);
         let names = who_works(&chosen, 3);
         assert!(names.iter().filter(|name| name.starts_with("own")).count() == 2);
-        let all = Pool::beside(Arc::clone(&own));
-        assert_eq!(all.threads(), 4);
-        let names = who_works(&all, 4);
-        assert!(names.iter().filter(|name| name.starts_with("own")).count() == 3);
         // Within a pool, its own workers and the caller, which is one of them.
         let (threads, names) = own.install(|| {
             let pool = Pool::current();
@@ -371,11 +358,8 @@ mod tests {
 
     #[test]
     fn what_is_joined_is_done_once_on_any_number_of_threads() {
-        let pools = [1, 2, 3].map(|threads| match NonZeroUsize::new(threads - 1) {
-            None => Pool::new(NonZeroUsize::MIN),
-            Some(_) => Pool::beside(own_pool(threads - 1)),
-        });
-        for (threads, pool) in (1..).zip(pools) {
+        for threads in 1..4 {
+            let pool = Pool::of(own_pool(threads));
             assert_eq!(pool.threads(), threads);
             let (mut values, mut other) = (vec![0u64; 100_003], 0);
             let done = pool.join(
