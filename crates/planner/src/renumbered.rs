@@ -40,6 +40,8 @@ impl Renumbered {
     }
 
     /// Ends the world with what a call failed with; returns the error that holds, the first one.
+    #[cold]
+    #[inline(never)]
     fn failed(&self, error: CollectiveError) -> CollectiveError {
         let error = self.in_world(error);
         let told = match &error {
