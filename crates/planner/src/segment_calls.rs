@@ -142,10 +142,14 @@ fn in_shard(spec: &StorageSpec, elements: Range<u64>, width: usize) -> Option<Ra
     if elements.is_empty() {
         return Some(0..0);
     }
-    let part = spec
+    // Parts are in order, and there may be as many of them as of buckets.
+    let next = spec
         .shard
-        .iter()
-        .find(|part| part.elements.start <= elements.start && elements.end <= part.elements.end)?;
+        .partition_point(|part| part.elements.start <= elements.start);
+    let part = spec.shard.get(next.checked_sub(1)?)?;
+    if part.elements.end < elements.end {
+        return None;
+    }
     // A shard lies in memory, so its bytes fit a usize.
     let at = |element: u64| (part.at + element - part.elements.start) as usize * width;
     Some(at(elements.start)..at(elements.end))
