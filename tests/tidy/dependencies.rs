@@ -56,7 +56,7 @@ const ONLY_IN: [(&str, &[&str]); 11] = [
     ("cust*", &["crates/cuda"]),
     ("mpi", &["crates/collective-mpi"]),
     ("nccl*", &["crates/collective-nccl"]),
-    ("libloading", &["crates/collective-nccl"]),
+    ("libloading", &["crates/collective-nccl", "crates/python"]),
     ("loom", &["crates/simd"]),
     (
         "candle-*",

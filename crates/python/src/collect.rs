@@ -8,11 +8,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::ahead::Ahead;
-use crate::dlpack::{Exchange, Expected, Place, Unfit};
 use crate::getter::Getter;
+use crate::handle::Handles;
 use crate::loan::{GRADIENT, Places, read_count, write_count};
 use crate::parameter::{COUNT, Parameter};
 use crate::private::Private;
+use crate::tensor::{Expected, Place, Told, Unfit};
 
 /// Most steps that a tensor counts.
 const MAX_COUNT: f64 = (1u64 << 53) as f64;
@@ -85,9 +86,9 @@ impl<'a> Collected<'a, '_> {
 
 /// How tensors are found.
 pub(crate) struct Collector {
-    /// `None` if the library is too old for it.
-    pub(crate) exchange: Option<Exchange>,
-    /// The Python side: `describe(tensor)` in place of the exchange, `refuse(name, gradient)`.
+    /// `None` if the library's tensors cannot be looked at that way.
+    pub(crate) handles: Option<Handles>,
+    /// The Python side: `describe(tensor)` in place of handles, `refuse(name, gradient)`.
     pub(crate) library: Py<PyAny>,
     /// Whether steps are counted by a tensor, `step`, in each parameter's state.
     pub(crate) counted: bool,
@@ -235,7 +236,7 @@ impl Collector {
     fn counter(&self, step: &Bound<'_, PyAny>) -> Option<(Place, DType)> {
         let mut dtypes = [DType::F32, DType::F64].into_iter();
         dtypes.find_map(|dtype| {
-            let place = self.look(step, Expected { dtype, shape: &[] });
+            let place = self.place(step, Expected { dtype, shape: &[] });
             Some((place.ok()?, dtype))
         })
     }
@@ -251,47 +252,28 @@ impl Collector {
     }
 
     /// Where a tensor lies, whose values are those in memory.
+    #[inline]
     fn place(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
-        let place = self.look(tensor, expected)?;
-        if place.len_bytes == expected.dtype.len_bytes()
-            && let Some(exchange) = &self.exchange
-            && exchange.is_negated(tensor).map_err(Unfit::NoMemory)?
-        {
-            return Err(Unfit::Negated);
-        }
-        Ok(place)
-    }
-
-    /// Where a tensor lies.
-    fn look(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
-        match &self.exchange {
-            Some(exchange) => exchange.place(tensor, expected),
+        match &self.handles {
+            Some(handles) => handles.place(tensor, expected),
             None => self.told(tensor, expected),
         }
     }
 
     /// Where a tensor lies, by what its methods tell.
     fn told(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
-        let told = self
-            .library
-            .bind(tensor.py())
-            .call_method1("describe", (tensor,));
+        let library = self.library.bind(tensor.py());
+        let told = library.call_method1("describe", (tensor,));
         let told = told.and_then(|told| told.extract());
-        let (address, dtype, shape, in_order): (usize, String, Vec<i64>, bool) =
+        let (address, dtype, shape, is_in_order): (_, String, Vec<i64>, _) =
             told.map_err(Unfit::NoMemory)?;
-        let dtype = crate::session::dtype_of(&dtype).ok();
-        if dtype != Some(expected.dtype) {
-            return Err(Unfit::DType(dtype));
-        }
-        let same = shape
-            .iter()
-            .map(|&n| n as u64)
-            .eq(expected.shape.iter().copied());
-        match (same, in_order) {
-            (false, _) => Err(Unfit::Shape(shape)),
-            (true, false) => Err(Unfit::Strides),
-            (true, true) => Place::told(address, expected),
-        }
+        let told = Told {
+            dtype: crate::session::dtype_of(&dtype).ok(),
+            shape: &shape,
+            is_in_order,
+            address,
+        };
+        told.place(expected)
     }
 }
 

@@ -2,9 +2,9 @@
 
 mod ahead;
 mod collect;
-mod dlpack;
 mod engine;
 mod getter;
+mod handle;
 mod loan;
 mod parameter;
 mod private;
@@ -13,6 +13,7 @@ mod ranks;
 mod rules;
 mod session;
 mod setup;
+mod tensor;
 mod threads;
 mod written;
 

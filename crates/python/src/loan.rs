@@ -9,7 +9,7 @@ use fusestep::planner::Lender;
 use fusestep::simd::prefetch_memory;
 use fusestep::{CpuBackend, DType};
 
-use crate::dlpack::Place;
+use crate::tensor::Place;
 
 /// How many tensors ahead memory is asked for.
 const AHEAD: usize = 3;

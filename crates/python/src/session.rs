@@ -9,13 +9,13 @@ use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyRange, PyType};
+use pyo3::types::{PyDict, PyList, PyRange};
 use pyo3::{ffi, intern};
 
 use crate::ahead::Ahead;
 use crate::collect::{Collected, Collector, Found, Gradients};
-use crate::dlpack::Exchange;
 use crate::getter::Getter;
+use crate::handle::Handles;
 use crate::loan::{Checked, Loan, Member, Places, write_count};
 use crate::parameter::{Mapping, Parameter};
 use crate::private::Private;
@@ -129,7 +129,7 @@ impl Session {
             trusts,
             ahead: Ahead::new(own.len()),
             collector: Collector {
-                exchange: exchange(library, &own)?,
+                handles: handles(library, &own)?,
                 library: library.clone().unbind(),
                 counted: counted?,
             },
@@ -436,15 +436,14 @@ fn unlocked(state: &mut Mutex<State>) -> &mut State {
     state.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How the library describes these parameters; `None` if it is too old for it.
-fn exchange(library: &Bound<'_, PyAny>, parameters: &[Parameter]) -> PyResult<Option<Exchange>> {
-    let class = library.getattr("Tensor")?;
-    let mut exchange = Exchange::of(class.downcast::<PyType>()?)?;
-    if let Some(exchange) = &mut exchange {
+/// How the library's tensors are looked at, those of the parameters' classes at once.
+fn handles(library: &Bound<'_, PyAny>, parameters: &[Parameter]) -> PyResult<Option<Handles>> {
+    let mut handles = Handles::of(library)?;
+    if let Some(handles) = &mut handles {
         let tensors = parameters.iter().map(|own| own.tensor.bind(library.py()));
-        tensors.for_each(|tensor| exchange.expect(tensor));
+        tensors.for_each(|tensor| handles.expect(tensor));
     }
-    Ok(exchange)
+    Ok(handles)
 }
 
 /// A failure in PyTorch's kind.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Tuple
+from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,19 @@ FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class Library:
     """What the extension module asks PyTorch."""
 
-    # From PyTorch 2.10 on its type says how tensors are described without making an object.
     Tensor: Any = torch.Tensor
+    # Its libraries have the C interface by which tensors are looked at.
+    file: str = torch._C.__file__
+
+    @staticmethod
+    def probes() -> List[Tensor]:
+        """A few tensors of which both ways to look at tensors have to say the same."""
+        kinds = ((2, 3), torch.float32), ((1,), torch.float64)
+        return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
 
     @staticmethod
     def describe(tensor: Tensor) -> Tuple[int, str, Tuple[int, ...], bool]:
-        """Address, dtype, shape, and whether elements lie in order; for PyTorch before 2.10."""
+        """Address, dtype, shape, and whether elements lie in order."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise ValueError(f"a {tensor.layout} tensor on {tensor.device}")
         shape = tuple(tensor.shape)

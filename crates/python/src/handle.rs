@@ -1,0 +1,252 @@
+//! Tensors of PyTorch by its stable C interface.
+//!
+//! Python's object of a tensor has PyTorch's handle in it, always at the same distance, which is
+//! found by what `_cdata` says. A look takes some 10 ns, so that each tensor is looked at anew at
+//! every step and no address can be out of date. Where the interface is missing, or says of a few
+//! tensors something else than they say themselves, tensors are asked by their methods.
+
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+
+use fusestep::DType;
+use libloading::Library;
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use pyo3::{ffi, intern};
+
+use crate::tensor::{Expected, Place, Told, Unfit};
+
+/// Classes of tensors that are remembered.
+const MOST_KNOWN: usize = 4;
+
+/// Asks one thing of a tensor; 0 says that it has been written.
+type Get<T> = unsafe extern "C" fn(*const c_void, *mut T) -> c_int;
+type Code = unsafe extern "C" fn() -> c_int;
+
+/// What PyTorch's interface tells of a tensor, and what its numbers mean.
+struct Interface {
+    device: Get<c_int>,
+    layout: Get<c_int>,
+    dtype: Get<c_int>,
+    dim: Get<i64>,
+    sizes: Get<*const i64>,
+    strides: Get<*const i64>,
+    address: Get<*mut c_void>,
+    cpu: c_int,
+    strided: c_int,
+    dtypes: [(c_int, DType); 4],
+    /// Keeps the functions.
+    _library: Library,
+}
+
+impl Interface {
+    /// That of the library in this file.
+    fn load(file: &str) -> Result<Self, libloading::Error> {
+        // SAFETY: the file is PyTorch's extension module, which the interpreter has loaded, and
+        // these are functions of its libraries with the signatures that PyTorch keeps for good.
+        unsafe {
+            let library = Library::new(file)?;
+            let code = |name: &str| Ok((*library.get::<Code>(name.as_bytes())?)());
+            Ok(Self {
+                device: *library.get(b"aoti_torch_get_device_type")?,
+                layout: *library.get(b"aoti_torch_get_layout")?,
+                dtype: *library.get(b"aoti_torch_get_dtype")?,
+                dim: *library.get(b"aoti_torch_get_dim")?,
+                sizes: *library.get(b"aoti_torch_get_sizes")?,
+                strides: *library.get(b"aoti_torch_get_strides")?,
+                address: *library.get(b"aoti_torch_get_data_ptr")?,
+                cpu: code("aoti_torch_device_type_cpu")?,
+                strided: code("aoti_torch_layout_strided")?,
+                dtypes: [
+                    (code("aoti_torch_dtype_float32")?, DType::F32),
+                    (code("aoti_torch_dtype_float64")?, DType::F64),
+                    (code("aoti_torch_dtype_float16")?, DType::F16),
+                    (code("aoti_torch_dtype_bfloat16")?, DType::BF16),
+                ],
+                _library: library,
+            })
+        }
+    }
+
+    /// Where the elements of a tensor lie, if it is as expected.
+    ///
+    /// # Safety
+    /// `handle` is that of a tensor, which nobody changes meanwhile.
+    #[inline]
+    unsafe fn place(&self, handle: *const c_void, expected: Expected<'_>) -> Result<Place, Unfit> {
+        // SAFETY: as the caller promises; the extents and strides that are told have `dim` numbers,
+        // and stay until the tensor is changed.
+        unsafe {
+            if told(self.device, handle)? != self.cpu {
+                return Err(Unfit::Device);
+            }
+            if told(self.layout, handle)? != self.strided {
+                return Err(no_memory("it is not strided"));
+            }
+            let dim = told(self.dim, handle)?;
+            let shape = extents(told(self.sizes, handle)?, dim);
+            let strides = extents(told(self.strides, handle)?, dim);
+            let dtype = told(self.dtype, handle)?;
+            let dtype = self.dtypes.iter().find(|known| known.0 == dtype);
+            let told = Told {
+                dtype: dtype.map(|known| known.1),
+                shape,
+                is_in_order: is_in_order(shape, strides),
+                address: told(self.address, handle)?.expose_provenance(),
+            };
+            told.place(expected)
+        }
+    }
+}
+
+/// # Safety
+/// `handle` is that of a tensor, which nobody changes meanwhile.
+#[inline(always)]
+unsafe fn told<T>(get: Get<T>, handle: *const c_void) -> Result<T, Unfit> {
+    let mut value = MaybeUninit::uninit();
+    // SAFETY: the caller's promise, and room for the value, which 0 says has been written.
+    unsafe {
+        match get(handle, value.as_mut_ptr()) {
+            0 => Ok(value.assume_init()),
+            _ => Err(no_memory("PyTorch does not tell where it lies")),
+        }
+    }
+}
+
+/// # Safety
+/// `values` has `dim` elements, for as long as the result is used, or `dim` is 0.
+#[inline(always)]
+unsafe fn extents<'a>(values: *const i64, dim: i64) -> &'a [i64] {
+    match usize::try_from(dim) {
+        Ok(dim) if dim > 0 && !values.is_null() => {
+            // SAFETY: as the caller promises.
+            unsafe { std::slice::from_raw_parts(values, dim) }
+        }
+        _ => &[],
+    }
+}
+
+/// Whether elements lie one behind the other, the last index fastest; strides of extents of 1 say
+/// nothing, nor do those of a tensor without elements.
+#[inline(always)]
+fn is_in_order(shape: &[i64], strides: &[i64]) -> bool {
+    let mut expected = 1;
+    let mut extents = shape.iter().zip(strides).rev();
+    extents.all(|(&extent, &stride)| {
+        let fits = extent == 1 || stride == expected;
+        expected *= extent;
+        fits
+    }) || shape.contains(&0)
+}
+
+fn no_memory(why: &'static str) -> Unfit {
+    Unfit::NoMemory(PyTypeError::new_err(why))
+}
+
+/// The class of PyTorch's tensors, and where each has its handle.
+pub(crate) struct Handles {
+    class: Py<PyType>,
+    /// The class and what is known to be derived from it, of which most tensors are.
+    known: Vec<Py<PyType>>,
+    /// Bytes from an object to the handle in it.
+    distance: usize,
+    interface: Interface,
+}
+
+impl Handles {
+    /// Those of the library; `None` if its tensors cannot be looked at this way.
+    pub(crate) fn of(library: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
+        let file: Option<String> = library.getattr("file")?.extract()?;
+        let Some(interface) = file.and_then(|file| Interface::load(&file).ok()) else {
+            return Ok(None);
+        };
+        let class = library.getattr("Tensor")?.downcast_into::<PyType>()?;
+        let probes: Vec<Bound<'_, PyAny>> = library.call_method0("probes")?.extract()?;
+        let Some(distance) = distance(&class, &probes)? else {
+            return Ok(None);
+        };
+        let handles = Self {
+            known: vec![class.clone().unbind()],
+            class: class.unbind(),
+            distance,
+            interface,
+        };
+        for probe in &probes {
+            let shape: Vec<u64> = probe.getattr("shape")?.extract()?;
+            let address: usize = probe.call_method0("data_ptr")?.extract()?;
+            let dtype = crate::session::dtype_of(&probe.getattr("dtype")?.str()?.to_string())?;
+            let shape = &shape;
+            match handles.place(probe, Expected { dtype, shape }) {
+                Ok(place) if place.address == address => {}
+                _ => return Ok(None),
+            }
+        }
+        Ok(Some(handles))
+    }
+
+    /// Whether `kind` is the class of tensors or derived from it.
+    #[inline]
+    fn fits(&self, kind: *mut ffi::PyTypeObject) -> bool {
+        let mut known = self.known.iter();
+        // SAFETY: both are live types.
+        known.any(|known| known.as_ptr().cast() == kind)
+            || unsafe { ffi::PyType_IsSubtype(kind, self.class.as_ptr().cast()) != 0 }
+    }
+
+    /// Has further tensors of the class of this one known at once.
+    pub(crate) fn expect(&mut self, tensor: &Bound<'_, PyAny>) {
+        let kind = tensor.get_type();
+        let is_known = self.known.iter().any(|known| known.is(&kind));
+        if !is_known && self.known.len() < MOST_KNOWN && self.fits(kind.as_type_ptr()) {
+            self.known.push(kind.unbind());
+        }
+    }
+
+    /// Where the elements of `tensor` lie, if it is as expected.
+    #[inline]
+    pub(crate) fn place(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        expected: Expected<'_>,
+    ) -> Result<Place, Unfit> {
+        if !self.fits(tensor.get_type_ptr()) {
+            return Err(no_memory(
+                "expected a tensor of PyTorch, found another object",
+            ));
+        }
+        // SAFETY: an object of a class whose objects have a handle at this distance, kept by
+        // `tensor`; the interpreter's lock is held, without which nobody may change a tensor.
+        let place = unsafe {
+            let handle = tensor.as_ptr().byte_add(self.distance);
+            self.interface.place(handle.cast(), expected)?
+        };
+        // A negated view is the imaginary part of a conjugate. With more than one element it has
+        // strides and is copied for these, so only those of one element have to be asked.
+        if place.len_bytes == expected.dtype.len_bytes() {
+            let is_negated = tensor.call_method0(intern!(tensor.py(), "is_neg"));
+            let is_negated = is_negated.and_then(|is_negated| is_negated.is_truthy());
+            if is_negated.map_err(Unfit::NoMemory)? {
+                return Err(Unfit::Negated);
+            }
+        }
+        Ok(place)
+    }
+}
+
+/// Where objects of the class have what their `_cdata` says; `None` if that is not one place.
+fn distance(class: &Bound<'_, PyType>, probes: &[Bound<'_, PyAny>]) -> PyResult<Option<usize>> {
+    let len: usize = class.getattr("__basicsize__")?.extract()?;
+    let handles = probes
+        .iter()
+        .map(|probe| probe.getattr("_cdata")?.extract());
+    let handles = handles.collect::<PyResult<Vec<usize>>>()?;
+    let word = size_of::<usize>();
+    let mut places = (size_of::<ffi::PyObject>()..=len.saturating_sub(word)).step_by(word);
+    Ok(places.find(|&place| {
+        probes.iter().zip(&handles).all(|(probe, &handle)| {
+            // SAFETY: within a live object of the class, whose objects have so many bytes.
+            unsafe { probe.as_ptr().byte_add(place).cast::<usize>().read() == handle }
+        })
+    }))
+}
