@@ -27,7 +27,8 @@ type Code = unsafe extern "C" fn() -> c_int;
 /// What PyTorch's interface tells of a tensor, and what its numbers mean.
 struct Interface {
     device: Get<c_int>,
-    layout: Get<c_int>,
+    /// None in PyTorch 2.6, where tensors that are not strided have no strides to tell.
+    layout: Option<Get<c_int>>,
     dtype: Get<c_int>,
     dim: Get<i64>,
     sizes: Get<*const i64>,
@@ -50,7 +51,7 @@ impl Interface {
             let code = |name: &str| Ok((*library.get::<Code>(name.as_bytes())?)());
             Ok(Self {
                 device: *library.get(b"aoti_torch_get_device_type")?,
-                layout: *library.get(b"aoti_torch_get_layout")?,
+                layout: library.get(b"aoti_torch_get_layout").ok().map(|get| *get),
                 dtype: *library.get(b"aoti_torch_get_dtype")?,
                 dim: *library.get(b"aoti_torch_get_dim")?,
                 sizes: *library.get(b"aoti_torch_get_sizes")?,
@@ -81,7 +82,9 @@ impl Interface {
             if told(self.device, handle)? != self.cpu {
                 return Err(Unfit::Device);
             }
-            if told(self.layout, handle)? != self.strided {
+            if let Some(layout) = self.layout
+                && told(layout, handle)? != self.strided
+            {
                 return Err(no_memory("it is not strided"));
             }
             let dim = told(self.dim, handle)?;
