@@ -20,7 +20,7 @@ use crate::state::Schedule;
 use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::update_norms::{UpdateReader, UpdateRows};
-use crate::{Plan, PlanError, State};
+use crate::{Plan, PlanError, Result, State};
 
 /// Who gives memory for what ranks move.
 pub(crate) enum Allocator<'a> {
@@ -38,11 +38,7 @@ impl Allocator<'_> {
     }
 
     /// Memory of an arena that calls move, or one that they do not.
-    pub(crate) fn arena(
-        &mut self,
-        len_bytes: usize,
-        moves: bool,
-    ) -> Result<Box<dyn Buffer>, PlanError> {
+    pub(crate) fn arena(&mut self, len_bytes: usize, moves: bool) -> Result<Box<dyn Buffer>> {
         match self {
             Allocator::Communicator(backend, comm) if moves && backend.takes_host_memory() => {
                 let memory: HostMemory = comm.allocate(len_bytes)?;
@@ -55,7 +51,7 @@ impl Allocator<'_> {
     }
 }
 
-pub(crate) fn allocate_from(plan: &Plan, mut allocator: Allocator<'_>) -> Result<State, PlanError> {
+pub(crate) fn allocate_from(plan: &Plan, mut allocator: Allocator<'_>) -> Result<State> {
     check_backend(plan, allocator.backend())?;
     let storages = allocate_storages(plan, &mut allocator)?;
     let arena = GradientArena::allocate(plan, &mut allocator)?;
@@ -104,10 +100,7 @@ pub(crate) fn allocate_from(plan: &Plan, mut allocator: Allocator<'_>) -> Result
 }
 
 /// The arenas of all lists.
-fn allocate_storages(
-    plan: &Plan,
-    allocator: &mut Allocator<'_>,
-) -> Result<Vec<StorageState>, PlanError> {
+fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<StorageState>> {
     let mut storages = Vec::with_capacity(plan.storages.len());
     for spec in &plan.storages {
         let Some(&first) = spec.members.first() else {
@@ -150,7 +143,7 @@ fn allocate_storages(
 }
 
 /// Refuses a backend that cannot run a stage of the plan.
-fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<()> {
     let fused = |stage: &crate::Stage| matches!(stage, crate::Stage::ReduceUpdate(_));
     if backend.takes_host_memory() || !plan.stages.iter().any(fused) {
         return Ok(());

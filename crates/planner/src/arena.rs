@@ -10,7 +10,7 @@ use crate::passes::ReducedWhen;
 use crate::ready::Ready;
 use crate::region::{Region, place_in, regions, sum_width};
 use crate::spare::take_shortest;
-use crate::{Plan, PlanError, Stage, StorageSpec, ZeroStage};
+use crate::{Plan, Result, Stage, StorageSpec, ZeroStage};
 
 /// Gradients that micro-steps add and ranks reduce.
 #[derive(Debug)]
@@ -88,7 +88,7 @@ pub(crate) enum SegmentState {
 }
 
 impl GradientArena {
-    pub(crate) fn allocate(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Self, PlanError> {
+    pub(crate) fn allocate(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Self> {
         let keeps = keeps_segments(plan);
         let mut segments = Vec::with_capacity(plan.segments.len());
         let mut held_bytes = 0;
@@ -147,7 +147,7 @@ impl GradientArena {
 
     /// Memory for the segments that are filled and reduced at a time, where a driver may wait for
     /// calls under way before it gives any; a backward pass that runs further ahead takes more.
-    fn allocate_spares(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+    fn allocate_spares(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<()> {
         if self.on_host || keeps_segments(plan) {
             return Ok(());
         }
@@ -160,7 +160,7 @@ impl GradientArena {
     }
 
     /// Sums for gradients of 16 bits, and for gradients that are reduced in every micro-step.
-    fn allocate_sums(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+    fn allocate_sums(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<()> {
         let Some(rule) = plan.accumulation().filter(|rule| rule.every.get() > 1) else {
             return Ok(());
         };
@@ -187,8 +187,8 @@ impl GradientArena {
         &mut self,
         region: Region,
         dtype: DType,
-        allocate: impl FnOnce(usize) -> Result<Box<dyn Buffer>, PlanError>,
-    ) -> Result<&mut dyn Buffer, PlanError> {
+        allocate: impl FnOnce(usize) -> Result<Box<dyn Buffer>>,
+    ) -> Result<&mut dyn Buffer> {
         let len_bytes = region.numel as usize * sum_width(dtype);
         let sums = match self.sums[region.index].take() {
             Some(sums) => sums,
@@ -209,8 +209,8 @@ impl GradientArena {
         &mut self,
         segment: usize,
         len_bytes: usize,
-        mut allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>, PlanError>,
-    ) -> Result<Option<&mut Box<dyn Buffer>>, PlanError> {
+        mut allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>>,
+    ) -> Result<Option<&mut Box<dyn Buffer>>> {
         if let SegmentState::Here(None) = &self.segments[segment] {
             let memory = match take_shortest(&mut self.spare, len_bytes) {
                 Some(spare) => spare,
@@ -323,7 +323,7 @@ impl GradientArena {
         spec: &StorageSpec,
         backend: &dyn Backend,
         (param, tensor): (usize, usize),
-    ) -> Result<Option<Vec<u8>>, PlanError> {
+    ) -> Result<Option<Vec<u8>>> {
         let region = self.regions[param];
         let Some(sums) = &self.sums[region.index] else {
             return Ok(None);

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::passes::Oversize;
 use crate::stage::{Gather, Reduce};
-use crate::{Plan, PlanError, Stage, StorageSpec};
+use crate::{Plan, PlanError, Result, Stage, StorageSpec};
 
 /// Consecutive whole tensors whose gradients share one allocation and become ready together for the
 /// calls of their buckets.
@@ -119,7 +119,7 @@ pub(crate) fn segments(
     ready: &[u32],
     caps: Option<&Caps>,
     grain: Grain,
-) -> Result<(Vec<Segment>, Vec<Bucket>), PlanError> {
+) -> Result<(Vec<Segment>, Vec<Bucket>)> {
     let mut filling = Filling {
         plan,
         caps,
@@ -270,7 +270,7 @@ pub(crate) fn cut(
     buckets: &mut [Bucket],
     ranks: usize,
     grain: Grain,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if buckets.len() > most_of(ranks) {
         return Err(too_many(ranks));
     }
@@ -333,7 +333,7 @@ fn snap(spec: &StorageSpec, elements: &Range<u64>, at: u64, grain: Grain) -> u64
 
 /// Makes the buckets for the storages as they are, with a call for each that is reduced and for
 /// each that is gathered.
-pub(crate) fn make(plan: &mut Plan) -> Result<(), PlanError> {
+pub(crate) fn make(plan: &mut Plan) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }

@@ -16,7 +16,7 @@ use fusestep_tensor::{DType, Role};
 use crate::exchange::Exchange;
 use crate::leaves::leaves_in;
 use crate::step::RankStep;
-use crate::{Plan, PlanError, device_trust, gather, reduce};
+use crate::{Plan, PlanError, Result, device_trust, gather, reduce};
 
 /// What lies on the device for it.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl DeviceNorm {
         plan: &Plan,
         exchange: &Exchange,
         backend: &dyn Backend,
-    ) -> Result<Option<Self>, PlanError> {
+    ) -> Result<Option<Self>> {
         let may = plan.norm_stage().is_some() && device_trust::sums_may_stay_on_devices(plan);
         if backend.device().is_none() || !may {
             return Ok(None);
@@ -46,11 +46,7 @@ impl DeviceNorm {
         Self::allocate(plan, exchange, backend).map(Some)
     }
 
-    fn allocate(
-        plan: &Plan,
-        exchange: &Exchange,
-        backend: &dyn Backend,
-    ) -> Result<Self, PlanError> {
+    fn allocate(plan: &Plan, exchange: &Exchange, backend: &dyn Backend) -> Result<Self> {
         let (mut places, mut tensors) = (Vec::new(), Vec::with_capacity(plan.params.len()));
         let mut count = 0;
         for leaves in exchange.of_params() {
@@ -86,7 +82,7 @@ impl DeviceNorm {
 }
 
 /// Stage `norm` of several ranks on devices: enqueues all of it. Whether it runs there.
-pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     if !step.comms.is_on_device_of(step.backend) {
         return Ok(false);
     }
@@ -102,7 +98,7 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
 }
 
 /// Fills in the sums of all chunks.
-fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<(), PlanError> {
+fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
     step.backend.zero(own.leaves.as_mut())?;
     let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
     for (index, read) in reads.iter().enumerate() {

@@ -18,7 +18,7 @@ use fusestep_launch::{
 use fusestep_tensor::DType;
 
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, gather, launches, reduce};
+use crate::{Optimize, Plan, PlanError, Result, Stage, State, TableKind, gather, launches, reduce};
 
 /// Bytes of a row.
 const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
@@ -83,7 +83,7 @@ enum Leaves {
 impl DeviceTrust {
     /// The memory, if the plan may run the stage on the backend's device: made before any call is
     /// under way there, for which a driver may wait.
-    pub(crate) fn of(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>, PlanError> {
+    pub(crate) fn of(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>> {
         let asks = |stage: &Stage| matches!(stage, Stage::Trust);
         if backend.device().is_none()
             || !sums_may_stay_on_devices(plan)
@@ -145,7 +145,7 @@ impl DeviceTrust {
         &mut self,
         backend: &dyn Backend,
         lr_of: impl Fn(&Optimize) -> f64,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         for OwnSums { stage, runs } in self.own.iter_mut().flatten() {
             for table in runs.iter_mut().filter_map(|run| run.table.as_mut()) {
                 backend.set_table_lr(table.as_mut(), lr_of(stage))?;
@@ -163,11 +163,7 @@ impl DeviceTrust {
     }
 
     /// What this rank sums up of a stage.
-    fn own_sums(
-        &self,
-        plan: &Plan,
-        (stage, all): &(Optimize, Vec<Batch>),
-    ) -> Result<OwnSums, PlanError> {
+    fn own_sums(&self, plan: &Plan, (stage, all): &(Optimize, Vec<Batch>)) -> Result<OwnSums> {
         let members = &plan.storages[stage.storage].members;
         let mut runs: Vec<(Vec<Batchable>, u64)> = Vec::new();
         let mut next = None;
@@ -207,7 +203,7 @@ impl DeviceTrust {
         });
         Ok(OwnSums {
             stage: stage.clone(),
-            runs: runs.collect::<Result<_, PlanError>>()?,
+            runs: runs.collect::<Result<_>>()?,
         })
     }
 }
@@ -220,7 +216,7 @@ pub(crate) fn sums_may_stay_on_devices(plan: &Plan) -> bool {
 }
 
 /// The rows of each parameter whose rule takes sums over it, and how many there are.
-fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64), PlanError> {
+fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64)> {
     let mut rows = vec![Vec::new(); plan.params.len()];
     let mut count = 0;
     for (storage, spec) in plan.storages.iter().enumerate() {
@@ -260,7 +256,7 @@ fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64), PlanError> {
 }
 
 /// Stage `trust` on devices: enqueues all of it. Whether it runs there.
-pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool> {
     let Some(mut own) = step.state.exchange.trust_on_device.take() else {
         return Ok(false);
     };
@@ -277,11 +273,7 @@ pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError
 
 /// Builds what a recording of the stage cannot wait for; updates look for sums on the device
 /// from now on.
-pub(crate) fn build_tables(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<(), PlanError> {
+pub(crate) fn build_tables(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
     let Some(mut own) = state.exchange.trust_on_device.take() else {
         return Ok(());
     };
@@ -298,7 +290,7 @@ fn own_leaves(
     backend: &dyn Backend,
     own: &mut DeviceTrust,
     leaves: Leaves,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let mut parts: Vec<OwnSums> = match own.own.take() {
         Some(parts) => parts,
         None => {
@@ -336,7 +328,7 @@ fn own_leaves(
 }
 
 /// Fills in the sums of all chunks.
-fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<(), PlanError> {
+fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<()> {
     step.backend.zero(own.rows.as_mut())?;
     own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
     let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);

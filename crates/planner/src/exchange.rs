@@ -24,7 +24,7 @@ use crate::device_trust::DeviceTrust;
 use crate::group::ParameterGroups;
 use crate::leaves::{chunk, chunk_squares, leaves_in, leaves_of, place_leaves};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, State, batches, launches, reduce};
+use crate::{Optimize, Plan, Result, State, batches, launches, reduce};
 
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
@@ -55,7 +55,7 @@ impl std::fmt::Debug for Exchange {
 
 impl Exchange {
     /// The memory for a plan; empty for one rank.
-    pub(crate) fn of(plan: &Plan) -> Result<Self, PlanError> {
+    pub(crate) fn of(plan: &Plan) -> Result<Self> {
         if plan.topology.world == 1 {
             return Ok(Self::default());
         }
@@ -83,7 +83,7 @@ impl Exchange {
         plan: &Plan,
         takes_part: impl Fn(usize) -> bool,
         groups: &ParameterGroups,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         self.trust.clear();
         if let Some(trust) = &mut self.trust_on_device {
             trust.forget_own();
@@ -153,7 +153,7 @@ impl Exchange {
 
 /// Stage `norm` of several ranks on the host: decides on the step from the gradients of all.
 /// Whether it is skipped.
-pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     let mut squares = own_squares(step.plan, step.state, step.backend)?;
     let mut elsewhere = 0;
     let slices = if step.plan.reduces() {
@@ -210,7 +210,7 @@ fn share(
     comms: &mut Comms<'_>,
     told: &mut [f64],
     width: usize,
-) -> Result<Slices, PlanError> {
+) -> Result<Slices> {
     let (shared, own) = told.split_at_mut(exchange.shared * width);
     sum_over(comms, shared, Scope::ShardGroup)?;
     if own.is_empty() {
@@ -229,11 +229,7 @@ fn share(
 
 /// The sums of squares of the leaves that this rank reads, each with the number of its elements
 /// that are not finite; 0 for all others.
-fn own_squares(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<Vec<f64>, PlanError> {
+fn own_squares(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<Vec<f64>> {
     let mut squares = vec![0.0; 2 * state.exchange.count()];
     let reads = plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
     for (index, read) in reads.iter().enumerate() {
@@ -267,7 +263,7 @@ fn own_squares(
 }
 
 /// Stage `trust` on the host: the sums over whole tensors that a layer-wise rule needs.
-pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<()> {
     let mut told = vec![0.0; step.state.exchange.count() * MAX_SUMS];
     for index in 0..step.state.exchange.trust.len() {
         let (stage, batches) = step.state.exchange.trust[index].clone();
@@ -343,11 +339,7 @@ pub(crate) enum Scope {
 }
 
 /// Adds up a vector over ranks, each of which has filled in what is its own.
-pub(crate) fn sum_over(
-    comms: &mut Comms<'_>,
-    values: &mut [f64],
-    scope: Scope,
-) -> Result<(), PlanError> {
+pub(crate) fn sum_over(comms: &mut Comms<'_>, values: &mut [f64], scope: Scope) -> Result<()> {
     if values.is_empty() {
         return Ok(());
     }

@@ -7,12 +7,12 @@ use crate::bucket::cut;
 use crate::passes::Ownership;
 use crate::stage::{Broadcast, Extent, Part};
 use crate::{
-    Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage,
-    batches, norm, summary, table,
+    Note, Optimize, Optimizer, Plan, PlanError, Result, Stage, StorageSpec, TableKind, Verdict,
+    ZeroStage, batches, norm, summary, table,
 };
 
 /// Completes a plan once all passes are through.
-pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<(), PlanError> {
+pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<()> {
     check_conflicts(plan)?;
     if !plan.reduces() {
         // Ranks that reduce nothing need no ranges of what is reduced.
@@ -39,7 +39,7 @@ pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<(), PlanError>
     Ok(())
 }
 
-fn check_conflicts(plan: &Plan) -> Result<(), PlanError> {
+fn check_conflicts(plan: &Plan) -> Result<()> {
     let conflict = |first: &str, second: &str, why| {
         Err(PlanError::Conflict {
             first: first.to_owned(),

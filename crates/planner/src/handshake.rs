@@ -18,7 +18,7 @@ use crate::passes::{
     Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
     ReducedWhen,
 };
-use crate::{Plan, PlanError, State, ZeroStage};
+use crate::{Plan, PlanError, Result, State, ZeroStage};
 
 /// A field and this rank's value of it.
 type Field = (String, String);
@@ -33,7 +33,7 @@ pub(crate) fn handshake(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     caller: &[(&str, String)],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -48,11 +48,7 @@ pub(crate) fn handshake(
 }
 
 /// [`Plan::compare_settings`].
-pub(crate) fn compare_settings(
-    plan: &Plan,
-    state: &State,
-    comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
+pub(crate) fn compare_settings(plan: &Plan, state: &State, comms: &mut Comms<'_>) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -65,7 +61,7 @@ pub(crate) fn compare_parameters(
     state: &State,
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -127,7 +123,7 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
 }
 
 /// A hash of each parameter that all ranks hold alike.
-fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>, PlanError> {
+fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>> {
     let alike =
         plan.zero != ZeroStage::Three && (plan.local_sgd().is_none() || state.since_average == 0);
     let mut fields = Vec::new();
@@ -231,7 +227,7 @@ impl Comms<'_> {
     ///
     /// # Errors
     /// As [`Plan::handshake`].
-    pub fn compare(&mut self, fields: &[(&str, String)]) -> Result<(), PlanError> {
+    pub fn compare(&mut self, fields: &[(&str, String)]) -> Result<()> {
         if self.world() == 1 {
             return Ok(());
         }
@@ -243,7 +239,7 @@ impl Comms<'_> {
 }
 
 /// Compares each rank's fields with those of rank 0.
-fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<(), PlanError> {
+fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
     // A plan's hash is one of the fields: calls that carried it would be refused before they could
     // say what differs.
     comms.set_plan(0);
@@ -306,7 +302,7 @@ fn first_difference(of_first: &[&str], fields: &[Field]) -> Option<usize> {
 }
 
 /// One number of each rank, known to all.
-fn told_by_each(comms: &mut Comms<'_>, own: f64) -> Result<Vec<f64>, PlanError> {
+fn told_by_each(comms: &mut Comms<'_>, own: f64) -> Result<Vec<f64>> {
     let mut all = vec![0.0; comms.world()];
     all[comms.rank()] = own;
     let operation = Operation::AllReduce(ReduceOp::Sum);

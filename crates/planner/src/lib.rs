@@ -76,6 +76,7 @@ pub use cost::{CostModel, Event, EventKind};
 pub use device_params::DeviceParams;
 pub use enqueue::StepGraph;
 pub use error::PlanError;
+pub(crate) use error::Result;
 pub use explain::{Note, Verdict};
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 pub use fusestep_launch::Precision;

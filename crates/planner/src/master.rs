@@ -11,7 +11,7 @@ use fusestep_tensor::{DType, Role};
 use crate::stage::Extent;
 use crate::storage::Held;
 use crate::storage::check_len;
-use crate::{Plan, PlanError, State, Tensors};
+use crate::{Plan, PlanError, Result, State, Tensors};
 
 /// What masters have to follow before the next step.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub(crate) fn follow_borrowed(
     backend: &dyn Backend,
     name: &str,
     bytes: &[u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if !state.roles(name)?.contains(&Role::Master) {
         return Ok(());
     }
@@ -64,7 +64,7 @@ pub(crate) fn follow_borrowed(
 }
 
 /// Refuses a step before every master has values.
-pub(crate) fn check(state: &State) -> Result<(), PlanError> {
+pub(crate) fn check(state: &State) -> Result<()> {
     if !state.masters.any_awaited {
         return Ok(());
     }
@@ -84,7 +84,7 @@ pub(crate) fn before_write(
     role: Role,
     name: &str,
     bytes: &[u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     match role {
         Role::Param => follow_write(state, backend, name, bytes)?,
         Role::Master => {
@@ -98,12 +98,7 @@ pub(crate) fn before_write(
 
 /// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes`
 /// are not written here.
-fn follow_write(
-    state: &mut State,
-    backend: &dyn Backend,
-    name: &str,
-    bytes: &[u8],
-) -> Result<(), PlanError> {
+fn follow_write(state: &mut State, backend: &dyn Backend, name: &str, bytes: &[u8]) -> Result<()> {
     let param = state.find(name)?;
     let roles = state.roles(name)?;
     if roles.contains(&Role::Master) {
@@ -143,7 +138,7 @@ fn write_shard(
     role: Role,
     param: usize,
     ranges: Vec<(Held, Vec<u8>)>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let name = state.params[param].name.clone();
     let (storage, list) = state.list_index(role, &name)?;
     let buffer = &mut state.storages[storage].lists[list];

@@ -17,7 +17,7 @@ use crate::norm::Gradients;
 use crate::passes::{GradientAccumulation, LocalSgd, Ownership, ReducedWhen};
 use crate::stage::Extent;
 use crate::{
-    Bucket, Norm, Note, Optimize, Optimizer, ParameterGroup, PlanError, Precisions, Segment, Stage,
+    Bucket, Norm, Note, Optimize, Optimizer, ParameterGroup, Precisions, Result, Segment, Stage,
     StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
 };
 
@@ -219,7 +219,7 @@ impl Plan {
     }
 
     /// Whether any rule needs sums over whole tensors.
-    pub(crate) fn has_normed(&self) -> Result<bool, PlanError> {
+    pub(crate) fn has_normed(&self) -> Result<bool> {
         for spec in &self.storages {
             if let Some(&member) = spec.members.first()
                 && self.kernel_of(member)?.normed().is_some()
@@ -231,7 +231,7 @@ impl Plan {
     }
 
     /// Where buckets and parts may be cut.
-    pub(crate) fn grain(&self) -> Result<Grain, PlanError> {
+    pub(crate) fn grain(&self) -> Result<Grain> {
         Ok(if self.ownership == Ownership::Tensors {
             Grain::Tensors
         } else if self.update_norms {
@@ -264,7 +264,7 @@ impl Plan {
     }
 
     /// The kernel of one parameter.
-    pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>, PlanError> {
+    pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>> {
         let rule = self.optimizer_of(param as usize);
         rule.kernel(&self.params[param as usize], &self.precisions)
     }

@@ -10,11 +10,10 @@ use crate::absorb::Absorb;
 use crate::arena::SegmentState;
 use crate::region::sum_width;
 use crate::stage::{Extent, Part};
-use crate::{Plan, PlanError, State};
+use crate::{Plan, Result, State};
 
 /// What is done with a buffer, a place in it, and the bytes of a part that lie there.
-type WithReduced<'a> =
-    &'a mut dyn FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<(), PlanError>;
+type WithReduced<'a> = &'a mut dyn FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<()>;
 
 /// The reduced gradients of a part of this rank's shard.
 pub(crate) fn read(
@@ -23,7 +22,7 @@ pub(crate) fn read(
     backend: &dyn Backend,
     (storage, part): (usize, &Part),
     bytes: &mut [u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     each_buffer(state, plan, (storage, part), &mut |buffer, place, range| {
         Ok(backend.read(buffer, place, &mut bytes[range])?)
     })
@@ -36,7 +35,7 @@ pub(crate) fn write(
     backend: &dyn Backend,
     (storage, part): (usize, &Part),
     bytes: &[u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     each_buffer(state, plan, (storage, part), &mut |buffer, place, range| {
         Ok(backend.write(buffer, place, &bytes[range])?)
     })
@@ -50,7 +49,7 @@ pub(crate) fn add(
     backend: &dyn Backend,
     (storage, part): (usize, &Part),
     (sums, sums_at, how): (&mut dyn Buffer, usize, Absorb),
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let dtype = plan.storages[storage].grad_dtype();
     let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
     let is_given = how.last.is_none();
@@ -75,7 +74,7 @@ fn each_buffer(
     plan: &Plan,
     (storage, part): (usize, &Part),
     with: WithReduced<'_>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let spec = &plan.storages[storage];
     let width = spec.grad_dtype().len_bytes();
     let Some(list) = spec.list(Role::Grad) else {

@@ -7,7 +7,7 @@ use fusestep_launch::{
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
 use crate::step::RankStep;
-use crate::{Plan, PlanError, State, StepReport, StorageSpec};
+use crate::{Plan, Result, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(crate) struct UpdateRows {
 }
 
 impl UpdateRows {
-    pub(crate) fn allocate(spec: &StorageSpec, backend: &dyn Backend) -> Result<Self, PlanError> {
+    pub(crate) fn allocate(spec: &StorageSpec, backend: &dyn Backend) -> Result<Self> {
         let mut firsts = Vec::with_capacity(spec.members.len() + 1);
         let mut next = 0;
         firsts.push(next);
@@ -101,10 +101,7 @@ pub(crate) fn chunks_of(numel: u64) -> usize {
 }
 
 /// [`State::update_norms`].
-pub(crate) fn of_params(
-    state: &State,
-    backend: &dyn Backend,
-) -> Result<Option<Vec<f64>>, PlanError> {
+pub(crate) fn of_params(state: &State, backend: &dyn Backend) -> Result<Option<Vec<f64>>> {
     let Some(reader) = &state.update_reader else {
         return Ok(None);
     };
@@ -128,11 +125,7 @@ pub(crate) fn of_params(
 }
 
 /// The sums over each chunk of every parameter that the last update on this rank has left.
-fn chunk_sums(
-    state: &mut State,
-    backend: &dyn Backend,
-    skipped: bool,
-) -> Result<Vec<Vec<f64>>, PlanError> {
+fn chunk_sums(state: &mut State, backend: &dyn Backend, skipped: bool) -> Result<Vec<Vec<f64>>> {
     let Some(mut reader) = state.update_reader.take() else {
         return Ok(Vec::new());
     };
@@ -153,7 +146,7 @@ pub(crate) fn report(
     state: &mut State,
     backend: &dyn Backend,
     report: &mut StepReport,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if let Some((_, total)) = &state.exchange.update_sums {
         report.update_norm = Some(total.sqrt());
         return Ok(());
@@ -175,11 +168,7 @@ pub(crate) fn report(
 }
 
 /// Reads the chunks of each parameter that the last step's batches have.
-fn read_sums(
-    state: &State,
-    backend: &dyn Backend,
-    reader: &mut UpdateReader,
-) -> Result<(), PlanError> {
+fn read_sums(state: &State, backend: &dyn Backend, reader: &mut UpdateReader) -> Result<()> {
     let UpdateReader {
         chunks,
         firsts: places,
@@ -219,7 +208,7 @@ fn read_sums(
 }
 
 /// Tells all ranks how far each parameter moved.
-pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<(), PlanError> {
+pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<()> {
     if !step.plan.update_norms {
         return Ok(());
     }
@@ -264,7 +253,7 @@ fn total_over_slices(
     comms: &mut Comms<'_>,
     sums: &[f64],
     distributed: impl Fn(usize) -> bool,
-) -> Result<f64, PlanError> {
+) -> Result<f64> {
     let params: Vec<usize> = (0..sums.len())
         .filter(|&param| distributed(param))
         .collect();

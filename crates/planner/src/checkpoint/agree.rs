@@ -9,7 +9,7 @@ use super::generation::{Generation, MODEL_FILE, shard_file};
 use super::manifest::{ShardSpec, refuse};
 use super::shards::Written;
 use crate::comms::Comms;
-use crate::{Plan, PlanError};
+use crate::{Plan, PlanError, Result};
 
 /// Bytes that each rank says about a file: whether there is one, length and checksum.
 const WORD_BYTES: usize = 24;
@@ -24,8 +24,8 @@ const TOLD_BYTES: usize = 512;
 pub(super) fn on_generation(
     plan: &Plan,
     comms: &mut Comms<'_>,
-    begun: Result<Option<Generation>, PlanError>,
-) -> Result<Generation, PlanError> {
+    begun: Result<Option<Generation>>,
+) -> Result<Generation> {
     let mut words = [0u8; 3 * 8];
     if let Ok(Some(own)) = &begun {
         let own = [own.checkpoint, own.step, own.turn as u64];
@@ -45,8 +45,8 @@ pub(super) fn on_generation(
 pub(super) fn on_shards(
     plan: &Plan,
     comms: &mut Comms<'_>,
-    written: Result<Written, PlanError>,
-) -> Result<Vec<ShardSpec>, PlanError> {
+    written: Result<Written>,
+) -> Result<Vec<ShardSpec>> {
     let (rank, world) = (plan.topology().rank, plan.topology().world);
     let mut words = vec![0u8; FILES_BYTES * world];
     if let Ok(written) = &written {
@@ -83,11 +83,7 @@ pub(super) fn on_shards(
 
 /// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's,
 /// which the others name.
-pub(super) fn on_outcome(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    outcome: Result<(), PlanError>,
-) -> Result<(), PlanError> {
+pub(super) fn on_outcome(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<()>) -> Result<()> {
     let (rank, world) = (plan.topology().rank, plan.topology().world);
     if !most(comms, outcome.is_err())? {
         return outcome;
@@ -122,8 +118,8 @@ pub(super) fn on_checkpoint(
     plan: &Plan,
     comms: &mut Comms<'_>,
     folder: &Path,
-    (read, said): (Result<(), PlanError>, u64),
-) -> Result<(), PlanError> {
+    (read, said): (Result<()>, u64),
+) -> Result<()> {
     let (rank, world) = (plan.topology().rank, plan.topology().world);
     if world == 1 {
         return read;
@@ -152,7 +148,7 @@ pub(super) fn on_checkpoint(
 }
 
 /// Whether it is so on any rank.
-pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: Own) -> Result<bool, PlanError> {
+pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: Own) -> Result<bool> {
     if plan.topology().world == 1 {
         return Ok(own == Own::Yes);
     }
@@ -161,11 +157,7 @@ pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: Own) -> Resul
 }
 
 /// Brings a text of each rank to all, in rank order.
-pub(super) fn gather_texts(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    own: &str,
-) -> Result<Vec<String>, PlanError> {
+pub(super) fn gather_texts(plan: &Plan, comms: &mut Comms<'_>, own: &str) -> Result<Vec<String>> {
     let (rank, world) = (plan.topology().rank, plan.topology().world);
     if world == 1 {
         return Ok(vec![own.to_owned()]);
@@ -198,7 +190,7 @@ pub(super) enum Own {
     No,
 }
 
-fn most(comms: &mut Comms<'_>, own: bool) -> Result<bool, PlanError> {
+fn most(comms: &mut Comms<'_>, own: bool) -> Result<bool> {
     let mut any = [u8::from(own)];
     let max = Operation::AllReduce(ReduceOp::Max);
     comms.in_place(max, DType::U8, None, &mut any)?;

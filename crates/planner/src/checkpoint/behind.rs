@@ -25,7 +25,7 @@ use super::snapshot::Snapshot;
 use super::writer::{Done, Job, Outcome, Writer};
 use super::{CheckpointFolder, RunToSave, agree, save, snapshot};
 use crate::comms::Comms;
-use crate::{Plan, PlanError};
+use crate::{Plan, Result};
 
 /// One rank's saves behind training: memory for copies, who writes them, and the one save in
 /// flight.
@@ -136,7 +136,7 @@ pub(crate) fn save(
     saves: &mut Saves,
     folder: &Path,
     caller: BTreeMap<String, String>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     finish(plan, comms, saves)?;
     run.state.check_plan(plan)?;
     let files = Arc::clone(&saves.files);
@@ -177,11 +177,7 @@ pub(crate) fn save(
 }
 
 /// [`Plan::poll_saves`].
-pub(crate) fn poll(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    saves: &mut Saves,
-) -> Result<Option<Saved>, PlanError> {
+pub(crate) fn poll(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
     let Some(flight) = &mut saves.flight else {
         return Ok(None);
     };
@@ -207,7 +203,7 @@ pub(crate) fn finish(
     plan: &Plan,
     comms: &mut Comms<'_>,
     saves: &mut Saves,
-) -> Result<Option<Saved>, PlanError> {
+) -> Result<Option<Saved>> {
     let mut saved = None;
     while let Some(flight) = &mut saves.flight {
         if flight.outcome.is_none() {
@@ -242,11 +238,7 @@ fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
 }
 
 /// Goes on to the next part of a save when all ranks have done this one.
-fn advance(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    saves: &mut Saves,
-) -> Result<Option<Saved>, PlanError> {
+fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
     let Some(mut flight) = saves.flight.take() else {
         return Ok(None);
     };

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::file::{refuse, tensor_name};
 use super::generation::checksum;
 use super::values;
-use crate::PlanError;
+use crate::Result;
 
 /// Metadata keys of what the file is.
 pub(super) const FORMAT_KEY: &str = "format";
@@ -35,7 +35,7 @@ pub(super) fn is_old(file: &TensorFile) -> bool {
 }
 
 /// Refuses other kinds of files, newer ones, and metadata that were changed.
-pub(super) fn check_format(file: &TensorFile) -> Result<(), PlanError> {
+pub(super) fn check_format(file: &TensorFile) -> Result<()> {
     if is_old(file) {
         return Ok(());
     }
@@ -85,7 +85,7 @@ pub(super) fn check_values(
     param: &ParamDesc,
     role: Role,
     dtype: DType,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let name = tensor_name(param, role);
     let bytes = file.bytes(&name).unwrap_or_default();
     if !is_old(file) {

@@ -25,8 +25,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::generation::{self, Generation};
 use super::{CheckpointFolder, OpenRun};
-use crate::PlanError;
 use crate::state::MAX_STEPS;
+use crate::{PlanError, Result};
 
 /// Name of the manifest in its folder.
 const MANIFEST: &str = "manifest.json";
@@ -116,7 +116,7 @@ impl Manifest {
     /// # Errors
     /// [`PlanError::Checkpoint`] if there is none, or it is damaged, of a newer version, or no
     /// manifest of ours.
-    pub fn read<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Self, PlanError> {
+    pub fn read<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Self> {
         let folder = folder.into();
         Self::read_if_any(folder)?.ok_or_else(|| {
             let expected =
@@ -130,9 +130,7 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Manifest::read`].
-    pub fn read_if_any<'a>(
-        folder: impl Into<CheckpointFolder<'a>>,
-    ) -> Result<Option<Self>, PlanError> {
+    pub fn read_if_any<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Option<Self>> {
         let folder = folder.into();
         let path = folder.join(MANIFEST);
         let bytes = match folder.files.read(&path) {
@@ -150,7 +148,7 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Manifest::read`].
-    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, PlanError> {
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         /// What every version has.
         #[derive(Deserialize)]
         struct Version {
@@ -190,7 +188,7 @@ impl Manifest {
     }
 
     /// Refuses what was changed since it was written, and names that lead out of the folder.
-    fn check(&self, path: &Path) -> Result<(), PlanError> {
+    fn check(&self, path: &Path) -> Result<()> {
         // One that has a checksum is held to it, whatever version it says it is of.
         if self.version >= VERSION_CHECKED || !self.xxh3.is_empty() {
             let found = self.checksum(path)?;
@@ -223,7 +221,7 @@ impl Manifest {
         Ok(())
     }
 
-    fn checksum(&self, path: &Path) -> Result<String, PlanError> {
+    fn checksum(&self, path: &Path) -> Result<String> {
         let unsigned = Self {
             xxh3: String::new(),
             ..self.clone()
@@ -279,7 +277,7 @@ impl Manifest {
         folder: CheckpointFolder<'_>,
         generation: &Generation,
         shards: Vec<ShardSpec>,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         self.generation = generation.name();
         self.checkpoint = generation.checkpoint();
         self.shards = shards;
@@ -290,7 +288,7 @@ impl Manifest {
     }
 
     /// Makes this the manifest that counts, then removes this checkpoint's other generations.
-    pub(super) fn commit(mut self, folder: CheckpointFolder<'_>) -> Result<Self, PlanError> {
+    pub(super) fn commit(mut self, folder: CheckpointFolder<'_>) -> Result<Self> {
         let path = folder.join(MANIFEST);
         // What is replaced must be this checkpoint's own.
         let previous = Self::read_if_any(folder)?;
@@ -311,7 +309,7 @@ fn no_json(path: &Path, error: &serde_json::Error) -> PlanError {
 }
 
 /// Writes the names in a folder to disk.
-pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<(), PlanError> {
+pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
     folder.files.sync_folder(path).map_err(|error| {
         let expected = "one that can be synced";
         refuse(path, "folder", expected, error.to_string())

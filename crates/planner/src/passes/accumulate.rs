@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Pass};
 use crate::stage::Accumulate;
-use crate::{Note, Plan, PlanError, Stage, Verdict};
+use crate::{Note, Plan, PlanError, Result, Stage, Verdict};
 
 /// What becomes of the gradients of all micro-steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -78,7 +78,7 @@ impl Pass for GradientAccumulation {
         ActsOn::Gradients
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.accumulation().is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }

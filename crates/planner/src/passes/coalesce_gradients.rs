@@ -7,7 +7,7 @@ use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_tensor::DType;
 
 use super::Pass;
-use crate::{Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, Verdict, bucket};
+use crate::{Note, Optimize, Optimizer, Plan, Result, Stage, StorageSpec, Verdict, bucket};
 
 /// Puts the tensors of all parameters of one dtype into common buffers, in plan order.
 ///
@@ -21,7 +21,7 @@ impl Pass for CoalesceGradients {
         "coalesce_gradients"
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.storages.len() < 2 {
             let reason = format!(
                 "{} storage has nothing to be put together with",
@@ -86,11 +86,7 @@ impl Pass for CoalesceGradients {
 }
 
 /// One storage of all members of a dtype; the lists are those their own storages had.
-fn together(
-    plan: &Plan,
-    (dtype, rule): (DType, u32),
-    members: Vec<u32>,
-) -> Result<StorageSpec, PlanError> {
+fn together(plan: &Plan, (dtype, rule): (DType, u32), members: Vec<u32>) -> Result<StorageSpec> {
     let kernel = plan.kernel_of(members[0])?;
     let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
     let unit = Plan::narrowest(&lists, dtype);

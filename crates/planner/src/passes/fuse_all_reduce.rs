@@ -5,7 +5,7 @@ use fusestep_tensor::{counted, counted_are};
 
 use super::{ActsOn, Pass};
 use crate::bucket::Caps;
-use crate::{Note, Plan, PlanError, Verdict, bucket};
+use crate::{Note, Plan, PlanError, Result, Verdict, bucket};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -94,7 +94,7 @@ impl Pass for FuseAllReduce {
         ActsOn::Buckets
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.caps.is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -138,7 +138,7 @@ impl FuseAllReduce {
 }
 
 /// Puts the members of every storage into the order of readiness; stages follow.
-fn lay_in_order(plan: &mut Plan) -> Result<(), PlanError> {
+fn lay_in_order(plan: &mut Plan) -> Result<()> {
     let mut turn = vec![0usize; plan.params.len()];
     for (at, &param) in plan.ready.iter().enumerate() {
         turn[param as usize] = at;

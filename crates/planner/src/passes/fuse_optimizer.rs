@@ -6,7 +6,7 @@ use fusestep_launch::Batch;
 use fusestep_tensor::counted;
 
 use super::Pass;
-use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict, batches};
+use crate::{Note, Plan, Result, SizeClass, Stage, Verdict, batches};
 
 /// Puts the updates of all tensors of one storage and size class into as few launches as the limits
 /// allow.
@@ -21,7 +21,7 @@ impl Pass for FuseOptimizer {
         "fuse_optimizer"
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         let before = plan.launches();
         let updates = plan.optimize_stages().count();
         if updates < 2 {

@@ -5,7 +5,7 @@ use fusestep_tensor::counted_are;
 use super::{ActsOn, Pass};
 use crate::bucket::Bucket;
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Reach, SizeClass, Stage, Verdict, ZeroStage};
+use crate::{Note, Plan, PlanError, Reach, Result, SizeClass, Stage, Verdict, ZeroStage};
 
 /// Lets the rank that owns a part of a bucket sum it over all ranks in rank order and update it at
 /// once, while it is in the nearest cache, and write the new parameters where every rank reads
@@ -33,7 +33,7 @@ impl Pass for FuseReduceIntoUpdate {
         ActsOn::Fusion
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan
             .stages
             .iter()
@@ -99,7 +99,7 @@ fn update_of(plan: &Plan, bucket: usize) -> Optimize {
 }
 
 /// Why a plan is left as it is.
-fn refusal(plan: &Plan) -> Result<Option<&'static str>, PlanError> {
+fn refusal(plan: &Plan) -> Result<Option<&'static str>> {
     let world = plan.topology.world;
     Ok(if world == 1 {
         Some("a world of 1 rank has nothing to reduce")

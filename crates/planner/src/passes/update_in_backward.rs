@@ -4,7 +4,7 @@ use fusestep_tensor::counted_are;
 
 use super::{ActsOn, FuseAllReduce, Pass};
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Reach, Stage, Tensors, Verdict, ZeroStage};
+use crate::{Note, Plan, PlanError, Reach, Result, Stage, Tensors, Verdict, ZeroStage};
 
 /// The caller's promise that a backward pass reads no parameter of a bucket once all gradients of
 /// that bucket are given: the bucket is then reduced, updated and gathered at once, by the call
@@ -64,7 +64,7 @@ impl Pass for UpdateInBackward {
         ActsOn::Backward
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.in_backward {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -109,7 +109,7 @@ impl Pass for UpdateInBackward {
 }
 
 /// What the plan has that stands against it, and why.
-fn conflict(plan: &Plan) -> Result<Option<(&'static str, &'static str)>, PlanError> {
+fn conflict(plan: &Plan) -> Result<Option<(&'static str, &'static str)>> {
     let first = "do not go together, since the first would have to know all gradients before the \
                  second updates one bucket";
     Ok(if plan.tensors != Tensors::Kept {
