@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::CheckpointFolder;
 use super::generation::{checksum, is_name};
 use super::manifest::{Manifest, refuse, sync};
-use crate::PlanError;
+use crate::Result;
 
 /// Name of the list in a checkpoint's folder; it is gone when nothing is left to remove.
 const LIST: &str = ".fusestep-generations";
@@ -44,7 +44,7 @@ impl Begun {
     pub(super) fn of(
         folder: CheckpointFolder<'_>,
         manifest: Option<&Manifest>,
-    ) -> Result<(u64, Self), PlanError> {
+    ) -> Result<(u64, Self)> {
         let found = Self::read(folder)?;
         let named = manifest.into_iter().map(|manifest| &manifest.checkpoint);
         let known = named.chain(found.as_ref().map(|begun| &begun.checkpoint));
@@ -70,8 +70,8 @@ impl Begun {
     /// Reads the list; `None` if there is none, or none that is whole: what it named stays then.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] if it cannot be read, or is a newer version's.
-    pub(super) fn read(folder: CheckpointFolder<'_>) -> Result<Option<Self>, PlanError> {
+    /// [`crate::PlanError::Checkpoint`] if it cannot be read, or is a newer version's.
+    pub(super) fn read(folder: CheckpointFolder<'_>) -> Result<Option<Self>> {
         let path = folder.join(LIST);
         let bytes = match folder.files.read(&path) {
             Ok(bytes) => bytes,
@@ -94,7 +94,7 @@ impl Begun {
     }
 
     /// Makes the list durable.
-    pub(super) fn write(mut self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+    pub(super) fn write(mut self, folder: CheckpointFolder<'_>) -> Result<()> {
         self.xxh3 = self.sum();
         let text = serde_json::to_vec(&self).unwrap_or_default();
         Ok(Prepared::bytes_in(folder.files, &folder.join(LIST), &text)?.commit()?)
