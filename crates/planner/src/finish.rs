@@ -220,8 +220,7 @@ fn place_broadcasts(plan: &mut Plan) {
             counted(params as u64, "parameter"),
             counted(calls as u64, "call"),
         );
-        plan.notes
-            .push(Note::new("fuse_broadcast", Verdict::Applied, reason));
+        plan.note("fuse_broadcast", Verdict::Applied, reason);
     }
 }
 
@@ -259,14 +258,11 @@ fn explain_fused(plan: &mut Plan) {
 }
 
 fn explain_shards(plan: &mut Plan) {
-    if plan.zero == ZeroStage::None || !plan.reduces() {
-        return;
-    }
-    if plan.update_norms && plan.ownership == Ownership::Elements {
+    let shared = plan.zero != ZeroStage::None && plan.reduces();
+    if shared && plan.update_norms && plan.ownership == Ownership::Elements {
         let reason =
             "parts end with chunks of 65536 elements, so that one rank measures each chunk";
-        let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
-        plan.notes.push(note);
+        plan.note("update_norms", Verdict::Split, reason);
     }
 }
 

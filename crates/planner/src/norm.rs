@@ -10,7 +10,7 @@ use fusestep_tensor::{Role, counted};
 use crate::batches::LaunchCount;
 use crate::display::bytes;
 use crate::run::Executor;
-use crate::{GradReport, GradientRead, Norm, Note, Plan, Result, Stage, State, Verdict, batches};
+use crate::{GradReport, GradientRead, Norm, Plan, Result, Stage, State, Verdict, batches};
 
 /// What passes ask of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -65,7 +65,7 @@ pub(crate) fn place(plan: &mut Plan) -> Result<()> {
         bytes(plan.gradient_bytes()),
         counted(norm.launches() as u64, "launch"),
     );
-    plan.notes.push(Note::new("norm", Verdict::Applied, reason));
+    plan.note("norm", Verdict::Applied, reason);
     plan.stages.insert(0, Stage::Norm(norm));
     Ok(())
 }

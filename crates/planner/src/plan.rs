@@ -18,7 +18,7 @@ use crate::passes::{GradientAccumulation, LocalSgd, Ownership, ReducedWhen};
 use crate::stage::Extent;
 use crate::{
     Bucket, Norm, Note, Optimize, Optimizer, ParameterGroup, Precisions, Result, Segment, Stage,
-    StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
+    StorageSpec, TableKind, Tensors, Topology, Verdict, When, ZeroStage,
 };
 
 /// A training step's tail, planned: where tensors lie, what is launched and what ranks send, in
@@ -157,6 +157,15 @@ impl Plan {
     /// What the passes did and why: each application, split, skip and refusal.
     pub fn explain(&self) -> &[Note] {
         &self.notes
+    }
+
+    /// Writes down what a pass decided, with its reason.
+    pub(crate) fn note(&mut self, pass: &str, verdict: Verdict, reason: impl Into<String>) {
+        self.notes.push(Note {
+            pass: pass.to_owned(),
+            verdict,
+            reason: reason.into(),
+        });
     }
 
     /// Micro-steps of an update.

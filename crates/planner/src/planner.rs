@@ -18,7 +18,7 @@ use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
 use crate::stage::{Reduce, Reduced};
 use crate::{
-    Note, Optimizer, Plan, PlanError, Precisions, Result, SizeClass, Stage, StorageSpec, TableKind,
+    Optimizer, Plan, PlanError, Precisions, Result, SizeClass, Stage, StorageSpec, TableKind,
     Topology, Verdict, ZeroStage, batches, bucket, finish,
 };
 
@@ -301,14 +301,9 @@ impl Planner {
         }
         let empty = params.iter().filter(|param| param.numel() == 0).count();
         if empty > 0 {
-            plan.notes.push(Note::new(
-                "naive",
-                Verdict::Skipped,
-                format!(
-                    "{} kept in the state, without a place in a launch",
-                    counted_are(empty as u64, "empty tensor")
-                ),
-            ));
+            let empty = counted_are(empty as u64, "empty tensor");
+            let reason = format!("{empty} kept in the state, without a place in a launch");
+            plan.note("naive", Verdict::Skipped, reason);
         }
         Ok(plan)
     }

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::arena::keeps_segments;
 use crate::run::Executor;
-use crate::{Note, Optimize, Plan, PlanError, Result, Stage, State, Verdict, batches, launches};
+use crate::{Optimize, Plan, PlanError, Result, Stage, State, Verdict, batches, launches};
 
 /// Where a launch's table of tensors lies. It changes launches and what the host does for them,
 /// never a bit.
@@ -48,14 +48,12 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
     });
     let most = most.max().unwrap_or(0);
     let borrowed = plan.tensors.are_borrowed();
-    let note = |verdict, reason: String| Note::new("table", verdict, reason);
     if plan.topology.world > 1 {
         if asked != TableKind::Resident {
             return Ok(());
         }
         if let Some(reason) = no_tables_of_ranks(plan) {
-            plan.notes
-                .push(note(Verdict::Refused, format!("arguments: {reason}")));
+            plan.note("table", Verdict::Refused, format!("arguments: {reason}"));
             return Ok(());
         }
     }
@@ -63,7 +61,7 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
         if asked != TableKind::Arguments {
             let reason = "arguments: updates of a step begin before it is known whose gradients \
                           it lacks";
-            plan.notes.push(note(Verdict::Refused, reason.to_owned()));
+            plan.note("table", Verdict::Refused, reason);
         }
         return Ok(());
     }
@@ -74,13 +72,13 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
         TableKind::Arguments => return Ok(()),
         TableKind::Resident if borrowed => return Err(PlanError::BorrowedTable),
         TableKind::Auto if borrowed => {
-            let reason = "arguments: the caller lends tensors anew at every step".to_owned();
-            plan.notes.push(note(Verdict::Refused, reason));
+            let reason = "arguments: the caller lends tensors anew at every step";
+            plan.note("table", Verdict::Refused, reason);
             return Ok(());
         }
         TableKind::Auto if most <= 1 => {
-            let reason = "arguments: every stage fits into one launch".to_owned();
-            plan.notes.push(note(Verdict::Refused, reason));
+            let reason = "arguments: every stage fits into one launch";
+            plan.note("table", Verdict::Refused, reason);
             return Ok(());
         }
         TableKind::Resident | TableKind::Auto => {}
@@ -96,7 +94,7 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
         "resident, {why}: built once in the device's memory, and the device derives the \
          scalars; the cpu backend runs the same batches without a table"
     );
-    plan.notes.push(note(Verdict::Applied, reason));
+    plan.note("table", Verdict::Applied, reason);
     Ok(())
 }
 

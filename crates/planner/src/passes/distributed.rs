@@ -4,7 +4,7 @@ use fusestep_coalesce::{FlatLayout, LayoutOptions};
 
 use super::{ActsOn, Pass};
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Result, Stage, StorageSpec, Verdict, bucket};
+use crate::{Plan, PlanError, Result, Stage, StorageSpec, Verdict, bucket};
 
 /// Says that these parameters are slices of a layer that is spread over the ranks, another on each:
 /// the last layer of a classifier with millions of classes, for example. All ranks name them alike,
@@ -59,16 +59,14 @@ impl Pass for Distributed {
         }
         let count = marked.iter().filter(|&&marked| marked).count();
         if plan.topology.world == 1 {
-            let reason = "a world of 1 rank has every slice".to_owned();
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Skipped, reason));
+            let reason = "a world of 1 rank has every slice";
+            plan.note(self.name(), Verdict::Skipped, reason);
             return Ok(());
         }
         take_out(plan, &marked)?;
         bucket::make(plan)?;
         let reason = format!("{count} parameters are slices that each rank has for itself");
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

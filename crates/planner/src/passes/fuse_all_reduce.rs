@@ -5,7 +5,7 @@ use fusestep_tensor::{counted, counted_are};
 
 use super::{ActsOn, Pass};
 use crate::bucket::Caps;
-use crate::{Note, Plan, PlanError, Result, Verdict, bucket};
+use crate::{Plan, PlanError, Result, Verdict, bucket};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -100,9 +100,8 @@ impl Pass for FuseAllReduce {
         }
         plan.ready = self.order(plan.params.len());
         if plan.topology.world == 1 {
-            let reason = "a world of 1 rank has nothing to reduce".to_owned();
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Skipped, reason));
+            let reason = "a world of 1 rank has nothing to reduce";
+            plan.note(self.name(), Verdict::Skipped, reason);
             return Ok(());
         }
         lay_in_order(plan)?;
@@ -132,8 +131,7 @@ impl FuseAllReduce {
             counted_are(tensors as u64, "gradient"),
             counted(calls as u64, "call"),
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
     }
 }
 

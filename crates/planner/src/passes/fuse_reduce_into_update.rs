@@ -5,7 +5,7 @@ use fusestep_tensor::counted_are;
 use super::{ActsOn, Pass};
 use crate::bucket::Bucket;
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Reach, Result, SizeClass, Stage, Verdict, ZeroStage};
+use crate::{Plan, PlanError, Reach, Result, SizeClass, Stage, Verdict, ZeroStage};
 
 /// Lets the rank that owns a part of a bucket sum it over all ranks in rank order and update it at
 /// once, while it is in the nearest cache, and write the new parameters where every rank reads
@@ -42,8 +42,7 @@ impl Pass for FuseReduceIntoUpdate {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         if let Some(reason) = refusal(plan)? {
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Refused, reason.to_owned()));
+            plan.note(self.name(), Verdict::Refused, reason);
             return Ok(());
         }
         let separate = bytes_of_element(plan);
@@ -71,8 +70,7 @@ impl Pass for FuseReduceIntoUpdate {
             bytes_of_element(plan),
             separate,
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use serde::Serialize;
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Result, Stage, Verdict};
+use crate::{Plan, PlanError, Result, Stage, Verdict};
 
 /// Which tensors are averaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -120,8 +120,7 @@ impl Pass for LocalSgd {
                 Interval::Adaptive => " at first, then as the loss falls",
             }
         );
-        let note = Note::new(self.name(), Verdict::Applied, reason);
-        plan.notes.push(note);
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

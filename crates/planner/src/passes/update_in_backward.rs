@@ -4,7 +4,7 @@ use fusestep_tensor::counted_are;
 
 use super::{ActsOn, FuseAllReduce, Pass};
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Reach, Result, Stage, Tensors, Verdict, ZeroStage};
+use crate::{Plan, PlanError, Reach, Result, Stage, Tensors, Verdict, ZeroStage};
 
 /// The caller's promise that a backward pass reads no parameter of a bucket once all gradients of
 /// that bucket are given: the bucket is then reduced, updated and gathered at once, by the call
@@ -102,8 +102,7 @@ impl Pass for UpdateInBackward {
             "{what} as soon as their gradients are given{streams}: the caller says that their \
              parameters are no longer read then"
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }
