@@ -47,10 +47,8 @@ pub(super) fn on_shards(
     comms: &mut Comms<'_>,
     written: Result<Written>,
 ) -> Result<Vec<ShardSpec>> {
-    let (rank, world) = (plan.topology().rank, plan.topology().world);
-    let mut words = vec![0u8; FILES_BYTES * world];
+    let mut own = [0u8; FILES_BYTES];
     if let Ok(written) = &written {
-        let own = &mut words[FILES_BYTES * rank..FILES_BYTES * (rank + 1)];
         let files = [&written.model, &written.shard];
         for (word, spec) in own.chunks_exact_mut(WORD_BYTES).zip(files) {
             if let Some(spec) = spec {
@@ -60,14 +58,8 @@ pub(super) fn on_shards(
             }
         }
     }
-    let outcome = written.map(drop);
-    comms.in_place(
-        Operation::AllGather,
-        DType::U8,
-        Some(&vec![FILES_BYTES; world]),
-        &mut words,
-    )?;
-    on_outcome(plan, comms, outcome)?;
+    let words = said_by_each(comms, &own)?;
+    on_outcome(plan, comms, written.map(drop))?;
     let said = words.chunks_exact(WORD_BYTES).enumerate();
     let wrote = said.filter(|(_, word)| number(word, 0) == 1);
     let spec = |(at, word): (usize, &[u8])| ShardSpec {
@@ -84,22 +76,23 @@ pub(super) fn on_shards(
 /// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's,
 /// which the others name.
 pub(super) fn on_outcome(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<()>) -> Result<()> {
-    let (rank, world) = (plan.topology().rank, plan.topology().world);
+    if plan.topology().world == 1 {
+        return outcome;
+    }
+    comms.set_plan(plan.hash());
     if !most(comms, outcome.is_err())? {
         return outcome;
     }
-    let mut told = vec![0u8; TOLD_BYTES * world];
+    let mut own = [0u8; TOLD_BYTES];
     if let Err(error) = &outcome {
         let text = error.to_string();
         let fits = |len: &usize| text.is_char_boundary(*len);
         let most = text.len().min(TOLD_BYTES - 1);
         let len = (0..=most).rev().find(fits).unwrap_or(0);
-        let own = &mut told[TOLD_BYTES * rank..][..TOLD_BYTES];
         own[0] = 1;
         own[1..=len].copy_from_slice(&text.as_bytes()[..len]);
     }
-    let counts = vec![TOLD_BYTES; world];
-    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut told)?;
+    let told = said_by_each(comms, &own)?;
     outcome?;
     let mut ranks = told.chunks_exact(TOLD_BYTES).enumerate();
     let first = ranks.find(|(_, told)| told[0] == 1);
@@ -120,16 +113,12 @@ pub(super) fn on_checkpoint(
     folder: &Path,
     (read, said): (Result<()>, u64),
 ) -> Result<()> {
-    let (rank, world) = (plan.topology().rank, plan.topology().world);
+    let world = plan.topology().world;
     if world == 1 {
         return read;
     }
-    comms.set_plan(plan.hash());
     on_outcome(plan, comms, read)?;
-    let mut words = vec![0u8; 8 * world];
-    words[8 * rank..8 * (rank + 1)].copy_from_slice(&said.to_le_bytes());
-    let counts = vec![8; world];
-    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut words)?;
+    let words = said_by_each(comms, &said.to_le_bytes())?;
     let first = number(&words, 0);
     let Some(other) = (1..world).find(|&rank| number(&words, rank) != first) else {
         return Ok(());
@@ -163,10 +152,7 @@ pub(super) fn gather_texts(plan: &Plan, comms: &mut Comms<'_>, own: &str) -> Res
         return Ok(vec![own.to_owned()]);
     }
     comms.set_plan(plan.hash());
-    let mut lengths = vec![0u8; 8 * world];
-    lengths[8 * rank..8 * (rank + 1)].copy_from_slice(&(own.len() as u64).to_le_bytes());
-    let counts = vec![8; world];
-    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut lengths)?;
+    let lengths = said_by_each(comms, &(own.len() as u64).to_le_bytes())?;
     let counts: Vec<usize> = (0..world).map(|at| number(&lengths, at) as usize).collect();
     let mut texts = vec![0u8; counts.iter().sum()];
     if !texts.is_empty() {
@@ -188,6 +174,14 @@ pub(super) fn gather_texts(plan: &Plan, comms: &mut Comms<'_>, own: &str) -> Res
 pub(super) enum Own {
     Yes,
     No,
+}
+
+/// What all ranks say, each in as many bytes as this one, in rank order.
+fn said_by_each(comms: &mut Comms<'_>, own: &[u8]) -> Result<Vec<u8>> {
+    let mut all = own.repeat(comms.world());
+    let counts = vec![own.len(); comms.world()];
+    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut all)?;
+    Ok(all)
 }
 
 fn most(comms: &mut Comms<'_>, own: bool) -> Result<bool> {

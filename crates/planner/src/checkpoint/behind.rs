@@ -158,12 +158,7 @@ pub(crate) fn save(
         Ok(manifest) => (manifest, copied),
         Err(error) => (None, Err(error)),
     };
-    if plan.topology().world > 1 {
-        comms.set_plan(plan.hash());
-        agree::on_outcome(plan, comms, outcome)?;
-    } else {
-        outcome?;
-    }
+    agree::on_outcome(plan, comms, outcome)?;
     let flight = Flight {
         folder: folder.to_owned(),
         step: run.state.step(),
@@ -289,12 +284,7 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
             flight.outcome = saves.begin(job, Done::Committed);
         }
         Phase::Commit => {
-            let committed = outcome.map(drop);
-            if plan.topology().world > 1 {
-                agree::on_outcome(plan, comms, committed)?;
-            } else {
-                committed?;
-            }
+            agree::on_outcome(plan, comms, outcome.map(drop))?;
             return Ok(Some(Saved { step: flight.step }));
         }
     }

@@ -127,12 +127,7 @@ impl Checkpoints {
             Ok(lock) => (lock, Ok(())),
             Err(error) => (None, Err(error)),
         };
-        if plan.topology().world > 1 {
-            comms.set_plan(plan.hash());
-            agree::on_outcome(plan, comms, outcome)?;
-        } else {
-            outcome?;
-        }
+        agree::on_outcome(plan, comms, outcome)?;
         self.lock = lock;
         self.folder = Some(folder.to_owned());
         Ok(())

@@ -24,7 +24,7 @@ pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) ->
         let found = Quoted(&manifest.optimizer).to_string();
         return Err(refuse(folder, "optimizer", own, found));
     }
-    if manifest.says_objective() {
+    if manifest.has_checksum() {
         check_rules(plan, manifest, folder)?;
     }
     check_schedule(plan, manifest, folder)?;

@@ -192,22 +192,14 @@ impl Generation {
 
 /// Makes a folder, and those above it, and their names durable; nothing if it is there.
 fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
-    let missing = |path: &&Path| {
-        let error = folder.files.kind(path).err();
-        error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
-    };
-    let made: Vec<&Path> = path.ancestors().take_while(missing).collect();
+    let missing = path.ancestors().take_while(|path| folder.is_missing(path));
+    let made: Vec<&Path> = missing.collect();
     folder.files.create_folder(path).map_err(|error| {
         let expected = "one that can be made";
         refuse(path, "folder", expected, error.to_string())
     })?;
-    for folder_above in made.iter().rev().filter_map(|path| path.parent()) {
-        let above = if folder_above.as_os_str().is_empty() {
-            Path::new(".")
-        } else {
-            folder_above
-        };
-        sync(folder, above)?;
+    for above in made.iter().rev().filter_map(|path| path.parent()) {
+        sync(folder, or_this(above))?;
     }
     Ok(())
 }
@@ -215,12 +207,7 @@ fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
 /// Makes the names of the checkpoint's folder and of those above it durable, as far as they may be
 /// read.
 fn sync_names(folder: CheckpointFolder<'_>) -> Result<()> {
-    for above in folder.path.ancestors().skip(1) {
-        let above = if above.as_os_str().is_empty() {
-            Path::new(".")
-        } else {
-            above
-        };
+    for above in folder.path.ancestors().skip(1).map(or_this) {
         match folder.files.sync_folder(above) {
             // One of another user, who has made it.
             Err(error) if error.kind() == ErrorKind::PermissionDenied => break,
@@ -232,6 +219,15 @@ fn sync_names(folder: CheckpointFolder<'_>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The folder that an empty path stands for, as those above a relative one end with.
+fn or_this(path: &Path) -> &Path {
+    if path.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        path
+    }
 }
 
 /// The file of a rank.

@@ -15,7 +15,6 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use fusestep_tensor::{DType, Quoted, Shape};
@@ -132,16 +131,9 @@ impl Manifest {
     /// As [`Manifest::read`].
     pub fn read_if_any<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Option<Self>> {
         let folder = folder.into();
-        let path = folder.join(MANIFEST);
-        let bytes = match folder.files.read(&path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                let expected = "a file that can be read";
-                return Err(refuse(&path, "manifest", expected, error.to_string()));
-            }
-        };
-        Self::parse(&path, &bytes).map(Some)
+        let bytes = folder.read_if_any(MANIFEST, "manifest")?;
+        let parsed = bytes.map(|bytes| Self::parse(&folder.join(MANIFEST), &bytes));
+        parsed.transpose()
     }
 
     /// Checks a manifest's bytes.
@@ -236,12 +228,7 @@ impl Manifest {
         xxh3_64(&text).max(1)
     }
 
-    /// Whether it says in which direction steps go.
-    pub(super) fn says_objective(&self) -> bool {
-        self.has_checksum()
-    }
-
-    /// Whether it is held to a checksum of its own.
+    /// Whether it is held to a checksum of its own, and says in which direction steps go.
     pub(super) fn has_checksum(&self) -> bool {
         self.version >= VERSION_CHECKED
     }

@@ -8,6 +8,7 @@ use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
 
 use super::CheckpointFolder;
+use super::file_sums::sum_key;
 use super::generation::{MODEL_FILE, checksum, shard_file};
 use super::manifest::{ShardSpec, refuse, sync};
 use super::non_finite;
@@ -173,8 +174,4 @@ pub(super) fn first_key(tensor: &str) -> String {
 
 pub(super) fn tensor_key(entry: &str) -> String {
     format!("tensor@{entry}")
-}
-
-fn sum_key(tensor: &str) -> String {
-    format!("xxh3@{tensor}")
 }
