@@ -20,15 +20,15 @@ use crate::ceiling::Ceiling;
 use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, pool, threads};
+use crate::options::{PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads};
 use crate::output::{duration, print, print_json};
 use crate::peers::{self, CandlePair, CandleTimes};
-use crate::ranks::{RankArgs, bounded};
+use crate::ranks::{RankArgs, whole};
 use crate::rules::{OptimizerArgs, Rule};
 use crate::timer::Timer;
 
 /// Most rounds.
-const MOST_ROUNDS: usize = 1_000_000;
+const MOST_ROUNDS: u64 = 1_000_000;
 
 /// Flags of `bench`.
 #[derive(Debug, Args)]
@@ -53,10 +53,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
     /// Element type of shapes that state none
-    #[arg(long, value_enum, default_value = "f32")]
-    pub(crate) dtype: ParamDType,
+    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
+    pub(crate) dtype: DType,
     /// Rounds; each times everything in turn, and the best of each counts
-    #[arg(long, value_name = "N", default_value = "5", value_parser = bounded::<1, MOST_ROUNDS>)]
+    #[arg(long, value_name = "N", default_value = "5", value_parser = whole::<usize, 1, MOST_ROUNDS>)]
     pub(crate) rounds: usize,
     /// Also time another implementation on the same shapes, and ours in its place
     #[arg(long, value_enum)]
@@ -136,7 +136,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         .model
         .as_deref()
         .context("a model, which the flags require without a collective")?;
-    let mut params = read_model(model, args.dtype.into())?.params;
+    let mut params = read_model(model, args.dtype)?.params;
     args.optimizer.exclude(&mut params);
     let rule = args.optimizer.rule()?;
     ensure!(
@@ -192,7 +192,7 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
     let summary = BenchSummary {
         parameters: params.len(),
         elements: plan.elements(),
-        dtype: DType::from(args.dtype).name(),
+        dtype: args.dtype.name(),
         optimizer: rule.name(),
         simd: backend.level().name(),
         threads: backend.pool().threads(),
@@ -284,6 +284,11 @@ impl<'a> Subject<'a> {
             state,
             timer: Timer::new(),
         })
+    }
+
+    pub(crate) fn run(&mut self) -> anyhow::Result<()> {
+        self.plan.run(&mut self.state, self.backend)?;
+        Ok(())
     }
 
     pub(crate) fn sample(&mut self) -> anyhow::Result<()> {

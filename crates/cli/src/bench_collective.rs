@@ -8,6 +8,7 @@ use fusestep_simd::Level;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
+use crate::options::name_of;
 use crate::output::{duration, print, print_json};
 
 /// Flags of `bench --collective`.
@@ -90,7 +91,7 @@ impl FromStr for Size {
 #[derive(Serialize)]
 struct Summary {
     collective: &'static str,
-    engine: &'static str,
+    engine: String,
     rows: Vec<AllReduceRow>,
 }
 
@@ -109,7 +110,7 @@ pub(crate) fn run(
     };
     let summary = Summary {
         collective: "all-reduce",
-        engine: args.engine().name(),
+        engine: name_of(args.engine()),
         rows,
     };
     if json {

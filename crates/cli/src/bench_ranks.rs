@@ -8,12 +8,13 @@ use fusestep_collective::{Collectives, Communicator, ReduceOp};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Optimizer, Plan, Planner, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc, counted};
+use fusestep_tensor::{ParamDesc, counted};
 use serde::Serialize;
 
-use crate::bench::BenchArgs;
-use crate::bench_parts::{Calls, Step, Streamed, Update, Work, own_params};
+use crate::bench::{BenchArgs, Subject};
+use crate::bench_parts::{Calls, Step, Streamed, Work, own_params};
 use crate::ceiling::Ceiling;
+use crate::options::name_of;
 use crate::output::{duration, print, print_json};
 use crate::ranks::{Fused, RankArgs};
 use crate::timer::MIN_SAMPLE_NS;
@@ -33,7 +34,7 @@ struct Summary {
     dtype: &'static str,
     optimizer: &'static str,
     ranks: usize,
-    engine: &'static str,
+    engine: String,
     zero: u8,
     /// Threads of each rank.
     threads: usize,
@@ -207,7 +208,7 @@ fn measure(
     let mut step = Step::new(plan, &backend, comm)?;
     let mut reduce = Calls::reducing(&plans.separate, comm)?;
     let mut gather = Calls::gathering(&plans.separate, comm)?;
-    let mut update = Update::new(&plans.own, &backend)?;
+    let mut update = Subject::new(&plans.own, &backend)?;
     let bytes = plan.bytes_per_element() * plan.elements() / topology.world as u64;
     let most = MOST_CEILING_BYTES / topology.world as u64;
     let mut stream = Streamed {
@@ -245,10 +246,10 @@ fn measure(
     Ok(Summary {
         parameters: params.len(),
         elements: plan.elements(),
-        dtype: DType::from(args.dtype).name(),
+        dtype: args.dtype.name(),
         optimizer: rule.name(),
         ranks: topology.world,
-        engine: args.collective.engine().name(),
+        engine: name_of(args.collective.engine()),
         zero: plan.zero().number(),
         threads: backend.pool().threads(),
         ns_per_step: whole.best,

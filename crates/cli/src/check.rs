@@ -12,7 +12,7 @@ use fusestep_simd::Level;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
-use crate::options::threads;
+use crate::options::{name_of, threads};
 use crate::output::{duration, print, print_json};
 
 /// Folders in which Linux distributions and CUDA put shared libraries.
@@ -54,7 +54,7 @@ struct Findings {
 /// What a test of collectives prints with `--json`.
 #[derive(Debug, Serialize)]
 struct Tested {
-    engine: &'static str,
+    engine: String,
     ranks: usize,
     right: Vec<&'static str>,
     /// An all-reduce on memory that no cache has.
@@ -74,7 +74,7 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
         let rows = measure_all_reduce(comm, &TABLE, Level::detect())?;
         let costs = measure(comm)?;
         Ok::<_, CollectiveError>(Tested {
-            engine: engine.name(),
+            engine: name_of(engine),
             ranks: comm.world_size(),
             right,
             link: costs.all_reduce,
