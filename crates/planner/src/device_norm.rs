@@ -8,15 +8,13 @@
 //! f64 they are so small that adding them up is adding the integers.
 
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::{
-    Backend, Batch, Buffer, CHUNK_LEAVES, FoldLeaves, LeafSquares, SquareSum, TensorPartials,
-};
+use fusestep_launch::{Backend, Batch, Buffer, FoldLeaves, LeafSquares, SquareSum};
 use fusestep_tensor::{DType, Role};
 
 use crate::exchange::Exchange;
-use crate::leaves::leaves_in;
+use crate::leaves::{chunks_of_leaves, leaves_in};
 use crate::step::RankStep;
-use crate::{Plan, PlanError, Result, device_trust, gather, reduce};
+use crate::{Plan, Result, device_trust, gather, reduce};
 
 /// What lies on the device for it.
 #[derive(Debug)]
@@ -43,42 +41,21 @@ impl DeviceNorm {
         if backend.device().is_none() || !may {
             return Ok(None);
         }
-        Self::allocate(plan, exchange, backend).map(Some)
-    }
-
-    fn allocate(plan: &Plan, exchange: &Exchange, backend: &dyn Backend) -> Result<Self> {
-        let (mut places, mut tensors) = (Vec::new(), Vec::with_capacity(plan.params.len()));
-        let mut count = 0;
-        for leaves in exchange.of_params() {
-            count = count.max(leaves.end);
-            let first = places.len() as u64;
-            places.extend(
-                leaves
-                    .clone()
-                    .step_by(CHUNK_LEAVES)
-                    .map(|at| TensorPartials {
-                        first: at as u64,
-                        count: CHUNK_LEAVES.min(leaves.end - at) as u64,
-                    }),
-            );
-            tensors.push(TensorPartials {
-                first,
-                count: places.len() as u64 - first,
-            });
-        }
-        let table = |entries: &[TensorPartials]| {
-            let bytes: &[u8] = bytemuck::cast_slice(entries);
-            let mut buffer = backend.allocate(bytes.len())?;
-            backend.write(buffer.as_mut(), 0, bytes)?;
-            Ok::<_, PlanError>(buffer)
-        };
-        Ok(Self {
-            leaves: backend.allocate(count * size_of::<SquareSum>())?,
+        let (places, tensors) = chunks_of_leaves(exchange.of_params());
+        Ok(Some(Self {
+            leaves: backend.allocate(exchange.count() * size_of::<SquareSum>())?,
             partials: backend.allocate(places.len() * size_of::<SquareSum>())?,
-            places: table(&places)?,
-            tensors: table(&tensors)?,
-        })
+            places: table(backend, bytemuck::cast_slice(&places))?,
+            tensors: table(backend, bytemuck::cast_slice(&tensors))?,
+        }))
     }
+}
+
+/// A table in the backend's memory.
+pub(crate) fn table(backend: &dyn Backend, bytes: &[u8]) -> Result<Box<dyn Buffer>> {
+    let mut buffer = backend.allocate(bytes.len())?;
+    backend.write(buffer.as_mut(), 0, bytes)?;
+    Ok(buffer)
 }
 
 /// Stage `norm` of several ranks on devices: enqueues all of it. Whether it runs there.

@@ -11,14 +11,15 @@ use std::ops::Range;
 
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::{
-    Backend, Batch, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves,
-    GroupValues, LEAF_ELEMENTS, MAX_SUMS, ROW_VALUES, ResidentTable, TensorPartials, TensorSums,
-    batches, leaf_place,
+    Backend, Batch, Batchable, Buffer, CHUNK_UNITS, ChunkSums, FoldLeaves, GroupValues,
+    LEAF_ELEMENTS, MAX_SUMS, ROW_VALUES, ResidentTable, TensorSums, batches, leaf_place,
 };
 use fusestep_tensor::DType;
 
+use crate::device_norm::table;
+use crate::leaves::chunks_of_leaves;
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Result, Stage, State, TableKind, gather, launches, reduce};
+use crate::{Optimize, Plan, Result, Stage, State, TableKind, gather, launches, reduce};
 
 /// Bytes of a row.
 const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
@@ -92,8 +93,7 @@ impl DeviceTrust {
             return Ok(None);
         }
         let (of_params, count) = rows_of_leaves(plan)?;
-        let (mut index, mut places) = (Vec::new(), Vec::new());
-        let mut tensors = Vec::with_capacity(of_params.len());
+        let (mut index, mut leaves) = (Vec::new(), Vec::with_capacity(of_params.len()));
         for rows in &of_params {
             let first = index.len();
             for row in rows {
@@ -105,30 +105,15 @@ impl DeviceTrust {
                     index.push(place);
                 }
             }
-            let chunks = places.len() as u64;
-            places.extend((first..index.len()).step_by(CHUNK_LEAVES).map(|at| {
-                let count = CHUNK_LEAVES.min(index.len() - at) as u64;
-                TensorPartials {
-                    first: at as u64,
-                    count,
-                }
-            }));
-            tensors.push(TensorPartials {
-                first: chunks,
-                count: places.len() as u64 - chunks,
-            });
+            leaves.push(first..index.len());
         }
-        let table = |bytes: &[u8]| {
-            let mut buffer = backend.allocate(bytes.len())?;
-            backend.write(buffer.as_mut(), 0, bytes)?;
-            Ok::<_, PlanError>(buffer)
-        };
+        let (places, tensors) = chunks_of_leaves(&leaves);
         Ok(Some(Self {
             rows: backend.allocate(count as usize * ROW_BYTES)?,
             sums: backend.allocate(places.len() * size_of::<[f64; MAX_SUMS]>())?,
-            index: table(bytemuck::cast_slice(&index))?,
-            places: table(bytemuck::cast_slice(&places))?,
-            tensors: table(bytemuck::cast_slice(&tensors))?,
+            index: table(backend, bytemuck::cast_slice(&index))?,
+            places: table(backend, bytemuck::cast_slice(&places))?,
+            tensors: table(backend, bytemuck::cast_slice(&tensors))?,
             of_params,
             own: None,
             filled: false,

@@ -128,7 +128,7 @@ impl Exchange {
     }
 
     /// How many leaves this rank knows of.
-    fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         let ends = self.leaves.iter().map(|leaves| leaves.end);
         ends.max().unwrap_or(0)
     }

@@ -49,10 +49,7 @@ impl State {
     ) -> Result<Option<Target<'_>>> {
         let place = self.place_of(param);
         let region = place.region;
-        if let Some(segment) = region.segment {
-            let len_bytes = region.numel as usize * place.dtype.len_bytes();
-            self.arena.memory(segment, len_bytes, allocate)?;
-        }
+        self.memory_of(&place, allocate)?;
         let sums = self.arena.sums[region.index].as_mut();
         let sums = sums.and_then(|sums| sums.host_mut()?.get_mut(place.sums));
         let buffer = match region.segment {
@@ -195,16 +192,8 @@ impl State {
             self.sums_beside(&place)?;
         }
         self.arena.now[param] = Given::Viewed;
-        let Some(segment) = region.segment else {
-            let storage = &mut self.storages[region.storage];
-            let list = storage.list(Role::Grad);
-            let buffer = list.and_then(|list| storage.lists[list].buffer.host_mut());
-            return Ok(buffer.and_then(|buffer| buffer.get_mut(place.bytes)));
-        };
-        let len_bytes = region.numel as usize * place.dtype.len_bytes();
-        let memory = self.arena.memory(segment, len_bytes, in_host_memory)?;
-        let buffer = memory.and_then(|memory| memory.host_mut());
-        Ok(buffer.and_then(|buffer| buffer.get_mut(place.bytes)))
+        let memory = self.memory_of(&place, in_host_memory)?;
+        Ok(memory.and_then(|memory| memory.host_mut()?.get_mut(place.bytes)))
     }
 
     /// Refuses a view of a gradient that was pushed in this micro-step.
@@ -263,42 +252,37 @@ impl State {
 
     /// The memory that a region's gradients lie in, made when it is first needed; `None` while a
     /// call has it.
+    fn memory_of(
+        &mut self,
+        place: &Place,
+        allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>>,
+    ) -> Result<Option<&mut Box<dyn Buffer>>> {
+        let region = place.region;
+        if let Some(segment) = region.segment {
+            let len_bytes = region.numel as usize * place.dtype.len_bytes();
+            return self.arena.memory(segment, len_bytes, allocate);
+        }
+        let storage = &mut self.storages[region.storage];
+        let list = storage.list(Role::Grad);
+        Ok(list.map(|list| &mut storage.lists[list].buffer))
+    }
+
+    /// That memory, made by the backend.
     fn grad_buffer(
         &mut self,
         backend: &dyn Backend,
         place: &Place,
     ) -> Result<Option<&mut Box<dyn Buffer>>> {
-        let region = place.region;
-        Ok(match region.segment {
-            Some(segment) => {
-                let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
-                let len_bytes = region.numel as usize * place.dtype.len_bytes();
-                self.arena.memory(segment, len_bytes, allocate)?
-            }
-            None => {
-                let storage = &mut self.storages[region.storage];
-                let list = storage.list(Role::Grad);
-                list.map(|list| &mut storage.lists[list].buffer)
-            }
-        })
+        self.memory_of(place, |len_bytes| Ok(backend.allocate(len_bytes)?))
     }
 
     /// Moves sums out of the memory that a view will be written to.
     fn sums_beside(&mut self, place: &Place) -> Result<()> {
-        let region = place.region;
-        let copied = match region.segment {
-            Some(segment) => match &self.arena.segments[segment] {
-                SegmentState::Here(Some(memory)) => memory.host().map(<[u8]>::to_vec),
-                _ => None,
-            },
-            None => {
-                let storage = &self.storages[region.storage];
-                let list = storage.list(Role::Grad);
-                let bytes = list.and_then(|list| storage.lists[list].buffer.host());
-                bytes.map(<[u8]>::to_vec)
-            }
-        };
-        let sums = self.arena.sums_of(region, place.dtype, in_host_memory)?;
+        let memory = self.memory_of(place, in_host_memory)?;
+        let copied = memory.and_then(|memory| memory.host().map(<[u8]>::to_vec));
+        let sums = self
+            .arena
+            .sums_of(place.region, place.dtype, in_host_memory)?;
         if let (Some(copied), Some(sums)) = (copied, sums.host_mut()) {
             let len = copied.len().min(sums.len());
             sums[..len].copy_from_slice(&copied[..len]);

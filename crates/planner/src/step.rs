@@ -74,11 +74,10 @@ pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport> {
 pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Result<()> {
     state.check_plan(plan)?;
     let (expected, found) = (plan.topology(), (comms.rank(), comms.world()));
-    let text = |rank: usize, world: usize| format!("rank {rank} of {world}");
     if (expected.rank, expected.world) != found {
         return Err(PlanError::Topology {
-            expected: text(expected.rank, expected.world),
-            found: text(found.0, found.1),
+            expected: expected.to_string(),
+            found: format!("rank {} of {}", found.0, found.1),
         });
     }
     let (group, found) = (plan.shard_group, comms.group_size());
@@ -155,9 +154,13 @@ fn each_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend, how: Abso
             let own = own.bytes_mut();
             if how.last.is_some() {
                 absorb(dtype, own, Some(sums), None, how);
-                reduced_part::write(state, plan, backend, place, own)?;
+                reduced_part::each_buffer(state, plan, place, |buffer, at, range| {
+                    Ok(backend.write(buffer, at, &own[range])?)
+                })?;
             } else {
-                reduced_part::read(state, plan, backend, place, own)?;
+                reduced_part::each_buffer(state, plan, place, |buffer, at, range| {
+                    Ok(backend.read(buffer, at, &mut own[range])?)
+                })?;
                 absorb(dtype, &mut [], Some(sums), Some(own), how);
             }
             state.arena.copied_bytes += own.len() as u64;

@@ -117,9 +117,7 @@ pub(crate) fn of_params(state: &State, backend: &dyn Backend) -> Result<Option<V
         Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
         None => false,
     };
-    if !skipped {
-        read_sums(state, backend, &mut own)?;
-    }
+    read_sums(state, backend, &mut own, skipped)?;
     let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
     Ok(Some(norms.collect()))
 }
@@ -129,12 +127,7 @@ fn chunk_sums(state: &mut State, backend: &dyn Backend, skipped: bool) -> Result
     let Some(mut reader) = state.update_reader.take() else {
         return Ok(Vec::new());
     };
-    let read = if skipped {
-        reader.chunks.fill(0.0);
-        Ok(())
-    } else {
-        read_sums(state, backend, &mut reader)
-    };
+    let read = read_sums(state, backend, &mut reader, skipped);
     let params = 0..state.params.len();
     let chunks = params.map(|param| reader.chunks(param).to_vec()).collect();
     state.update_reader = Some(reader);
@@ -155,26 +148,29 @@ pub(crate) fn report(
     let Some(mut reader) = state.update_reader.take() else {
         return Ok(());
     };
-    let read = if report.skipped {
-        reader.chunks.fill(0.0);
-        Ok(())
-    } else {
-        read_sums(state, backend, &mut reader)
-    };
+    let read = read_sums(state, backend, &mut reader, report.skipped);
     let sum = tree_sum(reader.params(), |param| reader.sum(param));
     report.update_norm = Some(sum.sqrt());
     state.update_reader = Some(reader);
     read
 }
 
-/// Reads the chunks of each parameter that the last step's batches have.
-fn read_sums(state: &State, backend: &dyn Backend, reader: &mut UpdateReader) -> Result<()> {
+/// Reads the chunks of each parameter that the last step's batches have; a skipped one has none.
+fn read_sums(
+    state: &State,
+    backend: &dyn Backend,
+    reader: &mut UpdateReader,
+    skipped: bool,
+) -> Result<()> {
     let UpdateReader {
         chunks,
         firsts: places,
         copy,
     } = reader;
     chunks.fill(0.0);
+    if skipped {
+        return Ok(());
+    }
     let mut copied = None;
     for (&storage, batches) in state.updated.iter().zip(&state.schedule.batches) {
         let own = &state.storages[storage];
