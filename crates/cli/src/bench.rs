@@ -310,21 +310,17 @@ struct Plans {
 impl Plans {
     fn new(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Self> {
         let limits = args.planning.limits();
-        let scheduled = |planner| args.optimizer.scheduled(planner);
-        let fused = scheduled(args.planning.planner(rule, limits));
-        let fused = args
-            .gradients
-            .passes(args.precision.planner(fused, params))
-            .plan(params)?;
-        let naive = scheduled(Planner::new(rule).limits(limits).naive());
-        let naive = args
-            .gradients
-            .passes(args.precision.planner(naive, params))
-            .plan(params)?;
+        let planned = |planner| {
+            let planner = args.optimizer.scheduled(planner);
+            let planner = args.precision.planner(planner, params);
+            args.gradients.passes(planner).plan(params)
+        };
+        let fused = planned(args.planning.planner(rule, limits))?;
+        let naive = planned(Planner::new(rule).limits(limits).naive())?;
         let compared = fused.precision(DType::F32) != Precision::default()
             || params.iter().any(|param| param.dtype != DType::F32);
         let wide = if compared {
-            let wide = scheduled(Planner::new(rule).limits(limits));
+            let wide = args.optimizer.scheduled(Planner::new(rule).limits(limits));
             Some(args.gradients.passes(wide).plan(&as_f32(params))?)
         } else {
             None

@@ -40,10 +40,7 @@ pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<()> {
     step.state.params_version += 1;
     let with_state = rule.averaged == Averaged::ParamsAndState;
     let done = average_lists(step, with_state);
-    if done.is_err() {
-        step.state.poison();
-    }
-    done
+    step.state.or_poison(done)
 }
 
 /// Averages parameters across ranks, if it is time to.

@@ -8,10 +8,10 @@
 //! f64 they are so small that adding them up is adding the integers.
 
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::{Backend, Batch, Buffer, FoldLeaves, LeafSquares, SquareSum};
-use fusestep_tensor::{DType, Role};
+use fusestep_launch::{Backend, Batch, Buffer, FoldLeaves, SquareSum};
+use fusestep_tensor::DType;
 
-use crate::exchange::Exchange;
+use crate::exchange::{Exchange, leaf_squares};
 use crate::leaves::{chunks_of_leaves, leaves_in};
 use crate::step::RankStep;
 use crate::{Plan, Result, device_trust, gather, reduce};
@@ -80,24 +80,12 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
     let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
     for (index, read) in reads.iter().enumerate() {
         reduce::with_gradients(step.plan, step.state, read.bucket, |state| {
-            let storage = &state.storages[read.storage];
-            let Some(list) = storage.list(Role::Grad) else {
-                return Ok(());
-            };
-            let segment = read
-                .bucket
-                .map_or(0, |bucket| step.plan.segment_start(bucket));
-            let first = storage.spec.first_of(list, &read.elements, segment);
             let batches = &state.schedule.norm[index];
             let members = &step.plan.storages[read.storage].members;
             let leaves: Vec<_> = leaves_in(batches, members, state.exchange.of_params()).collect();
             for (batches, place) in in_runs(batches, &leaves) {
-                let squares = LeafSquares {
-                    kernel: state.exchange.reader(index),
-                    batches: &batches,
-                    offsets: storage.spec.layout.offsets(),
-                    list: &storage.lists[list],
-                    first,
+                let Some(squares) = leaf_squares(step.plan, state, (index, read), &batches) else {
+                    return Ok(());
                 };
                 step.backend
                     .leaf_squares_into(squares, (own.leaves.as_mut(), place as u64))?;

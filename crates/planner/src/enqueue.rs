@@ -33,10 +33,7 @@ pub(crate) fn enqueue(plan: &Plan, state: &mut State, backend: &dyn Backend) -> 
         None,
         &mut report,
     );
-    if let Err(error) = done {
-        state.poison();
-        return Err(error);
-    }
+    state.or_poison(done)?;
     count_enqueued(state, backend)
 }
 
@@ -116,10 +113,7 @@ pub(crate) fn replay_recorded(
         return Err(PlanError::StaleGraph);
     }
     table::publish_lr(state, backend)?;
-    if let Err(error) = graph.graph.launch() {
-        state.poison();
-        return Err(error.into());
-    }
+    state.or_poison(graph.graph.launch())?;
     count_enqueued(state, backend)
 }
 

@@ -24,7 +24,7 @@ use crate::device_trust::DeviceTrust;
 use crate::group::ParameterGroups;
 use crate::leaves::{chunk, chunk_squares, leaves_in, leaves_of, place_leaves};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, Result, State, batches, launches, reduce};
+use crate::{GradientRead, Optimize, Plan, Result, State, batches, launches, reduce};
 
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
@@ -120,11 +120,6 @@ impl Exchange {
     /// The leaves of each parameter among all of this rank.
     pub(crate) fn of_params(&self) -> &[Range<usize>] {
         &self.leaves
-    }
-
-    /// The kernel of a read of stage `norm`.
-    pub(crate) fn reader(&self, index: usize) -> &dyn MultiTensorReduction {
-        self.readers[index].as_ref()
     }
 
     /// How many leaves this rank knows of.
@@ -235,18 +230,8 @@ fn own_squares(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
     for (index, read) in reads.iter().enumerate() {
         let own = reduce::with_gradients(plan, state, read.bucket, |state| {
             let batches = &state.schedule.norm[index];
-            let storage = &state.storages[read.storage];
-            let list = storage.list(Role::Grad);
-            let Some(list) = list else {
+            let Some(leaves) = leaf_squares(plan, state, (index, read), batches) else {
                 return Ok(Vec::new());
-            };
-            let segment = read.bucket.map_or(0, |bucket| plan.segment_start(bucket));
-            let leaves = LeafSquares {
-                kernel: state.exchange.readers[index].as_ref(),
-                batches,
-                offsets: storage.spec.layout.offsets(),
-                list: &storage.lists[list],
-                first: storage.spec.first_of(list, &read.elements, segment),
             };
             let mut sums = vec![SquareSum::default(); leaves.places().count()];
             backend.leaf_squares(leaves, &mut sums)?;
@@ -260,6 +245,25 @@ fn own_squares(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
         }
     }
     Ok(squares)
+}
+
+/// What a read of stage `norm` sums up in these batches; `None` where the caller lends gradients.
+pub(crate) fn leaf_squares<'a>(
+    plan: &Plan,
+    state: &'a State,
+    (index, read): (usize, &GradientRead),
+    batches: &'a [Batch],
+) -> Option<LeafSquares<'a>> {
+    let storage = &state.storages[read.storage];
+    let list = storage.list(Role::Grad)?;
+    let segment = plan.segment_start(read.bucket);
+    Some(LeafSquares {
+        kernel: state.exchange.readers[index].as_ref(),
+        batches,
+        offsets: storage.spec.layout.offsets(),
+        list: &storage.lists[list],
+        first: storage.spec.first_of(list, &read.elements, segment),
+    })
 }
 
 /// Stage `trust` on the host: the sums over whole tensors that a layer-wise rule needs.

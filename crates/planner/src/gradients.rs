@@ -68,10 +68,7 @@ fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<()> {
         } else {
             Ok(())
         };
-        if done.is_err() {
-            step.state.poison();
-        }
-        return done;
+        return step.state.or_poison(done);
     }
     let at_once = reduces_when_full(step.plan, step.comms);
     let early = step.state.arena.starts_early && step.comms.has_streams() || at_once;

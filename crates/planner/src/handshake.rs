@@ -6,13 +6,14 @@
 //! names the field and both values on every rank alike.
 
 use fusestep_amp::LossScale;
-use fusestep_collective::{Operation, ReduceOp};
+use fusestep_collective::Operation;
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, ParamDesc, Role};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::bucket::Caps;
 use crate::comms::Comms;
+use crate::exchange::{Scope, sum_over};
 use crate::norm::Gradients;
 use crate::passes::{
     Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
@@ -305,12 +306,6 @@ fn first_difference(of_first: &[&str], fields: &[Field]) -> Option<usize> {
 fn told_by_each(comms: &mut Comms<'_>, own: f64) -> Result<Vec<f64>> {
     let mut all = vec![0.0; comms.world()];
     all[comms.rank()] = own;
-    let operation = Operation::AllReduce(ReduceOp::Sum);
-    comms.in_place(
-        operation,
-        DType::F64,
-        None,
-        bytemuck::cast_slice_mut(&mut all),
-    )?;
+    sum_over(comms, &mut all, Scope::World)?;
     Ok(all)
 }

@@ -334,9 +334,11 @@ impl Plan {
         whole.map(|(index, _)| index).collect()
     }
 
-    /// The element of its storage that a bucket's segment begins with.
-    pub(crate) fn segment_start(&self, bucket: usize) -> u64 {
-        self.segments[self.buckets[bucket].segment].elements.start
+    /// The element of its storage that a bucket's segment begins with; 0 of a whole storage.
+    pub(crate) fn segment_start(&self, bucket: Option<usize>) -> u64 {
+        bucket.map_or(0, |bucket| {
+            self.segments[self.buckets[bucket].segment].elements.start
+        })
     }
 
     pub(crate) fn is_distributed(&self, param: usize) -> bool {

@@ -53,10 +53,7 @@ pub(crate) fn run_update(
 ) -> Result<StepReport> {
     let mut begun = begin_update(plan, state, executor)?;
     let done = each_stage(plan, state, executor, comms, &mut begun.report);
-    if let Err(error) = done {
-        state.poison();
-        return Err(error);
-    }
+    state.or_poison(done)?;
     end_update(state, executor, begun)
 }
 
@@ -100,10 +97,8 @@ pub(crate) fn end_update(
         mut report,
         skipped_before,
     } = begun;
-    if let Err(error) = settle(state, executor, skipped_before, &mut report) {
-        state.poison();
-        return Err(error);
-    }
+    let settled = settle(state, executor, skipped_before, &mut report);
+    state.or_poison(settled)?;
     state.params_version += 1;
     if report.skipped {
         state.forget_without_gradient();

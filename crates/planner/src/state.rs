@@ -318,6 +318,13 @@ impl State {
         PlanError::Poisoned { step }
     }
 
+    /// Passes on what has been done; the state is half-changed where that is an error.
+    pub(crate) fn or_poison<T, E>(&mut self, done: Result<T, E>) -> Result<T, E> {
+        done.inspect_err(|_| {
+            self.poison();
+        })
+    }
+
     /// Counts a step that has been run.
     pub(crate) fn advance(&mut self) {
         self.step += 1;

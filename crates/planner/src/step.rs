@@ -50,10 +50,7 @@ pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport> {
         end_micro_step(step, weight).map(|()| MicroStepReport::default())
     };
     step.state.arena.weight = None;
-    if done.is_err() {
-        step.state.poison();
-    }
-    done
+    step.state.or_poison(done)
 }
 
 /// [`Plan::flush`].
@@ -65,10 +62,7 @@ pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport> {
     }
     let divisor = gradients::divisor(step.plan, step.state, 0.0);
     let done = update(step, (divisor, Pending::Nothing));
-    if done.is_err() {
-        step.state.poison();
-    }
-    done
+    step.state.or_poison(done)
 }
 
 pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Result<()> {

@@ -15,7 +15,7 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::Prepared;
@@ -121,7 +121,7 @@ impl Manifest {
             let expected =
                 "a manifest, which is written last; without it a checkpoint is not complete";
             let path = folder.join(MANIFEST);
-            refuse(&path, "manifest", expected, "no such file".to_owned())
+            refuse(&path, "manifest", expected, "no such file")
         })
     }
 
@@ -303,11 +303,16 @@ pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
     })
 }
 
-pub(crate) fn refuse(path: &Path, what: &str, expected: &str, found: String) -> PlanError {
+pub(crate) fn refuse(
+    path: &Path,
+    what: &str,
+    expected: &str,
+    found: impl Into<String>,
+) -> PlanError {
     PlanError::Checkpoint {
-        path: PathBuf::from(path).display().to_string(),
+        path: path.display().to_string(),
         what: what.to_owned(),
         expected: expected.to_owned(),
-        found,
+        found: found.into(),
     }
 }

@@ -304,7 +304,7 @@ pub(crate) fn counts(
     progress.filter(right).ok_or_else(|| {
         let expected =
             format!("counts of {micro_steps} micro-steps and of steps that fit each other");
-        refuse(folder, &key, &expected, "others".to_owned())
+        refuse(folder, &key, &expected, "others")
     })
 }
 

@@ -107,7 +107,7 @@ impl Manifest {
         let tensor = tensor.map_or(name, String::as_str);
         let Some((tensor, spec)) = self.tensors.get_key_value(tensor) else {
             let expected = "a tensor of the manifest";
-            return Err(refuse(path, name, expected, "another".to_owned()));
+            return Err(refuse(path, name, expected, "another"));
         };
         let expected = format!("{} {}", spec.dtype, spec.shape);
         let entry = &file.entries()[name];
@@ -158,12 +158,7 @@ impl Manifest {
         }
         let expected = format!("tensors of at most the {on_disk} bytes of all files");
         let path = folder.join(&self.generation);
-        Err(refuse(
-            &path,
-            "tensors",
-            &expected,
-            "longer ones".to_owned(),
-        ))
+        Err(refuse(&path, "tensors", &expected, "longer ones"))
     }
 
     /// Looks whether the files of all ranks are there: ranks without a file system in common each

@@ -191,12 +191,7 @@ pub(super) fn check_borrowed(
     } else {
         ("a state that keeps its parameters", "the caller's as well")
     };
-    Err(refuse(
-        folder.path,
-        "parameters",
-        expected,
-        found.to_owned(),
-    ))
+    Err(refuse(folder.path, "parameters", expected, found))
 }
 
 /// Lists what this rank saves: parts, one behind the other, and where their bytes come from.

@@ -142,5 +142,5 @@ fn ended() -> PlanError {
 
 fn refused(found: &str) -> PlanError {
     let expected = "a thread that saves; save in line";
-    super::manifest::refuse("checkpoint".as_ref(), "writer", expected, found.to_owned())
+    super::manifest::refuse("checkpoint".as_ref(), "writer", expected, found)
 }
