@@ -72,7 +72,7 @@ impl BenchArgs {
     /// What carries calls between ranks, if there are any.
     pub(crate) fn engine(&self) -> Option<Engine> {
         let calls = self.collective.collective.is_some() || self.of_ranks();
-        calls.then(|| self.collective.engine())
+        calls.then(|| self.collective.engine.unwrap_or_default())
     }
 
     /// Whether steps of many ranks are timed.

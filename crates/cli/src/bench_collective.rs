@@ -44,13 +44,6 @@ const LEAST_BYTES: u64 = size_of::<f32>() as u64;
 /// Most bytes of each rank's buffer.
 const MOST_BYTES: u64 = 1 << 34;
 
-impl CollectiveArgs {
-    /// What carries calls between ranks.
-    pub(crate) fn engine(&self) -> Engine {
-        self.engine.unwrap_or(Engine::Thread)
-    }
-}
-
 /// Collectives that can be timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Collective {
@@ -102,7 +95,7 @@ pub(crate) fn run(
     json: bool,
 ) -> anyhow::Result<()> {
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
-    let measured = args.engine().run(&args.ranks, |comm| {
+    let measured = args.engine.unwrap_or_default().run(&args.ranks, |comm| {
         measure_all_reduce(comm, &sizes, Level::detect())
     })?;
     let Some(rows) = measured else {
@@ -110,7 +103,7 @@ pub(crate) fn run(
     };
     let summary = Summary {
         collective: "all-reduce",
-        engine: name_of(args.engine()),
+        engine: name_of(args.engine.unwrap_or_default()),
         rows,
     };
     if json {

@@ -22,9 +22,10 @@ use gpus::run as on_gpus;
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Engines of collectives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Engine {
     /// Ranks are threads of this process
+    #[default]
     Thread,
     /// Ranks are processes of this machine, on memory that they share; started by `fusestep
     /// launch`, torchrun or this command itself

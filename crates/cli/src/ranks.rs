@@ -247,30 +247,22 @@ impl WorldArgs {
     /// Values that are no positive numbers; more ranks to measure between than a machine has room
     /// for.
     pub(crate) fn cost_model(&self, fused: Fused) -> anyhow::Result<CostModel> {
-        let above_zero = |value: f64| value > 0.0 && value.is_finite();
         let given = [
+            ("--latency-us", Some(self.latency_us)),
+            ("--bandwidth-gbs", Some(self.bandwidth_gbs)),
+            // A backward pass may take no time, and hide nothing then.
+            (
+                "--backward-ms",
+                Some(self.backward_ms).filter(|ms| *ms != 0.0),
+            ),
             ("--scatter-gbs", self.scatter_gbs),
             ("--gather-gbs", self.gather_gbs),
             ("--memory-gbs", self.memory_gbs),
         ];
-        let given = given
-            .into_iter()
-            .filter_map(|(flag, value)| value.map(|value| (flag, value, above_zero(value))));
-        let always = [
-            ("--latency-us", self.latency_us, above_zero(self.latency_us)),
-            (
-                "--bandwidth-gbs",
-                self.bandwidth_gbs,
-                above_zero(self.bandwidth_gbs),
-            ),
-            (
-                "--backward-ms",
-                self.backward_ms,
-                self.backward_ms == 0.0 || above_zero(self.backward_ms),
-            ),
-        ];
-        for (flag, value, right) in always.into_iter().chain(given) {
-            ensure!(right, "{flag}: expected a number above 0, found {value}");
+        for (flag, value) in given {
+            let right = value.is_none_or(|value| value > 0.0 && value.is_finite());
+            let found = value.unwrap_or_default();
+            ensure!(right, "{flag}: expected a number above 0, found {found}");
         }
         let link = |gbs: f64| Link {
             alpha_seconds: self.latency_us * 1e-6,

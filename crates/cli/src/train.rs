@@ -186,13 +186,6 @@ pub(crate) struct RankNumbers {
     pub(crate) parameter_bytes: u64,
 }
 
-impl TrainArgs {
-    /// What carries calls between ranks.
-    pub(crate) fn engine(&self) -> Engine {
-        self.engine.unwrap_or(Engine::Thread)
-    }
-}
-
 /// One pass over the samples of an epoch.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Epoch {
@@ -244,7 +237,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     }
     args.backend.is_built()?;
     let ranks = Ranks::new(args.ranks, args.watch.clone());
-    let trained = args.engine().run(&ranks, |comm| {
+    let trained = args.engine.unwrap_or_default().run(&ranks, |comm| {
         training::train(args, rule, (task, &params), comm)
     })?;
     // Other ranks have nothing to say.

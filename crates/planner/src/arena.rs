@@ -5,11 +5,11 @@ use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::DType;
 
 use crate::allocate::Allocator;
+use crate::bytes::take_shortest;
 use crate::comms::Comms;
 use crate::passes::ReducedWhen;
 use crate::ready::Ready;
 use crate::region::{Region, place_in, regions, sum_width};
-use crate::spare::take_shortest;
 use crate::{Plan, Result, Stage, StorageSpec, ZeroStage};
 
 /// Gradients that micro-steps add and ranks reduce.
@@ -129,17 +129,17 @@ impl GradientArena {
             seen_peak_bytes: 0,
             copied_bytes: 0,
             exposed_ns: 0,
-            on_host: allocator.backend().takes_host_memory(),
+            on_host: allocator.backend.takes_host_memory(),
             accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
             starts_early: starts_early(plan),
         };
-        arena.allocate_sums(plan, allocator.backend())?;
+        arena.allocate_sums(plan, allocator.backend)?;
         if arena.on_host && !keeps && arena.usual_bytes > 0 {
             let memory = allocator.arena(arena.usual_bytes, true)?;
             arena.kept = address(memory.as_ref());
             arena.spare.push(memory);
         }
-        arena.allocate_spares(plan, allocator.backend())?;
+        arena.allocate_spares(plan, allocator.backend)?;
         arena.held_bytes += bytes_of(&arena.spare);
         arena.peak_bytes = arena.held_bytes;
         Ok(arena)

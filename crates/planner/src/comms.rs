@@ -11,10 +11,9 @@ use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
 
 use crate::DeviceParams;
-use crate::bytes::{Bytes, Elsewhere, foreign};
+use crate::bytes::{Bytes, Elsewhere, foreign, take_shortest};
 use crate::segment_calls::{Reducing, SegmentCalls};
 use crate::shard_groups::ShardGroups;
-use crate::spare::take_shortest;
 
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
 /// that run beside the backward pass.

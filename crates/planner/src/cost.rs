@@ -135,10 +135,9 @@ pub enum EventKind {
 pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
     let calls = calls::planned(plan);
     let is_reduce = |call: &&PlannedCall| {
-        call.what == CallPurpose::Data && call.operation.starts_with("reduce-scatter")
-            || call.what == CallPurpose::Data
-                && call.operation == "all-reduce"
-                && call.bucket.is_some()
+        let reduces_whole = call.operation == "all-reduce" && call.bucket.is_some();
+        let reduces = reduces_whole || call.operation.starts_with("reduce-scatter");
+        call.what == CallPurpose::Data && reduces
     };
     let reduces: Vec<&PlannedCall> = calls.iter().filter(is_reduce).collect();
     let passes = plan.micro_steps();

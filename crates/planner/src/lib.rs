@@ -52,7 +52,6 @@ mod report;
 mod run;
 mod segment_calls;
 mod shard_groups;
-mod spare;
 mod stage;
 mod state;
 mod step;

@@ -118,7 +118,7 @@ impl Run<'_> {
             },
             ranks: RankNumbers {
                 ranks: plan.topology().world,
-                engine: name_of(self.args.engine()),
+                engine: name_of(self.args.engine.unwrap_or_default()),
                 zero: plan.zero().number(),
                 state_bytes_per_rank: plan.state_bytes(),
                 collectives_per_step: tally.calls as f64 / steps,

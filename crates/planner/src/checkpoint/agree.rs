@@ -73,9 +73,9 @@ pub(super) fn on_shards(
     Ok(wrote.map(spec).collect())
 }
 
-/// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's,
-/// which the others name.
-pub(super) fn on_outcome(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<()>) -> Result<()> {
+/// Passes on what this rank has; fails on all ranks if it failed on one, with that rank's own error:
+/// the lowest such rank's, which the others name.
+pub(super) fn on_outcome<T>(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<T>) -> Result<T> {
     if plan.topology().world == 1 {
         return outcome;
     }
@@ -107,21 +107,21 @@ pub(super) fn on_outcome(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<()>
 
 /// Refuses, on all ranks, a checkpoint that one of them cannot go on from, or that is not the
 /// same for all: each says which it has read, 0 for none.
-pub(super) fn on_checkpoint(
+pub(super) fn on_checkpoint<T>(
     plan: &Plan,
     comms: &mut Comms<'_>,
     folder: &Path,
-    (read, said): (Result<()>, u64),
-) -> Result<()> {
+    (read, said): (Result<T>, u64),
+) -> Result<T> {
     let world = plan.topology().world;
     if world == 1 {
         return read;
     }
-    on_outcome(plan, comms, read)?;
+    let read = on_outcome(plan, comms, read)?;
     let words = said_by_each(comms, &said.to_le_bytes())?;
     let first = number(&words, 0);
     let Some(other) = (1..world).find(|&rank| number(&words, rank) != first) else {
-        return Ok(());
+        return Ok(read);
     };
     let text = |word| match word {
         0 => "none".to_owned(),

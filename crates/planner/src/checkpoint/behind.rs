@@ -149,16 +149,11 @@ pub(crate) fn save(
         let own = Arc::get_mut(&mut saves.snapshot);
         own.map_or(Ok(()), |own| snapshot::take(plan, run, place, own))
     });
-    let first = plan.topology().rank == 0;
-    let manifest = match (&copied, first) {
-        (Ok(()), true) => save::manifest_of(plan, run.state, caller).map(Some),
+    let manifest = copied.and_then(|()| match plan.topology().rank {
+        0 => save::manifest_of(plan, run.state, caller).map(Some),
         _ => Ok(None),
-    };
-    let (manifest, outcome) = match manifest {
-        Ok(manifest) => (manifest, copied),
-        Err(error) => (None, Err(error)),
-    };
-    agree::on_outcome(plan, comms, outcome)?;
+    });
+    let manifest = agree::on_outcome(plan, comms, manifest)?;
     let flight = Flight {
         folder: folder.to_owned(),
         step: run.state.step(),

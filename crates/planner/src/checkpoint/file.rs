@@ -217,13 +217,13 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
     if known != file.entries().len() {
         let extra = file.entries().keys().find(|name| !keeps(state, name));
         let name = extra.map_or("", String::as_str);
-        let found = "a tensor of no parameter given".to_owned();
-        return Err(refuse(file, name, "no such tensor".to_owned(), found));
+        let found = "a tensor of no parameter given";
+        return Err(refuse(file, name, "no such tensor", found));
     }
     let text = file.metadata().get(STEP);
     let text = text.ok_or_else(|| {
-        let expected = "the steps run, as metadata".to_owned();
-        refuse(file, STEP, expected, "no such metadata".to_owned())
+        let expected = "the steps run, as metadata";
+        refuse(file, STEP, expected, "no such metadata")
     })?;
     let all = count(file, STEP, text)?;
     let mut exceptions = Vec::new();
@@ -331,7 +331,7 @@ fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) 
     let name = tensor_name(param, role);
     let expected = || format!("{dtype} {}", param.shape);
     let Some(entry) = file.entries().get(&name) else {
-        return Err(refuse(file, &name, expected(), "no such tensor".to_owned()));
+        return Err(refuse(file, &name, expected(), "no such tensor"));
     };
     if entry.element_type() != Some(dtype) || entry.shape != param.shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
@@ -349,11 +349,16 @@ fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64> {
     })
 }
 
-pub(super) fn refuse(file: &TensorFile, name: &str, expected: String, found: String) -> PlanError {
+pub(super) fn refuse(
+    file: &TensorFile,
+    name: &str,
+    expected: impl Into<String>,
+    found: impl Into<String>,
+) -> PlanError {
     PlanError::StateFile {
         path: file.path().display().to_string(),
         name: name.to_owned(),
-        expected,
-        found,
+        expected: expected.into(),
+        found: found.into(),
     }
 }

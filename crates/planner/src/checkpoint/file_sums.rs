@@ -42,7 +42,7 @@ pub(super) fn check_format(file: &TensorFile) -> Result<()> {
     let text = |key| file.metadata().get(key).map_or("none", String::as_str);
     if text(FORMAT_KEY) != FORMAT {
         let found = Quoted(text(FORMAT_KEY)).to_string();
-        return Err(refuse(file, FORMAT_KEY, FORMAT.to_owned(), found));
+        return Err(refuse(file, FORMAT_KEY, FORMAT, found));
     }
     let version = text(VERSION_KEY).parse::<u64>().ok();
     if version.is_none_or(|version| version > VERSION) {
@@ -103,7 +103,7 @@ pub(super) fn check_values(
         None => 0,
         Some((_, Ok(count))) => count,
         Some((text, Err(_))) => {
-            let expected = "a count of values".to_owned();
+            let expected = "a count of values";
             return Err(refuse(file, &key, expected, Quoted(text).to_string()));
         }
     };
