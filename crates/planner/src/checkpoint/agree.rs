@@ -73,8 +73,8 @@ pub(super) fn on_shards(
     Ok(wrote.map(spec).collect())
 }
 
-/// Passes on what this rank has; fails on all ranks if it failed on one, with that rank's own error:
-/// the lowest such rank's, which the others name.
+/// Passes on what this rank has; fails on all ranks if it failed on one, with that rank's own
+/// error: the lowest such rank's, which the others name.
 pub(super) fn on_outcome<T>(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<T>) -> Result<T> {
     if plan.topology().world == 1 {
         return outcome;
