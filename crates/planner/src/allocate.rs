@@ -140,8 +140,7 @@ fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<S
 
 /// Refuses a backend that cannot run a stage of the plan.
 fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<()> {
-    let fused = |stage: &crate::Stage| matches!(stage, crate::Stage::ReduceUpdate(_));
-    if backend.takes_host_memory() || !plan.stages.iter().any(fused) {
+    if backend.takes_host_memory() || !plan.is_fused() {
         return Ok(());
     }
     Err(PlanError::Conflict {

@@ -371,7 +371,7 @@ fn bytes_of(memory: &[Box<dyn Buffer>]) -> u64 {
 }
 
 /// Bytes of a segment's gradients.
-fn len_bytes(plan: &Plan, segment: &crate::Segment) -> usize {
+pub(crate) fn len_bytes(plan: &Plan, segment: &crate::Segment) -> usize {
     let width = plan.storages[segment.storage].grad_dtype().len_bytes();
     (segment.elements.end - segment.elements.start) as usize * width
 }

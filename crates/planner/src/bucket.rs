@@ -337,21 +337,18 @@ pub(crate) fn make(plan: &mut Plan) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
-    let result = plan.stages.iter().find_map(|stage| match stage {
-        Stage::Reduce(reduce) => Some(reduce.result),
+    let mut stages = plan.stages.iter().enumerate();
+    let reduced = stages.find_map(|(at, stage)| match stage {
+        Stage::Reduce(reduce) => Some((at, reduce.result)),
         _ => None,
     });
     let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
     let gathers = plan.stages.iter().any(gathers);
     (plan.segments, plan.buckets) = segments(plan, &plan.ready, plan.caps.as_ref(), plan.grain()?)?;
-    let before = plan
-        .stages
-        .iter()
-        .position(|stage| matches!(stage, Stage::Reduce(_)));
     let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
     plan.stages.retain(|stage| !calls(stage));
     let buckets = 0..plan.buckets.len();
-    if let (Some(result), Some(at)) = (result, before) {
+    if let Some((at, result)) = reduced {
         let reduce = |bucket| Stage::Reduce(Reduce { bucket, result });
         plan.stages.splice(at..at, buckets.clone().map(reduce));
     }

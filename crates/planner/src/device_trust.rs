@@ -85,10 +85,9 @@ impl DeviceTrust {
     /// The memory, if the plan may run the stage on the backend's device: made before any call is
     /// under way there, for which a driver may wait.
     pub(crate) fn of(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>> {
-        let asks = |stage: &Stage| matches!(stage, Stage::Trust);
         if backend.device().is_none()
             || !sums_may_stay_on_devices(plan)
-            || !plan.stages.iter().any(asks)
+            || !plan.stages.contains(&Stage::Trust)
         {
             return Ok(None);
         }

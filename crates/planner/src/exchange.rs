@@ -24,7 +24,7 @@ use crate::device_trust::DeviceTrust;
 use crate::group::ParameterGroups;
 use crate::leaves::{chunk, chunk_squares, leaves_in, leaves_of, place_leaves};
 use crate::step::RankStep;
-use crate::{GradientRead, Optimize, Plan, Result, State, batches, launches, reduce};
+use crate::{GradientRead, Optimize, Plan, Result, Stage, State, batches, launches, reduce};
 
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
@@ -88,11 +88,7 @@ impl Exchange {
         if let Some(trust) = &mut self.trust_on_device {
             trust.forget_own();
         }
-        if !plan
-            .stages
-            .iter()
-            .any(|stage| matches!(stage, crate::Stage::Trust))
-        {
+        if !plan.stages.contains(&Stage::Trust) {
             return Ok(());
         }
         let rank = plan.shard_place().rank;

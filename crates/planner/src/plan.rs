@@ -212,6 +212,12 @@ impl Plan {
         self.accumulation().is_some_and(each)
     }
 
+    /// Whether ranks reduce and update buckets in one pass.
+    pub(crate) fn is_fused(&self) -> bool {
+        let mut stages = self.stages.iter();
+        stages.any(|stage| matches!(stage, Stage::ReduceUpdate(_)))
+    }
+
     /// Stages that update, in order.
     pub(crate) fn optimize_stages(&self) -> impl Iterator<Item = &Optimize> {
         self.stages.iter().filter_map(|stage| match stage {

@@ -100,10 +100,9 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
 
 /// Why tables of several ranks cannot lie in memory; `None` if they can.
 fn no_tables_of_ranks(plan: &Plan) -> Option<&'static str> {
-    let has = |asked: fn(&Stage) -> bool| plan.stages.iter().any(asked);
     if !keeps_segments(plan) {
         Some("gradients of several ranks change their place in memory from ZeRO stage 2 on")
-    } else if has(|stage| matches!(stage, Stage::ReduceUpdate(_))) {
+    } else if plan.is_fused() {
         Some("ranks reduce and update in one pass")
     } else if plan.update_norms {
         Some("norms of updates of several ranks are not measured on devices")

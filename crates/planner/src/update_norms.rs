@@ -1,5 +1,7 @@
 //! How far parameters moved: the memory for the sums that updates leave, and their readers.
 
+use std::ops::Range;
+
 use fusestep_launch::{
     Backend, Buffer, CHUNK_ELEMENTS, ControlBlock, UnitSums, UpdateSums, fold_units, tree_sum,
 };
@@ -73,9 +75,9 @@ impl UpdateReader {
         })
     }
 
-    /// Those of one parameter.
-    fn chunks(&self, param: usize) -> &[f64] {
-        &self.chunks[self.firsts[param]..self.firsts[param + 1]]
+    /// Where those of one parameter are.
+    fn place(&self, param: usize) -> Range<usize> {
+        self.firsts[param]..self.firsts[param + 1]
     }
 
     /// How many parameters there are.
@@ -85,7 +87,7 @@ impl UpdateReader {
 
     /// The sum over a parameter.
     fn sum(&self, param: usize) -> f64 {
-        sum_of(self.chunks(param))
+        sum_of(&self.chunks[self.place(param)])
     }
 }
 
@@ -120,18 +122,6 @@ pub(crate) fn of_params(state: &State, backend: &dyn Backend) -> Result<Option<V
     read_sums(state, backend, &mut own, skipped)?;
     let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
     Ok(Some(norms.collect()))
-}
-
-/// The sums over each chunk of every parameter that the last update on this rank has left.
-fn chunk_sums(state: &mut State, backend: &dyn Backend, skipped: bool) -> Result<Vec<Vec<f64>>> {
-    let Some(mut reader) = state.update_reader.take() else {
-        return Ok(Vec::new());
-    };
-    let read = read_sums(state, backend, &mut reader, skipped);
-    let params = 0..state.params.len();
-    let chunks = params.map(|param| reader.chunks(param).to_vec()).collect();
-    state.update_reader = Some(reader);
-    read.map(|()| chunks)
 }
 
 /// Writes the norm of what the step that `report` is of has changed.
@@ -205,41 +195,41 @@ fn read_sums(
 
 /// Tells all ranks how far each parameter moved.
 pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<()> {
-    if !step.plan.update_norms {
+    // Taken out, so that the rest of the state can be read.
+    let Some(mut own) = step.state.update_reader.take() else {
         return Ok(());
-    }
-    let params = step.plan.params.len();
-    let mut told = chunk_sums(step.state, step.backend, skipped)?;
-    let own = told.clone();
-    let distributed = |param: usize| step.plan.is_distributed(param);
-    let shared = step.plan.zero != crate::ZeroStage::None && step.plan.reduces();
-    if shared {
-        for (param, chunks) in told.iter_mut().enumerate() {
-            if distributed(param) {
-                chunks.fill(0.0);
-            }
-        }
-        let mut flat: Vec<f64> = told.iter().flatten().copied().collect();
-        sum_over(step.comms, &mut flat, Scope::ShardGroup)?;
-        let mut rest = flat.as_slice();
-        for chunks in &mut told {
-            let (own, after) = rest.split_at(chunks.len());
-            chunks.copy_from_slice(own);
-            rest = after;
-        }
-    }
-    let mut sums = Vec::with_capacity(params);
-    for param in 0..params {
-        let of = if distributed(param) {
-            &own[param]
-        } else {
-            &told[param]
-        };
-        sums.push(sum_of(of));
-    }
-    let total = total_over_slices(step.plan, step.comms, &sums, distributed)?;
-    step.state.exchange.update_sums = Some((sums, total));
+    };
+    let read = read_sums(step.state, step.backend, &mut own, skipped);
+    let sums = read.and_then(|()| sums_of_ranks(step.plan, step.comms, &own));
+    step.state.update_reader = Some(own);
+    step.state.exchange.update_sums = Some(sums?);
     Ok(())
+}
+
+/// The sum over each parameter, and the total over all ranks.
+fn sums_of_ranks(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    own: &UpdateReader,
+) -> Result<(Vec<f64>, f64)> {
+    let distributed = |param: usize| plan.is_distributed(param);
+    let mut told = own.chunks.clone();
+    if plan.zero != crate::ZeroStage::None && plan.reduces() {
+        for param in (0..own.params()).filter(|&param| distributed(param)) {
+            told[own.place(param)].fill(0.0);
+        }
+        sum_over(comms, &mut told, Scope::ShardGroup)?;
+    }
+    let sum = |param: usize| {
+        if distributed(param) {
+            own.sum(param)
+        } else {
+            sum_of(&told[own.place(param)])
+        }
+    };
+    let sums: Vec<f64> = (0..own.params()).map(sum).collect();
+    let total = total_over_slices(plan, comms, &sums, distributed)?;
+    Ok((sums, total))
 }
 
 /// The sum over all parameters, each rank's slices of distributed ones counted once: those of

@@ -4,6 +4,7 @@ use fusestep_coalesce::FlatLayout;
 use fusestep_tensor::{counted, counted_are};
 
 use super::{ActsOn, Pass};
+use crate::arena::full_tensors;
 use crate::bucket::Caps;
 use crate::{Plan, PlanError, Result, Verdict, bucket};
 
@@ -83,6 +84,21 @@ impl FuseAllReduce {
         }
         order
     }
+
+    fn explain(&self, plan: &mut Plan) {
+        let (mut tensors, mut calls, mut cut) = (0, 0, 0);
+        for segment in &plan.segments {
+            tensors += full_tensors(plan, segment);
+            calls += segment.buckets.len();
+            cut += segment.buckets.len() - 1;
+        }
+        let reason = format!(
+            "{} reduced in {} ({cut} cut by the cap)",
+            counted_are(tensors as u64, "gradient"),
+            counted(calls as u64, "call"),
+        );
+        plan.note(self.name(), Verdict::Applied, reason);
+    }
 }
 
 impl Pass for FuseAllReduce {
@@ -113,25 +129,6 @@ impl Pass for FuseAllReduce {
         bucket::make(plan)?;
         self.explain(plan);
         Ok(())
-    }
-}
-
-impl FuseAllReduce {
-    fn explain(&self, plan: &mut Plan) {
-        let (mut tensors, mut calls, mut cut) = (0, 0, 0);
-        for segment in &plan.segments {
-            let layout = &plan.storages[segment.storage].layout;
-            let full = |&tensor: &u32| layout.numel(tensor as usize) > 0;
-            tensors += segment.tensors.clone().filter(full).count();
-            calls += segment.buckets.len();
-            cut += segment.buckets.len() - 1;
-        }
-        let reason = format!(
-            "{} reduced in {} ({cut} cut by the cap)",
-            counted_are(tensors as u64, "gradient"),
-            counted(calls as u64, "call"),
-        );
-        plan.note(self.name(), Verdict::Applied, reason);
     }
 }
 

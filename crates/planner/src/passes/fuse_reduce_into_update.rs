@@ -34,11 +34,7 @@ impl Pass for FuseReduceIntoUpdate {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan
-            .stages
-            .iter()
-            .any(|stage| matches!(stage, Stage::ReduceUpdate(_)))
-        {
+        if plan.is_fused() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         if let Some(reason) = refusal(plan)? {
@@ -139,14 +135,10 @@ pub(crate) fn bytes_of_element(plan: &Plan) -> u64 {
         .filter(|list| list.role.is_state())
         .map(|list| list.dtype.len_bytes() as u64)
         .sum();
-    let fused = plan
-        .stages
-        .iter()
-        .any(|stage| matches!(stage, Stage::ReduceUpdate(_)));
     // A rank's gather of its part: read once, written by every other rank.
     let gather = |width: u64| (world - 1) * 2 * width;
     let update = grad + 2 * (param + state);
-    match (fused, plan.zero) {
+    match (plan.is_fused(), plan.zero) {
         (true, ZeroStage::None) => world * grad + (1 + world) * (param + state),
         (true, _) => world * grad + 2 * state + param + world * param,
         _ if world == 1 => update,

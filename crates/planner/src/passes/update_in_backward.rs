@@ -77,14 +77,13 @@ impl Pass for UpdateInBackward {
         }
         plan.in_backward = true;
         let ranges = cut_by_readiness(plan, self.cap_bytes);
-        let fused = |stage: &Stage| matches!(stage, Stage::ReduceUpdate(_));
         let buckets = counted_are(plan.buckets.len() as u64, "bucket");
         let what = if !plan.reduces() {
             match ranges {
                 1 => "1 update runs".to_owned(),
                 _ => format!("{ranges} updates run"),
             }
-        } else if plan.stages.iter().any(fused) {
+        } else if plan.is_fused() {
             format!("{buckets} reduced and updated, in one pass,")
         } else {
             let gathered = match plan.zero {
