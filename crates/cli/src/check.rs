@@ -1,5 +1,6 @@
 //! `fusestep check`: what this machine offers and what is missing.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -44,11 +45,6 @@ struct Finding {
     present: bool,
     /// What there is, or what is missing and what it would take.
     detail: String,
-}
-
-#[derive(Debug, Serialize)]
-struct Findings {
-    findings: Vec<Finding>,
 }
 
 /// What a test of collectives prints with `--json`.
@@ -133,7 +129,7 @@ pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
     args.ranks.require_none("--engine")?;
     let findings = vec![simd(), thread_count(), cuda(), mpi(), nccl()];
     if args.json {
-        return print_json(&Findings { findings });
+        return print_json(&BTreeMap::from([("findings", findings)]));
     }
     let mut text = String::new();
     for finding in &findings {

@@ -220,10 +220,7 @@ impl Plan {
 
     /// Stages that update, in order.
     pub(crate) fn optimize_stages(&self) -> impl Iterator<Item = &Optimize> {
-        self.stages.iter().filter_map(|stage| match stage {
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => Some(optimize),
-            _ => None,
-        })
+        self.stages.iter().filter_map(Stage::update)
     }
 
     pub(crate) fn optimize_stages_mut(&mut self) -> impl Iterator<Item = &mut Optimize> {
