@@ -9,7 +9,6 @@ use fusestep_launch::{
 use fusestep_tensor::Role;
 
 use crate::group::ParameterGroups;
-use crate::norm::Placed;
 use crate::state::Schedule;
 use crate::{
     GradientRead, Optimize, Plan, PlanError, Result, SizeClass, Stage, State, StorageSpec, batches,
@@ -142,7 +141,7 @@ pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<()> {
                 !state.without_gradient[param]
             })?);
         }
-        memory.placed = Placed::No;
+        memory.placed = false;
     }
     let without_gradient = &state.without_gradient;
     state

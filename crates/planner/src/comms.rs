@@ -128,7 +128,7 @@ impl<'a> Comms<'a> {
 
     /// Keeps the memory of parameters that are no longer read, for those that are gathered next.
     pub fn use_again(&mut self, params: DeviceParams) {
-        self.spare.extend(params.into_buffers());
+        self.spare.extend(params.buffers);
     }
 
     /// Memory of the backend's device for so many bytes, or more.

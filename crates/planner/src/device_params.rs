@@ -18,7 +18,7 @@ use crate::{Plan, PlanError, Result, State, gather, wanted};
 /// has ended; [`Comms::use_again`] keeps it for the next ones.
 #[derive(Debug)]
 pub struct DeviceParams {
-    buffers: Vec<Box<dyn Buffer>>,
+    pub(crate) buffers: Vec<Box<dyn Buffer>>,
     /// For each parameter its buffer and its bytes there.
     places: Vec<(usize, Range<usize>)>,
 }
@@ -46,11 +46,6 @@ impl DeviceParams {
     /// Bytes of all of them.
     pub fn len_bytes(&self) -> usize {
         self.places.iter().map(|(_, range)| range.len()).sum()
-    }
-
-    /// The buffers, for others.
-    pub(crate) fn into_buffers(self) -> Vec<Box<dyn Buffer>> {
-        self.buffers
     }
 }
 

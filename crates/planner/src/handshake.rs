@@ -14,7 +14,6 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::bucket::Caps;
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
-use crate::norm::Gradients;
 use crate::passes::{
     Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
     ReducedWhen,
@@ -95,16 +94,23 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
         // Options that are no numbers.
         add(&of("optimizer's settings"), format!("{rule:?}"));
     }
+    let or_none = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
     let schedule = plan.schedule().map(ToString::to_string);
-    add("schedule", schedule.unwrap_or_else(|| "none".to_owned()));
+    add("schedule", or_none(schedule));
     add("steps run", state.step.to_string());
     add("zero stage", plan.zero.number().to_string());
     add("ranks that share shards", plan.shard_group.to_string());
-    add("updates are shared out", text_of_ownership(plan.ownership));
+    let ownership = match plan.ownership {
+        Ownership::Elements => "between elements",
+        Ownership::Tensors => "between tensors",
+    };
+    add("updates are shared out", ownership.to_owned());
     add("buckets", text_of_buckets(plan.caps.as_ref()));
-    add("clip_by_global_norm", text_of_norm(&plan.gradients));
+    let max_norm = plan.gradients.max_norm;
+    let max_norm = max_norm.map(|max_norm| max_norm.value().to_string());
+    add("clip_by_global_norm", or_none(max_norm));
     let scale = plan.gradients.loss_scale.map(|scale| text_of_scale(&scale));
-    add("loss_scaling", scale.unwrap_or_else(|| "none".to_owned()));
+    add("loss_scaling", or_none(scale));
     add("update_norms", plan.update_norms.to_string());
     add("update_in_backward", plan.in_backward.to_string());
     add("accumulate", text_of_micro_steps(plan.accumulation()));
@@ -141,14 +147,6 @@ fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field
     Ok(fields)
 }
 
-fn text_of_ownership(ownership: Ownership) -> String {
-    let text = match ownership {
-        Ownership::Elements => "between elements",
-        Ownership::Tensors => "between tensors",
-    };
-    text.to_owned()
-}
-
 fn text_of_buckets(caps: Option<&Caps>) -> String {
     let Some(caps) = caps else {
         return "one for each tensor".to_owned();
@@ -163,11 +161,6 @@ fn text_of_buckets(caps: Option<&Caps>) -> String {
     };
     let bytes = caps.bytes;
     format!("at most {bytes} bytes{count}, longer tensors {beyond}")
-}
-
-fn text_of_norm(gradients: &Gradients) -> String {
-    let max_norm = gradients.max_norm.map(|max_norm| max_norm.value());
-    max_norm.map_or("none".to_owned(), |max_norm| max_norm.to_string())
 }
 
 fn text_of_scale(scale: &LossScale) -> String {

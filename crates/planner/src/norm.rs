@@ -87,15 +87,8 @@ pub(crate) struct NormState {
     /// The loss scale of the gradients whose sums are in `sums`.
     /// `None` if only what they add up to tells.
     scale_of_sums: Option<f64>,
-    /// `tensors` is what the schedule asks for.
-    pub(crate) placed: Placed,
-}
-
-/// Whether a device's table belongs to the schedule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Placed {
-    Yes,
-    No,
+    /// Whether `tensors` is what the schedule asks for.
+    pub(crate) placed: bool,
 }
 
 pub(crate) struct Reader(pub(crate) Box<dyn MultiTensorReduction>);
@@ -130,7 +123,7 @@ impl NormState {
             control: backend.allocate(size_of::<ControlBlock>())?,
             block: GradientRule::first_block(rule.loss_scale),
             scale_of_sums: Some(rule.loss_scale.scale()),
-            placed: Placed::No,
+            placed: false,
         };
         state.block.write(backend, state.control.as_mut())?;
         Ok(Some(state))
@@ -162,7 +155,7 @@ impl NormState {
         reads: &[Vec<Batch>],
         backend: &dyn Backend,
     ) -> Result<()> {
-        if self.placed == Placed::Yes {
+        if self.placed {
             return Ok(());
         }
         let mut table = vec![TensorPartials::default(); plan.params.len()];
@@ -182,7 +175,7 @@ impl NormState {
             }
         }
         backend.write(self.tensors.as_mut(), 0, bytemuck::cast_slice(&table))?;
-        self.placed = Placed::Yes;
+        self.placed = true;
         Ok(())
     }
 

@@ -137,12 +137,12 @@ pub(super) fn on_checkpoint<T>(
 }
 
 /// Whether it is so on any rank.
-pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: Own) -> Result<bool> {
+pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: bool) -> Result<bool> {
     if plan.topology().world == 1 {
-        return Ok(own == Own::Yes);
+        return Ok(own);
     }
     comms.set_plan(plan.hash());
-    most(comms, own == Own::Yes)
+    most(comms, own)
 }
 
 /// Brings a text of each rank to all, in rank order.
@@ -167,13 +167,6 @@ pub(super) fn gather_texts(plan: &Plan, comms: &mut Comms<'_>, own: &str) -> Res
         String::from_utf8_lossy(text).into_owned()
     };
     Ok(counts.into_iter().map(text).collect())
-}
-
-/// What one rank says of itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Own {
-    Yes,
-    No,
 }
 
 /// What all ranks say, each in as many bytes as this one, in rank order.

@@ -17,7 +17,6 @@ use std::sync::Arc;
 
 use fusestep_tensor_file::{Disk, Files};
 
-use super::agree::Own;
 use super::generation::{Generation, remove_failed};
 use super::manifest::Manifest;
 use super::shards::write_snapshot;
@@ -174,11 +173,8 @@ pub(crate) fn poll(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Res
     if flight.outcome.is_none() {
         flight.outcome = saves.writer.look();
     }
-    let own = match flight.outcome {
-        Some(_) => Own::No,
-        None => Own::Yes,
-    };
-    match agree::on_any_rank(plan, comms, own) {
+    let is_busy = flight.outcome.is_none();
+    match agree::on_any_rank(plan, comms, is_busy) {
         Ok(true) => Ok(None),
         Ok(false) => advance(plan, comms, saves),
         Err(error) => {
