@@ -239,17 +239,6 @@ pub(super) fn checksum(bytes: &[u8]) -> String {
     format!("{:016x}", xxh3_64(bytes))
 }
 
-/// Removes the generations that a checkpoint has begun and that do not count. Nothing else in the
-/// folder is touched, and what cannot be removed costs space only.
-pub(super) fn remove_others(
-    folder: CheckpointFolder<'_>,
-    current: &Manifest,
-    previous: Option<&Manifest>,
-) {
-    let counts = Some(current.generation.as_str());
-    remove_but(folder, (&current.checkpoint, counts), previous);
-}
-
 /// Removes what a save has begun that has failed, so that a full disk is not full of that. All
 /// ranks have stopped writing to it.
 pub(super) fn remove_failed(folder: CheckpointFolder<'_>, generation: &Generation) {
@@ -265,8 +254,9 @@ pub(super) fn remove_failed(folder: CheckpointFolder<'_>, generation: &Generatio
     }
 }
 
-/// Removes all generations that a checkpoint has begun but the one that counts.
-fn remove_but(
+/// Removes all generations that a checkpoint has begun but the one that counts. Nothing else in the
+/// folder is touched, and what cannot be removed costs space only.
+pub(super) fn remove_but(
     folder: CheckpointFolder<'_>,
     (checkpoint, counts): (&str, Option<&str>),
     previous: Option<&Manifest>,

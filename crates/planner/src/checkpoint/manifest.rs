@@ -30,11 +30,11 @@ use crate::{PlanError, Result};
 /// Name of the manifest in its folder.
 const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
-const FORMAT: &str = "fusestep-checkpoint";
+pub(super) const FORMAT: &str = "fusestep-checkpoint";
 /// Most bytes of a file's name, as file systems have it.
 const MAX_NAME_BYTES: usize = 255;
 /// Version that is written, and the newest that is read.
-const VERSION: u32 = 5;
+pub(super) const VERSION: u32 = 5;
 /// First version with a checksum, marks and the rules' directions.
 const VERSION_CHECKED: u32 = 3;
 
@@ -233,30 +233,6 @@ impl Manifest {
         self.version >= VERSION_CHECKED
     }
 
-    /// A manifest without files.
-    pub(crate) fn new(optimizer: String, step: u64) -> Self {
-        Self {
-            format: FORMAT.to_owned(),
-            version: VERSION,
-            xxh3: String::new(),
-            checkpoint: String::new(),
-            optimizer,
-            objective: None,
-            optimizer_of: BTreeMap::new(),
-            settings: BTreeMap::new(),
-            schedule: None,
-            step,
-            skipped: 0,
-            loss_scale: None,
-            steps_of: BTreeMap::new(),
-            open: None,
-            caller: BTreeMap::new(),
-            tensors: BTreeMap::new(),
-            generation: String::new(),
-            shards: Vec::new(),
-        }
-    }
-
     /// Fills in the files that all ranks have written, looks for them, and makes this the manifest
     /// that counts.
     pub(super) fn commit_to(
@@ -285,7 +261,8 @@ impl Manifest {
         self.xxh3 = self.checksum(&path)?;
         let text = serde_json::to_vec_pretty(&self).map_err(|error| no_json(&path, &error))?;
         Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
-        generation::remove_others(folder, &self, previous.as_ref());
+        let counts = Some(self.generation.as_str());
+        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());
         Ok(self)
     }
 }

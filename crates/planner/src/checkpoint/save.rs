@@ -7,7 +7,7 @@ use fusestep_tensor::{DType, Role, Shape};
 
 use super::counts::Progress;
 use super::generation::{Generation, remove_failed};
-use super::manifest::{Manifest, TensorSpec, refuse};
+use super::manifest::{FORMAT, Manifest, TensorSpec, VERSION, refuse};
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
 use super::{
@@ -190,25 +190,34 @@ pub(super) fn manifest_of(
     state: &State,
     caller: BTreeMap<String, String>,
 ) -> Result<Manifest> {
-    let mut manifest = Manifest::new(plan.optimizer().name().to_owned(), state.step());
-    manifest.objective = fits::objective(plan);
-    manifest.optimizer_of = fits::own_rules(plan);
-    manifest.settings = fits::settings_of_state(plan);
-    manifest.schedule = plan.schedule().map(ToString::to_string);
-    manifest.skipped = state.skipped();
-    manifest.loss_scale = state
-        .loss_scale()
-        .map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps()));
-    manifest.caller = caller;
-    for (param, desc) in plan.params().iter().enumerate() {
+    let params = plan.params().iter().enumerate();
+    let steps_of = params.filter_map(|(param, desc)| {
         let step = state.step - state.steps_behind[param];
-        if step != state.step() && desc.numel() > 0 {
-            manifest.steps_of.insert(desc.name.clone(), step);
-        }
-    }
-    manifest.open = progress::open_run(plan, state);
-    manifest.tensors = tensors_of_checkpoint(plan, manifest.open.as_ref())?;
-    Ok(manifest)
+        let differs = step != state.step && desc.numel() > 0;
+        differs.then(|| (desc.name.clone(), step))
+    });
+    let scale = state.loss_scale();
+    let open = progress::open_run(plan, state);
+    Ok(Manifest {
+        format: FORMAT.to_owned(),
+        version: VERSION,
+        xxh3: String::new(),
+        checkpoint: String::new(),
+        optimizer: plan.optimizer().name().to_owned(),
+        objective: fits::objective(plan),
+        optimizer_of: fits::own_rules(plan),
+        settings: fits::settings_of_state(plan),
+        schedule: plan.schedule().map(ToString::to_string),
+        step: state.step,
+        skipped: state.skipped(),
+        loss_scale: scale.map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps())),
+        steps_of: steps_of.collect(),
+        caller,
+        tensors: tensors_of_checkpoint(plan, open.as_ref())?,
+        open,
+        generation: String::new(),
+        shards: Vec::new(),
+    })
 }
 
 pub(super) fn tensors_of_checkpoint(
