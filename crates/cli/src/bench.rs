@@ -20,15 +20,15 @@ use crate::ceiling::Ceiling;
 use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{ParamDType, PlanningArgs, PrecisionArgs, parse_threads, pool, threads};
+use crate::options::{PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads};
 use crate::output::{duration, print, print_json};
 use crate::peers::{self, CandlePair, CandleTimes};
-use crate::ranks::{RankArgs, bounded};
+use crate::ranks::{RankArgs, whole};
 use crate::rules::{OptimizerArgs, Rule};
 use crate::timer::Timer;
 
 /// Most rounds.
-const MOST_ROUNDS: usize = 1_000_000;
+const MOST_ROUNDS: u64 = 1_000_000;
 
 /// Flags of `bench`.
 #[derive(Debug, Args)]
@@ -53,10 +53,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
     /// Element type of shapes that state none
-    #[arg(long, value_enum, default_value = "f32")]
-    pub(crate) dtype: ParamDType,
+    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
+    pub(crate) dtype: DType,
     /// Rounds; each times everything in turn, and the best of each counts
-    #[arg(long, value_name = "N", default_value = "5", value_parser = bounded::<1, MOST_ROUNDS>)]
+    #[arg(long, value_name = "N", default_value = "5", value_parser = whole::<usize, 1, MOST_ROUNDS>)]
     pub(crate) rounds: usize,
     /// Also time another implementation on the same shapes, and ours in its place
     #[arg(long, value_enum)]
@@ -72,7 +72,7 @@ impl BenchArgs {
     /// What carries calls between ranks, if there are any.
     pub(crate) fn engine(&self) -> Option<Engine> {
         let calls = self.collective.collective.is_some() || self.of_ranks();
-        calls.then(|| self.collective.engine())
+        calls.then(|| self.collective.engine.unwrap_or_default())
     }
 
     /// Whether steps of many ranks are timed.
@@ -136,7 +136,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         .model
         .as_deref()
         .context("a model, which the flags require without a collective")?;
-    let mut params = read_model(model, args.dtype.into())?.params;
+    let mut params = read_model(model, args.dtype)?.params;
     args.optimizer.exclude(&mut params);
     let rule = args.optimizer.rule()?;
     ensure!(
@@ -192,7 +192,7 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
     let summary = BenchSummary {
         parameters: params.len(),
         elements: plan.elements(),
-        dtype: DType::from(args.dtype).name(),
+        dtype: args.dtype.name(),
         optimizer: rule.name(),
         simd: backend.level().name(),
         threads: backend.pool().threads(),
@@ -286,6 +286,11 @@ impl<'a> Subject<'a> {
         })
     }
 
+    pub(crate) fn run(&mut self) -> anyhow::Result<()> {
+        self.plan.run(&mut self.state, self.backend)?;
+        Ok(())
+    }
+
     pub(crate) fn sample(&mut self) -> anyhow::Result<()> {
         let (plan, state, backend) = (self.plan, &mut self.state, self.backend);
         self.timer
@@ -305,21 +310,17 @@ struct Plans {
 impl Plans {
     fn new(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Self> {
         let limits = args.planning.limits();
-        let scheduled = |planner| args.optimizer.scheduled(planner);
-        let fused = scheduled(args.planning.planner(rule, limits));
-        let fused = args
-            .gradients
-            .passes(args.precision.planner(fused, params))
-            .plan(params)?;
-        let naive = scheduled(Planner::new(rule).limits(limits).naive());
-        let naive = args
-            .gradients
-            .passes(args.precision.planner(naive, params))
-            .plan(params)?;
+        let planned = |planner| {
+            let planner = args.optimizer.scheduled(planner);
+            let planner = args.precision.planner(planner, params);
+            args.gradients.passes(planner).plan(params)
+        };
+        let fused = planned(args.planning.planner(rule, limits))?;
+        let naive = planned(Planner::new(rule).limits(limits).naive())?;
         let compared = fused.precision(DType::F32) != Precision::default()
             || params.iter().any(|param| param.dtype != DType::F32);
         let wide = if compared {
-            let wide = scheduled(Planner::new(rule).limits(limits));
+            let wide = args.optimizer.scheduled(Planner::new(rule).limits(limits));
             Some(args.gradients.passes(wide).plan(&as_f32(params))?)
         } else {
             None

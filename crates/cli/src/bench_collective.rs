@@ -8,6 +8,7 @@ use fusestep_simd::Level;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
+use crate::options::name_of;
 use crate::output::{duration, print, print_json};
 
 /// Flags of `bench --collective`.
@@ -42,13 +43,6 @@ const LEAST_BYTES: u64 = size_of::<f32>() as u64;
 
 /// Most bytes of each rank's buffer.
 const MOST_BYTES: u64 = 1 << 34;
-
-impl CollectiveArgs {
-    /// What carries calls between ranks.
-    pub(crate) fn engine(&self) -> Engine {
-        self.engine.unwrap_or(Engine::Thread)
-    }
-}
 
 /// Collectives that can be timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -90,7 +84,7 @@ impl FromStr for Size {
 #[derive(Serialize)]
 struct Summary {
     collective: &'static str,
-    engine: &'static str,
+    engine: String,
     rows: Vec<AllReduceRow>,
 }
 
@@ -101,7 +95,7 @@ pub(crate) fn run(
     json: bool,
 ) -> anyhow::Result<()> {
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
-    let measured = args.engine().run(&args.ranks, |comm| {
+    let measured = args.engine.unwrap_or_default().run(&args.ranks, |comm| {
         measure_all_reduce(comm, &sizes, Level::detect())
     })?;
     let Some(rows) = measured else {
@@ -109,7 +103,7 @@ pub(crate) fn run(
     };
     let summary = Summary {
         collective: "all-reduce",
-        engine: args.engine().name(),
+        engine: name_of(args.engine.unwrap_or_default()),
         rows,
     };
     if json {

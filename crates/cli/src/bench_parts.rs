@@ -9,7 +9,7 @@ use fusestep_planner::{Comms, Plan, Reduced, Stage, State, StorageSpec, ZeroStag
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
-use crate::bench::filled;
+use crate::bench::{Subject, filled};
 use crate::ceiling::Ceiling;
 
 /// What every gradient is.
@@ -201,31 +201,9 @@ impl Work for Calls {
 }
 
 /// The update of one rank, alone.
-pub(crate) struct Update<'a> {
-    plan: &'a Plan,
-    backend: &'a CpuBackend,
-    state: State,
-}
-
-impl<'a> Update<'a> {
-    pub(crate) fn new(plan: &'a Plan, backend: &'a CpuBackend) -> anyhow::Result<Self> {
-        let mut state = plan.allocate(backend)?;
-        for param in plan.params() {
-            for (role, value) in [(Role::Param, 0.1), (Role::Grad, GRADIENT)] {
-                state.write(backend, role, &param.name, &filled(param, value))?;
-            }
-        }
-        Ok(Self {
-            plan,
-            backend,
-            state,
-        })
-    }
-}
-
-impl Work for Update<'_> {
+impl Work for Subject<'_> {
     fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
-        self.plan.run(&mut self.state, self.backend)?;
+        self.run()?;
         until_all_have(comms)
     }
 }

@@ -8,15 +8,16 @@ use fusestep_collective::{Collectives, Communicator, ReduceOp};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Optimizer, Plan, Planner, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc, counted};
+use fusestep_tensor::{ParamDesc, counted};
 use serde::Serialize;
 
-use crate::bench::BenchArgs;
-use crate::bench_parts::{Calls, Step, Streamed, Update, Work, own_params};
+use crate::bench::{BenchArgs, Subject};
+use crate::bench_parts::{Calls, Step, Streamed, Work, own_params};
 use crate::ceiling::Ceiling;
+use crate::options::name_of;
 use crate::output::{duration, print, print_json};
 use crate::ranks::{Fused, RankArgs};
-use crate::timer::MIN_SAMPLE_NS;
+use crate::timer::{MIN_SAMPLE_NS, Timer};
 
 /// Most bytes that the ceiling's arrays have on all ranks together; longer steps are scaled from
 /// them.
@@ -33,7 +34,7 @@ struct Summary {
     dtype: &'static str,
     optimizer: &'static str,
     ranks: usize,
-    engine: &'static str,
+    engine: String,
     zero: u8,
     /// Threads of each rank.
     threads: usize,
@@ -67,7 +68,8 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
     );
     let found = args
         .collective
-        .engine()
+        .engine
+        .unwrap_or_default()
         .run(&args.collective.ranks, |comm| {
             measure(args, rule, params, comm)
         })?;
@@ -114,43 +116,27 @@ impl std::fmt::Display for Summary {
     }
 }
 
-/// The best time of the slowest rank so far.
-struct RankTimer {
-    best: f64,
-    /// Calls of one sample, so that it lasts long enough.
-    calls: u32,
-}
-
-impl RankTimer {
-    fn new() -> Self {
-        Self {
-            best: f64::INFINITY,
-            calls: 1,
+/// Times work by the slowest rank; all ranks call it, with the same work.
+fn sample(timer: &mut Timer, comms: &mut Comms<'_>, work: &mut dyn Work) -> anyhow::Result<()> {
+    loop {
+        let mut nanoseconds = 0.0;
+        for _ in 0..timer.calls {
+            work.prepare()?;
+            comms.communicator().barrier()?;
+            let start = Instant::now();
+            work.call(comms)?;
+            nanoseconds += start.elapsed().as_nanos() as f64;
         }
-    }
-
-    /// All ranks call it, with the same work.
-    fn sample(&mut self, comms: &mut Comms<'_>, work: &mut dyn Work) -> anyhow::Result<()> {
-        loop {
-            let mut nanoseconds = 0.0;
-            for _ in 0..self.calls {
-                work.prepare()?;
-                comms.communicator().barrier()?;
-                let start = Instant::now();
-                work.call(comms)?;
-                nanoseconds += start.elapsed().as_nanos() as f64;
-            }
-            // All see the same time, so all agree on whether it was long enough.
-            let mut slowest = [nanoseconds];
-            comms
-                .communicator()
-                .all_reduce(&mut slowest, ReduceOp::Max)?;
-            if slowest[0] >= MIN_SAMPLE_NS || self.calls >= MOST_CALLS {
-                self.best = self.best.min(slowest[0] / f64::from(self.calls));
-                return Ok(());
-            }
-            self.calls *= 2;
+        // All see the same time, so all agree on whether it was long enough.
+        let mut slowest = [nanoseconds];
+        comms
+            .communicator()
+            .all_reduce(&mut slowest, ReduceOp::Max)?;
+        if slowest[0] >= MIN_SAMPLE_NS || timer.calls >= MOST_CALLS {
+            timer.best = timer.best.min(slowest[0] / f64::from(timer.calls));
+            return Ok(());
         }
+        timer.calls *= 2;
     }
 }
 
@@ -207,7 +193,7 @@ fn measure(
     let mut step = Step::new(plan, &backend, comm)?;
     let mut reduce = Calls::reducing(&plans.separate, comm)?;
     let mut gather = Calls::gathering(&plans.separate, comm)?;
-    let mut update = Update::new(&plans.own, &backend)?;
+    let mut update = Subject::new(&plans.own, &backend)?;
     let bytes = plan.bytes_per_element() * plan.elements() / topology.world as u64;
     let most = MOST_CEILING_BYTES / topology.world as u64;
     let mut stream = Streamed {
@@ -217,25 +203,25 @@ fn measure(
     let mut comms = args
         .rank_args
         .comms(comm, Fused::from(args.planning.naive))?;
-    let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| RankTimer::new());
-    let mut streams = PREFETCH_DISTANCES.map(|_| RankTimer::new());
+    let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| Timer::new());
+    let mut streams = PREFETCH_DISTANCES.map(|_| Timer::new());
     for _ in 0..args.rounds {
         // The step is timed as often as streams are, or the ceiling would have more tries at a
         // quiet moment.
         for (index, timer) in streams.iter_mut().enumerate() {
-            whole.sample(&mut comms, &mut step)?;
+            sample(&mut whole, &mut comms, &mut step)?;
             stream.index = index;
-            timer.sample(&mut comms, &mut stream)?;
+            sample(timer, &mut comms, &mut stream)?;
         }
-        reduced.sample(&mut comms, &mut reduce)?;
-        updated.sample(&mut comms, &mut update)?;
-        gathered.sample(&mut comms, &mut gather)?;
+        sample(&mut reduced, &mut comms, &mut reduce)?;
+        sample(&mut updated, &mut comms, &mut update)?;
+        sample(&mut gathered, &mut comms, &mut gather)?;
     }
     let best = streams.iter().map(|timer| timer.best);
     let scale = bytes as f64 / stream.ceiling.len_bytes() as f64;
     let ceiling_ns = scale * best.fold(f64::INFINITY, f64::min);
     // A part that the plan has not takes no time, whatever the clock says.
-    let of_calls = |timer: RankTimer, calls: &Calls| {
+    let of_calls = |timer: Timer, calls: &Calls| {
         if calls.all.is_empty() {
             0.0
         } else {
@@ -245,10 +231,10 @@ fn measure(
     Ok(Summary {
         parameters: params.len(),
         elements: plan.elements(),
-        dtype: DType::from(args.dtype).name(),
+        dtype: args.dtype.name(),
         optimizer: rule.name(),
         ranks: topology.world,
-        engine: args.collective.engine().name(),
+        engine: name_of(args.collective.engine.unwrap_or_default()),
         zero: plan.zero().number(),
         threads: backend.pool().threads(),
         ns_per_step: whole.best,

@@ -1,5 +1,6 @@
 //! `fusestep check`: what this machine offers and what is missing.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use fusestep_simd::Level;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
-use crate::options::threads;
+use crate::options::{name_of, threads};
 use crate::output::{duration, print, print_json};
 
 /// Folders in which Linux distributions and CUDA put shared libraries.
@@ -46,15 +47,10 @@ struct Finding {
     detail: String,
 }
 
-#[derive(Debug, Serialize)]
-struct Findings {
-    findings: Vec<Finding>,
-}
-
 /// What a test of collectives prints with `--json`.
 #[derive(Debug, Serialize)]
 struct Tested {
-    engine: &'static str,
+    engine: String,
     ranks: usize,
     right: Vec<&'static str>,
     /// An all-reduce on memory that no cache has.
@@ -74,7 +70,7 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
         let rows = measure_all_reduce(comm, &TABLE, Level::detect())?;
         let costs = measure(comm)?;
         Ok::<_, CollectiveError>(Tested {
-            engine: engine.name(),
+            engine: name_of(engine),
             ranks: comm.world_size(),
             right,
             link: costs.all_reduce,
@@ -133,7 +129,7 @@ pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
     args.ranks.require_none("--engine")?;
     let findings = vec![simd(), thread_count(), cuda(), mpi(), nccl()];
     if args.json {
-        return print_json(&Findings { findings });
+        return print_json(&BTreeMap::from([("findings", findings)]));
     }
     let mut text = String::new();
     for finding in &findings {

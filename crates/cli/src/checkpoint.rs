@@ -12,7 +12,7 @@ use serde::Serialize;
 use crate::folders;
 use crate::output::{non_finite, print, print_json};
 use crate::places::require_beside;
-use crate::ranks::bounded;
+use crate::ranks::whole;
 
 /// Flags of `checkpoint`.
 #[derive(Debug, Args)]
@@ -33,7 +33,7 @@ enum Action {
         folder: FolderArgs,
         /// Number of ranks' files; one of whole parameters is written beside them, unless a
         /// distributed parameter has no whole
-        #[arg(long, value_name = "N", value_parser = bounded::<1, MAX_SHARDS>)]
+        #[arg(long, value_name = "N", value_parser = whole::<usize, 1, { MAX_SHARDS as u64 }>)]
         world: usize,
         /// An empty or new folder
         #[arg(long, value_name = "DIR")]

@@ -9,7 +9,8 @@ use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
 
-use crate::ranks::{MOST_RANKS, bounded, whole};
+use crate::options::name_of;
+use crate::ranks::{MOST_RANKS, whole};
 use crate::{launch, outcomes};
 
 #[cfg(feature = "nccl")]
@@ -21,9 +22,10 @@ use gpus::run as on_gpus;
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Engines of collectives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Engine {
     /// Ranks are threads of this process
+    #[default]
     Thread,
     /// Ranks are processes of this machine, on memory that they share; started by `fusestep
     /// launch`, torchrun or this command itself
@@ -113,7 +115,7 @@ impl Watch {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Ranks {
     /// Ranks that are threads, 2 by default; mpirun says how many processes there are
-    #[arg(long, value_name = "N", value_parser = bounded::<1, MOST_RANKS>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     ranks: Option<usize>,
     /// How many if nothing says so.
     #[arg(skip = 2usize)]
@@ -183,18 +185,6 @@ impl Ranks {
 }
 
 impl Engine {
-    /// The name on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Engine::Thread => "thread",
-            Engine::Processes => "processes",
-            Engine::Mpi => "mpi",
-            Engine::MpiNative => "mpi-native",
-            Engine::Nccl => "nccl",
-            Engine::NcclNative => "nccl-native",
-        }
-    }
-
     /// Runs `body` on every rank; returns what rank 0 has found, on rank 0 only.
     pub(crate) fn run<T: Send, E: Into<anyhow::Error> + Send>(
         self,
@@ -205,7 +195,7 @@ impl Engine {
             ranks.meet.is_none() || matches!(self, Engine::Nccl | Engine::NcclNative),
             "expected --engine nccl or nccl-native with --meet, found {}; a folder carries what \
              ranks say and no gradients",
-            self.name()
+            name_of(self)
         );
         let (reduction, compare) = match self {
             Engine::Thread => {
@@ -228,7 +218,7 @@ impl Engine {
             bail!(
                 "{launched} processes were started together, and MPI knows of one; expected \
                  mpirun to start them, or --engine processes, found --engine {}",
-                self.name()
+                name_of(self)
             );
         }
         on_process(ranks, world.as_mut(), body)
@@ -328,7 +318,7 @@ pub(crate) fn require_engine(engine: Option<Engine>, meets: bool) -> anyhow::Res
         "{launched} processes were started together by {launcher}, and each would take itself for \
          the whole; expected --engine {works} (check, train, bench), found {}; or start one \
          process without {launcher}, whose ranks are those of --ranks",
-        engine.map_or("none", Engine::name)
+        engine.map_or("none".to_owned(), name_of)
     );
     Ok(())
 }

@@ -56,7 +56,8 @@ pub(crate) struct Model {
 /// own.
 pub(crate) fn read_model(path: &Path, dtype: DType) -> anyhow::Result<Model> {
     if path.extension().and_then(OsStr::to_str) == Some("json") {
-        let params = read_shapes(path, dtype)?;
+        let named = || path.display().to_string();
+        let params = parse_shapes(path, &Disk.read(path).with_context(named)?, dtype)?;
         return Ok(Model {
             params,
             buffers: Vec::new(),
@@ -103,11 +104,6 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
 fn parameter_dtype(name: &str) -> Option<DType> {
     let found = name.parse().ok();
     found.filter(|dtype| matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16))
-}
-
-fn read_shapes(path: &Path, dtype: DType) -> anyhow::Result<Vec<ParamDesc>> {
-    let named = || path.display().to_string();
-    parse_shapes(path, &Disk.read(path).with_context(named)?, dtype)
 }
 
 /// Checks the text of a shapes file that was read from `path`.

@@ -6,13 +6,13 @@ use anyhow::{Context, bail, ensure};
 use clap::Args;
 use fusestep_collective_processes::{LaunchOptions, Launched, launch, launched_processes};
 
-use crate::ranks::{MOST_RANKS, bounded};
+use crate::ranks::{MOST_RANKS, whole};
 
 /// Flags of `launch`.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
     /// How many processes
-    #[arg(short = 'n', long, value_name = "N", value_parser = bounded::<1, MOST_RANKS>)]
+    #[arg(short = 'n', long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     ranks: usize,
     /// The program and its arguments, behind `--`
     #[arg(required = true, last = true, value_name = "PROGRAM")]

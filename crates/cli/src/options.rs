@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use anyhow::{Context, ensure};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
@@ -13,6 +14,12 @@ use fusestep_tensor::{DType, ParamDesc, Quoted};
 use rayon::ThreadPoolBuilder;
 
 use crate::ranks::whole;
+
+/// The name that a flag's value has on the command line.
+pub(crate) fn name_of(value: impl ValueEnum) -> String {
+    let value = value.to_possible_value();
+    value.map_or_else(String::new, |value| value.get_name().to_owned())
+}
 
 /// What a 16-bit parameter has beside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -301,37 +308,13 @@ pub(crate) fn pool(asked: Option<NonZeroUsize>) -> anyhow::Result<Pool> {
     Ok(Pool::of(Arc::new(own.build().context("--threads")?)))
 }
 
-/// Element types that parameters can have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ParamDType {
-    /// IEEE 754 binary32
-    F32,
-    /// IEEE 754 binary64
-    F64,
-    /// IEEE 754 binary16
-    F16,
-    /// The upper half of a binary32
-    Bf16,
-}
-
-impl From<ParamDType> for candle_core::DType {
-    fn from(dtype: ParamDType) -> Self {
-        match dtype {
-            ParamDType::F32 => candle_core::DType::F32,
-            ParamDType::F64 => candle_core::DType::F64,
-            ParamDType::F16 => candle_core::DType::F16,
-            ParamDType::Bf16 => candle_core::DType::BF16,
-        }
-    }
-}
-
-impl From<ParamDType> for fusestep_tensor::DType {
-    fn from(dtype: ParamDType) -> Self {
-        match dtype {
-            ParamDType::F32 => fusestep_tensor::DType::F32,
-            ParamDType::F64 => fusestep_tensor::DType::F64,
-            ParamDType::F16 => fusestep_tensor::DType::F16,
-            ParamDType::Bf16 => fusestep_tensor::DType::BF16,
-        }
-    }
+/// Reads an element type that parameters can have.
+pub(crate) fn param_dtype() -> impl TypedValueParser<Value = DType> {
+    let types = [
+        PossibleValue::new("f32").help("IEEE 754 binary32"),
+        PossibleValue::new("f64").help("IEEE 754 binary64"),
+        PossibleValue::new("f16").help("IEEE 754 binary16"),
+        PossibleValue::new("bf16").help("The upper half of a binary32"),
+    ];
+    PossibleValuesParser::new(types).try_map(|name| name.parse::<DType>())
 }

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use clap::Args;
 use fusestep_planner::{PlanSummary, RankSummary};
-use fusestep_tensor::Quoted;
+use fusestep_tensor::{DType, Quoted};
 use serde::Serialize;
 
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{ParamDType, PlanningArgs, PrecisionArgs};
+use crate::options::{PlanningArgs, PrecisionArgs, param_dtype};
 use crate::output::{print, print_json, write_page};
 use crate::places::require_apart;
 use crate::ranks::{Fused, WorldArgs};
@@ -31,8 +31,8 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     world: WorldArgs,
     /// Element type of shapes that state none
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ParamDType,
+    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
+    dtype: DType,
     /// Print the plan's numbers as one JSON object
     #[arg(long)]
     json: bool,
@@ -47,7 +47,7 @@ pub(crate) struct PlanArgs {
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let written = [("--html", args.html.as_ref()), ("--svg", args.svg.as_ref())];
     require_apart(("the model", Some(&args.model)), &written)?;
-    let mut model = read_model(&args.model, args.dtype.into())?;
+    let mut model = read_model(&args.model, args.dtype)?;
     args.optimizer.exclude(&mut model.params);
     let planner = args
         .planning

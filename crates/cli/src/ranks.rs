@@ -20,15 +20,15 @@ const MIB: f64 = 1_048_576.0;
 const MOST_MEASURED: usize = 16;
 
 /// Most ranks that are run as threads or processes of one machine.
-pub(crate) const MOST_RANKS: usize = 1_024;
+pub(crate) const MOST_RANKS: u64 = 1_024;
 
 /// Most micro-steps of an update.
-const MOST_MICRO_STEPS: usize = 1_000_000;
+const MOST_MICRO_STEPS: u64 = 1_000_000;
 
 /// Most communication streams of a rank, each a thread of its own.
-const MOST_STREAMS: usize = 64;
+const MOST_STREAMS: u64 = 64;
 
-/// Reads a number of any type from `LEAST` to `MOST`, likewise.
+/// Reads a number from `LEAST` to `MOST`, and names both otherwise.
 pub(crate) fn whole<T: FromStr, const LEAST: u64, const MOST: u64>(
     text: &str,
 ) -> Result<T, String> {
@@ -36,14 +36,6 @@ pub(crate) fn whole<T: FromStr, const LEAST: u64, const MOST: u64>(
     let number = number.filter(|number| (LEAST..=MOST).contains(number));
     number
         .and_then(|_| text.parse().ok())
-        .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
-}
-
-/// Reads a number from `LEAST` to `MOST`, and names both otherwise.
-pub(crate) fn bounded<const LEAST: usize, const MOST: usize>(text: &str) -> Result<usize, String> {
-    let number = text.parse().ok();
-    number
-        .filter(|number| (LEAST..=MOST).contains(number))
         .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
 }
 
@@ -67,7 +59,7 @@ pub(crate) struct RankArgs {
     pub(crate) bucket_cap_mib: Option<f64>,
     /// Reduce buckets on this many communication streams while gradients are still being given; 0:
     /// in the step [default: 2; 0 with --naive, and where ranks see each other's memory]
-    #[arg(long, value_name = "N", alias = "rings", value_parser = bounded::<0, MOST_STREAMS>)]
+    #[arg(long, value_name = "N", alias = "rings", value_parser = whole::<usize, 0, MOST_STREAMS>)]
     pub(crate) comm_streams: Option<usize>,
     /// Reduce, update and gather one after the other, also where ranks see each other's memory and
     /// could do it in one pass
@@ -82,7 +74,7 @@ pub(crate) struct RankArgs {
         long,
         value_name = "K",
         alias = "gradient-merge",
-        value_parser = bounded::<1, MOST_MICRO_STEPS>
+        value_parser = whole::<usize, 1, MOST_MICRO_STEPS>
     )]
     pub(crate) accumulate: Option<usize>,
     /// Reduce gradients across ranks in every batch that is added, which takes less memory and
@@ -212,7 +204,7 @@ impl From<bool> for Fused {
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct WorldArgs {
     /// Number of ranks
-    #[arg(long, value_name = "N", value_parser = bounded::<1, MAX_WORLD>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize, 1, { MAX_WORLD as u64 }>)]
     pub(crate) world: Option<usize>,
     /// What will carry the calls: ranks of `thread` and `processes` see each other's memory, which
     /// those of an unnamed engine do not
@@ -255,30 +247,22 @@ impl WorldArgs {
     /// Values that are no positive numbers; more ranks to measure between than a machine has room
     /// for.
     pub(crate) fn cost_model(&self, fused: Fused) -> anyhow::Result<CostModel> {
-        let above_zero = |value: f64| value > 0.0 && value.is_finite();
         let given = [
+            ("--latency-us", Some(self.latency_us)),
+            ("--bandwidth-gbs", Some(self.bandwidth_gbs)),
+            // A backward pass may take no time, and hide nothing then.
+            (
+                "--backward-ms",
+                Some(self.backward_ms).filter(|ms| *ms != 0.0),
+            ),
             ("--scatter-gbs", self.scatter_gbs),
             ("--gather-gbs", self.gather_gbs),
             ("--memory-gbs", self.memory_gbs),
         ];
-        let given = given
-            .into_iter()
-            .filter_map(|(flag, value)| value.map(|value| (flag, value, above_zero(value))));
-        let always = [
-            ("--latency-us", self.latency_us, above_zero(self.latency_us)),
-            (
-                "--bandwidth-gbs",
-                self.bandwidth_gbs,
-                above_zero(self.bandwidth_gbs),
-            ),
-            (
-                "--backward-ms",
-                self.backward_ms,
-                self.backward_ms == 0.0 || above_zero(self.backward_ms),
-            ),
-        ];
-        for (flag, value, right) in always.into_iter().chain(given) {
-            ensure!(right, "{flag}: expected a number above 0, found {value}");
+        for (flag, value) in given {
+            let right = value.is_none_or(|value| value > 0.0 && value.is_finite());
+            let found = value.unwrap_or_default();
+            ensure!(right, "{flag}: expected a number above 0, found {found}");
         }
         let link = |gbs: f64| Link {
             alpha_seconds: self.latency_us * 1e-6,

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use clap::ValueEnum;
 
+use crate::options::name_of;
 use crate::rules::Rule;
 use crate::tasks::Model;
 
@@ -47,7 +48,7 @@ pub(crate) fn help() -> String {
     for rule in Rule::value_variants() {
         let [digits, transformer] =
             [Model::Digits, Model::Transformer].map(|model| rate(model, *rule));
-        let _ = write!(text, "\n  {:<14}{digits:<8}{transformer}", rule.name());
+        let _ = write!(text, "\n  {:<14}{digits:<8}{transformer}", name_of(*rule));
     }
     text
 }

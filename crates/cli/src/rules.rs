@@ -145,24 +145,6 @@ pub(crate) struct OptimizerArgs {
     pub(crate) maximize: bool,
 }
 
-impl Rule {
-    /// The name on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Rule::Adamw => "adamw",
-            Rule::Adam => "adam",
-            Rule::Sgd => "sgd",
-            Rule::Momentum => "momentum",
-            Rule::Lion => "lion",
-            Rule::Adagrad => "adagrad",
-            Rule::Rmsprop => "rmsprop",
-            Rule::ScheduleFree => "schedule-free",
-            Rule::Lars => "lars",
-            Rule::Lamb => "lamb",
-        }
-    }
-}
-
 impl OptimizerArgs {
     /// These flags, with a learning rate if none was given.
     pub(crate) fn with_default_lr(self, lr: f64) -> Self {

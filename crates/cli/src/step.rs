@@ -22,11 +22,11 @@ use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::{BackendArgs, PlanningArgs, PrecisionArgs};
 use crate::output::{print_json, warn_non_finite};
-use crate::ranks::bounded;
+use crate::ranks::whole;
 use crate::rules::OptimizerArgs;
 
 /// Most steps of a run.
-const MOST_STEPS: usize = 1_000_000_000;
+const MOST_STEPS: u64 = 1_000_000_000;
 
 /// Flags of `step`.
 #[derive(Debug, Args)]
@@ -48,7 +48,7 @@ pub(crate) struct StepArgs {
     #[command(flatten)]
     precision: PrecisionArgs,
     /// Steps to apply, each with the same gradients
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = bounded::<0, MOST_STEPS>)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = whole::<usize, 0, MOST_STEPS>)]
     steps: usize,
     /// Where the parameters go; an existing file, or the one a link leads to, is replaced once the
     /// new one is complete

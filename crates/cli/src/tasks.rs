@@ -88,13 +88,3 @@ impl TaskArgs {
         Ok(Box::new(text))
     }
 }
-
-impl Model {
-    /// The name on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Model::Digits => "digits",
-            Model::Transformer => "transformer",
-        }
-    }
-}

@@ -9,7 +9,7 @@ pub(crate) const MIN_SAMPLE_NS: f64 = 4e6;
 pub(crate) struct Timer {
     pub(crate) best: f64,
     /// Calls of one sample, so that it lasts long enough.
-    calls: u32,
+    pub(crate) calls: u32,
 }
 
 impl Timer {

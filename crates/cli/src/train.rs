@@ -5,16 +5,16 @@ use std::path::PathBuf;
 
 use anyhow::ensure;
 use clap::Args;
-use fusestep_tensor::counted;
+use fusestep_tensor::{DType, counted};
 use fusestep_tensor_file::check_writable;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks, Watch};
 use crate::gradients::GradientArgs;
-use crate::options::{BackendName, ParamDType, PrecisionArgs, parse_threads};
+use crate::options::{BackendName, PrecisionArgs, param_dtype, parse_threads};
 use crate::output::{duration, print, print_json, write_page};
 use crate::places::require_beside;
-use crate::ranks::{MOST_RANKS, RankArgs, bounded, whole};
+use crate::ranks::{MOST_RANKS, RankArgs, whole};
 use crate::rates::{help, rate};
 use crate::report::report_page;
 use crate::rules::OptimizerArgs;
@@ -26,7 +26,7 @@ use crate::values::descs;
 pub(crate) const MOST_EPOCHS: usize = 1_000_000;
 
 /// Most samples of one step, of all ranks together.
-const MOST_SAMPLES: usize = 1_000_000;
+const MOST_SAMPLES: u64 = 1_000_000;
 
 /// Flags of `train`.
 #[derive(Debug, Args)]
@@ -39,7 +39,7 @@ pub(crate) struct TrainArgs {
         long,
         default_value = "20",
         default_value_if("model", "transformer", "4"),
-        value_parser = bounded::<1, MOST_EPOCHS>
+        value_parser = whole::<usize, 1, { MOST_EPOCHS as u64 }>
     )]
     pub(crate) epochs: usize,
     /// Images or windows of one step, of all ranks together; of the transformer 16
@@ -47,7 +47,7 @@ pub(crate) struct TrainArgs {
         long,
         default_value = "32",
         default_value_if("model", "transformer", "16"),
-        value_parser = bounded::<1, MOST_SAMPLES>
+        value_parser = whole::<usize, 1, MOST_SAMPLES>
     )]
     pub(crate) batch: usize,
     #[command(flatten)]
@@ -57,7 +57,7 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) precision: PrecisionArgs,
     /// Number of ranks, each with its part of every batch
-    #[arg(long, value_name = "N", value_parser = bounded::<1, MOST_RANKS>)]
+    #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     pub(crate) ranks: Option<usize>,
     /// What carries calls between ranks [default: thread]
     #[arg(long, value_enum)]
@@ -71,8 +71,8 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "K", value_parser = whole::<NonZeroU64, 1, { u64::MAX }>)]
     pub(crate) compare_parameters: Option<NonZeroU64>,
     /// Element type of parameters and gradients
-    #[arg(long, value_enum, default_value = "f32")]
-    pub(crate) dtype: ParamDType,
+    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
+    pub(crate) dtype: DType,
     /// Decides the first parameters, the split and the order of samples
     #[arg(long, default_value_t = 1, value_parser = whole::<u64, 0, { u64::MAX }>)]
     pub(crate) seed: u64,
@@ -116,7 +116,7 @@ pub(crate) struct TrainArgs {
 #[derive(Debug, Serialize)]
 pub(crate) struct TrainSummary {
     /// What was trained.
-    pub(crate) model: &'static str,
+    pub(crate) model: String,
     /// Where steps ran.
     pub(crate) backend: &'static str,
     /// Of the whole run, with those that a checkpoint had seen.
@@ -169,7 +169,7 @@ pub(crate) struct RankNumbers {
     /// Number of ranks.
     pub(crate) ranks: usize,
     /// What carries calls between them.
-    pub(crate) engine: &'static str,
+    pub(crate) engine: String,
     /// ZeRO stage.
     pub(crate) zero: u8,
     /// Bytes of optimizer state on rank 0, padding included.
@@ -184,13 +184,6 @@ pub(crate) struct RankNumbers {
     pub(crate) bucket_peak_bytes: u64,
     /// Bytes of all parameters.
     pub(crate) parameter_bytes: u64,
-}
-
-impl TrainArgs {
-    /// What carries calls between ranks.
-    pub(crate) fn engine(&self) -> Engine {
-        self.engine.unwrap_or(Engine::Thread)
-    }
 }
 
 /// One pass over the samples of an epoch.
@@ -233,7 +226,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
     let task = args.task.task(args.seed)?;
     let task = task.as_ref();
-    let mut params = descs(task, args.dtype.into())?;
+    let mut params = descs(task, args.dtype)?;
     args.optimizer.exclude(&mut params);
     // A page that cannot be written is known before the training and not after.
     if let Some(path) = &args.report {
@@ -244,7 +237,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     }
     args.backend.is_built()?;
     let ranks = Ranks::new(args.ranks, args.watch.clone());
-    let trained = args.engine().run(&ranks, |comm| {
+    let trained = args.engine.unwrap_or_default().run(&ranks, |comm| {
         training::train(args, rule, (task, &params), comm)
     })?;
     // Other ranks have nothing to say.

@@ -16,7 +16,7 @@ use fusestep_models::Task;
 use fusestep_planner::{
     Comms, FolderLock, Optimizer, Plan, Planner, Saves, State, Topology, ZeroStage,
 };
-use fusestep_tensor::{ParamDesc, Role};
+use fusestep_tensor::{DType, ParamDesc, Role};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -25,13 +25,13 @@ use rand_chacha::ChaCha8Rng;
 use self::checkpoints::{check_folder, make_folder};
 use self::handshake::compare_calls;
 use self::summary::Tally;
-use crate::options::{ParamDType, threads};
+use crate::options::threads;
 use crate::output::print;
 use crate::position::Position;
 use crate::ranks::Fused;
 use crate::shadow::Shadow;
 use crate::train::{Epoch, TrainArgs, TrainSummary};
-use crate::values::{vars_of, with_bytes};
+use crate::values::{candle_dtype, vars_of, with_bytes};
 
 /// What a run ends with.
 pub(crate) struct Trained {
@@ -65,7 +65,7 @@ pub(crate) fn train(
         check_folder(folder, args.resume)?;
     }
     let mut state = plan.allocate_on(backend, comm)?;
-    let vars = task.start(args.seed, args.dtype.into())?;
+    let vars = task.start(args.seed, candle_dtype(args.dtype))?;
     for (param, var) in params.iter().zip(&vars) {
         with_bytes(var, |bytes| {
             Ok(state.write(backend, Role::Param, &param.name, bytes)?)
@@ -122,7 +122,7 @@ fn plan_of(
 fn compares(args: &TrainArgs, plan: &Plan) -> bool {
     plan.topology().world == 1
         && plan.micro_steps() == 1
-        && args.dtype == ParamDType::F32
+        && args.dtype == DType::F32
         && args.precision.precision() == Precision::default()
         && args.gradients.none()
         && args.optimizer.exclude.is_empty()

@@ -19,6 +19,16 @@ pub(crate) fn descs(
     descs.collect()
 }
 
+/// The element type as candle has it.
+pub(crate) fn candle_dtype(dtype: fusestep_tensor::DType) -> DType {
+    match dtype {
+        fusestep_tensor::DType::F64 => DType::F64,
+        fusestep_tensor::DType::F16 => DType::F16,
+        fusestep_tensor::DType::BF16 => DType::BF16,
+        _ => DType::F32,
+    }
+}
+
 /// Variables with these values.
 pub(crate) fn vars_of(
     params: &[ParamDesc],
@@ -26,12 +36,7 @@ pub(crate) fn vars_of(
 ) -> candle_core::Result<Vec<Var>> {
     let vars = params.iter().enumerate().map(|(at, param)| {
         let dims: Vec<usize> = param.shape.dims().iter().map(|&dim| dim as usize).collect();
-        let dtype = match param.dtype {
-            fusestep_tensor::DType::F64 => DType::F64,
-            fusestep_tensor::DType::F16 => DType::F16,
-            fusestep_tensor::DType::BF16 => DType::BF16,
-            _ => DType::F32,
-        };
+        let dtype = candle_dtype(param.dtype);
         let bytes = values.bytes(at);
         Var::from_tensor(&Tensor::from_raw_buffer(bytes, dtype, &dims, &Device::Cpu)?)
     });

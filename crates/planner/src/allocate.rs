@@ -20,46 +20,38 @@ use crate::state::Schedule;
 use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::update_norms::{UpdateReader, UpdateRows};
-use crate::{Plan, PlanError, State};
+use crate::{Plan, PlanError, Result, State};
 
-/// Who gives memory for what ranks move.
-pub(crate) enum Allocator<'a> {
-    /// The backend, for everything.
-    Backend(&'a dyn Backend),
-    /// The communicator, so that ranks see it.
-    Communicator(&'a dyn Backend, &'a mut dyn Communicator),
+/// Who gives memory.
+pub(crate) struct Allocator<'a> {
+    pub(crate) backend: &'a dyn Backend,
+    /// Gives what ranks move, so that they see it; without one the backend does.
+    pub(crate) comm: Option<&'a mut dyn Communicator>,
 }
 
 impl Allocator<'_> {
-    pub(crate) fn backend(&self) -> &dyn Backend {
-        match self {
-            Allocator::Backend(backend) | Allocator::Communicator(backend, _) => *backend,
-        }
-    }
-
     /// Memory of an arena that calls move, or one that they do not.
-    pub(crate) fn arena(
-        &mut self,
-        len_bytes: usize,
-        moves: bool,
-    ) -> Result<Box<dyn Buffer>, PlanError> {
-        match self {
-            Allocator::Communicator(backend, comm) if moves && backend.takes_host_memory() => {
+    pub(crate) fn arena(&mut self, len_bytes: usize, moves: bool) -> Result<Box<dyn Buffer>> {
+        match &mut self.comm {
+            Some(comm) if moves && self.backend.takes_host_memory() => {
                 let memory: HostMemory = comm.allocate(len_bytes)?;
                 Ok(Box::new(memory))
             }
-            Allocator::Backend(backend) | Allocator::Communicator(backend, _) => {
-                Ok(backend.allocate(len_bytes)?)
-            }
+            _ => Ok(self.backend.allocate(len_bytes)?),
         }
     }
 }
 
-pub(crate) fn allocate_from(plan: &Plan, mut allocator: Allocator<'_>) -> Result<State, PlanError> {
-    check_backend(plan, allocator.backend())?;
+/// [`Plan::allocate`] and [`Plan::allocate_on`].
+pub(crate) fn allocate_from<'a>(
+    plan: &Plan,
+    backend: &'a dyn Backend,
+    comm: Option<&'a mut dyn Communicator>,
+) -> Result<State> {
+    check_backend(plan, backend)?;
+    let mut allocator = Allocator { backend, comm };
     let storages = allocate_storages(plan, &mut allocator)?;
     let arena = GradientArena::allocate(plan, &mut allocator)?;
-    let backend = allocator.backend();
     let names = plan.params.iter().enumerate();
     let mut exchange = Exchange::of(plan)?;
     exchange.norm_on_device = DeviceNorm::of(plan, &exchange, backend)?;
@@ -104,10 +96,7 @@ pub(crate) fn allocate_from(plan: &Plan, mut allocator: Allocator<'_>) -> Result
 }
 
 /// The arenas of all lists.
-fn allocate_storages(
-    plan: &Plan,
-    allocator: &mut Allocator<'_>,
-) -> Result<Vec<StorageState>, PlanError> {
+fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<StorageState>> {
     let mut storages = Vec::with_capacity(plan.storages.len());
     for spec in &plan.storages {
         let Some(&first) = spec.members.first() else {
@@ -140,7 +129,7 @@ fn allocate_storages(
             scalars,
             step_scalars: vec![0; layout.step_scalar_bytes * plan.groups.groups.len()],
             update_rows: if plan.update_norms {
-                Some(UpdateRows::allocate(spec, allocator.backend())?)
+                Some(UpdateRows::allocate(spec, allocator.backend)?)
             } else {
                 None
             },
@@ -150,9 +139,8 @@ fn allocate_storages(
 }
 
 /// Refuses a backend that cannot run a stage of the plan.
-fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
-    let fused = |stage: &crate::Stage| matches!(stage, crate::Stage::ReduceUpdate(_));
-    if backend.takes_host_memory() || !plan.stages.iter().any(fused) {
+fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<()> {
+    if backend.takes_host_memory() || !plan.is_fused() {
         return Ok(());
     }
     Err(PlanError::Conflict {

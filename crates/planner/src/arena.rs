@@ -5,12 +5,12 @@ use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::DType;
 
 use crate::allocate::Allocator;
+use crate::bytes::take_shortest;
 use crate::comms::Comms;
 use crate::passes::ReducedWhen;
 use crate::ready::Ready;
 use crate::region::{Region, place_in, regions, sum_width};
-use crate::spare::take_shortest;
-use crate::{Plan, PlanError, Stage, StorageSpec, ZeroStage};
+use crate::{Plan, Result, Stage, StorageSpec, ZeroStage};
 
 /// Gradients that micro-steps add and ranks reduce.
 #[derive(Debug)]
@@ -88,7 +88,7 @@ pub(crate) enum SegmentState {
 }
 
 impl GradientArena {
-    pub(crate) fn allocate(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Self, PlanError> {
+    pub(crate) fn allocate(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Self> {
         let keeps = keeps_segments(plan);
         let mut segments = Vec::with_capacity(plan.segments.len());
         let mut held_bytes = 0;
@@ -129,17 +129,17 @@ impl GradientArena {
             seen_peak_bytes: 0,
             copied_bytes: 0,
             exposed_ns: 0,
-            on_host: allocator.backend().takes_host_memory(),
+            on_host: allocator.backend.takes_host_memory(),
             accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
             starts_early: starts_early(plan),
         };
-        arena.allocate_sums(plan, allocator.backend())?;
+        arena.allocate_sums(plan, allocator.backend)?;
         if arena.on_host && !keeps && arena.usual_bytes > 0 {
             let memory = allocator.arena(arena.usual_bytes, true)?;
             arena.kept = address(memory.as_ref());
             arena.spare.push(memory);
         }
-        arena.allocate_spares(plan, allocator.backend())?;
+        arena.allocate_spares(plan, allocator.backend)?;
         arena.held_bytes += bytes_of(&arena.spare);
         arena.peak_bytes = arena.held_bytes;
         Ok(arena)
@@ -147,7 +147,7 @@ impl GradientArena {
 
     /// Memory for the segments that are filled and reduced at a time, where a driver may wait for
     /// calls under way before it gives any; a backward pass that runs further ahead takes more.
-    fn allocate_spares(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+    fn allocate_spares(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<()> {
         if self.on_host || keeps_segments(plan) {
             return Ok(());
         }
@@ -160,7 +160,7 @@ impl GradientArena {
     }
 
     /// Sums for gradients of 16 bits, and for gradients that are reduced in every micro-step.
-    fn allocate_sums(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<(), PlanError> {
+    fn allocate_sums(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<()> {
         let Some(rule) = plan.accumulation().filter(|rule| rule.every.get() > 1) else {
             return Ok(());
         };
@@ -187,8 +187,8 @@ impl GradientArena {
         &mut self,
         region: Region,
         dtype: DType,
-        allocate: impl FnOnce(usize) -> Result<Box<dyn Buffer>, PlanError>,
-    ) -> Result<&mut dyn Buffer, PlanError> {
+        allocate: impl FnOnce(usize) -> Result<Box<dyn Buffer>>,
+    ) -> Result<&mut dyn Buffer> {
         let len_bytes = region.numel as usize * sum_width(dtype);
         let sums = match self.sums[region.index].take() {
             Some(sums) => sums,
@@ -209,8 +209,8 @@ impl GradientArena {
         &mut self,
         segment: usize,
         len_bytes: usize,
-        mut allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>, PlanError>,
-    ) -> Result<Option<&mut Box<dyn Buffer>>, PlanError> {
+        mut allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>>,
+    ) -> Result<Option<&mut Box<dyn Buffer>>> {
         if let SegmentState::Here(None) = &self.segments[segment] {
             let memory = match take_shortest(&mut self.spare, len_bytes) {
                 Some(spare) => spare,
@@ -323,7 +323,7 @@ impl GradientArena {
         spec: &StorageSpec,
         backend: &dyn Backend,
         (param, tensor): (usize, usize),
-    ) -> Result<Option<Vec<u8>>, PlanError> {
+    ) -> Result<Option<Vec<u8>>> {
         let region = self.regions[param];
         let Some(sums) = &self.sums[region.index] else {
             return Ok(None);
@@ -371,7 +371,7 @@ fn bytes_of(memory: &[Box<dyn Buffer>]) -> u64 {
 }
 
 /// Bytes of a segment's gradients.
-fn len_bytes(plan: &Plan, segment: &crate::Segment) -> usize {
+pub(crate) fn len_bytes(plan: &Plan, segment: &crate::Segment) -> usize {
     let width = plan.storages[segment.storage].grad_dtype().len_bytes();
     (segment.elements.end - segment.elements.start) as usize * width
 }

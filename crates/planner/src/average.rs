@@ -13,7 +13,7 @@ use crate::gather::in_place;
 use crate::passes::{Averaged, Interval, LocalSgd};
 use crate::step::RankStep;
 use crate::storage::StorageState;
-use crate::{PlanError, State, master};
+use crate::{Result, State, master};
 
 /// An interval that follows the loss.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,7 +27,7 @@ pub(crate) struct Adapting {
 }
 
 /// [`Plan::average_now`].
-pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<()> {
     step.state.since_average = 0;
     let Some(rule) = step
         .plan
@@ -40,14 +40,11 @@ pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> 
     step.state.params_version += 1;
     let with_state = rule.averaged == Averaged::ParamsAndState;
     let done = average_lists(step, with_state);
-    if done.is_err() {
-        step.state.poison();
-    }
-    done
+    step.state.or_poison(done)
 }
 
 /// Averages parameters across ranks, if it is time to.
-pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool> {
     let Some(rule) = step.plan.local_sgd() else {
         return Ok(false);
     };
@@ -79,7 +76,7 @@ pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool, PlanEr
 /// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that
 /// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
 /// forget what masters and residuals keep.
-fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<(), PlanError> {
+fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<()> {
     for (storage, spec) in step.plan.storages.iter().enumerate() {
         if spec.distributed || spec.members.is_empty() {
             continue;
@@ -111,11 +108,7 @@ fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<(), Pl
 }
 
 /// All bytes of a list, as the host can work on them.
-fn bytes_of(
-    storage: &StorageState,
-    backend: &dyn Backend,
-    list: usize,
-) -> Result<HostMemory, PlanError> {
+fn bytes_of(storage: &StorageState, backend: &dyn Backend, list: usize) -> Result<HostMemory> {
     let buffer = storage.lists[list].buffer.as_ref();
     let mut bytes = HostMemory::zeroed(buffer.len_bytes())?;
     backend.read(buffer, 0, bytes.bytes_mut())?;
@@ -127,7 +120,7 @@ fn write_all(
     backend: &dyn Backend,
     list: usize,
     bytes: &[u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     Ok(backend.write(storage.lists[list].buffer.as_mut(), 0, bytes)?)
 }
 
@@ -137,7 +130,7 @@ fn average_list(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     list: usize,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let dtype = storage.lists[list].dtype();
     let buffer = storage.lists[list].buffer.as_mut();
     let all = 0..buffer.len_bytes();
@@ -152,7 +145,7 @@ fn average_split(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     (param, residual): (usize, usize),
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let mut high = bytes_of(storage, backend, param)?;
     let mut low = bytes_of(storage, backend, residual)?;
     let bits = |bytes: &HostMemory| -> Vec<u16> {
@@ -188,7 +181,7 @@ fn round_masters(dtype: DType, masters: &[u8], params: &mut [u8]) {
 }
 
 /// The mean of all ranks' losses; not a number if one has none.
-fn mean_loss(state: &State, comms: &mut Comms<'_>) -> Result<f64, PlanError> {
+fn mean_loss(state: &State, comms: &mut Comms<'_>) -> Result<f64> {
     let mut loss = [state.adapting.loss.unwrap_or(f64::NAN)];
     let operation = Operation::AllReduce(ReduceOp::Average);
     comms.in_place(

@@ -5,7 +5,7 @@ use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
 use crate::storage::check_len;
-use crate::{PlanError, State};
+use crate::{Result, State};
 
 /// Lists that the average of a parameter is computed from besides the parameter.
 const BESIDE: [Role; 3] = [Role::Master, Role::Remainder, Role::Base];
@@ -19,8 +19,8 @@ pub(crate) struct Beside {
 impl Beside {
     /// Reads each list with `read`, which gives its dtype too, or nothing if there is no such list.
     pub(crate) fn read(
-        mut read: impl FnMut(Role) -> Result<Option<(DType, Vec<u8>)>, PlanError>,
-    ) -> Result<Self, PlanError> {
+        mut read: impl FnMut(Role) -> Result<Option<(DType, Vec<u8>)>>,
+    ) -> Result<Self> {
         let mut beside = Self {
             lists: Default::default(),
             base: DType::F32,
@@ -83,7 +83,7 @@ pub(crate) fn average_of(
     backend: &dyn Backend,
     name: &str,
     bytes: &mut [u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let param = state.find(name)?;
     let (dtype, numel) = (
         state.params[param].dtype,

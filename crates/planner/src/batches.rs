@@ -9,10 +9,9 @@ use fusestep_launch::{
 use fusestep_tensor::Role;
 
 use crate::group::ParameterGroups;
-use crate::norm::Placed;
 use crate::state::Schedule;
 use crate::{
-    GradientRead, Optimize, Plan, PlanError, SizeClass, Stage, State, StorageSpec, batches,
+    GradientRead, Optimize, Plan, PlanError, Result, SizeClass, Stage, State, StorageSpec, batches,
 };
 
 /// A stage over whole tensors of a storage, with its batches.
@@ -21,7 +20,7 @@ pub(crate) fn update_stage(
     storage: usize,
     size_class: SizeClass,
     tensors: Vec<u32>,
-) -> Result<Optimize, PlanError> {
+) -> Result<Optimize> {
     let mut optimize = Optimize {
         storage,
         bucket: None,
@@ -40,7 +39,7 @@ pub(crate) fn of_update(
     stage: &Optimize,
     takes_part: impl Fn(usize) -> bool,
     groups: &ParameterGroups,
-) -> Result<Vec<Batch>, PlanError> {
+) -> Result<Vec<Batch>> {
     let spec = &plan.storages[stage.storage];
     let Some(&member) = spec.members.first() else {
         return Ok(Vec::new());
@@ -62,7 +61,7 @@ pub(crate) fn of_read(
     plan: &Plan,
     read: &GradientRead,
     takes_part: impl Fn(usize) -> bool,
-) -> Result<Vec<Batch>, PlanError> {
+) -> Result<Vec<Batch>> {
     let spec = &plan.storages[read.storage];
     let Some(kernel) = reader_of(plan, read.storage)? else {
         return Ok(Vec::new());
@@ -79,7 +78,7 @@ pub(crate) fn of_read(
 }
 
 /// Makes all batches, for the stages and tables as they are.
-pub(crate) fn make_anew(plan: &mut Plan) -> Result<(), PlanError> {
+pub(crate) fn make_anew(plan: &mut Plan) -> Result<()> {
     let mut stages = std::mem::take(&mut plan.stages);
     for stage in &mut stages {
         match stage {
@@ -102,7 +101,7 @@ pub(crate) fn make_anew(plan: &mut Plan) -> Result<(), PlanError> {
 pub(crate) fn reader_of(
     plan: &Plan,
     storage: usize,
-) -> Result<Option<Box<dyn MultiTensorReduction>>, PlanError> {
+) -> Result<Option<Box<dyn MultiTensorReduction>>> {
     let Some(&first) = plan.storages[storage].members.first() else {
         return Ok(None);
     };
@@ -115,7 +114,7 @@ pub(crate) fn reader_of(
 
 /// Makes the batches anew if the pattern of tensors without gradient or missed steps has
 /// changed.
-pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<(), PlanError> {
+pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<()> {
     if !state.schedule.stale {
         return Ok(());
     }
@@ -142,7 +141,7 @@ pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<(), PlanError> {
                 !state.without_gradient[param]
             })?);
         }
-        memory.placed = Placed::No;
+        memory.placed = false;
     }
     let without_gradient = &state.without_gradient;
     state
@@ -185,7 +184,7 @@ impl LaunchCount {
     ///
     /// # Errors
     /// [`LaunchError::TooMany`] beyond [`MAX_LAUNCHES`] of all stages together.
-    pub(crate) fn add(&mut self, batches: &[Batch], kernel: &str) -> Result<(), PlanError> {
+    pub(crate) fn add(&mut self, batches: &[Batch], kernel: &str) -> Result<()> {
         self.0 += batches.len().saturating_sub(1);
         if self.0 < MAX_LAUNCHES {
             return Ok(());

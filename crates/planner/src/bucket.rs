@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::passes::Oversize;
 use crate::stage::{Gather, Reduce};
-use crate::{Plan, PlanError, Stage, StorageSpec};
+use crate::{Plan, PlanError, Result, Stage, StorageSpec};
 
 /// Consecutive whole tensors whose gradients share one allocation and become ready together for the
 /// calls of their buckets.
@@ -119,7 +119,7 @@ pub(crate) fn segments(
     ready: &[u32],
     caps: Option<&Caps>,
     grain: Grain,
-) -> Result<(Vec<Segment>, Vec<Bucket>), PlanError> {
+) -> Result<(Vec<Segment>, Vec<Bucket>)> {
     let mut filling = Filling {
         plan,
         caps,
@@ -270,7 +270,7 @@ pub(crate) fn cut(
     buckets: &mut [Bucket],
     ranks: usize,
     grain: Grain,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if buckets.len() > most_of(ranks) {
         return Err(too_many(ranks));
     }
@@ -333,25 +333,22 @@ fn snap(spec: &StorageSpec, elements: &Range<u64>, at: u64, grain: Grain) -> u64
 
 /// Makes the buckets for the storages as they are, with a call for each that is reduced and for
 /// each that is gathered.
-pub(crate) fn make(plan: &mut Plan) -> Result<(), PlanError> {
+pub(crate) fn make(plan: &mut Plan) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
-    let result = plan.stages.iter().find_map(|stage| match stage {
-        Stage::Reduce(reduce) => Some(reduce.result),
+    let mut stages = plan.stages.iter().enumerate();
+    let reduced = stages.find_map(|(at, stage)| match stage {
+        Stage::Reduce(reduce) => Some((at, reduce.result)),
         _ => None,
     });
     let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
     let gathers = plan.stages.iter().any(gathers);
     (plan.segments, plan.buckets) = segments(plan, &plan.ready, plan.caps.as_ref(), plan.grain()?)?;
-    let before = plan
-        .stages
-        .iter()
-        .position(|stage| matches!(stage, Stage::Reduce(_)));
     let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
     plan.stages.retain(|stage| !calls(stage));
     let buckets = 0..plan.buckets.len();
-    if let (Some(result), Some(at)) = (result, before) {
+    if let Some((at, result)) = reduced {
         let reduce = |bucket| Stage::Reduce(Reduce { bucket, result });
         plan.stages.splice(at..at, buckets.clone().map(reduce));
     }

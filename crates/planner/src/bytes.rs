@@ -1,4 +1,4 @@
-//! Bytes of a call, on the host or on a device.
+//! Bytes of a call, on the host or on a device, and memory that is through with one use.
 
 use std::any::Any;
 use std::ops::Range;
@@ -110,4 +110,15 @@ impl Buffer for Elsewhere {
     fn as_any_mut(&mut self) -> &mut dyn Any {
         self
     }
+}
+
+/// Takes the shortest memory that has so many bytes.
+pub(crate) fn take_shortest(
+    spare: &mut Vec<Box<dyn Buffer>>,
+    len_bytes: usize,
+) -> Option<Box<dyn Buffer>> {
+    let lens = spare.iter().map(|memory| memory.len_bytes()).enumerate();
+    let fits = lens.filter(|&(_, len)| len >= len_bytes);
+    let (at, _) = fits.min_by_key(|&(_, len)| len)?;
+    Some(spare.swap_remove(at))
 }

@@ -11,10 +11,9 @@ use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
 
 use crate::DeviceParams;
-use crate::bytes::{Bytes, Elsewhere, foreign};
+use crate::bytes::{Bytes, Elsewhere, foreign, take_shortest};
 use crate::segment_calls::{Reducing, SegmentCalls};
 use crate::shard_groups::ShardGroups;
-use crate::spare::take_shortest;
 
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
 /// that run beside the backward pass.
@@ -74,13 +73,10 @@ impl<'a> Comms<'a> {
         comm: &'a mut dyn Communicator,
         count: usize,
     ) -> Result<Self, CollectiveError> {
-        let streams = match comm.world_size() {
-            1 => Vec::new(),
-            _ => comm_streams(comm, count)?,
-        };
+        let (streams, ahead) = streams_of(comm, count)?;
         Ok(Self {
-            ahead: ahead_on_device(comm, &streams)?,
             streams,
+            ahead,
             ..Self::direct(comm)
         })
     }
@@ -100,14 +96,10 @@ impl<'a> Comms<'a> {
             return Self::with_streams(comm, stream_count);
         }
         let mut groups = ShardGroups::split(comm, group.get())?;
-        let within = groups.within.as_mut();
-        let streams = match group.get() {
-            1 => Vec::new(),
-            _ => comm_streams(within, stream_count)?,
-        };
+        let (streams, ahead) = streams_of(groups.within.as_mut(), stream_count)?;
         Ok(Self {
-            ahead: ahead_on_device(within, &streams)?,
             streams,
+            ahead,
             groups: Some(groups),
             ..Self::direct(comm)
         })
@@ -136,7 +128,7 @@ impl<'a> Comms<'a> {
 
     /// Keeps the memory of parameters that are no longer read, for those that are gathered next.
     pub fn use_again(&mut self, params: DeviceParams) {
-        self.spare.extend(params.into_buffers());
+        self.spare.extend(params.buffers);
     }
 
     /// Memory of the backend's device for so many bytes, or more.
@@ -374,16 +366,23 @@ impl<'a> Comms<'a> {
     }
 }
 
-/// The stream of parameters where calls are made on devices: founding it takes memory there, for
-/// which a driver may wait until calls that are under way have ended.
-fn ahead_on_device(
+/// So many streams for buckets, none of a single rank, and that of parameters where calls are made
+/// on devices: founding it takes memory there, for which a driver may wait until calls that are
+/// under way have ended.
+fn streams_of(
     comm: &mut dyn Communicator,
-    streams: &[CommStream],
-) -> Result<Option<CommStream>, CollectiveError> {
-    if streams.is_empty() || comm.device().is_none() {
-        return Ok(None);
+    count: usize,
+) -> Result<(Vec<CommStream>, Option<CommStream>), CollectiveError> {
+    if comm.world_size() == 1 {
+        return Ok((Vec::new(), None));
     }
-    Ok(comm_streams(comm, 1)?.pop())
+    let streams = comm_streams(comm, count)?;
+    let ahead = if streams.is_empty() || comm.device().is_none() {
+        None
+    } else {
+        comm_streams(comm, 1)?.pop()
+    };
+    Ok((streams, ahead))
 }
 
 /// Bytes that a rank sends for a call on buffers of so many bytes, by ring algorithms.

@@ -4,7 +4,7 @@
 use fusestep_collective::{Costs, Link, Operation};
 use serde::Serialize;
 
-use crate::arena::{keeps_segments, kept_bytes};
+use crate::arena::{keeps_segments, kept_bytes, len_bytes};
 use crate::{CallPurpose, Plan, PlannedCall, calls};
 
 /// The call that reduces a bucket and updates it.
@@ -135,10 +135,9 @@ pub enum EventKind {
 pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
     let calls = calls::planned(plan);
     let is_reduce = |call: &&PlannedCall| {
-        call.what == CallPurpose::Data && call.operation.starts_with("reduce-scatter")
-            || call.what == CallPurpose::Data
-                && call.operation == "all-reduce"
-                && call.bucket.is_some()
+        let reduces_whole = call.operation == "all-reduce" && call.bucket.is_some();
+        let reduces = reduces_whole || call.operation.starts_with("reduce-scatter");
+        call.what == CallPurpose::Data && reduces
     };
     let reduces: Vec<&PlannedCall> = calls.iter().filter(is_reduce).collect();
     let passes = plan.micro_steps();
@@ -203,10 +202,8 @@ fn fresh_seconds(plan: &Plan, model: &CostModel) -> f64 {
     if keeps_segments(plan) {
         return 0.0;
     }
-    let sizes = plan.segments.iter().map(|segment| {
-        let width = plan.storages[segment.storage].grad_dtype().len_bytes() as u64;
-        (segment.elements.end - segment.elements.start) * width
-    });
+    let segments = plan.segments.iter();
+    let sizes = segments.map(|segment| len_bytes(plan, segment) as u64);
     let (all, largest) = sizes.fold((0, 0u64), |(all, most), one| (all + one, most.max(one)));
     // One that is being filled, and one for each stream.
     let most = (model.comm_streams as u64 + 1).saturating_mul(largest);

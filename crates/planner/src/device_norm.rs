@@ -8,15 +8,13 @@
 //! f64 they are so small that adding them up is adding the integers.
 
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::{
-    Backend, Batch, Buffer, CHUNK_LEAVES, FoldLeaves, LeafSquares, SquareSum, TensorPartials,
-};
-use fusestep_tensor::{DType, Role};
+use fusestep_launch::{Backend, Batch, Buffer, FoldLeaves, SquareSum};
+use fusestep_tensor::DType;
 
-use crate::exchange::Exchange;
-use crate::leaves::leaves_in;
+use crate::exchange::{Exchange, leaf_squares};
+use crate::leaves::{chunks_of_leaves, leaves_in};
 use crate::step::RankStep;
-use crate::{Plan, PlanError, device_trust, gather, reduce};
+use crate::{Plan, Result, device_trust, gather, reduce};
 
 /// What lies on the device for it.
 #[derive(Debug)]
@@ -38,55 +36,30 @@ impl DeviceNorm {
         plan: &Plan,
         exchange: &Exchange,
         backend: &dyn Backend,
-    ) -> Result<Option<Self>, PlanError> {
+    ) -> Result<Option<Self>> {
         let may = plan.norm_stage().is_some() && device_trust::sums_may_stay_on_devices(plan);
         if backend.device().is_none() || !may {
             return Ok(None);
         }
-        Self::allocate(plan, exchange, backend).map(Some)
-    }
-
-    fn allocate(
-        plan: &Plan,
-        exchange: &Exchange,
-        backend: &dyn Backend,
-    ) -> Result<Self, PlanError> {
-        let (mut places, mut tensors) = (Vec::new(), Vec::with_capacity(plan.params.len()));
-        let mut count = 0;
-        for leaves in exchange.of_params() {
-            count = count.max(leaves.end);
-            let first = places.len() as u64;
-            places.extend(
-                leaves
-                    .clone()
-                    .step_by(CHUNK_LEAVES)
-                    .map(|at| TensorPartials {
-                        first: at as u64,
-                        count: CHUNK_LEAVES.min(leaves.end - at) as u64,
-                    }),
-            );
-            tensors.push(TensorPartials {
-                first,
-                count: places.len() as u64 - first,
-            });
-        }
-        let table = |entries: &[TensorPartials]| {
-            let bytes: &[u8] = bytemuck::cast_slice(entries);
-            let mut buffer = backend.allocate(bytes.len())?;
-            backend.write(buffer.as_mut(), 0, bytes)?;
-            Ok::<_, PlanError>(buffer)
-        };
-        Ok(Self {
-            leaves: backend.allocate(count * size_of::<SquareSum>())?,
+        let (places, tensors) = chunks_of_leaves(exchange.of_params());
+        Ok(Some(Self {
+            leaves: backend.allocate(exchange.count() * size_of::<SquareSum>())?,
             partials: backend.allocate(places.len() * size_of::<SquareSum>())?,
-            places: table(&places)?,
-            tensors: table(&tensors)?,
-        })
+            places: table(backend, bytemuck::cast_slice(&places))?,
+            tensors: table(backend, bytemuck::cast_slice(&tensors))?,
+        }))
     }
 }
 
+/// A table in the backend's memory.
+pub(crate) fn table(backend: &dyn Backend, bytes: &[u8]) -> Result<Box<dyn Buffer>> {
+    let mut buffer = backend.allocate(bytes.len())?;
+    backend.write(buffer.as_mut(), 0, bytes)?;
+    Ok(buffer)
+}
+
 /// Stage `norm` of several ranks on devices: enqueues all of it. Whether it runs there.
-pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     if !step.comms.is_on_device_of(step.backend) {
         return Ok(false);
     }
@@ -102,29 +75,17 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
 }
 
 /// Fills in the sums of all chunks.
-fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<(), PlanError> {
+fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
     step.backend.zero(own.leaves.as_mut())?;
     let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
     for (index, read) in reads.iter().enumerate() {
         reduce::with_gradients(step.plan, step.state, read.bucket, |state| {
-            let storage = &state.storages[read.storage];
-            let Some(list) = storage.list(Role::Grad) else {
-                return Ok(());
-            };
-            let segment = read
-                .bucket
-                .map_or(0, |bucket| step.plan.segment_start(bucket));
-            let first = storage.spec.first_of(list, &read.elements, segment);
             let batches = &state.schedule.norm[index];
             let members = &step.plan.storages[read.storage].members;
             let leaves: Vec<_> = leaves_in(batches, members, state.exchange.of_params()).collect();
             for (batches, place) in in_runs(batches, &leaves) {
-                let squares = LeafSquares {
-                    kernel: state.exchange.reader(index),
-                    batches: &batches,
-                    offsets: storage.spec.layout.offsets(),
-                    list: &storage.lists[list],
-                    first,
+                let Some(squares) = leaf_squares(step.plan, state, (index, read), &batches) else {
+                    return Ok(());
                 };
                 step.backend
                     .leaf_squares_into(squares, (own.leaves.as_mut(), place as u64))?;

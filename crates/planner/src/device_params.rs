@@ -10,7 +10,7 @@ use crate::averages::Values;
 use crate::comms::Comms;
 use crate::stage::Extent;
 use crate::wanted::{Here, Wanted};
-use crate::{Plan, PlanError, State, gather, wanted};
+use crate::{Plan, PlanError, Result, State, gather, wanted};
 
 /// Whole parameters on a device, for as long as this value lives.
 ///
@@ -18,7 +18,7 @@ use crate::{Plan, PlanError, State, gather, wanted};
 /// has ended; [`Comms::use_again`] keeps it for the next ones.
 #[derive(Debug)]
 pub struct DeviceParams {
-    buffers: Vec<Box<dyn Buffer>>,
+    pub(crate) buffers: Vec<Box<dyn Buffer>>,
     /// For each parameter its buffer and its bytes there.
     places: Vec<(usize, Range<usize>)>,
 }
@@ -38,12 +38,7 @@ impl DeviceParams {
     ///
     /// # Panics
     /// If not so many were asked for.
-    pub fn read(
-        &self,
-        backend: &dyn Backend,
-        position: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
+    pub fn read(&self, backend: &dyn Backend, position: usize, bytes: &mut [u8]) -> Result<()> {
         let (buffer, range) = &self.places[position];
         Ok(backend.read(self.buffers[*buffer].as_ref(), range.start, bytes)?)
     }
@@ -51,11 +46,6 @@ impl DeviceParams {
     /// Bytes of all of them.
     pub fn len_bytes(&self) -> usize {
         self.places.iter().map(|(_, range)| range.len()).sum()
-    }
-
-    /// The buffers, for others.
-    pub(crate) fn into_buffers(self) -> Vec<Box<dyn Buffer>> {
-        self.buffers
     }
 }
 
@@ -66,7 +56,7 @@ pub(crate) fn gather_on_device(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     names: &[&str],
-) -> Result<DeviceParams, PlanError> {
+) -> Result<DeviceParams> {
     let is_there = match plan.topology.world {
         1 => backend.device().is_some(),
         _ => comms.is_on_device_of(backend),
@@ -105,7 +95,7 @@ fn gather_segment(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     (wanted, found): (&[Wanted], &mut DeviceParams),
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let storage = plan.segments[wanted[0].segment].storage;
     let dtype = plan.storages[storage].param_dtype();
     let block = wanted::block_of(plan, wanted);
@@ -132,7 +122,7 @@ fn copy_own(
     backend: &dyn Backend,
     (storage, elements): (usize, &Range<u64>),
     (memory, at): (&mut Box<dyn Buffer>, usize),
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let spec = &plan.storages[storage];
     let Some(list) = spec.list(Role::Param) else {
         return Ok(());

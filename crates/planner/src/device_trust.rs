@@ -11,14 +11,15 @@ use std::ops::Range;
 
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::{
-    Backend, Batch, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves,
-    GroupValues, LEAF_ELEMENTS, MAX_SUMS, ROW_VALUES, ResidentTable, TensorPartials, TensorSums,
-    batches, leaf_place,
+    Backend, Batch, Batchable, Buffer, CHUNK_UNITS, ChunkSums, FoldLeaves, GroupValues,
+    LEAF_ELEMENTS, MAX_SUMS, ROW_VALUES, ResidentTable, TensorSums, batches, leaf_place,
 };
 use fusestep_tensor::DType;
 
+use crate::device_norm::table;
+use crate::leaves::chunks_of_leaves;
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Stage, State, TableKind, gather, launches, reduce};
+use crate::{Optimize, Plan, Result, Stage, State, TableKind, gather, launches, reduce};
 
 /// Bytes of a row.
 const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
@@ -83,17 +84,15 @@ enum Leaves {
 impl DeviceTrust {
     /// The memory, if the plan may run the stage on the backend's device: made before any call is
     /// under way there, for which a driver may wait.
-    pub(crate) fn of(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>, PlanError> {
-        let asks = |stage: &Stage| matches!(stage, Stage::Trust);
+    pub(crate) fn of(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>> {
         if backend.device().is_none()
             || !sums_may_stay_on_devices(plan)
-            || !plan.stages.iter().any(asks)
+            || !plan.stages.contains(&Stage::Trust)
         {
             return Ok(None);
         }
         let (of_params, count) = rows_of_leaves(plan)?;
-        let (mut index, mut places) = (Vec::new(), Vec::new());
-        let mut tensors = Vec::with_capacity(of_params.len());
+        let (mut index, mut leaves) = (Vec::new(), Vec::with_capacity(of_params.len()));
         for rows in &of_params {
             let first = index.len();
             for row in rows {
@@ -105,30 +104,15 @@ impl DeviceTrust {
                     index.push(place);
                 }
             }
-            let chunks = places.len() as u64;
-            places.extend((first..index.len()).step_by(CHUNK_LEAVES).map(|at| {
-                let count = CHUNK_LEAVES.min(index.len() - at) as u64;
-                TensorPartials {
-                    first: at as u64,
-                    count,
-                }
-            }));
-            tensors.push(TensorPartials {
-                first: chunks,
-                count: places.len() as u64 - chunks,
-            });
+            leaves.push(first..index.len());
         }
-        let table = |bytes: &[u8]| {
-            let mut buffer = backend.allocate(bytes.len())?;
-            backend.write(buffer.as_mut(), 0, bytes)?;
-            Ok::<_, PlanError>(buffer)
-        };
+        let (places, tensors) = chunks_of_leaves(&leaves);
         Ok(Some(Self {
             rows: backend.allocate(count as usize * ROW_BYTES)?,
             sums: backend.allocate(places.len() * size_of::<[f64; MAX_SUMS]>())?,
-            index: table(bytemuck::cast_slice(&index))?,
-            places: table(bytemuck::cast_slice(&places))?,
-            tensors: table(bytemuck::cast_slice(&tensors))?,
+            index: table(backend, bytemuck::cast_slice(&index))?,
+            places: table(backend, bytemuck::cast_slice(&places))?,
+            tensors: table(backend, bytemuck::cast_slice(&tensors))?,
             of_params,
             own: None,
             filled: false,
@@ -145,7 +129,7 @@ impl DeviceTrust {
         &mut self,
         backend: &dyn Backend,
         lr_of: impl Fn(&Optimize) -> f64,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         for OwnSums { stage, runs } in self.own.iter_mut().flatten() {
             for table in runs.iter_mut().filter_map(|run| run.table.as_mut()) {
                 backend.set_table_lr(table.as_mut(), lr_of(stage))?;
@@ -163,11 +147,7 @@ impl DeviceTrust {
     }
 
     /// What this rank sums up of a stage.
-    fn own_sums(
-        &self,
-        plan: &Plan,
-        (stage, all): &(Optimize, Vec<Batch>),
-    ) -> Result<OwnSums, PlanError> {
+    fn own_sums(&self, plan: &Plan, (stage, all): &(Optimize, Vec<Batch>)) -> Result<OwnSums> {
         let members = &plan.storages[stage.storage].members;
         let mut runs: Vec<(Vec<Batchable>, u64)> = Vec::new();
         let mut next = None;
@@ -207,7 +187,7 @@ impl DeviceTrust {
         });
         Ok(OwnSums {
             stage: stage.clone(),
-            runs: runs.collect::<Result<_, PlanError>>()?,
+            runs: runs.collect::<Result<_>>()?,
         })
     }
 }
@@ -220,7 +200,7 @@ pub(crate) fn sums_may_stay_on_devices(plan: &Plan) -> bool {
 }
 
 /// The rows of each parameter whose rule takes sums over it, and how many there are.
-fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64), PlanError> {
+fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64)> {
     let mut rows = vec![Vec::new(); plan.params.len()];
     let mut count = 0;
     for (storage, spec) in plan.storages.iter().enumerate() {
@@ -260,7 +240,7 @@ fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64), PlanError> {
 }
 
 /// Stage `trust` on devices: enqueues all of it. Whether it runs there.
-pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool> {
     let Some(mut own) = step.state.exchange.trust_on_device.take() else {
         return Ok(false);
     };
@@ -277,11 +257,7 @@ pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError
 
 /// Builds what a recording of the stage cannot wait for; updates look for sums on the device
 /// from now on.
-pub(crate) fn build_tables(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<(), PlanError> {
+pub(crate) fn build_tables(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
     let Some(mut own) = state.exchange.trust_on_device.take() else {
         return Ok(());
     };
@@ -298,7 +274,7 @@ fn own_leaves(
     backend: &dyn Backend,
     own: &mut DeviceTrust,
     leaves: Leaves,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let mut parts: Vec<OwnSums> = match own.own.take() {
         Some(parts) => parts,
         None => {
@@ -336,7 +312,7 @@ fn own_leaves(
 }
 
 /// Fills in the sums of all chunks.
-fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<(), PlanError> {
+fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<()> {
     step.backend.zero(own.rows.as_mut())?;
     own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
     let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);

@@ -172,14 +172,10 @@ fn fmt_update(
         stage.size_class.name(),
     )?;
     for (index, batch) in stage.batches.iter().enumerate().take(BATCHES_SHOWN) {
-        let first = batch
-            .records
-            .first()
-            .map_or("", |r| plan.name(stage.storage, r.tensor));
-        let last = batch
-            .records
-            .last()
-            .map_or("", |r| plan.name(stage.storage, r.tensor));
+        let name =
+            |tensor: Option<u32>| tensor.map_or("", |tensor| plan.name(stage.storage, tensor));
+        let first = name(batch.records.first().map(|record| record.tensor));
+        let last = name(batch.records.last().map(|record| record.tensor));
         writeln!(
             f,
             "  launch {index}: {}, {}, {}, {}: {} .. {}",

@@ -4,7 +4,7 @@ use fusestep_launch::{Backend, BackendError, Graph};
 
 use crate::comms::Comms;
 use crate::run::Executor;
-use crate::{Plan, PlanError, State, StepReport, TableKind, run, table};
+use crate::{Plan, PlanError, Result, State, StepReport, TableKind, run, table};
 
 /// A step recorded by [`Plan::capture`]; keeps the memory that it runs on.
 #[derive(Debug)]
@@ -15,11 +15,7 @@ pub struct StepGraph {
 }
 
 /// [`Plan::enqueue`].
-pub(crate) fn enqueue(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<(), PlanError> {
+pub(crate) fn enqueue(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
     state.check_plan(plan)?;
     state.check_between_steps("enqueue")?;
     check_alone(plan, "enqueue", "step")?;
@@ -37,19 +33,12 @@ pub(crate) fn enqueue(
         None,
         &mut report,
     );
-    if let Err(error) = done {
-        state.poison();
-        return Err(error);
-    }
+    state.or_poison(done)?;
     count_enqueued(state, backend)
 }
 
 /// [`Plan::capture`].
-pub(crate) fn capture(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<StepGraph, PlanError> {
+pub(crate) fn capture(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<StepGraph> {
     state.check_plan(plan)?;
     state.check_between_steps("capture")?;
     check_alone(plan, "capture", "capture_on")?;
@@ -64,7 +53,7 @@ pub(crate) fn record(
     state: &mut State,
     backend: &dyn Backend,
     mut comms: Option<&mut Comms<'_>>,
-) -> Result<StepGraph, PlanError> {
+) -> Result<StepGraph> {
     let mut stopped = None;
     let graph = backend.capture(&mut || {
         let mut executor = Executor::Backend(backend);
@@ -95,7 +84,7 @@ pub(crate) fn replay(
     state: &mut State,
     backend: &dyn Backend,
     graph: &StepGraph,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     state.check_plan(plan)?;
     state.check_between_steps("replay")?;
     check_alone(plan, "replay", "replay_on")?;
@@ -103,7 +92,7 @@ pub(crate) fn replay(
 }
 
 /// Refuses plans of several ranks.
-fn check_alone(plan: &Plan, what: &str, instead: &str) -> Result<(), PlanError> {
+fn check_alone(plan: &Plan, what: &str, instead: &str) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -118,21 +107,18 @@ pub(crate) fn replay_recorded(
     state: &mut State,
     backend: &dyn Backend,
     graph: &StepGraph,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let built_anew = state.tables.generation != graph.generation;
     if built_anew || state.schedule.stale || state.without_gradient_count > 0 {
         return Err(PlanError::StaleGraph);
     }
     table::publish_lr(state, backend)?;
-    if let Err(error) = graph.graph.launch() {
-        state.poison();
-        return Err(error.into());
-    }
+    state.or_poison(graph.graph.launch())?;
     count_enqueued(state, backend)
 }
 
 /// Counts a step that was enqueued.
-fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
+fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<()> {
     if state.norm.is_none() {
         state.advance();
         return Ok(());
@@ -148,7 +134,7 @@ fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<(), PlanEr
 }
 
 /// Refuses to record a step that hangs on what the host does.
-pub(crate) fn check_capturable(state: &State) -> Result<(), PlanError> {
+pub(crate) fn check_capturable(state: &State) -> Result<()> {
     if state.tables.kind != TableKind::Resident {
         return Err(not_capturable("its tables are in arguments"));
     }

@@ -8,6 +8,9 @@ use fusestep_schedule::ScheduleError;
 use fusestep_tensor::{DType, Quoted, Role, TensorError};
 use fusestep_tensor_file::TensorFileError;
 
+/// What a function of this crate returns that can fail.
+pub(crate) type Result<T, E = PlanError> = std::result::Result<T, E>;
+
 /// Why a plan could not be made, allocated or run. Unless it says otherwise nothing has been
 /// written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]

@@ -24,7 +24,7 @@ use crate::device_trust::DeviceTrust;
 use crate::group::ParameterGroups;
 use crate::leaves::{chunk, chunk_squares, leaves_in, leaves_of, place_leaves};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, State, batches, launches, reduce};
+use crate::{GradientRead, Optimize, Plan, Result, Stage, State, batches, launches, reduce};
 
 /// The memory of sums that ranks tell each other.
 #[derive(Default)]
@@ -55,7 +55,7 @@ impl std::fmt::Debug for Exchange {
 
 impl Exchange {
     /// The memory for a plan; empty for one rank.
-    pub(crate) fn of(plan: &Plan) -> Result<Self, PlanError> {
+    pub(crate) fn of(plan: &Plan) -> Result<Self> {
         if plan.topology.world == 1 {
             return Ok(Self::default());
         }
@@ -83,16 +83,12 @@ impl Exchange {
         plan: &Plan,
         takes_part: impl Fn(usize) -> bool,
         groups: &ParameterGroups,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         self.trust.clear();
         if let Some(trust) = &mut self.trust_on_device {
             trust.forget_own();
         }
-        if !plan
-            .stages
-            .iter()
-            .any(|stage| matches!(stage, crate::Stage::Trust))
-        {
+        if !plan.stages.contains(&Stage::Trust) {
             return Ok(());
         }
         let rank = plan.shard_place().rank;
@@ -122,13 +118,8 @@ impl Exchange {
         &self.leaves
     }
 
-    /// The kernel of a read of stage `norm`.
-    pub(crate) fn reader(&self, index: usize) -> &dyn MultiTensorReduction {
-        self.readers[index].as_ref()
-    }
-
     /// How many leaves this rank knows of.
-    fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         let ends = self.leaves.iter().map(|leaves| leaves.end);
         ends.max().unwrap_or(0)
     }
@@ -153,7 +144,7 @@ impl Exchange {
 
 /// Stage `norm` of several ranks on the host: decides on the step from the gradients of all.
 /// Whether it is skipped.
-pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool, PlanError> {
+pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     let mut squares = own_squares(step.plan, step.state, step.backend)?;
     let mut elsewhere = 0;
     let slices = if step.plan.reduces() {
@@ -210,7 +201,7 @@ fn share(
     comms: &mut Comms<'_>,
     told: &mut [f64],
     width: usize,
-) -> Result<Slices, PlanError> {
+) -> Result<Slices> {
     let (shared, own) = told.split_at_mut(exchange.shared * width);
     sum_over(comms, shared, Scope::ShardGroup)?;
     if own.is_empty() {
@@ -229,28 +220,14 @@ fn share(
 
 /// The sums of squares of the leaves that this rank reads, each with the number of its elements
 /// that are not finite; 0 for all others.
-fn own_squares(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<Vec<f64>, PlanError> {
+fn own_squares(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<Vec<f64>> {
     let mut squares = vec![0.0; 2 * state.exchange.count()];
     let reads = plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
     for (index, read) in reads.iter().enumerate() {
         let own = reduce::with_gradients(plan, state, read.bucket, |state| {
             let batches = &state.schedule.norm[index];
-            let storage = &state.storages[read.storage];
-            let list = storage.list(Role::Grad);
-            let Some(list) = list else {
+            let Some(leaves) = leaf_squares(plan, state, (index, read), batches) else {
                 return Ok(Vec::new());
-            };
-            let segment = read.bucket.map_or(0, |bucket| plan.segment_start(bucket));
-            let leaves = LeafSquares {
-                kernel: state.exchange.readers[index].as_ref(),
-                batches,
-                offsets: storage.spec.layout.offsets(),
-                list: &storage.lists[list],
-                first: storage.spec.first_of(list, &read.elements, segment),
             };
             let mut sums = vec![SquareSum::default(); leaves.places().count()];
             backend.leaf_squares(leaves, &mut sums)?;
@@ -266,8 +243,27 @@ fn own_squares(
     Ok(squares)
 }
 
+/// What a read of stage `norm` sums up in these batches; `None` where the caller lends gradients.
+pub(crate) fn leaf_squares<'a>(
+    plan: &Plan,
+    state: &'a State,
+    (index, read): (usize, &GradientRead),
+    batches: &'a [Batch],
+) -> Option<LeafSquares<'a>> {
+    let storage = &state.storages[read.storage];
+    let list = storage.list(Role::Grad)?;
+    let segment = plan.segment_start(read.bucket);
+    Some(LeafSquares {
+        kernel: state.exchange.readers[index].as_ref(),
+        batches,
+        offsets: storage.spec.layout.offsets(),
+        list: &storage.lists[list],
+        first: storage.spec.first_of(list, &read.elements, segment),
+    })
+}
+
 /// Stage `trust` on the host: the sums over whole tensors that a layer-wise rule needs.
-pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<()> {
     let mut told = vec![0.0; step.state.exchange.count() * MAX_SUMS];
     for index in 0..step.state.exchange.trust.len() {
         let (stage, batches) = step.state.exchange.trust[index].clone();
@@ -343,11 +339,7 @@ pub(crate) enum Scope {
 }
 
 /// Adds up a vector over ranks, each of which has filled in what is its own.
-pub(crate) fn sum_over(
-    comms: &mut Comms<'_>,
-    values: &mut [f64],
-    scope: Scope,
-) -> Result<(), PlanError> {
+pub(crate) fn sum_over(comms: &mut Comms<'_>, values: &mut [f64], scope: Scope) -> Result<()> {
     if values.is_empty() {
         return Ok(());
     }

@@ -40,16 +40,6 @@ pub struct Note {
     pub reason: String,
 }
 
-impl Note {
-    pub(crate) fn new(pass: &str, verdict: Verdict, reason: String) -> Self {
-        Self {
-            pass: pass.to_owned(),
-            verdict,
-            reason,
-        }
-    }
-}
-
 impl fmt::Display for Note {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}: {}", self.pass, self.verdict, self.reason)

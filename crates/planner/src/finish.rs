@@ -7,12 +7,12 @@ use crate::bucket::cut;
 use crate::passes::Ownership;
 use crate::stage::{Broadcast, Extent, Part};
 use crate::{
-    Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, TableKind, Verdict, ZeroStage,
-    batches, norm, summary, table,
+    Note, Optimize, Optimizer, Plan, PlanError, Result, Stage, StorageSpec, TableKind, Verdict,
+    ZeroStage, batches, norm, summary, table,
 };
 
 /// Completes a plan once all passes are through.
-pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<(), PlanError> {
+pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<()> {
     check_conflicts(plan)?;
     if !plan.reduces() {
         // Ranks that reduce nothing need no ranges of what is reduced.
@@ -39,7 +39,7 @@ pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<(), PlanError>
     Ok(())
 }
 
-fn check_conflicts(plan: &Plan) -> Result<(), PlanError> {
+fn check_conflicts(plan: &Plan) -> Result<()> {
     let conflict = |first: &str, second: &str, why| {
         Err(PlanError::Conflict {
             first: first.to_owned(),
@@ -220,8 +220,7 @@ fn place_broadcasts(plan: &mut Plan) {
             counted(params as u64, "parameter"),
             counted(calls as u64, "call"),
         );
-        plan.notes
-            .push(Note::new("fuse_broadcast", Verdict::Applied, reason));
+        plan.note("fuse_broadcast", Verdict::Applied, reason);
     }
 }
 
@@ -259,14 +258,11 @@ fn explain_fused(plan: &mut Plan) {
 }
 
 fn explain_shards(plan: &mut Plan) {
-    if plan.zero == ZeroStage::None || !plan.reduces() {
-        return;
-    }
-    if plan.update_norms && plan.ownership == Ownership::Elements {
+    let shared = plan.zero != ZeroStage::None && plan.reduces();
+    if shared && plan.update_norms && plan.ownership == Ownership::Elements {
         let reason =
             "parts end with chunks of 65536 elements, so that one rank measures each chunk";
-        let note = Note::new("update_norms", Verdict::Split, reason.to_owned());
-        plan.notes.push(note);
+        plan.note("update_norms", Verdict::Split, reason);
     }
 }
 

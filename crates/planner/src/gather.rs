@@ -14,7 +14,7 @@ use crate::passes::FuseAllReduce;
 use crate::stage::{Extent, Gather};
 use crate::step::RankStep;
 use crate::wanted::{Here, Wanted, asked_for, block_of};
-use crate::{Plan, PlanError, State, ZeroStage};
+use crate::{Plan, PlanError, Result, State, ZeroStage};
 
 /// Whole parameters, for as long as this value lives.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ pub(crate) fn broadcast_parameters(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     root: usize,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     state.check_plan(plan)?;
     if let (ZeroStage::Three, Some(first)) = (plan.zero, plan.params.first()) {
         return Err(PlanError::InShards {
@@ -136,7 +136,7 @@ pub(crate) fn broadcast_parameters(
 }
 
 /// Stage `gather`: brings this rank's part of a bucket to all ranks, and theirs here.
-pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<(), PlanError> {
+pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<()> {
     let bucket = &step.plan.buckets[gather.bucket];
     let spec = &step.plan.storages[bucket.storage];
     let Some(index) = spec.list(Role::Param) else {
@@ -177,7 +177,7 @@ pub(crate) fn gather_values(
     comms: &mut Comms<'_>,
     names: &[&str],
     values: Values,
-) -> Result<GatheredParams, PlanError> {
+) -> Result<GatheredParams> {
     let mut asked = own_parts(plan, state, backend, names, values)?;
     for buffer in &mut asked.buffers {
         for (range, counts) in &buffer.calls {
@@ -195,7 +195,7 @@ pub(crate) fn own_parts(
     backend: &dyn Backend,
     names: &[&str],
     values: Values,
-) -> Result<Asked, PlanError> {
+) -> Result<Asked> {
     let mut asked = Asked {
         buffers: Vec::new(),
         places: vec![(0, 0..0); names.len()],
@@ -233,7 +233,7 @@ fn own_part(
     backend: &dyn Backend,
     wanted: &[Wanted],
     asked: &mut Asked,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let segment = &plan.segments[wanted[0].segment];
     let block = block_of(plan, wanted);
     for (one, place) in wanted.iter().zip(block.places) {
@@ -264,7 +264,7 @@ fn own_bytes(
     storage: usize,
     elements: &Range<u64>,
     factor: Option<f64>,
-) -> Result<Vec<Vec<u8>>, PlanError> {
+) -> Result<Vec<Vec<u8>>> {
     let spec = &plan.storages[storage];
     let lists = &state.storages[storage].lists;
     let mut ranges = Vec::new();
@@ -316,7 +316,7 @@ pub(crate) fn on_device(
     comms: &mut Comms<'_>,
     (buffer, range): (&mut Box<dyn Buffer>, Range<usize>),
     call: (Operation, DType, Option<Vec<usize>>),
-) -> Result<(), PlanError> {
+) -> Result<()> {
     backend.hand_over(buffer.as_mut())?;
     comms.on_device(buffer, range, call)?;
     Ok(backend.take_back(buffer.as_mut())?)
@@ -329,7 +329,7 @@ pub(crate) fn in_place(
     comms: &mut Comms<'_>,
     (buffer, range): (&mut dyn Buffer, Range<usize>),
     call: impl FnOnce(&mut Comms<'_>, Bytes<'_>) -> Result<(), CollectiveError>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if comms.takes(backend, buffer) {
         backend.hand_over(buffer)?;
         if let Some(bytes) = Bytes::of(buffer, range.clone()) {

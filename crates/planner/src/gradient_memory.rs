@@ -10,7 +10,7 @@ use crate::absorb::{Absorb, absorb};
 use crate::arena::{Given, SegmentState};
 use crate::region::{Region, Target, place_in, sum_width};
 use crate::stage::Extent;
-use crate::{PlanError, State};
+use crate::{PlanError, Result, State};
 
 /// Where a gradient lies.
 struct Place {
@@ -22,7 +22,7 @@ struct Place {
     sums: Range<usize>,
 }
 
-fn in_host_memory(len_bytes: usize) -> Result<Box<dyn Buffer>, PlanError> {
+fn in_host_memory(len_bytes: usize) -> Result<Box<dyn Buffer>> {
     Ok(Box::new(HostMemory::zeroed(len_bytes)?))
 }
 
@@ -45,14 +45,11 @@ impl State {
     fn target(
         &mut self,
         param: usize,
-        allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>, PlanError>,
-    ) -> Result<Option<Target<'_>>, PlanError> {
+        allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>>,
+    ) -> Result<Option<Target<'_>>> {
         let place = self.place_of(param);
         let region = place.region;
-        if let Some(segment) = region.segment {
-            let len_bytes = region.numel as usize * place.dtype.len_bytes();
-            self.arena.memory(segment, len_bytes, allocate)?;
-        }
+        self.memory_of(&place, allocate)?;
         let sums = self.arena.sums[region.index].as_mut();
         let sums = sums.and_then(|sums| sums.host_mut()?.get_mut(place.sums));
         let buffer = match region.segment {
@@ -77,7 +74,7 @@ impl State {
         param: usize,
         grad: Option<&[u8]>,
         how: Absorb,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         if !self.arena.on_host {
             if let Some(grad) = grad {
                 self.write_gradient(backend, param, grad)?;
@@ -106,7 +103,7 @@ impl State {
         backend: &dyn Backend,
         param: usize,
         how: Absorb,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         if !self.arena.on_host {
             return self.absorb_on_device(backend, param, (true, how));
         }
@@ -136,7 +133,7 @@ impl State {
         backend: &dyn Backend,
         param: usize,
         (is_given, how): (bool, Absorb),
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let place = self.place_of(param);
         let Some(mut sums) = self.arena.sums[place.region.index].take() else {
             return Ok(());
@@ -157,11 +154,7 @@ impl State {
         Ok(added?)
     }
 
-    pub(crate) fn write_zeros(
-        &mut self,
-        backend: &dyn Backend,
-        param: usize,
-    ) -> Result<(), PlanError> {
+    pub(crate) fn write_zeros(&mut self, backend: &dyn Backend, param: usize) -> Result<()> {
         let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
         if let Some(target) = self.target(param, allocate)? {
             target.bytes.fill(0);
@@ -178,7 +171,7 @@ impl State {
         backend: &dyn Backend,
         param: usize,
         bytes: &[u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let place = self.place_of(param);
         match self.grad_buffer(backend, &place)? {
             Some(buffer) => Ok(backend.write(buffer.as_mut(), place.bytes.start, bytes)?),
@@ -188,7 +181,7 @@ impl State {
 
     /// The view of a gradient in the arena, which counts as given from now on; `None` if the memory
     /// is not the host's.
-    pub(crate) fn grad_view(&mut self, param: usize) -> Result<Option<&mut [u8]>, PlanError> {
+    pub(crate) fn grad_view(&mut self, param: usize) -> Result<Option<&mut [u8]>> {
         self.check_not_pushed(param)?;
         let place = self.place_of(param);
         let region = place.region;
@@ -199,20 +192,12 @@ impl State {
             self.sums_beside(&place)?;
         }
         self.arena.now[param] = Given::Viewed;
-        let Some(segment) = region.segment else {
-            let storage = &mut self.storages[region.storage];
-            let list = storage.list(Role::Grad);
-            let buffer = list.and_then(|list| storage.lists[list].buffer.host_mut());
-            return Ok(buffer.and_then(|buffer| buffer.get_mut(place.bytes)));
-        };
-        let len_bytes = region.numel as usize * place.dtype.len_bytes();
-        let memory = self.arena.memory(segment, len_bytes, in_host_memory)?;
-        let buffer = memory.and_then(|memory| memory.host_mut());
-        Ok(buffer.and_then(|buffer| buffer.get_mut(place.bytes)))
+        let memory = self.memory_of(&place, in_host_memory)?;
+        Ok(memory.and_then(|memory| memory.host_mut()?.get_mut(place.bytes)))
     }
 
     /// Refuses a view of a gradient that was pushed in this micro-step.
-    fn check_not_pushed(&self, param: usize) -> Result<(), PlanError> {
+    fn check_not_pushed(&self, param: usize) -> Result<()> {
         if self.arena.now[param] == Given::Pushed {
             return Err(PlanError::GradientTwice {
                 name: self.params[param].name.clone(),
@@ -235,7 +220,7 @@ impl State {
         &mut self,
         backend: &dyn Backend,
         name: &str,
-    ) -> Result<DeviceSliceMut<'_>, PlanError> {
+    ) -> Result<DeviceSliceMut<'_>> {
         let param = self.find(name)?;
         self.check_not_pushed(param)?;
         let place = self.place_of(param);
@@ -254,11 +239,7 @@ impl State {
     }
 
     /// Lets work of the backend follow what was enqueued for a view, if it lies on a device.
-    pub(crate) fn take_view_back(
-        &mut self,
-        backend: &dyn Backend,
-        param: usize,
-    ) -> Result<(), PlanError> {
+    pub(crate) fn take_view_back(&mut self, backend: &dyn Backend, param: usize) -> Result<()> {
         if self.arena.on_host {
             return Ok(());
         }
@@ -271,42 +252,37 @@ impl State {
 
     /// The memory that a region's gradients lie in, made when it is first needed; `None` while a
     /// call has it.
+    fn memory_of(
+        &mut self,
+        place: &Place,
+        allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>>,
+    ) -> Result<Option<&mut Box<dyn Buffer>>> {
+        let region = place.region;
+        if let Some(segment) = region.segment {
+            let len_bytes = region.numel as usize * place.dtype.len_bytes();
+            return self.arena.memory(segment, len_bytes, allocate);
+        }
+        let storage = &mut self.storages[region.storage];
+        let list = storage.list(Role::Grad);
+        Ok(list.map(|list| &mut storage.lists[list].buffer))
+    }
+
+    /// That memory, made by the backend.
     fn grad_buffer(
         &mut self,
         backend: &dyn Backend,
         place: &Place,
-    ) -> Result<Option<&mut Box<dyn Buffer>>, PlanError> {
-        let region = place.region;
-        Ok(match region.segment {
-            Some(segment) => {
-                let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
-                let len_bytes = region.numel as usize * place.dtype.len_bytes();
-                self.arena.memory(segment, len_bytes, allocate)?
-            }
-            None => {
-                let storage = &mut self.storages[region.storage];
-                let list = storage.list(Role::Grad);
-                list.map(|list| &mut storage.lists[list].buffer)
-            }
-        })
+    ) -> Result<Option<&mut Box<dyn Buffer>>> {
+        self.memory_of(place, |len_bytes| Ok(backend.allocate(len_bytes)?))
     }
 
     /// Moves sums out of the memory that a view will be written to.
-    fn sums_beside(&mut self, place: &Place) -> Result<(), PlanError> {
-        let region = place.region;
-        let copied = match region.segment {
-            Some(segment) => match &self.arena.segments[segment] {
-                SegmentState::Here(Some(memory)) => memory.host().map(<[u8]>::to_vec),
-                _ => None,
-            },
-            None => {
-                let storage = &self.storages[region.storage];
-                let list = storage.list(Role::Grad);
-                let bytes = list.and_then(|list| storage.lists[list].buffer.host());
-                bytes.map(<[u8]>::to_vec)
-            }
-        };
-        let sums = self.arena.sums_of(region, place.dtype, in_host_memory)?;
+    fn sums_beside(&mut self, place: &Place) -> Result<()> {
+        let memory = self.memory_of(place, in_host_memory)?;
+        let copied = memory.and_then(|memory| memory.host().map(<[u8]>::to_vec));
+        let sums = self
+            .arena
+            .sums_of(place.region, place.dtype, in_host_memory)?;
         if let (Some(copied), Some(sums)) = (copied, sums.host_mut()) {
             let len = copied.len().min(sums.len());
             sums[..len].copy_from_slice(&copied[..len]);
@@ -329,7 +305,7 @@ impl State {
         backend: &dyn Backend,
         param: usize,
         bytes: &[u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let place = self.place_of(param);
         if let Some(sums) = &mut self.arena.sums[place.region.index] {
             return Ok(backend.write(sums.as_mut(), place.sums.start, bytes)?);
@@ -342,11 +318,7 @@ impl State {
     }
 
     /// The sums over micro-steps of one gradient so far.
-    pub(crate) fn sums_so_far(
-        &self,
-        backend: &dyn Backend,
-        param: usize,
-    ) -> Result<Vec<u8>, PlanError> {
+    pub(crate) fn sums_so_far(&self, backend: &dyn Backend, param: usize) -> Result<Vec<u8>> {
         let (storage, tensor) = self.places[param];
         let spec = &self.storages[storage].spec;
         let width = sum_width(spec.grad_dtype());

@@ -15,14 +15,10 @@ use crate::in_backward::update_ready;
 use crate::passes::Accumulated;
 use crate::step::RankStep;
 use crate::storage::check_len;
-use crate::{Plan, PlanError, State, reduce};
+use crate::{Plan, PlanError, Result, State, reduce};
 
 /// [`Plan::push_grad`].
-pub(crate) fn push_grad(
-    step: &mut RankStep<'_, '_>,
-    name: &str,
-    bytes: &[u8],
-) -> Result<(), PlanError> {
+pub(crate) fn push_grad(step: &mut RankStep<'_, '_>, name: &str, bytes: &[u8]) -> Result<()> {
     step.state.check_plan(step.plan)?;
     let param = step.state.find(name)?;
     let (storage, _) = step.state.places[param];
@@ -42,7 +38,7 @@ pub(crate) fn push_grad(
 }
 
 /// [`Plan::give_view`].
-pub(crate) fn give_view(step: &mut RankStep<'_, '_>, name: &str) -> Result<(), PlanError> {
+pub(crate) fn give_view(step: &mut RankStep<'_, '_>, name: &str) -> Result<()> {
     step.state.check_plan(step.plan)?;
     let param = step.state.find(name)?;
     if !step.state.arena.on_host && step.state.arena.now[param] == Given::Viewed {
@@ -60,7 +56,7 @@ pub(crate) fn give_view(step: &mut RankStep<'_, '_>, name: &str) -> Result<(), P
 
 /// Counts a parameter's gradient in its segment and starts every segment that is full, or
 /// updates it if the plan does so in backward.
-fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<(), PlanError> {
+fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<()> {
     let segment = step.state.arena.regions[param].segment;
     if let Some(segment) = segment.filter(|_| step.plan.params[param].numel() > 0) {
         step.state.arena.ready.given(segment);
@@ -72,10 +68,7 @@ fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<(), PlanError
         } else {
             Ok(())
         };
-        if done.is_err() {
-            step.state.poison();
-        }
-        return done;
+        return step.state.or_poison(done);
     }
     let at_once = reduces_when_full(step.plan, step.comms);
     let early = step.state.arena.starts_early && step.comms.has_streams() || at_once;
@@ -132,7 +125,7 @@ pub(crate) fn complete(
     state: &mut State,
     backend: &dyn Backend,
     divisor: Divisor,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let sums = plan.micro_steps() > 1 && !plan.reduces_each();
     for param in 0..plan.params.len() {
         match state.arena.now[param] {
@@ -168,11 +161,7 @@ pub(crate) fn complete(
 }
 
 /// Ends a micro-step that is not the last: what was written through views is added.
-pub(crate) fn add_views(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<(), PlanError> {
+pub(crate) fn add_views(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
     for param in 0..plan.params.len() {
         if state.arena.now[param] == Given::Viewed {
             state.take_view_back(backend, param)?;

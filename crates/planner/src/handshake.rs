@@ -6,19 +6,19 @@
 //! names the field and both values on every rank alike.
 
 use fusestep_amp::LossScale;
-use fusestep_collective::{Operation, ReduceOp};
+use fusestep_collective::Operation;
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, ParamDesc, Role};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::bucket::Caps;
 use crate::comms::Comms;
-use crate::norm::Gradients;
+use crate::exchange::{Scope, sum_over};
 use crate::passes::{
     Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
     ReducedWhen,
 };
-use crate::{Plan, PlanError, State, ZeroStage};
+use crate::{Plan, PlanError, Result, State, ZeroStage};
 
 /// A field and this rank's value of it.
 type Field = (String, String);
@@ -33,7 +33,7 @@ pub(crate) fn handshake(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     caller: &[(&str, String)],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -48,11 +48,7 @@ pub(crate) fn handshake(
 }
 
 /// [`Plan::compare_settings`].
-pub(crate) fn compare_settings(
-    plan: &Plan,
-    state: &State,
-    comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
+pub(crate) fn compare_settings(plan: &Plan, state: &State, comms: &mut Comms<'_>) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -65,7 +61,7 @@ pub(crate) fn compare_parameters(
     state: &State,
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -98,16 +94,23 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
         // Options that are no numbers.
         add(&of("optimizer's settings"), format!("{rule:?}"));
     }
+    let or_none = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
     let schedule = plan.schedule().map(ToString::to_string);
-    add("schedule", schedule.unwrap_or_else(|| "none".to_owned()));
+    add("schedule", or_none(schedule));
     add("steps run", state.step.to_string());
     add("zero stage", plan.zero.number().to_string());
     add("ranks that share shards", plan.shard_group.to_string());
-    add("updates are shared out", text_of_ownership(plan.ownership));
+    let ownership = match plan.ownership {
+        Ownership::Elements => "between elements",
+        Ownership::Tensors => "between tensors",
+    };
+    add("updates are shared out", ownership.to_owned());
     add("buckets", text_of_buckets(plan.caps.as_ref()));
-    add("clip_by_global_norm", text_of_norm(&plan.gradients));
+    let max_norm = plan.gradients.max_norm;
+    let max_norm = max_norm.map(|max_norm| max_norm.value().to_string());
+    add("clip_by_global_norm", or_none(max_norm));
     let scale = plan.gradients.loss_scale.map(|scale| text_of_scale(&scale));
-    add("loss_scaling", scale.unwrap_or_else(|| "none".to_owned()));
+    add("loss_scaling", or_none(scale));
     add("update_norms", plan.update_norms.to_string());
     add("update_in_backward", plan.in_backward.to_string());
     add("accumulate", text_of_micro_steps(plan.accumulation()));
@@ -127,7 +130,7 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
 }
 
 /// A hash of each parameter that all ranks hold alike.
-fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>, PlanError> {
+fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>> {
     let alike =
         plan.zero != ZeroStage::Three && (plan.local_sgd().is_none() || state.since_average == 0);
     let mut fields = Vec::new();
@@ -144,14 +147,6 @@ fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field
     Ok(fields)
 }
 
-fn text_of_ownership(ownership: Ownership) -> String {
-    let text = match ownership {
-        Ownership::Elements => "between elements",
-        Ownership::Tensors => "between tensors",
-    };
-    text.to_owned()
-}
-
 fn text_of_buckets(caps: Option<&Caps>) -> String {
     let Some(caps) = caps else {
         return "one for each tensor".to_owned();
@@ -166,11 +161,6 @@ fn text_of_buckets(caps: Option<&Caps>) -> String {
     };
     let bytes = caps.bytes;
     format!("at most {bytes} bytes{count}, longer tensors {beyond}")
-}
-
-fn text_of_norm(gradients: &Gradients) -> String {
-    let max_norm = gradients.max_norm.map(|max_norm| max_norm.value());
-    max_norm.map_or("none".to_owned(), |max_norm| max_norm.to_string())
 }
 
 fn text_of_scale(scale: &LossScale) -> String {
@@ -231,7 +221,7 @@ impl Comms<'_> {
     ///
     /// # Errors
     /// As [`Plan::handshake`].
-    pub fn compare(&mut self, fields: &[(&str, String)]) -> Result<(), PlanError> {
+    pub fn compare(&mut self, fields: &[(&str, String)]) -> Result<()> {
         if self.world() == 1 {
             return Ok(());
         }
@@ -243,7 +233,7 @@ impl Comms<'_> {
 }
 
 /// Compares each rank's fields with those of rank 0.
-fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<(), PlanError> {
+fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
     // A plan's hash is one of the fields: calls that carried it would be refused before they could
     // say what differs.
     comms.set_plan(0);
@@ -306,15 +296,9 @@ fn first_difference(of_first: &[&str], fields: &[Field]) -> Option<usize> {
 }
 
 /// One number of each rank, known to all.
-fn told_by_each(comms: &mut Comms<'_>, own: f64) -> Result<Vec<f64>, PlanError> {
+fn told_by_each(comms: &mut Comms<'_>, own: f64) -> Result<Vec<f64>> {
     let mut all = vec![0.0; comms.world()];
     all[comms.rank()] = own;
-    let operation = Operation::AllReduce(ReduceOp::Sum);
-    comms.in_place(
-        operation,
-        DType::F64,
-        None,
-        bytemuck::cast_slice_mut(&mut all),
-    )?;
+    sum_over(comms, &mut all, Scope::World)?;
     Ok(all)
 }

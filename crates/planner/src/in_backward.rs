@@ -15,7 +15,7 @@ use crate::arena::SegmentState;
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
 use crate::step::RankStep;
-use crate::{Plan, PlanError, State, StepReport, batches, reduce, run};
+use crate::{Plan, Result, State, StepReport, batches, reduce, run};
 
 /// What can be updated before the step is run.
 #[derive(Debug, Default)]
@@ -135,7 +135,7 @@ pub(crate) fn forget(state: &mut State) {
 }
 
 /// Updates what can be updated now that one more gradient of the last micro-step is there.
-pub(crate) fn update_ready(step: &mut RankStep<'_, '_>, param: usize) -> Result<(), PlanError> {
+pub(crate) fn update_ready(step: &mut RankStep<'_, '_>, param: usize) -> Result<()> {
     if step.state.arena.regions[param].segment.is_some() {
         return update_segments(step);
     }
@@ -152,7 +152,7 @@ pub(crate) fn update_ready(step: &mut RankStep<'_, '_>, param: usize) -> Result<
 
 /// Updates the next segments: those that are full, or, with communication streams, those that are
 /// through.
-fn update_segments(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+fn update_segments(step: &mut RankStep<'_, '_>) -> Result<()> {
     if step.comms.has_streams() && step.state.arena.starts_early {
         while let Some(segment) = step.state.arena.ready.full() {
             reduce::start_segment(step, segment)?;
@@ -170,7 +170,7 @@ fn update_segments(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
 }
 
 /// Whether the next segment to be updated has been reduced.
-fn is_through(state: &mut State) -> Result<bool, PlanError> {
+fn is_through(state: &mut State) -> Result<bool> {
     let next = state.in_backward.next;
     if next >= state.arena.ready.started() {
         return Ok(false);
@@ -187,7 +187,7 @@ fn is_through(state: &mut State) -> Result<bool, PlanError> {
 }
 
 /// Updates everything that is left, and ends the step.
-pub(crate) fn update_rest(step: &mut RankStep<'_, '_>) -> Result<StepReport, PlanError> {
+pub(crate) fn update_rest(step: &mut RankStep<'_, '_>) -> Result<StepReport> {
     begin(step)?;
     for segment in step.state.in_backward.next..step.plan.segments.len() {
         update_unit(step, segment)?;
@@ -215,7 +215,7 @@ pub(crate) fn update_rest(step: &mut RankStep<'_, '_>) -> Result<StepReport, Pla
 }
 
 /// Begins a step, unless it has begun: settings are those of this moment for all of its updates.
-fn begin(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+fn begin(step: &mut RankStep<'_, '_>) -> Result<()> {
     if step.state.in_backward.under_way.is_none() {
         step.comms.set_plan(step.plan.hash());
         let begun = run::begin_update(step.plan, step.state, &Executor::Backend(step.backend))?;
@@ -225,7 +225,7 @@ fn begin(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
 }
 
 /// Reduces, updates and gathers the parameters of one unit.
-fn update_unit(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
+fn update_unit(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
     begin(step)?;
     // Taken out, so that its stages can borrow the rest of the state.
     let mut unit = std::mem::take(&mut step.state.in_backward.units[index]);
@@ -248,7 +248,7 @@ fn update_unit(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanErro
     Ok(())
 }
 
-fn run_unit(step: &mut RankStep<'_, '_>, unit: &Unit) -> Result<(), PlanError> {
+fn run_unit(step: &mut RankStep<'_, '_>, unit: &Unit) -> Result<()> {
     leave_out(step.plan, step.state, unit)?;
     let mut executor = Executor::Backend(step.backend);
     for &(at, update) in &unit.stages {
@@ -272,7 +272,7 @@ fn run_unit(step: &mut RankStep<'_, '_>, unit: &Unit) -> Result<(), PlanError> {
 }
 
 /// Makes the batches of a unit anew if some of its parameters are left out of this step.
-fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<(), PlanError> {
+fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<()> {
     let without_gradient = &state.without_gradient;
     if !unit.params.iter().any(|&p| without_gradient[p as usize]) {
         return Ok(());
@@ -293,12 +293,7 @@ fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<(), PlanErro
 
 /// Hears from all ranks which of these parameters any of them has given a gradient, and leaves the
 /// others out of the step.
-fn agree(
-    plan: &Plan,
-    state: &mut State,
-    comms: &mut Comms<'_>,
-    params: &[u32],
-) -> Result<(), PlanError> {
+fn agree(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, params: &[u32]) -> Result<()> {
     let own = params
         .iter()
         .map(|&param| state.arena.given[param as usize]);

@@ -51,7 +51,7 @@ fn launch<'a>(
     let control = norm.map(|norm| norm.control.as_ref());
     // Those of several ranks are formed together, for tensors that this rank may have in parts.
     let alone = norm.filter(|_| plan.topology.world == 1);
-    let segment = stage.bucket.map_or(0, |bucket| plan.segment_start(bucket));
+    let segment = plan.segment_start(stage.bucket);
     let storage = &mut storages[stage.storage];
     storage.set_firsts(&stage.elements, segment);
     Some(Launch {

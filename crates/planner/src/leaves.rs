@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use fusestep_elementwise::{NORM_LANES, fold};
-use fusestep_launch::{Batch, CHUNK_LEAVES, LEAF_ELEMENTS, SquareSum};
+use fusestep_launch::{Batch, CHUNK_LEAVES, LEAF_ELEMENTS, SquareSum, TensorPartials};
 
 use crate::Plan;
 
@@ -55,6 +55,24 @@ pub(crate) fn leaf_counts(plan: &Plan) -> (u64, u64) {
     let (leaves, shared) = place_leaves(plan);
     let all = leaves.iter().map(|leaves| leaves.end).max().unwrap_or(0);
     (shared as u64, (all - shared) as u64)
+}
+
+/// The leaves of every chunk, and the chunks of every parameter, of parameters with these leaves.
+pub(crate) fn chunks_of_leaves(
+    params: &[Range<usize>],
+) -> (Vec<TensorPartials>, Vec<TensorPartials>) {
+    let (mut chunks, mut tensors) = (Vec::new(), Vec::with_capacity(params.len()));
+    for leaves in params {
+        let first = chunks.len() as u64;
+        let starts = leaves.clone().step_by(CHUNK_LEAVES);
+        chunks.extend(starts.map(|at| TensorPartials {
+            first: at as u64,
+            count: CHUNK_LEAVES.min(leaves.end - at) as u64,
+        }));
+        let count = chunks.len() as u64 - first;
+        tensors.push(TensorPartials { first, count });
+    }
+    (chunks, tensors)
 }
 
 /// The sum over a chunk from those over its leaves.

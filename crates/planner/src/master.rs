@@ -11,7 +11,7 @@ use fusestep_tensor::{DType, Role};
 use crate::stage::Extent;
 use crate::storage::Held;
 use crate::storage::check_len;
-use crate::{Plan, PlanError, State, Tensors};
+use crate::{Plan, PlanError, Result, State, Tensors};
 
 /// What masters have to follow before the next step.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub(crate) fn follow_borrowed(
     backend: &dyn Backend,
     name: &str,
     bytes: &[u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if !state.roles(name)?.contains(&Role::Master) {
         return Ok(());
     }
@@ -64,7 +64,7 @@ pub(crate) fn follow_borrowed(
 }
 
 /// Refuses a step before every master has values.
-pub(crate) fn check(state: &State) -> Result<(), PlanError> {
+pub(crate) fn check(state: &State) -> Result<()> {
     if !state.masters.any_awaited {
         return Ok(());
     }
@@ -84,7 +84,7 @@ pub(crate) fn before_write(
     role: Role,
     name: &str,
     bytes: &[u8],
-) -> Result<(), PlanError> {
+) -> Result<()> {
     match role {
         Role::Param => follow_write(state, backend, name, bytes)?,
         Role::Master => {
@@ -98,59 +98,56 @@ pub(crate) fn before_write(
 
 /// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes`
 /// are not written here.
-fn follow_write(
-    state: &mut State,
-    backend: &dyn Backend,
-    name: &str,
-    bytes: &[u8],
-) -> Result<(), PlanError> {
+fn follow_write(state: &mut State, backend: &dyn Backend, name: &str, bytes: &[u8]) -> Result<()> {
     let param = state.find(name)?;
     let roles = state.roles(name)?;
     if roles.contains(&Role::Master) {
         let dtype = state.dtype(Role::Param, name)?;
-        let mut written = Vec::new();
-        state.read_shard(backend, Role::Master, param, |held, mut master| {
-            follow_master(dtype, &bytes[held.within(2)], &mut master);
-            written.push((held.clone(), master));
+        rewrite(state, backend, (Role::Master, param), |held, master| {
+            follow_master(dtype, &bytes[held.within(2)], master);
         })?;
-        write_shard(state, backend, Role::Master, param, written)?;
     }
     if roles.contains(&Role::Remainder) {
         let mut old = Vec::new();
         state.read_shard(backend, Role::Param, param, |_, bytes| old.push(bytes))?;
-        let (mut written, mut old) = (Vec::new(), old.into_iter());
-        state.read_shard(backend, Role::Remainder, param, |held, mut remainder| {
-            let old = old.next().unwrap_or_default();
-            let new = bytes[held.within(2)]
-                .chunks_exact(2)
-                .zip(old.chunks_exact(2));
-            for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
-                if new != old {
-                    remainder.fill(0);
+        let mut old = old.into_iter();
+        rewrite(
+            state,
+            backend,
+            (Role::Remainder, param),
+            |held, remainder| {
+                let old = old.next().unwrap_or_default();
+                let new = bytes[held.within(2)]
+                    .chunks_exact(2)
+                    .zip(old.chunks_exact(2));
+                for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
+                    if new != old {
+                        remainder.fill(0);
+                    }
                 }
-            }
-            written.push((held.clone(), remainder));
-        })?;
-        write_shard(state, backend, Role::Remainder, param, written)?;
+            },
+        )?;
     }
     Ok(())
 }
 
-/// Writes ranges of a tensor that lie in this rank's shard, as [`State::read_shard`] gave them.
-fn write_shard(
+/// Changes what this rank's shard has of a tensor, once all of it has been read.
+fn rewrite(
     state: &mut State,
     backend: &dyn Backend,
-    role: Role,
-    param: usize,
-    ranges: Vec<(Held, Vec<u8>)>,
-) -> Result<(), PlanError> {
-    let name = state.params[param].name.clone();
-    let (storage, list) = state.list_index(role, &name)?;
-    let buffer = &mut state.storages[storage].lists[list];
-    let width = buffer.dtype().len_bytes();
-    for (held, bytes) in ranges {
-        let place = held.place(width);
-        backend.write(buffer.buffer.as_mut(), place.start, &bytes)?;
+    (role, param): (Role, usize),
+    mut change: impl FnMut(&Held, &mut [u8]),
+) -> Result<()> {
+    let mut changed = Vec::new();
+    state.read_shard(backend, role, param, |held, mut bytes| {
+        change(held, &mut bytes);
+        changed.push((held.clone(), bytes));
+    })?;
+    let (storage, list) = state.list_index(role, &state.params[param].name)?;
+    let list = &mut state.storages[storage].lists[list];
+    let width = list.dtype().len_bytes();
+    for (held, bytes) in changed {
+        backend.write(list.buffer.as_mut(), held.place(width).start, &bytes)?;
     }
     Ok(())
 }

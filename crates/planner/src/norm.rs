@@ -10,9 +10,7 @@ use fusestep_tensor::{Role, counted};
 use crate::batches::LaunchCount;
 use crate::display::bytes;
 use crate::run::Executor;
-use crate::{
-    GradReport, GradientRead, Norm, Note, Plan, PlanError, Stage, State, Verdict, batches,
-};
+use crate::{GradReport, GradientRead, Norm, Plan, Result, Stage, State, Verdict, batches};
 
 /// What passes ask of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -35,7 +33,7 @@ impl Gradients {
 }
 
 /// Adds the stage, once the passes have said where tensors lie.
-pub(crate) fn place(plan: &mut Plan) -> Result<(), PlanError> {
+pub(crate) fn place(plan: &mut Plan) -> Result<()> {
     if plan.gradients.rule().is_none() {
         return Ok(());
     }
@@ -67,7 +65,7 @@ pub(crate) fn place(plan: &mut Plan) -> Result<(), PlanError> {
         bytes(plan.gradient_bytes()),
         counted(norm.launches() as u64, "launch"),
     );
-    plan.notes.push(Note::new("norm", Verdict::Applied, reason));
+    plan.note("norm", Verdict::Applied, reason);
     plan.stages.insert(0, Stage::Norm(norm));
     Ok(())
 }
@@ -89,15 +87,8 @@ pub(crate) struct NormState {
     /// The loss scale of the gradients whose sums are in `sums`.
     /// `None` if only what they add up to tells.
     scale_of_sums: Option<f64>,
-    /// `tensors` is what the schedule asks for.
-    pub(crate) placed: Placed,
-}
-
-/// Whether a device's table belongs to the schedule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Placed {
-    Yes,
-    No,
+    /// Whether `tensors` is what the schedule asks for.
+    pub(crate) placed: bool,
 }
 
 pub(crate) struct Reader(pub(crate) Box<dyn MultiTensorReduction>);
@@ -110,7 +101,7 @@ impl std::fmt::Debug for Reader {
 
 impl NormState {
     /// The memory for a plan; `None` if the plan has no such stage.
-    pub(crate) fn allocate(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>, PlanError> {
+    pub(crate) fn allocate(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>> {
         let (Some(rule), Some(norm)) = (plan.gradients.rule(), plan.norm_stage()) else {
             return Ok(None);
         };
@@ -132,7 +123,7 @@ impl NormState {
             control: backend.allocate(size_of::<ControlBlock>())?,
             block: GradientRule::first_block(rule.loss_scale),
             scale_of_sums: Some(rule.loss_scale.scale()),
-            placed: Placed::No,
+            placed: false,
         };
         state.block.write(backend, state.control.as_mut())?;
         Ok(Some(state))
@@ -145,7 +136,7 @@ impl NormState {
         backend: &dyn Backend,
         partials: &dyn Buffer,
         tensors: &dyn Buffer,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         backend.conclude(Conclude {
             rule: &self.rule,
             scalars: &self.scalars,
@@ -163,8 +154,8 @@ impl NormState {
         plan: &Plan,
         reads: &[Vec<Batch>],
         backend: &dyn Backend,
-    ) -> Result<(), PlanError> {
-        if self.placed == Placed::Yes {
+    ) -> Result<()> {
+        if self.placed {
             return Ok(());
         }
         let mut table = vec![TensorPartials::default(); plan.params.len()];
@@ -184,7 +175,7 @@ impl NormState {
             }
         }
         backend.write(self.tensors.as_mut(), 0, bytemuck::cast_slice(&table))?;
-        self.placed = Placed::Yes;
+        self.placed = true;
         Ok(())
     }
 
@@ -223,7 +214,7 @@ impl NormState {
         backend: &dyn Backend,
         loss_scale: LossScale,
         skipped: u64,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         self.block = ControlBlock {
             skipped,
             ..GradientRule::first_block(loss_scale)
@@ -232,7 +223,7 @@ impl NormState {
     }
 
     /// Reads back what the last `steps` steps decided; waits for a device.
-    pub(crate) fn settle(&mut self, backend: &dyn Backend, steps: u64) -> Result<(), PlanError> {
+    pub(crate) fn settle(&mut self, backend: &dyn Backend, steps: u64) -> Result<()> {
         // With steps between, the scale before the last one was never on the host.
         self.scale_of_sums = (steps == 1).then_some(self.block.loss_scale);
         self.block = ControlBlock::read(backend, self.control.as_ref())?;
@@ -244,7 +235,7 @@ impl NormState {
 pub(crate) fn grad_reports(
     state: &State,
     backend: &dyn Backend,
-) -> Result<Option<Vec<GradReport>>, PlanError> {
+) -> Result<Option<Vec<GradReport>>> {
     let Some(norm) = &state.norm else {
         return Ok(None);
     };
@@ -263,7 +254,7 @@ pub(crate) fn run(
     plan: &Plan,
     state: &mut State,
     executor: &mut Executor<'_>,
-) -> Result<LaunchReport, PlanError> {
+) -> Result<LaunchReport> {
     let Some(norm) = &mut state.norm else {
         return Ok(LaunchReport::default());
     };

@@ -5,7 +5,7 @@ use std::fmt;
 use fusestep_launch::{MultiTensorKernel, Objective, RuleError, UpdateRule};
 use fusestep_tensor::ParamDesc;
 
-use crate::{PlanError, Precisions};
+use crate::{PlanError, Precisions, Result};
 
 /// Below this a hyper-parameter is printed with an exponent.
 const SMALL: f64 = 1e-4;
@@ -88,7 +88,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// [`PlanError::Rule`], naming the first hyper-parameter out of range.
-    pub fn validate(&self) -> Result<(), PlanError> {
+    pub fn validate(&self) -> Result<()> {
         Ok(self.rule().validate()?)
     }
 
@@ -97,7 +97,7 @@ impl Optimizer {
         &self,
         param: &ParamDesc,
         precisions: &Precisions,
-    ) -> Result<Box<dyn MultiTensorKernel>, PlanError> {
+    ) -> Result<Box<dyn MultiTensorKernel>> {
         self.rule()
             .kernel(param.dtype, precisions.of(param.dtype))
             .map_err(|error| match error {

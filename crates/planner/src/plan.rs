@@ -17,8 +17,8 @@ use crate::norm::Gradients;
 use crate::passes::{GradientAccumulation, LocalSgd, Ownership, ReducedWhen};
 use crate::stage::Extent;
 use crate::{
-    Bucket, Norm, Note, Optimize, Optimizer, ParameterGroup, PlanError, Precisions, Segment, Stage,
-    StorageSpec, TableKind, Tensors, Topology, When, ZeroStage,
+    Bucket, Norm, Note, Optimize, Optimizer, ParameterGroup, Precisions, Result, Segment, Stage,
+    StorageSpec, TableKind, Tensors, Topology, Verdict, When, ZeroStage,
 };
 
 /// A training step's tail, planned: where tensors lie, what is launched and what ranks send, in
@@ -159,6 +159,15 @@ impl Plan {
         &self.notes
     }
 
+    /// Writes down what a pass decided, with its reason.
+    pub(crate) fn note(&mut self, pass: &str, verdict: Verdict, reason: impl Into<String>) {
+        self.notes.push(Note {
+            pass: pass.to_owned(),
+            verdict,
+            reason: reason.into(),
+        });
+    }
+
     /// Micro-steps of an update.
     pub fn micro_steps(&self) -> u32 {
         self.accumulation().map_or(1, |rule| rule.every.get())
@@ -203,12 +212,15 @@ impl Plan {
         self.accumulation().is_some_and(each)
     }
 
+    /// Whether ranks reduce and update buckets in one pass.
+    pub(crate) fn is_fused(&self) -> bool {
+        let mut stages = self.stages.iter();
+        stages.any(|stage| matches!(stage, Stage::ReduceUpdate(_)))
+    }
+
     /// Stages that update, in order.
     pub(crate) fn optimize_stages(&self) -> impl Iterator<Item = &Optimize> {
-        self.stages.iter().filter_map(|stage| match stage {
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => Some(optimize),
-            _ => None,
-        })
+        self.stages.iter().filter_map(Stage::update)
     }
 
     pub(crate) fn optimize_stages_mut(&mut self) -> impl Iterator<Item = &mut Optimize> {
@@ -219,7 +231,7 @@ impl Plan {
     }
 
     /// Whether any rule needs sums over whole tensors.
-    pub(crate) fn has_normed(&self) -> Result<bool, PlanError> {
+    pub(crate) fn has_normed(&self) -> Result<bool> {
         for spec in &self.storages {
             if let Some(&member) = spec.members.first()
                 && self.kernel_of(member)?.normed().is_some()
@@ -231,7 +243,7 @@ impl Plan {
     }
 
     /// Where buckets and parts may be cut.
-    pub(crate) fn grain(&self) -> Result<Grain, PlanError> {
+    pub(crate) fn grain(&self) -> Result<Grain> {
         Ok(if self.ownership == Ownership::Tensors {
             Grain::Tensors
         } else if self.update_norms {
@@ -264,7 +276,7 @@ impl Plan {
     }
 
     /// The kernel of one parameter.
-    pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>, PlanError> {
+    pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>> {
         let rule = self.optimizer_of(param as usize);
         rule.kernel(&self.params[param as usize], &self.precisions)
     }
@@ -325,9 +337,11 @@ impl Plan {
         whole.map(|(index, _)| index).collect()
     }
 
-    /// The element of its storage that a bucket's segment begins with.
-    pub(crate) fn segment_start(&self, bucket: usize) -> u64 {
-        self.segments[self.buckets[bucket].segment].elements.start
+    /// The element of its storage that a bucket's segment begins with; 0 of a whole storage.
+    pub(crate) fn segment_start(&self, bucket: Option<usize>) -> u64 {
+        bucket.map_or(0, |bucket| {
+            self.segments[self.buckets[bucket].segment].elements.start
+        })
     }
 
     pub(crate) fn is_distributed(&self, param: usize) -> bool {

@@ -18,7 +18,7 @@ use crate::norm::Gradients;
 use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
 use crate::stage::{Reduce, Reduced};
 use crate::{
-    Note, Optimizer, Plan, PlanError, Precisions, SizeClass, Stage, StorageSpec, TableKind,
+    Optimizer, Plan, PlanError, Precisions, Result, SizeClass, Stage, StorageSpec, TableKind,
     Topology, Verdict, ZeroStage, batches, bucket, finish,
 };
 
@@ -162,7 +162,7 @@ impl Planner {
     /// that contradict each other; each names what is wrong.
     /// # Cost
     /// Linear in the number of parameters.
-    pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan, PlanError> {
+    pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan> {
         self.plan_for(params, Topology::SOLO)
     }
 
@@ -173,7 +173,7 @@ impl Planner {
     /// As [`Planner::plan`]; [`PlanError::Topology`].
     /// # Cost
     /// Linear in the number of parameters and in buckets times ranks.
-    pub fn plan_for(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan, PlanError> {
+    pub fn plan_for(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan> {
         topology.validate()?;
         self.limits.validate()?;
         if u32::try_from(params.len()).is_err() {
@@ -215,7 +215,7 @@ impl Planner {
     }
 
     /// The distinct rules, and each parameter's.
-    fn rules(&self, params: &[ParamDesc]) -> Result<(Vec<Optimizer>, Vec<u32>), PlanError> {
+    fn rules(&self, params: &[ParamDesc]) -> Result<(Vec<Optimizer>, Vec<u32>)> {
         let mut rules = vec![self.optimizer];
         let mut rule_of = vec![0; params.len()];
         let names = params.iter().enumerate();
@@ -254,7 +254,7 @@ impl Planner {
     }
 
     /// One storage, one launch and one call for each tensor.
-    fn naive_plan(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan, PlanError> {
+    fn naive_plan(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan> {
         let (rules, rule_of) = self.rules(params)?;
         let mut plan = Plan {
             params: Arc::from(params),
@@ -301,20 +301,15 @@ impl Planner {
         }
         let empty = params.iter().filter(|param| param.numel() == 0).count();
         if empty > 0 {
-            plan.notes.push(Note::new(
-                "naive",
-                Verdict::Skipped,
-                format!(
-                    "{} kept in the state, without a place in a launch",
-                    counted_are(empty as u64, "empty tensor")
-                ),
-            ));
+            let empty = counted_are(empty as u64, "empty tensor");
+            let reason = format!("{empty} kept in the state, without a place in a launch");
+            plan.note("naive", Verdict::Skipped, reason);
         }
         Ok(plan)
     }
 
     /// A storage and an update of its own for every tensor.
-    fn naive_storages(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn naive_storages(&self, plan: &mut Plan) -> Result<()> {
         let mut kernels = HashMap::<(DType, u32), (&'static str, Vec<TensorList>)>::new();
         let params = Arc::clone(&plan.params);
         let mut launches = LaunchCount::default();

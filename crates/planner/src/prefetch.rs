@@ -8,7 +8,7 @@ use fusestep_launch::Backend;
 use crate::averages::Values;
 use crate::comms::Comms;
 use crate::gather::Asked;
-use crate::{GatheredParams, Plan, PlanError, State, gather};
+use crate::{GatheredParams, Plan, PlanError, Result, State, gather};
 
 /// Parameters on their way, started by [`Plan::prefetch`].
 ///
@@ -36,7 +36,7 @@ pub(crate) fn prefetch(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
     names: &[&str],
-) -> Result<PendingGather, PlanError> {
+) -> Result<PendingGather> {
     state.check_plan(plan)?;
     let mut asked = gather::own_parts(plan, state, backend, names, Values::Params)?;
     let len_bytes = asked.len_bytes();
@@ -98,7 +98,7 @@ impl PendingGather {
     /// [`PlanError::StaleParams`] if they have been updated, averaged or written since,
     /// [`PlanError::ForeignState`] if it is another one: the call is through then, and the
     /// stream goes on. [`PlanError::Collective`].
-    pub fn wait(self, state: &State) -> Result<GatheredParams, PlanError> {
+    pub fn wait(self, state: &State) -> Result<GatheredParams> {
         let asked = match self.way {
             Way::Here(asked) => asked,
             Way::Stream(pending) => pending.wait()?,

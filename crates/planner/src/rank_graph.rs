@@ -9,7 +9,7 @@ use fusestep_tensor::DType;
 use crate::arena::{Given, keeps_segments};
 use crate::comms::Comms;
 use crate::enqueue::not_capturable;
-use crate::{Plan, PlanError, Stage, State, StepGraph, device_trust, enqueue, reduce, step, table};
+use crate::{Plan, Result, Stage, State, StepGraph, device_trust, enqueue, reduce, step, table};
 
 /// A step recorded by [`Plan::capture_on`], of which every rank has one. It works on the
 /// communicator's memory, which therefore outlives it:
@@ -43,7 +43,7 @@ pub(crate) fn capture_on<'a>(
     state: &mut State,
     backend: &dyn Backend,
     comms: &mut Comms<'a>,
-) -> Result<RankGraph<'a>, PlanError> {
+) -> Result<RankGraph<'a>> {
     step::check_comms(plan, state, comms)?;
     state.check_between_steps("capture_on")?;
     enqueue::check_capturable(state)?;
@@ -81,7 +81,7 @@ pub(crate) fn replay_on<'a>(
     backend: &dyn Backend,
     comms: &mut Comms<'a>,
     graph: &RankGraph<'a>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     step::check_comms(plan, state, comms)?;
     state.check_between_steps("replay_on")?;
     comms.check()?;
@@ -101,7 +101,7 @@ pub(crate) fn settle_on<'a>(
     backend: &dyn Backend,
     comms: &mut Comms<'a>,
     graph: &mut RankGraph<'a>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     step::check_comms(plan, state, comms)?;
     if plan.topology.world > 1 {
         comms.set_plan(plan.hash());
@@ -121,7 +121,7 @@ fn check_recorded_calls(
     state: &State,
     backend: &dyn Backend,
     comms: &Comms<'_>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let against = if plan.micro_steps() > 1 {
         "it adds up micro-steps"
     } else if !plan.reduces() {

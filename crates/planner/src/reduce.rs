@@ -15,14 +15,10 @@ use crate::comms::Comms;
 use crate::segment_calls::{Reducing, SegmentCalls};
 use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Stage, State, StorageSpec, launches};
+use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, launches};
 
 /// [`Plan::take_reduced`].
-pub(crate) fn take_reduced(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<usize, PlanError> {
+pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
     let groups = plan.shard_group < plan.topology.world;
     let started = state.arena.ready.started();
     while state.arena.through < started && !keeps_segments(plan) && !groups {
@@ -63,7 +59,7 @@ pub(crate) fn take_reduced(
 
 /// Starts reducing a segment: on its stream, or at once, into this rank's shard where the host has
 /// both.
-pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
+pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
     let calls = SegmentCalls::of(step.plan, index, result_of_reduce(step.plan));
     let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
         return Err(step.state.poison());
@@ -112,7 +108,7 @@ fn to_calls(
     backend: &dyn Backend,
     comms: &Comms<'_>,
     mut memory: Box<dyn Buffer>,
-) -> Result<Box<dyn Buffer>, PlanError> {
+) -> Result<Box<dyn Buffer>> {
     if comms.takes(backend, memory.as_ref()) {
         backend.hand_over(memory.as_mut())?;
         return Ok(memory);
@@ -123,10 +119,7 @@ fn to_calls(
 }
 
 /// That memory as launches can take it.
-fn to_launches(
-    backend: &dyn Backend,
-    mut memory: Box<dyn Buffer>,
-) -> Result<Box<dyn Buffer>, PlanError> {
+fn to_launches(backend: &dyn Backend, mut memory: Box<dyn Buffer>) -> Result<Box<dyn Buffer>> {
     if backend.takes_host_memory() {
         return Ok(memory);
     }
@@ -148,7 +141,7 @@ fn result_of_reduce(plan: &Plan) -> Reduced {
 }
 
 /// Reduces one segment, or waits until that is done, and puts it where updates read it.
-pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<(), PlanError> {
+pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
     let start = Instant::now();
     while let Some(next) = step.state.arena.ready.rest().filter(|&next| next <= index) {
         start_segment(step, next)?;
@@ -175,7 +168,7 @@ pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Resul
 }
 
 /// Reduces all segments.
-pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
+pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<()> {
     for index in 0..step.plan.segments.len() {
         reduce_segment(step, index)?;
     }
@@ -184,11 +177,7 @@ pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<(), PlanError> {
 
 /// Takes the mean over shard groups of what this rank's group has come to, in order of the
 /// groups.
-fn reduce_across(
-    step: &mut RankStep<'_, '_>,
-    index: usize,
-    memory: &mut dyn Buffer,
-) -> Result<(), PlanError> {
+fn reduce_across(step: &mut RankStep<'_, '_>, index: usize, memory: &mut dyn Buffer) -> Result<()> {
     if step.plan.shard_group == step.plan.topology.world {
         return Ok(());
     }
@@ -221,7 +210,7 @@ fn take_own_part(
     backend: &dyn Backend,
     index: usize,
     memory: &dyn Buffer,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let segment = &plan.segments[index];
     let spec = &plan.storages[segment.storage];
     let Some(list) = spec.list(Role::Grad) else {
@@ -245,11 +234,7 @@ fn take_own_part(
 
 /// For each parameter whether any rank has given a gradient; fails on all ranks if they have
 /// weighed micro-steps differently.
-pub(crate) fn agree_on_given(
-    plan: &Plan,
-    state: &State,
-    comms: &mut Comms<'_>,
-) -> Result<Vec<u8>, PlanError> {
+pub(crate) fn agree_on_given(plan: &Plan, state: &State, comms: &mut Comms<'_>) -> Result<Vec<u8>> {
     let given = state.arena.given.iter();
     let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
     if !plan.reduces() {
@@ -286,7 +271,7 @@ pub(crate) fn agree_on_given(
 pub(crate) fn reduce_and_update(
     step: &mut RankStep<'_, '_>,
     (stage, update): (&Optimize, usize),
-) -> Result<LaunchReport, PlanError> {
+) -> Result<LaunchReport> {
     let Some(index) = stage.bucket else {
         return Ok(LaunchReport::default());
     };
@@ -348,8 +333,8 @@ pub(crate) fn with_gradients<R>(
     plan: &Plan,
     state: &mut State,
     bucket: Option<usize>,
-    work: impl FnOnce(&mut State) -> Result<R, PlanError>,
-) -> Result<R, PlanError> {
+    work: impl FnOnce(&mut State) -> Result<R>,
+) -> Result<R> {
     let Some(bucket) = bucket.map(|bucket| &plan.buckets[bucket]) else {
         return work(state);
     };

@@ -1,5 +1,4 @@
-//! The reduced gradients of a part of a rank's shard, wherever they lie: read, written, and added
-//! to sums.
+//! The reduced gradients of a part of a rank's shard, wherever they lie.
 
 use std::ops::Range;
 
@@ -10,51 +9,21 @@ use crate::absorb::Absorb;
 use crate::arena::SegmentState;
 use crate::region::sum_width;
 use crate::stage::{Extent, Part};
-use crate::{Plan, PlanError, State};
+use crate::{Plan, Result, State};
 
-/// What is done with a buffer, a place in it, and the bytes of a part that lie there.
-type WithReduced<'a> =
-    &'a mut dyn FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<(), PlanError>;
-
-/// The reduced gradients of a part of this rank's shard.
-pub(crate) fn read(
-    state: &mut State,
-    plan: &Plan,
-    backend: &dyn Backend,
-    (storage, part): (usize, &Part),
-    bytes: &mut [u8],
-) -> Result<(), PlanError> {
-    each_buffer(state, plan, (storage, part), &mut |buffer, place, range| {
-        Ok(backend.read(buffer, place, &mut bytes[range])?)
-    })
-}
-
-/// Writes them.
-pub(crate) fn write(
-    state: &mut State,
-    plan: &Plan,
-    backend: &dyn Backend,
-    (storage, part): (usize, &Part),
-    bytes: &[u8],
-) -> Result<(), PlanError> {
-    each_buffer(state, plan, (storage, part), &mut |buffer, place, range| {
-        Ok(backend.write(buffer, place, &bytes[range])?)
-    })
-}
-
-/// Adds them to sums on a device that begin at a byte, or puts what these come to in their
-/// place.
+/// Adds the reduced gradients of a part of this rank's shard to sums on a device that begin at a
+/// byte, or puts what these come to in their place.
 pub(crate) fn add(
     state: &mut State,
     plan: &Plan,
     backend: &dyn Backend,
     (storage, part): (usize, &Part),
     (sums, sums_at, how): (&mut dyn Buffer, usize, Absorb),
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let dtype = plan.storages[storage].grad_dtype();
     let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
     let is_given = how.last.is_none();
-    each_buffer(state, plan, (storage, part), &mut |buffer, place, range| {
+    each_buffer(state, plan, (storage, part), |buffer, place, range| {
         let done = how.on_device(is_given, |what| {
             backend.accumulate(Accumulate {
                 dtype,
@@ -68,14 +37,14 @@ pub(crate) fn add(
     })
 }
 
-/// The buffers that have the gradients of a part, the place in each, and which bytes of the
-/// part these are.
-fn each_buffer(
+/// Does something with each buffer that has reduced gradients of a part of this rank's shard, the
+/// place in it, and which bytes of the part lie there.
+pub(crate) fn each_buffer(
     state: &mut State,
     plan: &Plan,
     (storage, part): (usize, &Part),
-    with: WithReduced<'_>,
-) -> Result<(), PlanError> {
+    mut with: impl FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<()>,
+) -> Result<()> {
     let spec = &plan.storages[storage];
     let width = spec.grad_dtype().len_bytes();
     let Some(list) = spec.list(Role::Grad) else {

@@ -1,14 +1,10 @@
 //! One of a state's rules replaced by another that keeps the same tensors.
 
 use crate::stage::role_names;
-use crate::{Optimizer, PlanError, State};
+use crate::{Optimizer, PlanError, Result, State};
 
 /// [`State::set_optimizer_of`].
-pub(crate) fn replace(
-    state: &mut State,
-    rule: usize,
-    optimizer: Optimizer,
-) -> Result<(), PlanError> {
+pub(crate) fn replace(state: &mut State, rule: usize, optimizer: Optimizer) -> Result<()> {
     state.check_between_steps("optimizer")?;
     state.check_rule(rule)?;
     optimizer.validate()?;

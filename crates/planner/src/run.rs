@@ -5,16 +5,12 @@ use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
 use crate::comms::Comms;
 use crate::step::RankStep;
 use crate::{
-    Plan, PlanError, Stage, State, StepReport, batches, device_norm, device_trust, exchange,
-    gather, launches, master, norm, reduce, table, update_norms,
+    Plan, PlanError, Result, Stage, State, StepReport, batches, device_norm, device_trust,
+    exchange, gather, launches, master, norm, reduce, table, update_norms,
 };
 
 /// [`Plan::run`].
-pub(crate) fn run(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<StepReport, PlanError> {
+pub(crate) fn run(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<StepReport> {
     if plan.tensors.are_borrowed() {
         return Err(PlanError::NoSuchList {
             role: fusestep_tensor::Role::Param,
@@ -32,7 +28,7 @@ pub(crate) fn run_stages(
     plan: &Plan,
     state: &mut State,
     mut executor: Executor<'_>,
-) -> Result<StepReport, PlanError> {
+) -> Result<StepReport> {
     state.check_plan(plan)?;
     state.check_between_steps("run")?;
     if plan.topology.world > 1 || plan.micro_steps() > 1 {
@@ -54,13 +50,10 @@ pub(crate) fn run_update(
     state: &mut State,
     executor: &mut Executor<'_>,
     comms: Option<&mut Comms<'_>>,
-) -> Result<StepReport, PlanError> {
+) -> Result<StepReport> {
     let mut begun = begin_update(plan, state, executor)?;
     let done = each_stage(plan, state, executor, comms, &mut begun.report);
-    if let Err(error) = done {
-        state.poison();
-        return Err(error);
-    }
+    state.or_poison(done)?;
     end_update(state, executor, begun)
 }
 
@@ -69,7 +62,7 @@ pub(crate) fn begin_update(
     plan: &Plan,
     state: &mut State,
     executor: &Executor<'_>,
-) -> Result<Begun, PlanError> {
+) -> Result<Begun> {
     master::follow_views(state);
     let derived = match &executor {
         Executor::Backend(backend) => {
@@ -99,15 +92,13 @@ pub(crate) fn end_update(
     state: &mut State,
     executor: &Executor<'_>,
     begun: Begun,
-) -> Result<StepReport, PlanError> {
+) -> Result<StepReport> {
     let Begun {
         mut report,
         skipped_before,
     } = begun;
-    if let Err(error) = settle(state, executor, skipped_before, &mut report) {
-        state.poison();
-        return Err(error);
-    }
+    let settled = settle(state, executor, skipped_before, &mut report);
+    state.or_poison(settled)?;
     state.params_version += 1;
     if report.skipped {
         state.forget_without_gradient();
@@ -125,7 +116,7 @@ pub(crate) fn each_stage(
     executor: &mut Executor<'_>,
     mut comms: Option<&mut Comms<'_>>,
     report: &mut StepReport,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let (mut updates, mut skipped) = (0, false);
     for stage in &plan.stages {
         let place = (stage, updates);
@@ -158,7 +149,7 @@ pub(crate) fn run_stage(
     comms: Option<&mut Comms<'_>>,
     (stage, update): (&Stage, usize),
     skipped: &mut bool,
-) -> Result<LaunchReport, PlanError> {
+) -> Result<LaunchReport> {
     match (stage, comms) {
         (Stage::Optimize(optimize), _) => {
             reduce::with_gradients(plan, state, optimize.bucket, |state| {
@@ -180,7 +171,7 @@ fn run_stage_of_ranks(
     step: &mut RankStep<'_, '_>,
     (stage, update): (&Stage, usize),
     skipped: &mut bool,
-) -> Result<LaunchReport, PlanError> {
+) -> Result<LaunchReport> {
     match stage {
         // Devices that decide keep to themselves whether the step is skipped.
         Stage::Norm(_) => *skipped = !device_norm::decide(step)? && exchange::decide(step)?,
@@ -275,7 +266,7 @@ fn settle(
     executor: &Executor<'_>,
     skipped_before: u64,
     report: &mut StepReport,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if let Some(norm) = &mut state.norm {
         norm.settle(executor.backend(), 1)?;
         report.grad_norm = Some(norm.block.grad_norm);

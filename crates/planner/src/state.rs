@@ -17,7 +17,9 @@ use crate::norm::NormState;
 use crate::storage::StorageState;
 use crate::table::Tables;
 use crate::update_norms::UpdateReader;
-use crate::{Optimizer, Plan, PlanError, Precisions, Tensors, master, replaced_rule, table};
+use crate::{
+    Optimizer, Plan, PlanError, Precisions, Result, Tensors, master, replaced_rule, table,
+};
 
 /// Most steps that a state counts: thousands of years of them.
 pub const MAX_STEPS: u64 = 1 << 53;
@@ -94,7 +96,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownName`].
-    pub fn step_of(&self, name: &str) -> Result<u64, PlanError> {
+    pub fn step_of(&self, name: &str) -> Result<u64> {
         Ok(self.step - self.steps_behind[self.find(name)?])
     }
 
@@ -111,7 +113,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownName`]; [`PlanError::StepAhead`] if it exceeds [`State::step`].
-    pub fn set_step_of(&mut self, name: &str, step: u64) -> Result<(), PlanError> {
+    pub fn set_step_of(&mut self, name: &str, step: u64) -> Result<()> {
         let param = self.find(name)?;
         let behind = self.step.checked_sub(step);
         let behind = behind.ok_or_else(|| PlanError::StepAhead {
@@ -157,7 +159,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownRule`].
-    pub fn lr_of(&self, rule: usize) -> Result<f64, PlanError> {
+    pub fn lr_of(&self, rule: usize) -> Result<f64> {
         self.check_rule(rule)?;
         Ok(self.rate(rule))
     }
@@ -169,7 +171,7 @@ impl State {
     }
 
     /// Refuses a number that no rule has.
-    pub(crate) fn check_rule(&self, rule: usize) -> Result<(), PlanError> {
+    pub(crate) fn check_rule(&self, rule: usize) -> Result<()> {
         let count = self.rules.len();
         if rule < count {
             return Ok(());
@@ -193,7 +195,7 @@ impl State {
     /// # Errors
     /// The optimizer's error if `lr` is negative or not finite; [`PlanError::StepUnderWay`]. The
     /// old one stays.
-    pub fn set_lr(&mut self, lr: f64) -> Result<(), PlanError> {
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         self.set_lr_of(0, lr)
     }
 
@@ -202,7 +204,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::set_lr`]; [`PlanError::UnknownRule`].
-    pub fn set_lr_of(&mut self, rule: usize, lr: f64) -> Result<(), PlanError> {
+    pub fn set_lr_of(&mut self, rule: usize, lr: f64) -> Result<()> {
         self.check_between_steps("learning rate")?;
         self.check_rule(rule)?;
         let optimizer = self.rules[rule].with_lr(lr);
@@ -228,7 +230,7 @@ impl State {
     /// The optimizer's error for a value out of range; [`PlanError::OtherLists`] if the rule keeps
     /// other tensors, [`PlanError::OtherRule`] if its kernel takes other scalars,
     /// [`PlanError::StepUnderWay`]. The old rule stays then.
-    pub fn set_optimizer(&mut self, optimizer: Optimizer) -> Result<(), PlanError> {
+    pub fn set_optimizer(&mut self, optimizer: Optimizer) -> Result<()> {
         self.set_optimizer_of(0, optimizer)
     }
 
@@ -237,7 +239,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::set_optimizer`]; [`PlanError::UnknownRule`].
-    pub fn set_optimizer_of(&mut self, rule: usize, optimizer: Optimizer) -> Result<(), PlanError> {
+    pub fn set_optimizer_of(&mut self, rule: usize, optimizer: Optimizer) -> Result<()> {
         replaced_rule::replace(self, rule, optimizer)
     }
 
@@ -246,7 +248,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownName`].
-    pub fn set_without_gradient(&mut self, name: &str) -> Result<(), PlanError> {
+    pub fn set_without_gradient(&mut self, name: &str) -> Result<()> {
         let param = self.find(name)?;
         self.set_without_gradient_at(param);
         Ok(())
@@ -268,7 +270,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownName`].
-    pub fn roles(&self, name: &str) -> Result<Vec<Role>, PlanError> {
+    pub fn roles(&self, name: &str) -> Result<Vec<Role>> {
         let (storage, _) = self.places[self.find(name)?];
         let lists = self.storages[storage].lists.iter();
         Ok(lists.map(ListBuffer::role).collect())
@@ -278,13 +280,13 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`].
-    pub fn dtype(&self, role: Role, name: &str) -> Result<DType, PlanError> {
+    pub fn dtype(&self, role: Role, name: &str) -> Result<DType> {
         let (storage, list) = self.list_index(role, name)?;
         Ok(self.storages[storage].lists[list].dtype())
     }
 
     /// Refuses another plan than the state's, and a state that a step has failed on.
-    pub(crate) fn check_plan(&self, plan: &Plan) -> Result<(), PlanError> {
+    pub(crate) fn check_plan(&self, plan: &Plan) -> Result<()> {
         if self.plan_hash != plan.hash {
             return Err(PlanError::ForeignState {
                 expected: plan.hash,
@@ -298,7 +300,7 @@ impl State {
     }
 
     /// Refuses what would reach only those buckets of a step that are not updated yet.
-    pub(crate) fn check_between_steps(&self, what: &'static str) -> Result<(), PlanError> {
+    pub(crate) fn check_between_steps(&self, what: &'static str) -> Result<()> {
         let step = self.step + 1;
         match self.in_backward.updated() {
             None => Ok(()),
@@ -314,6 +316,13 @@ impl State {
     pub(crate) fn poison(&mut self) -> PlanError {
         let step = *self.poisoned.get_or_insert(self.step + 1);
         PlanError::Poisoned { step }
+    }
+
+    /// Passes on what has been done; the state is half-changed where that is an error.
+    pub(crate) fn or_poison<T, E>(&mut self, done: Result<T, E>) -> Result<T, E> {
+        done.inspect_err(|_| {
+            self.poison();
+        })
     }
 
     /// Counts a step that has been run.
@@ -339,7 +348,7 @@ impl State {
         }
     }
 
-    pub(crate) fn find(&self, name: &str) -> Result<usize, PlanError> {
+    pub(crate) fn find(&self, name: &str) -> Result<usize> {
         let found = self.index.get(name).copied();
         found.ok_or_else(|| PlanError::UnknownName {
             name: name.to_owned(),
@@ -349,7 +358,7 @@ impl State {
 
     /// Weighs the gradients of the micro-step under way, before the first of them is given: the
     /// number of its samples, if updates are means of micro-steps of unequal length.
-    pub fn set_weight(&mut self, weight: f64) -> Result<(), PlanError> {
+    pub fn set_weight(&mut self, weight: f64) -> Result<()> {
         if weight.is_finite() && weight > 0.0 {
             self.arena.weight = Some(weight);
             return Ok(());
@@ -367,7 +376,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::Backend`].
-    pub fn settle(&mut self, backend: &dyn Backend) -> Result<(), PlanError> {
+    pub fn settle(&mut self, backend: &dyn Backend) -> Result<()> {
         // Parameters set without gradient since then are so in the next step, not in these.
         self.step += table::read_applied(self, backend)?;
         Ok(())

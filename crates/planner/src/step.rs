@@ -10,8 +10,8 @@ use crate::in_backward::update_rest;
 use crate::region::sum_width;
 use crate::run::Executor;
 use crate::{
-    MicroStepReport, Plan, PlanError, State, StepReport, Topology, average, gradients, reduce,
-    reduced_part, run,
+    MicroStepReport, Plan, PlanError, Result, State, StepReport, Topology, average, gradients,
+    reduce, reduced_part, run,
 };
 
 /// What the functions of a rank's step work on.
@@ -39,7 +39,7 @@ impl<'a, 'c> RankStep<'a, 'c> {
 }
 
 /// [`Plan::step`].
-pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanError> {
+pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport> {
     check_comms(step.plan, step.state, step.comms)?;
     let weight = step.state.arena.weight.unwrap_or(1.0);
     let last = step.state.arena.micro_steps + 1 == step.plan.micro_steps();
@@ -50,14 +50,11 @@ pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanE
         end_micro_step(step, weight).map(|()| MicroStepReport::default())
     };
     step.state.arena.weight = None;
-    if done.is_err() {
-        step.state.poison();
-    }
-    done
+    step.state.or_poison(done)
 }
 
 /// [`Plan::flush`].
-pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, PlanError> {
+pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport> {
     check_comms(step.plan, step.state, step.comms)?;
     step.state.check_between_steps("flush")?;
     if step.state.arena.micro_steps == 0 {
@@ -65,20 +62,16 @@ pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport, Plan
     }
     let divisor = gradients::divisor(step.plan, step.state, 0.0);
     let done = update(step, (divisor, Pending::Nothing));
-    if done.is_err() {
-        step.state.poison();
-    }
-    done
+    step.state.or_poison(done)
 }
 
-pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Result<(), PlanError> {
+pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Result<()> {
     state.check_plan(plan)?;
     let (expected, found) = (plan.topology(), (comms.rank(), comms.world()));
-    let text = |rank: usize, world: usize| format!("rank {rank} of {world}");
     if (expected.rank, expected.world) != found {
         return Err(PlanError::Topology {
-            expected: text(expected.rank, expected.world),
-            found: text(found.0, found.1),
+            expected: expected.to_string(),
+            found: format!("rank {} of {}", found.0, found.1),
         });
     }
     let (group, found) = (plan.shard_group, comms.group_size());
@@ -94,7 +87,7 @@ pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Resu
 }
 
 /// Ends a micro-step that is not the last.
-fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<(), PlanError> {
+fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<()> {
     step.comms.set_plan(step.plan.hash());
     if step.plan.reduces_each() {
         let given_weight = step.state.arena.weight;
@@ -112,7 +105,7 @@ fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<(), PlanEr
 }
 
 /// Reduces the gradients of one micro-step and adds them to the sums of all.
-fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<(), PlanError> {
+fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<()> {
     if step.plan.reduces() {
         reduce::reduce_all(step)?;
     }
@@ -134,12 +127,7 @@ fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<()
 
 /// Adds the reduced gradients of this rank's shard to their sums, or puts what the sums come to
 /// in their place.
-fn each_reduced(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    how: Absorb,
-) -> Result<(), PlanError> {
+fn each_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend, how: Absorb) -> Result<()> {
     for (storage, spec) in plan.storages.iter().enumerate() {
         let dtype = spec.grad_dtype();
         let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
@@ -160,9 +148,13 @@ fn each_reduced(
             let own = own.bytes_mut();
             if how.last.is_some() {
                 absorb(dtype, own, Some(sums), None, how);
-                reduced_part::write(state, plan, backend, place, own)?;
+                reduced_part::each_buffer(state, plan, place, |buffer, at, range| {
+                    Ok(backend.write(buffer, at, &own[range])?)
+                })?;
             } else {
-                reduced_part::read(state, plan, backend, place, own)?;
+                reduced_part::each_buffer(state, plan, place, |buffer, at, range| {
+                    Ok(backend.read(buffer, at, &mut own[range])?)
+                })?;
                 absorb(dtype, &mut [], Some(sums), Some(own), how);
             }
             state.arena.copied_bytes += own.len() as u64;
@@ -175,7 +167,7 @@ fn each_reduced(
 fn update(
     step: &mut RankStep<'_, '_>,
     (divisor, pending): (Divisor, Pending),
-) -> Result<MicroStepReport, PlanError> {
+) -> Result<MicroStepReport> {
     step.comms.set_plan(step.plan.hash());
     if step.plan.reduces_each() {
         if pending == Pending::MicroStep {
@@ -210,7 +202,7 @@ fn update(
 }
 
 /// Agrees on which gradients there are and runs all stages.
-fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport, PlanError> {
+fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport> {
     let given = reduce::agree_on_given(step.plan, step.state, step.comms)?;
     if step.plan.reduces_each() {
         let how = Absorb {

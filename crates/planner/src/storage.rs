@@ -7,7 +7,7 @@ use fusestep_tensor::Role;
 
 use crate::stage::{Extent, Part};
 use crate::update_norms::UpdateRows;
-use crate::{PlanError, StorageSpec};
+use crate::{PlanError, Result, StorageSpec};
 
 /// The arenas of one storage and the scalars its kernel reads.
 pub(crate) struct StorageState {
@@ -122,12 +122,7 @@ impl StorageState {
     }
 }
 
-pub(crate) fn check_len(
-    role: Role,
-    name: &str,
-    expected: usize,
-    found: usize,
-) -> Result<(), PlanError> {
+pub(crate) fn check_len(role: Role, name: &str, expected: usize, found: usize) -> Result<()> {
     if expected == found {
         return Ok(());
     }

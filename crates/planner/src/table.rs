@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::arena::keeps_segments;
 use crate::run::Executor;
-use crate::{Note, Optimize, Plan, PlanError, Stage, State, Verdict, batches, launches};
+use crate::{Optimize, Plan, PlanError, Result, Stage, State, Verdict, batches, launches};
 
 /// Where a launch's table of tensors lies. It changes launches and what the host does for them,
 /// never a bit.
@@ -40,7 +40,7 @@ impl TableKind {
 }
 
 /// Decides where the tables lie and makes the batches for it.
-pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<(), PlanError> {
+pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
     let most = plan.stages.iter().map(|stage| match stage {
         Stage::Norm(norm) => norm.launches() - 1,
         Stage::Optimize(optimize) => optimize.batches.len(),
@@ -48,14 +48,12 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<(), PlanError> 
     });
     let most = most.max().unwrap_or(0);
     let borrowed = plan.tensors.are_borrowed();
-    let note = |verdict, reason: String| Note::new("table", verdict, reason);
     if plan.topology.world > 1 {
         if asked != TableKind::Resident {
             return Ok(());
         }
         if let Some(reason) = no_tables_of_ranks(plan) {
-            plan.notes
-                .push(note(Verdict::Refused, format!("arguments: {reason}")));
+            plan.note("table", Verdict::Refused, format!("arguments: {reason}"));
             return Ok(());
         }
     }
@@ -63,7 +61,7 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<(), PlanError> 
         if asked != TableKind::Arguments {
             let reason = "arguments: updates of a step begin before it is known whose gradients \
                           it lacks";
-            plan.notes.push(note(Verdict::Refused, reason.to_owned()));
+            plan.note("table", Verdict::Refused, reason);
         }
         return Ok(());
     }
@@ -74,13 +72,13 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<(), PlanError> 
         TableKind::Arguments => return Ok(()),
         TableKind::Resident if borrowed => return Err(PlanError::BorrowedTable),
         TableKind::Auto if borrowed => {
-            let reason = "arguments: the caller lends tensors anew at every step".to_owned();
-            plan.notes.push(note(Verdict::Refused, reason));
+            let reason = "arguments: the caller lends tensors anew at every step";
+            plan.note("table", Verdict::Refused, reason);
             return Ok(());
         }
         TableKind::Auto if most <= 1 => {
-            let reason = "arguments: every stage fits into one launch".to_owned();
-            plan.notes.push(note(Verdict::Refused, reason));
+            let reason = "arguments: every stage fits into one launch";
+            plan.note("table", Verdict::Refused, reason);
             return Ok(());
         }
         TableKind::Resident | TableKind::Auto => {}
@@ -96,16 +94,15 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<(), PlanError> 
         "resident, {why}: built once in the device's memory, and the device derives the \
          scalars; the cpu backend runs the same batches without a table"
     );
-    plan.notes.push(note(Verdict::Applied, reason));
+    plan.note("table", Verdict::Applied, reason);
     Ok(())
 }
 
 /// Why tables of several ranks cannot lie in memory; `None` if they can.
 fn no_tables_of_ranks(plan: &Plan) -> Option<&'static str> {
-    let has = |asked: fn(&Stage) -> bool| plan.stages.iter().any(asked);
     if !keeps_segments(plan) {
         Some("gradients of several ranks change their place in memory from ZeRO stage 2 on")
-    } else if has(|stage| matches!(stage, Stage::ReduceUpdate(_))) {
+    } else if plan.is_fused() {
         Some("ranks reduce and update in one pass")
     } else if plan.update_norms {
         Some("norms of updates of several ranks are not measured on devices")
@@ -145,7 +142,7 @@ impl Tables {
     }
 
     /// An error if a step's outcome is not known.
-    pub(crate) fn check_settled(&self) -> Result<(), PlanError> {
+    pub(crate) fn check_settled(&self) -> Result<()> {
         match self.pending {
             0 => Ok(()),
             pending => Err(PlanError::Unsettled { pending }),
@@ -155,7 +152,7 @@ impl Tables {
 
 /// How many of the steps pending were applied; those before the step was set from outside do
 /// not count.
-pub(crate) fn read_applied(state: &mut State, backend: &dyn Backend) -> Result<u64, PlanError> {
+pub(crate) fn read_applied(state: &mut State, backend: &dyn Backend) -> Result<u64> {
     let pending = std::mem::take(&mut state.tables.pending);
     let Some(norm) = state.norm.as_mut().filter(|_| pending > 0) else {
         return Ok(0);
@@ -171,11 +168,7 @@ pub(crate) fn read_applied(state: &mut State, backend: &dyn Backend) -> Result<u
 }
 
 /// Makes batches and tables ready for a step; whether the backend derives the step scalars itself.
-pub(crate) fn prepare(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-) -> Result<bool, PlanError> {
+pub(crate) fn prepare(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<bool> {
     if state.schedule.stale {
         state.settle(backend)?;
         state.tables.generation = 0;
@@ -198,7 +191,7 @@ fn derives_step_scalars(state: &State) -> bool {
     all.all(|(table, batches)| table.is_some() || batches.is_empty())
 }
 
-pub(crate) fn publish_lr(state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
+pub(crate) fn publish_lr(state: &mut State, backend: &dyn Backend) -> Result<()> {
     let unsettled = state.tables.pending > 0 && state.rate_may_change();
     if unsettled {
         // The rate follows from how many steps were applied.
@@ -225,7 +218,7 @@ pub(crate) fn publish_lr(state: &mut State, backend: &dyn Backend) -> Result<(),
     Ok(())
 }
 
-fn build_tables(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
+fn build_tables(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
     // Numbers of no meaning but to be different, so that a graph is not taken for one of
     // another state.
     static GENERATIONS: AtomicU64 = AtomicU64::new(1);
@@ -253,7 +246,7 @@ pub(crate) fn place_update(
     state: &mut State,
     (stage, update): (&Optimize, usize),
     backend: &dyn Backend,
-) -> Result<Option<Box<dyn ResidentTable>>, PlanError> {
+) -> Result<Option<Box<dyn ResidentTable>>> {
     let rule = state.storages[stage.storage].spec.rule;
     let values: Vec<GroupValues> = launches::group_values(state, rule).collect();
     Ok(match launches::of_stage(plan, state, stage, update) {
@@ -267,7 +260,7 @@ pub(crate) fn place_update(
     })
 }
 
-fn build_reads(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
+fn build_reads(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
     let Some(norm) = &mut state.norm else {
         return Ok(());
     };
@@ -301,7 +294,7 @@ pub(crate) fn build_table(
     state: &mut State,
     (stage, update): (&Optimize, usize),
     backend: &dyn Backend,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let is_missing = matches!(state.tables.updates.get(update), Some(None));
     if is_missing && plan.topology.world > 1 && backend.device().is_some() {
         let table = place_update(plan, state, (stage, update), backend)?;
@@ -316,7 +309,7 @@ pub(crate) fn run_update(
     state: &mut State,
     (stage, update): (&Optimize, usize),
     executor: &mut Executor<'_>,
-) -> Result<LaunchReport, PlanError> {
+) -> Result<LaunchReport> {
     if let Executor::Backend(backend) = executor {
         build_table(plan, state, (stage, update), *backend)?;
     }

@@ -8,7 +8,7 @@ use fusestep_tensor::{Element, ParamDesc, Role};
 use crate::checkpoint::file;
 use crate::stage::Extent;
 use crate::storage::{Held, check_len};
-use crate::{PlanError, State, StateTensors, Tensors, averages, master};
+use crate::{PlanError, Result, State, StateTensors, Tensors, averages, master};
 
 impl State {
     /// A tensor on the host that this rank has whole.
@@ -16,7 +16,7 @@ impl State {
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::NoSuchList`], [`PlanError::WrongDType`],
     /// [`PlanError::NotOnHost`], [`PlanError::InShards`].
-    pub fn view<T: Element>(&self, role: Role, name: &str) -> Result<&[T], PlanError> {
+    pub fn view<T: Element>(&self, role: Role, name: &str) -> Result<&[T]> {
         let (storage, list) = self.list_index(role, name)?;
         self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
         let param = self.find(name)?;
@@ -44,7 +44,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::view`].
-    pub fn view_mut<T: Element>(&mut self, role: Role, name: &str) -> Result<&mut [T], PlanError> {
+    pub fn view_mut<T: Element>(&mut self, role: Role, name: &str) -> Result<&mut [T]> {
         let (storage, list) = self.list_index(role, name)?;
         self.check_dtype::<T>(&self.storages[storage].lists[list], name)?;
         let error = self.not_on_host(role, name);
@@ -73,7 +73,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::view`].
-    pub fn param<T: Element>(&self, name: &str) -> Result<&[T], PlanError> {
+    pub fn param<T: Element>(&self, name: &str) -> Result<&[T]> {
         self.view(Role::Param, name)
     }
 
@@ -83,7 +83,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::view`]; [`PlanError::GradientTwice`] if it was pushed in this micro-step.
-    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], PlanError> {
+    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T]> {
         self.view_mut(Role::Grad, name)
     }
 
@@ -100,7 +100,7 @@ impl State {
         role: Role,
         name: &str,
         bytes: &[u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let (storage, list) = self.list_index(role, name)?;
         let param = self.find(name)?;
         let (_, tensor) = self.places[param];
@@ -134,7 +134,7 @@ impl State {
         role: Role,
         name: &str,
         bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let (storage, list) = self.list_index(role, name)?;
         let param = self.find(name)?;
         let (_, tensor) = self.places[param];
@@ -160,7 +160,7 @@ impl State {
         role: Role,
         param: usize,
         mut with: impl FnMut(&Held, Vec<u8>),
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let width = self.dtype(role, &self.params[param].name)?.len_bytes();
         for held in self.shard_places(role, param)? {
             let mut bytes = vec![0; held.place(width).len()];
@@ -171,7 +171,7 @@ impl State {
     }
 
     /// The ranges of a tensor's elements in this rank's shard, and where they lie in its list.
-    pub(crate) fn shard_places(&self, role: Role, param: usize) -> Result<Vec<Held>, PlanError> {
+    pub(crate) fn shard_places(&self, role: Role, param: usize) -> Result<Vec<Held>> {
         let (storage, list) = self.list_index(role, &self.params[param].name)?;
         let (_, tensor) = self.places[param];
         let spec = &self.storages[storage].spec;
@@ -194,14 +194,14 @@ impl State {
         (role, param): (Role, usize),
         held: &Held,
         bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let (storage, list) = self.list_index(role, &self.params[param].name)?;
         let list = &self.storages[storage].lists[list];
         let at = held.place(list.dtype().len_bytes()).start;
         Ok(backend.read(list.buffer.as_ref(), at, bytes)?)
     }
 
-    fn check_dtype<T: Element>(&self, list: &ListBuffer, name: &str) -> Result<(), PlanError> {
+    fn check_dtype<T: Element>(&self, list: &ListBuffer, name: &str) -> Result<()> {
         if list.dtype() == T::DTYPE {
             return Ok(());
         }
@@ -234,12 +234,7 @@ impl State {
     /// # Errors
     /// As [`State::read`]; [`PlanError::InShards`] if this rank has only a part of what it takes;
     /// use [`crate::Plan::gather_averages`].
-    pub fn read_average(
-        &self,
-        backend: &dyn Backend,
-        name: &str,
-        bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
+    pub fn read_average(&self, backend: &dyn Backend, name: &str, bytes: &mut [u8]) -> Result<()> {
         self.read(backend, Role::Param, name, bytes)?;
         self.average_borrowed(backend, name, bytes)
     }
@@ -254,7 +249,7 @@ impl State {
         backend: &dyn Backend,
         name: &str,
         bytes: &mut [u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         averages::average_of(self, backend, name, bytes)
     }
 
@@ -270,7 +265,7 @@ impl State {
         backend: &dyn Backend,
         name: &str,
         bytes: &[u8],
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         master::follow_borrowed(self, backend, name, bytes)
     }
 
@@ -281,7 +276,7 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::Backend`].
-    pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
+    pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors> {
         file::to_tensors(self, backend)
     }
 
@@ -292,7 +287,7 @@ impl State {
     /// [`PlanError::Backend`]; [`PlanError::InShards`].
     /// # Cost
     /// One read of the parameters.
-    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>, PlanError> {
+    pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>> {
         file::parameters_xxh3(self, backend)
     }
 
@@ -300,7 +295,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
-    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<()> {
         file::save(self, backend, path)
     }
 
@@ -312,16 +307,12 @@ impl State {
     /// extra, damaged, of another shape, dtype or rule, or that no run can have: a negative mean
     /// of squares, or values that are not finite where the file does not say so. The whole file
     /// is checked before anything changes.
-    pub fn load(
-        &mut self,
-        backend: &dyn Backend,
-        path: &Path,
-    ) -> Result<Option<String>, PlanError> {
+    pub fn load(&mut self, backend: &dyn Backend, path: &Path) -> Result<Option<String>> {
         file::load(self, backend, path)
     }
 
     /// A tensor's storage, and its list there.
-    pub(crate) fn list_index(&self, role: Role, name: &str) -> Result<(usize, usize), PlanError> {
+    pub(crate) fn list_index(&self, role: Role, name: &str) -> Result<(usize, usize)> {
         let (storage, _) = self.places[self.find(name)?];
         let lists = &self.storages[storage].lists;
         let list = lists.iter().position(|list| list.role() == role);
@@ -350,7 +341,7 @@ fn why_no_list(tensors: Tensors, role: Role) -> &'static str {
 }
 
 /// The one range that has a whole tensor.
-fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held, PlanError> {
+fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held> {
     let nothing = Held {
         elements: 0..0,
         at: 0,

@@ -3,7 +3,7 @@
 use fusestep_collective::Communicator;
 use serde::Serialize;
 
-use crate::PlanError;
+use crate::{PlanError, Result};
 
 /// Most ranks that a plan is made for: tables of ranks are part of every plan.
 pub const MAX_WORLD: usize = 1 << 16;
@@ -49,7 +49,7 @@ impl Topology {
     /// # Errors
     /// [`PlanError::Topology`] if there is no such rank, or there are more ranks than
     /// [`MAX_WORLD`].
-    pub fn new(rank: usize, world: usize) -> Result<Self, PlanError> {
+    pub fn new(rank: usize, world: usize) -> Result<Self> {
         let topology = Self {
             rank,
             world,
@@ -71,7 +71,7 @@ impl Topology {
         }
     }
 
-    pub(crate) fn validate(self) -> Result<(), PlanError> {
+    pub(crate) fn validate(self) -> Result<()> {
         if self.world > MAX_WORLD {
             return Err(PlanError::Topology {
                 expected: format!("at most {MAX_WORLD} ranks"),

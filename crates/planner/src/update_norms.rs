@@ -1,5 +1,7 @@
 //! How far parameters moved: the memory for the sums that updates leave, and their readers.
 
+use std::ops::Range;
+
 use fusestep_launch::{
     Backend, Buffer, CHUNK_ELEMENTS, ControlBlock, UnitSums, UpdateSums, fold_units, tree_sum,
 };
@@ -7,7 +9,7 @@ use fusestep_launch::{
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
 use crate::step::RankStep;
-use crate::{Plan, PlanError, State, StepReport, StorageSpec};
+use crate::{Plan, Result, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
 #[derive(Debug)]
@@ -19,7 +21,7 @@ pub(crate) struct UpdateRows {
 }
 
 impl UpdateRows {
-    pub(crate) fn allocate(spec: &StorageSpec, backend: &dyn Backend) -> Result<Self, PlanError> {
+    pub(crate) fn allocate(spec: &StorageSpec, backend: &dyn Backend) -> Result<Self> {
         let mut firsts = Vec::with_capacity(spec.members.len() + 1);
         let mut next = 0;
         firsts.push(next);
@@ -73,9 +75,9 @@ impl UpdateReader {
         })
     }
 
-    /// Those of one parameter.
-    fn chunks(&self, param: usize) -> &[f64] {
-        &self.chunks[self.firsts[param]..self.firsts[param + 1]]
+    /// Where those of one parameter are.
+    fn place(&self, param: usize) -> Range<usize> {
+        self.firsts[param]..self.firsts[param + 1]
     }
 
     /// How many parameters there are.
@@ -85,7 +87,7 @@ impl UpdateReader {
 
     /// The sum over a parameter.
     fn sum(&self, param: usize) -> f64 {
-        sum_of(self.chunks(param))
+        sum_of(&self.chunks[self.place(param)])
     }
 }
 
@@ -101,10 +103,7 @@ pub(crate) fn chunks_of(numel: u64) -> usize {
 }
 
 /// [`State::update_norms`].
-pub(crate) fn of_params(
-    state: &State,
-    backend: &dyn Backend,
-) -> Result<Option<Vec<f64>>, PlanError> {
+pub(crate) fn of_params(state: &State, backend: &dyn Backend) -> Result<Option<Vec<f64>>> {
     let Some(reader) = &state.update_reader else {
         return Ok(None);
     };
@@ -120,32 +119,9 @@ pub(crate) fn of_params(
         Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
         None => false,
     };
-    if !skipped {
-        read_sums(state, backend, &mut own)?;
-    }
+    read_sums(state, backend, &mut own, skipped)?;
     let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
     Ok(Some(norms.collect()))
-}
-
-/// The sums over each chunk of every parameter that the last update on this rank has left.
-fn chunk_sums(
-    state: &mut State,
-    backend: &dyn Backend,
-    skipped: bool,
-) -> Result<Vec<Vec<f64>>, PlanError> {
-    let Some(mut reader) = state.update_reader.take() else {
-        return Ok(Vec::new());
-    };
-    let read = if skipped {
-        reader.chunks.fill(0.0);
-        Ok(())
-    } else {
-        read_sums(state, backend, &mut reader)
-    };
-    let params = 0..state.params.len();
-    let chunks = params.map(|param| reader.chunks(param).to_vec()).collect();
-    state.update_reader = Some(reader);
-    read.map(|()| chunks)
 }
 
 /// Writes the norm of what the step that `report` is of has changed.
@@ -153,7 +129,7 @@ pub(crate) fn report(
     state: &mut State,
     backend: &dyn Backend,
     report: &mut StepReport,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     if let Some((_, total)) = &state.exchange.update_sums {
         report.update_norm = Some(total.sqrt());
         return Ok(());
@@ -162,30 +138,29 @@ pub(crate) fn report(
     let Some(mut reader) = state.update_reader.take() else {
         return Ok(());
     };
-    let read = if report.skipped {
-        reader.chunks.fill(0.0);
-        Ok(())
-    } else {
-        read_sums(state, backend, &mut reader)
-    };
+    let read = read_sums(state, backend, &mut reader, report.skipped);
     let sum = tree_sum(reader.params(), |param| reader.sum(param));
     report.update_norm = Some(sum.sqrt());
     state.update_reader = Some(reader);
     read
 }
 
-/// Reads the chunks of each parameter that the last step's batches have.
+/// Reads the chunks of each parameter that the last step's batches have; a skipped one has none.
 fn read_sums(
     state: &State,
     backend: &dyn Backend,
     reader: &mut UpdateReader,
-) -> Result<(), PlanError> {
+    skipped: bool,
+) -> Result<()> {
     let UpdateReader {
         chunks,
         firsts: places,
         copy,
     } = reader;
     chunks.fill(0.0);
+    if skipped {
+        return Ok(());
+    }
     let mut copied = None;
     for (&storage, batches) in state.updated.iter().zip(&state.schedule.batches) {
         let own = &state.storages[storage];
@@ -219,42 +194,42 @@ fn read_sums(
 }
 
 /// Tells all ranks how far each parameter moved.
-pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<(), PlanError> {
-    if !step.plan.update_norms {
+pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<()> {
+    // Taken out, so that the rest of the state can be read.
+    let Some(mut own) = step.state.update_reader.take() else {
         return Ok(());
-    }
-    let params = step.plan.params.len();
-    let mut told = chunk_sums(step.state, step.backend, skipped)?;
-    let own = told.clone();
-    let distributed = |param: usize| step.plan.is_distributed(param);
-    let shared = step.plan.zero != crate::ZeroStage::None && step.plan.reduces();
-    if shared {
-        for (param, chunks) in told.iter_mut().enumerate() {
-            if distributed(param) {
-                chunks.fill(0.0);
-            }
-        }
-        let mut flat: Vec<f64> = told.iter().flatten().copied().collect();
-        sum_over(step.comms, &mut flat, Scope::ShardGroup)?;
-        let mut rest = flat.as_slice();
-        for chunks in &mut told {
-            let (own, after) = rest.split_at(chunks.len());
-            chunks.copy_from_slice(own);
-            rest = after;
-        }
-    }
-    let mut sums = Vec::with_capacity(params);
-    for param in 0..params {
-        let of = if distributed(param) {
-            &own[param]
-        } else {
-            &told[param]
-        };
-        sums.push(sum_of(of));
-    }
-    let total = total_over_slices(step.plan, step.comms, &sums, distributed)?;
-    step.state.exchange.update_sums = Some((sums, total));
+    };
+    let read = read_sums(step.state, step.backend, &mut own, skipped);
+    let sums = read.and_then(|()| sums_of_ranks(step.plan, step.comms, &own));
+    step.state.update_reader = Some(own);
+    step.state.exchange.update_sums = Some(sums?);
     Ok(())
+}
+
+/// The sum over each parameter, and the total over all ranks.
+fn sums_of_ranks(
+    plan: &Plan,
+    comms: &mut Comms<'_>,
+    own: &UpdateReader,
+) -> Result<(Vec<f64>, f64)> {
+    let distributed = |param: usize| plan.is_distributed(param);
+    let mut told = own.chunks.clone();
+    if plan.zero != crate::ZeroStage::None && plan.reduces() {
+        for param in (0..own.params()).filter(|&param| distributed(param)) {
+            told[own.place(param)].fill(0.0);
+        }
+        sum_over(comms, &mut told, Scope::ShardGroup)?;
+    }
+    let sum = |param: usize| {
+        if distributed(param) {
+            own.sum(param)
+        } else {
+            sum_of(&told[own.place(param)])
+        }
+    };
+    let sums: Vec<f64> = (0..own.params()).map(sum).collect();
+    let total = total_over_slices(plan, comms, &sums, distributed)?;
+    Ok((sums, total))
 }
 
 /// The sum over all parameters, each rank's slices of distributed ones counted once: those of
@@ -264,7 +239,7 @@ fn total_over_slices(
     comms: &mut Comms<'_>,
     sums: &[f64],
     distributed: impl Fn(usize) -> bool,
-) -> Result<f64, PlanError> {
+) -> Result<f64> {
     let params: Vec<usize> = (0..sums.len())
         .filter(|&param| distributed(param))
         .collect();

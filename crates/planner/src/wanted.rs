@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use crate::averages::Values;
-use crate::{Plan, PlanError, State, ZeroStage, averages};
+use crate::{Plan, Result, State, ZeroStage, averages};
 
 /// A parameter of which each rank has a part.
 pub(crate) struct Wanted {
@@ -44,7 +44,7 @@ pub(crate) fn asked_for(
     state: &State,
     names: &[&str],
     values: Values,
-) -> Result<(Vec<Wanted>, Vec<Here>), PlanError> {
+) -> Result<(Vec<Wanted>, Vec<Here>)> {
     let (mut wanted, mut here) = (Vec::with_capacity(names.len()), Vec::new());
     for (at, name) in names.iter().enumerate() {
         let param = state.find(name)?;

@@ -4,6 +4,7 @@ use anyhow::bail;
 
 use super::Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Rmsprop, ScheduleFree, Sgd};
 use super::{OptimizerArgs, Rule};
+use crate::options::name_of;
 
 /// Refuses flags that the rule does not have.
 ///
@@ -43,11 +44,11 @@ pub(super) fn refuse(args: &OptimizerArgs) -> anyhow::Result<()> {
     ];
     for (flag, given, rules) in flags {
         if given && !rules.contains(&args.optimizer) {
-            let names: Vec<&str> = rules.iter().map(|rule| rule.name()).collect();
+            let names: Vec<String> = rules.iter().copied().map(name_of).collect();
             bail!(
                 "{flag}: expected --optimizer {}, found {}, which has no such setting",
                 names.join(" or "),
-                args.optimizer.name()
+                name_of(args.optimizer)
             );
         }
     }

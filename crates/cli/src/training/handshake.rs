@@ -6,6 +6,7 @@ use fusestep_collective::Communicator;
 use fusestep_planner::{Comms, Topology};
 
 use super::Run;
+use crate::options::name_of;
 use crate::ranks::Fused;
 use crate::train::TrainArgs;
 
@@ -29,7 +30,7 @@ impl Run<'_> {
     /// Compares what decides the bits of the run over all ranks.
     pub(super) fn handshake(&mut self) -> anyhow::Result<()> {
         let caller = [
-            ("--model", self.args.task.model.name().to_owned()),
+            ("--model", name_of(self.args.task.model)),
             ("--seed", self.args.seed.to_string()),
             ("--batch", self.args.batch.to_string()),
             ("--epochs", self.args.epochs.to_string()),

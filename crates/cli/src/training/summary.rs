@@ -3,10 +3,10 @@
 use std::time::Instant;
 
 use fusestep_planner::MicroStepReport;
-use fusestep_tensor::DType;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::Run;
+use crate::options::name_of;
 use crate::train::{Epoch, RankNumbers, TrainSummary};
 
 /// What the steps so far have taken.
@@ -93,7 +93,7 @@ impl Run<'_> {
         let params = plan.params().iter();
         let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64);
         Ok(TrainSummary {
-            model: self.args.task.model.name(),
+            model: name_of(self.args.task.model),
             backend: self.backend.name(),
             epochs: self.args.epochs,
             resumed_epochs: self.resumed_epochs,
@@ -108,7 +108,7 @@ impl Run<'_> {
             optimizer_ns_per_step: tally.update_ns / steps,
             optimizer: plan.optimizer().name(),
             lr: plan.optimizer().lr(),
-            dtype: DType::from(self.args.dtype).name(),
+            dtype: self.args.dtype.name(),
             candle_ns_per_step: candle.map(|shadow| shadow.ns / steps),
             update_norm: tally.update_norm,
             params_hash,
@@ -118,7 +118,7 @@ impl Run<'_> {
             },
             ranks: RankNumbers {
                 ranks: plan.topology().world,
-                engine: self.args.engine().name(),
+                engine: name_of(self.args.engine.unwrap_or_default()),
                 zero: plan.zero().number(),
                 state_bytes_per_rank: plan.state_bytes(),
                 collectives_per_step: tally.calls as f64 / steps,

@@ -9,7 +9,7 @@ use super::generation::{Generation, MODEL_FILE, shard_file};
 use super::manifest::{ShardSpec, refuse};
 use super::shards::Written;
 use crate::comms::Comms;
-use crate::{Plan, PlanError};
+use crate::{Plan, PlanError, Result};
 
 /// Bytes that each rank says about a file: whether there is one, length and checksum.
 const WORD_BYTES: usize = 24;
@@ -24,8 +24,8 @@ const TOLD_BYTES: usize = 512;
 pub(super) fn on_generation(
     plan: &Plan,
     comms: &mut Comms<'_>,
-    begun: Result<Option<Generation>, PlanError>,
-) -> Result<Generation, PlanError> {
+    begun: Result<Option<Generation>>,
+) -> Result<Generation> {
     let mut words = [0u8; 3 * 8];
     if let Ok(Some(own)) = &begun {
         let own = [own.checkpoint, own.step, own.turn as u64];
@@ -45,12 +45,10 @@ pub(super) fn on_generation(
 pub(super) fn on_shards(
     plan: &Plan,
     comms: &mut Comms<'_>,
-    written: Result<Written, PlanError>,
-) -> Result<Vec<ShardSpec>, PlanError> {
-    let (rank, world) = (plan.topology().rank, plan.topology().world);
-    let mut words = vec![0u8; FILES_BYTES * world];
+    written: Result<Written>,
+) -> Result<Vec<ShardSpec>> {
+    let mut own = [0u8; FILES_BYTES];
     if let Ok(written) = &written {
-        let own = &mut words[FILES_BYTES * rank..FILES_BYTES * (rank + 1)];
         let files = [&written.model, &written.shard];
         for (word, spec) in own.chunks_exact_mut(WORD_BYTES).zip(files) {
             if let Some(spec) = spec {
@@ -60,14 +58,8 @@ pub(super) fn on_shards(
             }
         }
     }
-    let outcome = written.map(drop);
-    comms.in_place(
-        Operation::AllGather,
-        DType::U8,
-        Some(&vec![FILES_BYTES; world]),
-        &mut words,
-    )?;
-    on_outcome(plan, comms, outcome)?;
+    let words = said_by_each(comms, &own)?;
+    on_outcome(plan, comms, written.map(drop))?;
     let said = words.chunks_exact(WORD_BYTES).enumerate();
     let wrote = said.filter(|(_, word)| number(word, 0) == 1);
     let spec = |(at, word): (usize, &[u8])| ShardSpec {
@@ -81,29 +73,26 @@ pub(super) fn on_shards(
     Ok(wrote.map(spec).collect())
 }
 
-/// Fails on all ranks if it failed on one, with that rank's own error: the lowest such rank's,
-/// which the others name.
-pub(super) fn on_outcome(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    outcome: Result<(), PlanError>,
-) -> Result<(), PlanError> {
-    let (rank, world) = (plan.topology().rank, plan.topology().world);
+/// Passes on what this rank has; fails on all ranks if it failed on one, with that rank's own
+/// error: the lowest such rank's, which the others name.
+pub(super) fn on_outcome<T>(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<T>) -> Result<T> {
+    if plan.topology().world == 1 {
+        return outcome;
+    }
+    comms.set_plan(plan.hash());
     if !most(comms, outcome.is_err())? {
         return outcome;
     }
-    let mut told = vec![0u8; TOLD_BYTES * world];
+    let mut own = [0u8; TOLD_BYTES];
     if let Err(error) = &outcome {
         let text = error.to_string();
         let fits = |len: &usize| text.is_char_boundary(*len);
         let most = text.len().min(TOLD_BYTES - 1);
         let len = (0..=most).rev().find(fits).unwrap_or(0);
-        let own = &mut told[TOLD_BYTES * rank..][..TOLD_BYTES];
         own[0] = 1;
         own[1..=len].copy_from_slice(&text.as_bytes()[..len]);
     }
-    let counts = vec![TOLD_BYTES; world];
-    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut told)?;
+    let told = said_by_each(comms, &own)?;
     outcome?;
     let mut ranks = told.chunks_exact(TOLD_BYTES).enumerate();
     let first = ranks.find(|(_, told)| told[0] == 1);
@@ -118,25 +107,21 @@ pub(super) fn on_outcome(
 
 /// Refuses, on all ranks, a checkpoint that one of them cannot go on from, or that is not the
 /// same for all: each says which it has read, 0 for none.
-pub(super) fn on_checkpoint(
+pub(super) fn on_checkpoint<T>(
     plan: &Plan,
     comms: &mut Comms<'_>,
     folder: &Path,
-    (read, said): (Result<(), PlanError>, u64),
-) -> Result<(), PlanError> {
-    let (rank, world) = (plan.topology().rank, plan.topology().world);
+    (read, said): (Result<T>, u64),
+) -> Result<T> {
+    let world = plan.topology().world;
     if world == 1 {
         return read;
     }
-    comms.set_plan(plan.hash());
-    on_outcome(plan, comms, read)?;
-    let mut words = vec![0u8; 8 * world];
-    words[8 * rank..8 * (rank + 1)].copy_from_slice(&said.to_le_bytes());
-    let counts = vec![8; world];
-    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut words)?;
+    let read = on_outcome(plan, comms, read)?;
+    let words = said_by_each(comms, &said.to_le_bytes())?;
     let first = number(&words, 0);
     let Some(other) = (1..world).find(|&rank| number(&words, rank) != first) else {
-        return Ok(());
+        return Ok(read);
     };
     let text = |word| match word {
         0 => "none".to_owned(),
@@ -152,29 +137,22 @@ pub(super) fn on_checkpoint(
 }
 
 /// Whether it is so on any rank.
-pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: Own) -> Result<bool, PlanError> {
+pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: bool) -> Result<bool> {
     if plan.topology().world == 1 {
-        return Ok(own == Own::Yes);
+        return Ok(own);
     }
     comms.set_plan(plan.hash());
-    most(comms, own == Own::Yes)
+    most(comms, own)
 }
 
 /// Brings a text of each rank to all, in rank order.
-pub(super) fn gather_texts(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    own: &str,
-) -> Result<Vec<String>, PlanError> {
+pub(super) fn gather_texts(plan: &Plan, comms: &mut Comms<'_>, own: &str) -> Result<Vec<String>> {
     let (rank, world) = (plan.topology().rank, plan.topology().world);
     if world == 1 {
         return Ok(vec![own.to_owned()]);
     }
     comms.set_plan(plan.hash());
-    let mut lengths = vec![0u8; 8 * world];
-    lengths[8 * rank..8 * (rank + 1)].copy_from_slice(&(own.len() as u64).to_le_bytes());
-    let counts = vec![8; world];
-    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut lengths)?;
+    let lengths = said_by_each(comms, &(own.len() as u64).to_le_bytes())?;
     let counts: Vec<usize> = (0..world).map(|at| number(&lengths, at) as usize).collect();
     let mut texts = vec![0u8; counts.iter().sum()];
     if !texts.is_empty() {
@@ -191,14 +169,15 @@ pub(super) fn gather_texts(
     Ok(counts.into_iter().map(text).collect())
 }
 
-/// What one rank says of itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Own {
-    Yes,
-    No,
+/// What all ranks say, each in as many bytes as this one, in rank order.
+fn said_by_each(comms: &mut Comms<'_>, own: &[u8]) -> Result<Vec<u8>> {
+    let mut all = own.repeat(comms.world());
+    let counts = vec![own.len(); comms.world()];
+    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut all)?;
+    Ok(all)
 }
 
-fn most(comms: &mut Comms<'_>, own: bool) -> Result<bool, PlanError> {
+fn most(comms: &mut Comms<'_>, own: bool) -> Result<bool> {
     let mut any = [u8::from(own)];
     let max = Operation::AllReduce(ReduceOp::Max);
     comms.in_place(max, DType::U8, None, &mut any)?;

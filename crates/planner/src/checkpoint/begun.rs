@@ -5,7 +5,6 @@
 //! the first manifest, leaves nothing behind that the next one does not know.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io::ErrorKind;
 
 use fusestep_tensor_file::Prepared;
 use serde::{Deserialize, Serialize};
@@ -13,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::CheckpointFolder;
 use super::generation::{checksum, is_name};
 use super::manifest::{Manifest, refuse, sync};
-use crate::PlanError;
+use crate::Result;
 
 /// Name of the list in a checkpoint's folder; it is gone when nothing is left to remove.
 const LIST: &str = ".fusestep-generations";
@@ -44,7 +43,7 @@ impl Begun {
     pub(super) fn of(
         folder: CheckpointFolder<'_>,
         manifest: Option<&Manifest>,
-    ) -> Result<(u64, Self), PlanError> {
+    ) -> Result<(u64, Self)> {
         let found = Self::read(folder)?;
         let named = manifest.into_iter().map(|manifest| &manifest.checkpoint);
         let known = named.chain(found.as_ref().map(|begun| &begun.checkpoint));
@@ -70,16 +69,10 @@ impl Begun {
     /// Reads the list; `None` if there is none, or none that is whole: what it named stays then.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] if it cannot be read, or is a newer version's.
-    pub(super) fn read(folder: CheckpointFolder<'_>) -> Result<Option<Self>, PlanError> {
-        let path = folder.join(LIST);
-        let bytes = match folder.files.read(&path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                let expected = "a file that can be read";
-                return Err(refuse(&path, "generations", expected, error.to_string()));
-            }
+    /// [`crate::PlanError::Checkpoint`] if it cannot be read, or is a newer version's.
+    pub(super) fn read(folder: CheckpointFolder<'_>) -> Result<Option<Self>> {
+        let Some(bytes) = folder.read_if_any(LIST, "generations")? else {
+            return Ok(None);
         };
         let read: Option<Self> = serde_json::from_slice(&bytes).ok();
         let Some(begun) = read.filter(|begun| begun.format == FORMAT) else {
@@ -88,13 +81,13 @@ impl Begun {
         if begun.version > VERSION {
             let expected = format!("at most {VERSION}; use a newer fusestep");
             let found = begun.version.to_string();
-            return Err(refuse(&path, "version", &expected, found));
+            return Err(refuse(&folder.join(LIST), "version", &expected, found));
         }
         Ok((begun.xxh3 == begun.sum()).then_some(begun))
     }
 
     /// Makes the list durable.
-    pub(super) fn write(mut self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+    pub(super) fn write(mut self, folder: CheckpointFolder<'_>) -> Result<()> {
         self.xxh3 = self.sum();
         let text = serde_json::to_vec(&self).unwrap_or_default();
         Ok(Prepared::bytes_in(folder.files, &folder.join(LIST), &text)?.commit()?)
@@ -134,11 +127,8 @@ impl Begun {
 
     /// The generations whose folders are there.
     pub(super) fn there(&self, folder: CheckpointFolder<'_>) -> Vec<String> {
-        let gone = |name: &String| {
-            let error = folder.files.kind(&folder.join(name)).err();
-            error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
-        };
+        let is_there = |name: &&String| !folder.is_missing(&folder.join(name));
         let names = self.generations.iter().filter(|name| is_name(name));
-        names.filter(|name| !gone(name)).cloned().collect()
+        names.filter(is_there).cloned().collect()
     }
 }

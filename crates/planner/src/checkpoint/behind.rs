@@ -17,7 +17,6 @@ use std::sync::Arc;
 
 use fusestep_tensor_file::{Disk, Files};
 
-use super::agree::Own;
 use super::generation::{Generation, remove_failed};
 use super::manifest::Manifest;
 use super::shards::write_snapshot;
@@ -25,7 +24,7 @@ use super::snapshot::Snapshot;
 use super::writer::{Done, Job, Outcome, Writer};
 use super::{CheckpointFolder, RunToSave, agree, save, snapshot};
 use crate::comms::Comms;
-use crate::{Plan, PlanError};
+use crate::{Plan, Result};
 
 /// One rank's saves behind training: memory for copies, who writes them, and the one save in
 /// flight.
@@ -136,7 +135,7 @@ pub(crate) fn save(
     saves: &mut Saves,
     folder: &Path,
     caller: BTreeMap<String, String>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     finish(plan, comms, saves)?;
     run.state.check_plan(plan)?;
     let files = Arc::clone(&saves.files);
@@ -149,21 +148,11 @@ pub(crate) fn save(
         let own = Arc::get_mut(&mut saves.snapshot);
         own.map_or(Ok(()), |own| snapshot::take(plan, run, place, own))
     });
-    let first = plan.topology().rank == 0;
-    let manifest = match (&copied, first) {
-        (Ok(()), true) => save::manifest_of(plan, run.state, caller).map(Some),
+    let manifest = copied.and_then(|()| match plan.topology().rank {
+        0 => save::manifest_of(plan, run.state, caller).map(Some),
         _ => Ok(None),
-    };
-    let (manifest, outcome) = match manifest {
-        Ok(manifest) => (manifest, copied),
-        Err(error) => (None, Err(error)),
-    };
-    if plan.topology().world > 1 {
-        comms.set_plan(plan.hash());
-        agree::on_outcome(plan, comms, outcome)?;
-    } else {
-        outcome?;
-    }
+    });
+    let manifest = agree::on_outcome(plan, comms, manifest)?;
     let flight = Flight {
         folder: folder.to_owned(),
         step: run.state.step(),
@@ -177,22 +166,15 @@ pub(crate) fn save(
 }
 
 /// [`Plan::poll_saves`].
-pub(crate) fn poll(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    saves: &mut Saves,
-) -> Result<Option<Saved>, PlanError> {
+pub(crate) fn poll(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
     let Some(flight) = &mut saves.flight else {
         return Ok(None);
     };
     if flight.outcome.is_none() {
         flight.outcome = saves.writer.look();
     }
-    let own = match flight.outcome {
-        Some(_) => Own::No,
-        None => Own::Yes,
-    };
-    match agree::on_any_rank(plan, comms, own) {
+    let is_busy = flight.outcome.is_none();
+    match agree::on_any_rank(plan, comms, is_busy) {
         Ok(true) => Ok(None),
         Ok(false) => advance(plan, comms, saves),
         Err(error) => {
@@ -207,7 +189,7 @@ pub(crate) fn finish(
     plan: &Plan,
     comms: &mut Comms<'_>,
     saves: &mut Saves,
-) -> Result<Option<Saved>, PlanError> {
+) -> Result<Option<Saved>> {
     let mut saved = None;
     while let Some(flight) = &mut saves.flight {
         if flight.outcome.is_none() {
@@ -242,11 +224,7 @@ fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
 }
 
 /// Goes on to the next part of a save when all ranks have done this one.
-fn advance(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    saves: &mut Saves,
-) -> Result<Option<Saved>, PlanError> {
+fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
     let Some(mut flight) = saves.flight.take() else {
         return Ok(None);
     };
@@ -297,12 +275,7 @@ fn advance(
             flight.outcome = saves.begin(job, Done::Committed);
         }
         Phase::Commit => {
-            let committed = outcome.map(drop);
-            if plan.topology().world > 1 {
-                agree::on_outcome(plan, comms, committed)?;
-            } else {
-                committed?;
-            }
+            agree::on_outcome(plan, comms, outcome.map(drop))?;
             return Ok(Some(Saved { step: flight.step }));
         }
     }

@@ -56,9 +56,8 @@ impl Checkpoints {
             manifest.map_or(0, Manifest::fingerprint)
         };
         let said = read.as_ref().map_or(0, manifest);
-        let failed = read.as_ref().err().cloned().map_or(Ok(()), Err);
-        agree::on_checkpoint(plan, comms, folder, (failed, said))?;
-        let Some((run, steps)) = read? else {
+        let read = agree::on_checkpoint(plan, comms, folder, (read, said))?;
+        let Some((run, steps)) = read else {
             return Ok(None);
         };
         let texts = save::take_over(plan, state, backend, params, run)?;
@@ -123,17 +122,7 @@ impl Checkpoints {
             0 => lock(folder).map(Some),
             _ => Ok(None),
         };
-        let (lock, outcome) = match locked {
-            Ok(lock) => (lock, Ok(())),
-            Err(error) => (None, Err(error)),
-        };
-        if plan.topology().world > 1 {
-            comms.set_plan(plan.hash());
-            agree::on_outcome(plan, comms, outcome)?;
-        } else {
-            outcome?;
-        }
-        self.lock = lock;
+        self.lock = agree::on_outcome(plan, comms, locked)?;
         self.folder = Some(folder.to_owned());
         Ok(())
     }

@@ -35,7 +35,7 @@ use super::generation::checksum;
 use super::{settings, values};
 use crate::in_backward::forget;
 use crate::state::MAX_STEPS;
-use crate::{Optimizer, PlanError, State};
+use crate::{Optimizer, PlanError, Result, State};
 
 /// Metadata keys of the rule.
 const OPTIMIZER: &str = "optimizer";
@@ -68,7 +68,7 @@ impl StateTensors {
 }
 
 /// [`State::to_tensors`].
-pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTensors, PlanError> {
+pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTensors> {
     if let Some(step) = state.poisoned {
         return Err(PlanError::Poisoned { step });
     }
@@ -116,10 +116,7 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
 }
 
 /// [`State::parameters_xxh3`].
-pub(crate) fn parameters_xxh3(
-    state: &State,
-    backend: &dyn Backend,
-) -> Result<Option<String>, PlanError> {
+pub(crate) fn parameters_xxh3(state: &State, backend: &dyn Backend) -> Result<Option<String>> {
     if state.tensors.are_borrowed() {
         return Ok(None);
     }
@@ -136,7 +133,7 @@ pub(crate) fn parameters_xxh3(
 }
 
 /// [`State::save`].
-pub(crate) fn save(state: &State, backend: &dyn Backend, path: &Path) -> Result<(), PlanError> {
+pub(crate) fn save(state: &State, backend: &dyn Backend, path: &Path) -> Result<()> {
     let StateTensors { tensors, metadata } = to_tensors(state, backend)?;
     Ok(write_atomically(path, &tensors, metadata)?)
 }
@@ -146,7 +143,7 @@ pub(crate) fn load(
     state: &mut State,
     backend: &dyn Backend,
     path: &Path,
-) -> Result<Option<String>, PlanError> {
+) -> Result<Option<String>> {
     let file = TensorFile::read(path)?;
     check_format(&file)?;
     let steps = check(state, &file)?;
@@ -200,14 +197,14 @@ fn settings_in_file(state: &State) -> BTreeMap<String, String> {
     settings::of_rules(state.optimizer(), own_rules(state))
 }
 
-fn state_roles(state: &State, param: &ParamDesc) -> Result<Vec<Role>, PlanError> {
+fn state_roles(state: &State, param: &ParamDesc) -> Result<Vec<Role>> {
     let mut roles = state.roles(&param.name)?;
     roles.retain(|role| role.is_state());
     Ok(roles)
 }
 
 /// Compares a file with what this state keeps.
-fn check(state: &State, file: &TensorFile) -> Result<Steps, PlanError> {
+fn check(state: &State, file: &TensorFile) -> Result<Steps> {
     let mut known = 0;
     for param in state.params.iter() {
         for role in state_roles(state, param)? {
@@ -220,13 +217,13 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps, PlanError> {
     if known != file.entries().len() {
         let extra = file.entries().keys().find(|name| !keeps(state, name));
         let name = extra.map_or("", String::as_str);
-        let found = "a tensor of no parameter given".to_owned();
-        return Err(refuse(file, name, "no such tensor".to_owned(), found));
+        let found = "a tensor of no parameter given";
+        return Err(refuse(file, name, "no such tensor", found));
     }
     let text = file.metadata().get(STEP);
     let text = text.ok_or_else(|| {
-        let expected = "the steps run, as metadata".to_owned();
-        refuse(file, STEP, expected, "no such metadata".to_owned())
+        let expected = "the steps run, as metadata";
+        refuse(file, STEP, expected, "no such metadata")
     })?;
     let all = count(file, STEP, text)?;
     let mut exceptions = Vec::new();
@@ -246,7 +243,7 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps, PlanError> {
 
 /// Compares the rules: state of another one has the same shapes and another meaning. Old files
 /// may not say.
-fn check_rules(state: &State, file: &TensorFile) -> Result<(), PlanError> {
+fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
     let own = rules_in_file(state);
     let of_rules = |key: &&String| {
         let of_param = key.strip_prefix(OPTIMIZER);
@@ -280,16 +277,13 @@ fn check_rules(state: &State, file: &TensorFile) -> Result<(), PlanError> {
 
 /// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a
 /// fixed scale keeps its own.
-fn check_loss_scale(
-    state: &State,
-    file: &TensorFile,
-) -> Result<Option<(LossScale, u64)>, PlanError> {
+fn check_loss_scale(state: &State, file: &TensorFile) -> Result<Option<(LossScale, u64)>> {
     let text = |key| file.metadata().get(key);
     let (Some(own), Some(found)) = (state.loss_scale(), text(LOSS_SCALE)) else {
         return Ok(None);
     };
     let number = |key| text(key).map_or(Ok(0), |found| count(file, key, found));
-    let steps = |key| -> Result<u32, PlanError> {
+    let steps = |key| -> Result<u32> {
         // A counter beyond 32 bits is beyond every interval, and so is the largest one.
         Ok(u32::try_from(number(key)?).unwrap_or(u32::MAX))
     };
@@ -333,16 +327,11 @@ fn step_key(param: &ParamDesc) -> String {
     format!("{STEP}@{}", param.name)
 }
 
-fn check_tensor(
-    file: &TensorFile,
-    param: &ParamDesc,
-    role: Role,
-    dtype: DType,
-) -> Result<(), PlanError> {
+fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) -> Result<()> {
     let name = tensor_name(param, role);
     let expected = || format!("{dtype} {}", param.shape);
     let Some(entry) = file.entries().get(&name) else {
-        return Err(refuse(file, &name, expected(), "no such tensor".to_owned()));
+        return Err(refuse(file, &name, expected(), "no such tensor"));
     };
     if entry.element_type() != Some(dtype) || entry.shape != param.shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
@@ -352,7 +341,7 @@ fn check_tensor(
     Ok(())
 }
 
-fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64, PlanError> {
+fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64> {
     let count = text.parse().ok().filter(|&count| count <= MAX_STEPS);
     count.ok_or_else(|| {
         let expected = format!("a count of steps, {MAX_STEPS} at most");
@@ -360,11 +349,16 @@ fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64, PlanError> {
     })
 }
 
-pub(super) fn refuse(file: &TensorFile, name: &str, expected: String, found: String) -> PlanError {
+pub(super) fn refuse(
+    file: &TensorFile,
+    name: &str,
+    expected: impl Into<String>,
+    found: impl Into<String>,
+) -> PlanError {
     PlanError::StateFile {
         path: file.path().display().to_string(),
         name: name.to_owned(),
-        expected,
-        found,
+        expected: expected.into(),
+        found: found.into(),
     }
 }

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::file::{refuse, tensor_name};
 use super::generation::checksum;
 use super::values;
-use crate::PlanError;
+use crate::Result;
 
 /// Metadata keys of what the file is.
 pub(super) const FORMAT_KEY: &str = "format";
@@ -35,14 +35,14 @@ pub(super) fn is_old(file: &TensorFile) -> bool {
 }
 
 /// Refuses other kinds of files, newer ones, and metadata that were changed.
-pub(super) fn check_format(file: &TensorFile) -> Result<(), PlanError> {
+pub(super) fn check_format(file: &TensorFile) -> Result<()> {
     if is_old(file) {
         return Ok(());
     }
     let text = |key| file.metadata().get(key).map_or("none", String::as_str);
     if text(FORMAT_KEY) != FORMAT {
         let found = Quoted(text(FORMAT_KEY)).to_string();
-        return Err(refuse(file, FORMAT_KEY, FORMAT.to_owned(), found));
+        return Err(refuse(file, FORMAT_KEY, FORMAT, found));
     }
     let version = text(VERSION_KEY).parse::<u64>().ok();
     if version.is_none_or(|version| version > VERSION) {
@@ -85,7 +85,7 @@ pub(super) fn check_values(
     param: &ParamDesc,
     role: Role,
     dtype: DType,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let name = tensor_name(param, role);
     let bytes = file.bytes(&name).unwrap_or_default();
     if !is_old(file) {
@@ -103,7 +103,7 @@ pub(super) fn check_values(
         None => 0,
         Some((_, Ok(count))) => count,
         Some((text, Err(_))) => {
-            let expected = "a count of values".to_owned();
+            let expected = "a count of values";
             return Err(refuse(file, &key, expected, Quoted(text).to_string()));
         }
     };

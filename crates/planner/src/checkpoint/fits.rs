@@ -10,7 +10,7 @@ use super::manifest::{Manifest, TensorSpec, refuse};
 use super::non_finite::{self, NonFinite};
 use super::shards::WholeTensors;
 use super::{progress, save, settings};
-use crate::{Optimizer, Plan, PlanError};
+use crate::{Optimizer, Plan, Result};
 
 /// Tensors that a refusal names.
 const MOST_NAMED: usize = 9;
@@ -18,17 +18,13 @@ const MOST_NAMED: usize = 9;
 /// Steps in which schedules are compared; of schedules as long as may be, a few seconds of work.
 const MOST_COMPARED: u64 = 1 << 22;
 
-pub(super) fn check_manifest(
-    plan: &Plan,
-    manifest: &Manifest,
-    folder: &Path,
-) -> Result<(), PlanError> {
+pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let own = plan.optimizer().name();
     if manifest.optimizer != own {
         let found = Quoted(&manifest.optimizer).to_string();
         return Err(refuse(folder, "optimizer", own, found));
     }
-    if manifest.says_objective() {
+    if manifest.has_checksum() {
         check_rules(plan, manifest, folder)?;
     }
     check_schedule(plan, manifest, folder)?;
@@ -75,7 +71,7 @@ pub(super) fn settings_of_state(plan: &Plan) -> BTreeMap<String, String> {
 }
 
 /// State of another rule may have the same shapes and mean something else.
-fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let none = "none of its own";
     let (own, found) = (objective(plan), &manifest.objective);
     if own != *found {
@@ -102,7 +98,7 @@ fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), Pl
 
 /// Refuses a checkpoint whose schedule had another factor at a step that was taken. The steps
 /// that are left may differ, so that a run can be made longer.
-fn check_schedule(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+fn check_schedule(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let own = plan.schedule().map(ToString::to_string);
     if own == manifest.schedule {
         return Ok(());
@@ -131,10 +127,7 @@ fn check_schedule(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(),
 }
 
 /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
-fn differences(
-    plan: &Plan,
-    manifest: &Manifest,
-) -> Result<Vec<(String, String, String)>, PlanError> {
+fn differences(plan: &Plan, manifest: &Manifest) -> Result<Vec<(String, String, String)>> {
     let own = save::tensors_of_checkpoint(plan, manifest.open.as_ref())?;
     let none = || "no such tensor".to_owned();
     let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
@@ -158,7 +151,7 @@ pub(super) fn check_values(
     plan: &Plan,
     (whole, noted, from): (&WholeTensors, &NonFinite, usize),
     folder: &Path,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     for param in 0..plan.params().len() {
         for role in save::roles_of(plan, param)? {
             let key = save::key(plan, param, role, from);
@@ -169,7 +162,7 @@ pub(super) fn check_values(
     Ok(())
 }
 
-fn check_steps(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+fn check_steps(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     for (name, &step) in &manifest.steps_of {
         let what = format!("steps of `{}`", Quoted(name));
         if !plan.params.iter().any(|param| param.name == *name) {

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::CheckpointFolder;
 use super::begun::Begun;
 use super::manifest::{Manifest, refuse, sync};
-use crate::PlanError;
+use crate::Result;
 
 /// Name of the mark in a generation's folder.
 const MARK: &str = "mark.json";
@@ -80,9 +80,9 @@ impl Generation {
     /// for all ranks.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] if the manifest there is not ours or damaged, or if both names are
-    /// taken by folders that this checkpoint has not made; nothing has been changed then.
-    pub(super) fn begin(folder: CheckpointFolder<'_>, step: u64) -> Result<Self, PlanError> {
+    /// [`crate::PlanError::Checkpoint`] if the manifest there is not ours or damaged, or if both
+    /// names are taken by folders that this checkpoint has not made; nothing has been changed then.
+    pub(super) fn begin(folder: CheckpointFolder<'_>, step: u64) -> Result<Self> {
         make_folder(folder, folder.path)?;
         let previous = Manifest::read_if_any(folder)?;
         if previous.is_some() {
@@ -137,7 +137,7 @@ impl Generation {
 
     /// Whether a folder may be written: there is none, or an empty one, or one that this checkpoint
     /// has begun and marked.
-    fn is_free(&self, folder: CheckpointFolder<'_>, begun: &Begun) -> Result<bool, PlanError> {
+    fn is_free(&self, folder: CheckpointFolder<'_>, begun: &Begun) -> Result<bool> {
         let path = folder.join(&self.name());
         match folder.files.kind(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
@@ -155,7 +155,7 @@ impl Generation {
     }
 
     /// Makes the folder, empties it of what an earlier try has left and marks it.
-    fn make(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+    fn make(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let path = folder.join(&self.name());
         make_folder(folder, &path)?;
         remove_shards(folder, &path);
@@ -173,8 +173,8 @@ impl Generation {
     /// Looks for the mark of rank 0.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] if this rank does not see the folder that rank 0 has made.
-    pub(super) fn check_seen(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+    /// [`crate::PlanError::Checkpoint`] if this rank does not see the folder that rank 0 has made.
+    pub(super) fn check_seen(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let path = folder.join(&self.name());
         let seen = folder.kind_soon(&path.join(MARK));
         let mark = read_mark(folder, &self.name());
@@ -191,36 +191,23 @@ impl Generation {
 }
 
 /// Makes a folder, and those above it, and their names durable; nothing if it is there.
-fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<(), PlanError> {
-    let missing = |path: &&Path| {
-        let error = folder.files.kind(path).err();
-        error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
-    };
-    let made: Vec<&Path> = path.ancestors().take_while(missing).collect();
+fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
+    let missing = path.ancestors().take_while(|path| folder.is_missing(path));
+    let made: Vec<&Path> = missing.collect();
     folder.files.create_folder(path).map_err(|error| {
         let expected = "one that can be made";
         refuse(path, "folder", expected, error.to_string())
     })?;
-    for folder_above in made.iter().rev().filter_map(|path| path.parent()) {
-        let above = if folder_above.as_os_str().is_empty() {
-            Path::new(".")
-        } else {
-            folder_above
-        };
-        sync(folder, above)?;
+    for above in made.iter().rev().filter_map(|path| path.parent()) {
+        sync(folder, or_this(above))?;
     }
     Ok(())
 }
 
 /// Makes the names of the checkpoint's folder and of those above it durable, as far as they may be
 /// read.
-fn sync_names(folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
-    for above in folder.path.ancestors().skip(1) {
-        let above = if above.as_os_str().is_empty() {
-            Path::new(".")
-        } else {
-            above
-        };
+fn sync_names(folder: CheckpointFolder<'_>) -> Result<()> {
+    for above in folder.path.ancestors().skip(1).map(or_this) {
         match folder.files.sync_folder(above) {
             // One of another user, who has made it.
             Err(error) if error.kind() == ErrorKind::PermissionDenied => break,
@@ -234,6 +221,15 @@ fn sync_names(folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
     Ok(())
 }
 
+/// The folder that an empty path stands for, as those above a relative one end with.
+fn or_this(path: &Path) -> &Path {
+    if path.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        path
+    }
+}
+
 /// The file of a rank.
 pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:05}.safetensors")
@@ -241,17 +237,6 @@ pub(super) fn shard_file(shard: usize) -> String {
 
 pub(super) fn checksum(bytes: &[u8]) -> String {
     format!("{:016x}", xxh3_64(bytes))
-}
-
-/// Removes the generations that a checkpoint has begun and that do not count. Nothing else in the
-/// folder is touched, and what cannot be removed costs space only.
-pub(super) fn remove_others(
-    folder: CheckpointFolder<'_>,
-    current: &Manifest,
-    previous: Option<&Manifest>,
-) {
-    let counts = Some(current.generation.as_str());
-    remove_but(folder, (&current.checkpoint, counts), previous);
 }
 
 /// Removes what a save has begun that has failed, so that a full disk is not full of that. All
@@ -269,8 +254,9 @@ pub(super) fn remove_failed(folder: CheckpointFolder<'_>, generation: &Generatio
     }
 }
 
-/// Removes all generations that a checkpoint has begun but the one that counts.
-fn remove_but(
+/// Removes all generations that a checkpoint has begun but the one that counts. Nothing else in the
+/// folder is touched, and what cannot be removed costs space only.
+pub(super) fn remove_but(
     folder: CheckpointFolder<'_>,
     (checkpoint, counts): (&str, Option<&str>),
     previous: Option<&Manifest>,

@@ -15,8 +15,7 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::Prepared;
@@ -25,17 +24,17 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::generation::{self, Generation};
 use super::{CheckpointFolder, OpenRun};
-use crate::PlanError;
 use crate::state::MAX_STEPS;
+use crate::{PlanError, Result};
 
 /// Name of the manifest in its folder.
 const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
-const FORMAT: &str = "fusestep-checkpoint";
+pub(super) const FORMAT: &str = "fusestep-checkpoint";
 /// Most bytes of a file's name, as file systems have it.
 const MAX_NAME_BYTES: usize = 255;
 /// Version that is written, and the newest that is read.
-const VERSION: u32 = 5;
+pub(super) const VERSION: u32 = 5;
 /// First version with a checksum, marks and the rules' directions.
 const VERSION_CHECKED: u32 = 3;
 
@@ -116,13 +115,13 @@ impl Manifest {
     /// # Errors
     /// [`PlanError::Checkpoint`] if there is none, or it is damaged, of a newer version, or no
     /// manifest of ours.
-    pub fn read<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Self, PlanError> {
+    pub fn read<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Self> {
         let folder = folder.into();
         Self::read_if_any(folder)?.ok_or_else(|| {
             let expected =
                 "a manifest, which is written last; without it a checkpoint is not complete";
             let path = folder.join(MANIFEST);
-            refuse(&path, "manifest", expected, "no such file".to_owned())
+            refuse(&path, "manifest", expected, "no such file")
         })
     }
 
@@ -130,27 +129,18 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Manifest::read`].
-    pub fn read_if_any<'a>(
-        folder: impl Into<CheckpointFolder<'a>>,
-    ) -> Result<Option<Self>, PlanError> {
+    pub fn read_if_any<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Option<Self>> {
         let folder = folder.into();
-        let path = folder.join(MANIFEST);
-        let bytes = match folder.files.read(&path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => {
-                let expected = "a file that can be read";
-                return Err(refuse(&path, "manifest", expected, error.to_string()));
-            }
-        };
-        Self::parse(&path, &bytes).map(Some)
+        let bytes = folder.read_if_any(MANIFEST, "manifest")?;
+        let parsed = bytes.map(|bytes| Self::parse(&folder.join(MANIFEST), &bytes));
+        parsed.transpose()
     }
 
     /// Checks a manifest's bytes.
     ///
     /// # Errors
     /// As [`Manifest::read`].
-    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, PlanError> {
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         /// What every version has.
         #[derive(Deserialize)]
         struct Version {
@@ -190,7 +180,7 @@ impl Manifest {
     }
 
     /// Refuses what was changed since it was written, and names that lead out of the folder.
-    fn check(&self, path: &Path) -> Result<(), PlanError> {
+    fn check(&self, path: &Path) -> Result<()> {
         // One that has a checksum is held to it, whatever version it says it is of.
         if self.version >= VERSION_CHECKED || !self.xxh3.is_empty() {
             let found = self.checksum(path)?;
@@ -223,7 +213,7 @@ impl Manifest {
         Ok(())
     }
 
-    fn checksum(&self, path: &Path) -> Result<String, PlanError> {
+    fn checksum(&self, path: &Path) -> Result<String> {
         let unsigned = Self {
             xxh3: String::new(),
             ..self.clone()
@@ -238,38 +228,9 @@ impl Manifest {
         xxh3_64(&text).max(1)
     }
 
-    /// Whether it says in which direction steps go.
-    pub(super) fn says_objective(&self) -> bool {
-        self.has_checksum()
-    }
-
-    /// Whether it is held to a checksum of its own.
+    /// Whether it is held to a checksum of its own, and says in which direction steps go.
     pub(super) fn has_checksum(&self) -> bool {
         self.version >= VERSION_CHECKED
-    }
-
-    /// A manifest without files.
-    pub(crate) fn new(optimizer: String, step: u64) -> Self {
-        Self {
-            format: FORMAT.to_owned(),
-            version: VERSION,
-            xxh3: String::new(),
-            checkpoint: String::new(),
-            optimizer,
-            objective: None,
-            optimizer_of: BTreeMap::new(),
-            settings: BTreeMap::new(),
-            schedule: None,
-            step,
-            skipped: 0,
-            loss_scale: None,
-            steps_of: BTreeMap::new(),
-            open: None,
-            caller: BTreeMap::new(),
-            tensors: BTreeMap::new(),
-            generation: String::new(),
-            shards: Vec::new(),
-        }
     }
 
     /// Fills in the files that all ranks have written, looks for them, and makes this the manifest
@@ -279,7 +240,7 @@ impl Manifest {
         folder: CheckpointFolder<'_>,
         generation: &Generation,
         shards: Vec<ShardSpec>,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         self.generation = generation.name();
         self.checkpoint = generation.checkpoint();
         self.shards = shards;
@@ -290,7 +251,7 @@ impl Manifest {
     }
 
     /// Makes this the manifest that counts, then removes this checkpoint's other generations.
-    pub(super) fn commit(mut self, folder: CheckpointFolder<'_>) -> Result<Self, PlanError> {
+    pub(super) fn commit(mut self, folder: CheckpointFolder<'_>) -> Result<Self> {
         let path = folder.join(MANIFEST);
         // What is replaced must be this checkpoint's own.
         let previous = Self::read_if_any(folder)?;
@@ -300,7 +261,8 @@ impl Manifest {
         self.xxh3 = self.checksum(&path)?;
         let text = serde_json::to_vec_pretty(&self).map_err(|error| no_json(&path, &error))?;
         Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
-        generation::remove_others(folder, &self, previous.as_ref());
+        let counts = Some(self.generation.as_str());
+        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());
         Ok(self)
     }
 }
@@ -311,18 +273,23 @@ fn no_json(path: &Path, error: &serde_json::Error) -> PlanError {
 }
 
 /// Writes the names in a folder to disk.
-pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<(), PlanError> {
+pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
     folder.files.sync_folder(path).map_err(|error| {
         let expected = "one that can be synced";
         refuse(path, "folder", expected, error.to_string())
     })
 }
 
-pub(crate) fn refuse(path: &Path, what: &str, expected: &str, found: String) -> PlanError {
+pub(crate) fn refuse(
+    path: &Path,
+    what: &str,
+    expected: &str,
+    found: impl Into<String>,
+) -> PlanError {
     PlanError::Checkpoint {
-        path: PathBuf::from(path).display().to_string(),
+        path: path.display().to_string(),
         what: what.to_owned(),
         expected: expected.to_owned(),
-        found,
+        found: found.into(),
     }
 }

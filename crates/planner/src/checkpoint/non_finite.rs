@@ -7,6 +7,7 @@ use std::path::Path;
 use fusestep_tensor::{DType, Quoted, Role};
 use fusestep_tensor_file::TensorFile;
 
+use super::file_sums::non_finite_key;
 use super::manifest::{Manifest, refuse};
 use super::shard_file::TensorPart;
 use super::shards::WholeTensors;
@@ -62,7 +63,7 @@ fn role_of(tensor: &str) -> Option<Role> {
 /// Says of an entry of a file how many values are not finite, if any are.
 pub(super) fn note(metadata: &mut HashMap<String, String>, entry: &str, part: &TensorPart<'_>) {
     if part.non_finite > 0 {
-        metadata.insert(key(entry), part.non_finite.to_string());
+        metadata.insert(non_finite_key(entry), part.non_finite.to_string());
     }
 }
 
@@ -72,7 +73,7 @@ pub(super) fn read(
     tensor: &str,
     noted: &mut NonFinite,
 ) -> Result<(), PlanError> {
-    let key = key(entry);
+    let key = non_finite_key(entry);
     let Some(text) = file.metadata().get(&key) else {
         return Ok(());
     };
@@ -95,8 +96,4 @@ pub(super) fn check(
     let count = noted.get(tensor).copied().unwrap_or(0);
     let checked = values::check(role, dtype, bytes, count);
     checked.map_err(|(expected, found)| refuse(folder, tensor, &expected, found))
-}
-
-fn key(entry: &str) -> String {
-    format!("non_finite@{entry}")
 }

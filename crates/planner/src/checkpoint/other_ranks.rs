@@ -42,9 +42,8 @@ impl Manifest {
         self.check_averages(from.path)?;
         let (read, (mut whole, mut noted)) = self.read_newest(from)?;
         let open = read.check_averages(from.path)?;
-        let refuse = |what: &str, expected: &str, found: &str| {
-            refuse(from.path, what, expected, found.to_owned())
-        };
+        let refuse =
+            |what: &str, expected: &str, found: &str| refuse(from.path, what, expected, found);
         let mut manifest = read.clone();
         for (base, keys) in read.of_ranks() {
             let inputs: Vec<&[u8]> = keys.iter().map(|key| whole[key].as_slice()).collect();
@@ -99,12 +98,12 @@ impl Manifest {
         let Some(open) = &self.open else {
             let expected = "something that belongs to single ranks";
             let found = "nothing of the kind: any number of ranks can load it";
-            return Err(refuse(folder, "average", expected, found.to_owned()));
+            return Err(refuse(folder, "average", expected, found));
         };
         if let Some(name) = open.slices.first() {
             let expected = "values that ranks can share";
             let found = "a slice of each rank's own";
-            return Err(refuse(folder, name, expected, found.to_owned()));
+            return Err(refuse(folder, name, expected, found));
         }
         Ok(open)
     }

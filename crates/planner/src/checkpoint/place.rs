@@ -1,10 +1,14 @@
 //! Where a checkpoint lies: a folder, in the machine's file systems or in one that stands in for
 //! them.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use fusestep_tensor_file::{Disk, FileKind, Files};
+
+use super::manifest::refuse;
+use crate::Result;
 
 /// How long a file that another rank has written may take to be seen here, as on network file
 /// systems.
@@ -31,14 +35,31 @@ impl<'a> CheckpointFolder<'a> {
         self.path.join(name)
     }
 
+    /// The bytes of a file in it, which errors call `what`; `None` if there is no such file.
+    pub(super) fn read_if_any(&self, name: &str, what: &str) -> Result<Option<Vec<u8>>> {
+        let path = self.join(name);
+        match self.files.read(&path) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => {
+                let expected = "a file that can be read";
+                Err(refuse(&path, what, expected, error.to_string()))
+            }
+        }
+    }
+
+    /// Whether nothing lies at a path.
+    pub(super) fn is_missing(&self, path: &Path) -> bool {
+        let error = self.files.kind(path).err();
+        error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
+    }
+
     /// What lies at a path; waits a moment for what another rank has written there.
     pub(super) fn kind_soon(&self, path: &Path) -> std::io::Result<FileKind> {
         let until = Instant::now() + SEEN_WITHIN;
         loop {
             match self.files.kind(path) {
-                Err(error)
-                    if error.kind() == std::io::ErrorKind::NotFound && Instant::now() < until =>
-                {
+                Err(error) if error.kind() == ErrorKind::NotFound && Instant::now() < until => {
                     std::thread::sleep(LOOK_EVERY);
                 }
                 found => return found,

@@ -19,7 +19,7 @@ use super::shard_file::TensorPartBytes;
 use super::shards::WholeTensors;
 use crate::passes::ReducedWhen;
 use crate::region::sum_width;
-use crate::{Plan, PlanError, State, Topology};
+use crate::{Plan, Result, State, Topology};
 
 /// What counts are called, before the rank.
 pub(crate) const PROGRESS: &str = "@progress";
@@ -93,10 +93,7 @@ fn window_dtype(plan: &Plan, param: usize) -> DType {
 }
 
 /// Tensors that a checkpoint has beside parameters and state.
-pub(crate) fn open_tensors(
-    plan: &Plan,
-    open: &OpenRun,
-) -> Result<Vec<(String, TensorSpec)>, PlanError> {
+pub(crate) fn open_tensors(plan: &Plan, open: &OpenRun) -> Result<Vec<(String, TensorSpec)>> {
     let mut tensors = Vec::new();
     for rank in 0..open.ranks {
         let len_bytes = Progress::len_bytes(plan.params().len()) as u64;
@@ -125,7 +122,7 @@ pub(crate) fn open_parts(
     state: &State,
     backend: &dyn Backend,
     open: &OpenRun,
-) -> Result<Vec<TensorPartBytes>, PlanError> {
+) -> Result<Vec<TensorPartBytes>> {
     let rank = plan.topology().rank;
     let mut parts = vec![TensorPartBytes {
         tensor: progress_key(rank),
@@ -169,7 +166,7 @@ pub(crate) fn open_parts(
 }
 
 /// Refuses what only other ranks or another plan could go on from.
-pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<(), PlanError> {
+pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let own = plan.local_sgd().map(|rule| rule.every.get());
     let found = manifest.open.as_ref();
     let averages = found.and_then(|open| open.local_sgd);
@@ -226,13 +223,13 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
 /// other ranks that were all alike.
 ///
 /// # Errors
-/// [`PlanError::Checkpoint`] naming what is not alike.
+/// [`crate::PlanError::Checkpoint`] naming what is not alike.
 pub(crate) fn source_rank(
     plan: &Plan,
     manifest: &Manifest,
     whole: &WholeTensors,
     folder: &Path,
-) -> Result<usize, PlanError> {
+) -> Result<usize> {
     let Topology { rank, world, .. } = plan.topology();
     let Some(open) = manifest.open.as_ref().filter(|open| open.ranks != world) else {
         return Ok(rank);
@@ -276,7 +273,7 @@ pub(crate) fn counts(
     (manifest, from): (&Manifest, usize),
     whole: &WholeTensors,
     folder: &Path,
-) -> Result<Progress, PlanError> {
+) -> Result<Progress> {
     let Some(open) = &manifest.open else {
         return Ok(Progress::of_all(plan, manifest));
     };
@@ -307,7 +304,7 @@ pub(crate) fn counts(
     progress.filter(right).ok_or_else(|| {
         let expected =
             format!("counts of {micro_steps} micro-steps and of steps that fit each other");
-        refuse(folder, &key, &expected, "others".to_owned())
+        refuse(folder, &key, &expected, "others")
     })
 }
 
@@ -318,7 +315,7 @@ pub(crate) fn restore_open(
     backend: &dyn Backend,
     (progress, from): (&Progress, usize),
     whole: &WholeTensors,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let arena = &mut state.arena;
     arena.restore();
     arena.micro_steps = progress.micro_steps as u32;
@@ -361,7 +358,7 @@ pub(crate) fn restore_counts(
     state: &mut State,
     backend: &dyn Backend,
     progress: &Progress,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     state.set_step(progress.step);
     for (desc, &step) in plan.params().iter().zip(&progress.steps_of) {
         if step != progress.step {

@@ -7,7 +7,7 @@ use fusestep_tensor::{DType, Role, Shape};
 
 use super::counts::Progress;
 use super::generation::{Generation, remove_failed};
-use super::manifest::{Manifest, TensorSpec, refuse};
+use super::manifest::{FORMAT, Manifest, TensorSpec, VERSION, refuse};
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
 use super::{
@@ -17,7 +17,7 @@ use super::{
 use crate::arena::Given;
 use crate::comms::Comms;
 use crate::in_backward::forget;
-use crate::{Plan, PlanError, State};
+use crate::{Plan, PlanError, Result, State};
 
 /// A checkpoint that has been read and is one of a plan.
 pub(super) struct ReadRun {
@@ -35,7 +35,7 @@ pub(crate) fn save(
     comms: &mut Comms<'_>,
     folder: CheckpointFolder<'_>,
     caller: BTreeMap<String, String>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     run.state.check_plan(plan)?;
     let rank = plan.topology().rank;
     comms.set_plan(plan.hash());
@@ -80,7 +80,7 @@ pub(crate) fn load(
     backend: &dyn Backend,
     params: Option<&dyn BorrowedParams>,
     place: CheckpointFolder<'_>,
-) -> Result<BTreeMap<String, String>, PlanError> {
+) -> Result<BTreeMap<String, String>> {
     // What does not fit is refused before anything long is read; a run may save meanwhile.
     let manifest = Manifest::read(place)?;
     let run = read_run(plan, state, params, (place, &manifest))?;
@@ -93,7 +93,7 @@ pub(super) fn read_run(
     state: &State,
     params: Option<&dyn BorrowedParams>,
     (place, manifest): (CheckpointFolder<'_>, &Manifest),
-) -> Result<ReadRun, PlanError> {
+) -> Result<ReadRun> {
     state.check_plan(plan)?;
     snapshot::check_borrowed(plan, params, place)?;
     let folder = place.path;
@@ -128,7 +128,7 @@ pub(super) fn take_over(
     backend: &dyn Backend,
     params: Option<&dyn BorrowedParams>,
     run: ReadRun,
-) -> Result<BTreeMap<String, String>, PlanError> {
+) -> Result<BTreeMap<String, String>> {
     for (param, desc) in plan.params().iter().enumerate() {
         // Parameters first: a master that is written after its parameter keeps its own bits.
         for role in roles_of(plan, param)? {
@@ -147,7 +147,7 @@ pub(super) fn take_over(
     Ok(run.manifest.caller)
 }
 
-pub(super) fn check_between(state: &State) -> Result<(), PlanError> {
+pub(super) fn check_between(state: &State) -> Result<()> {
     let given = |given: &Given| *given != Given::No;
     if !state.arena.now.iter().any(given) {
         return Ok(());
@@ -170,7 +170,7 @@ pub(super) fn key(plan: &Plan, param: usize, role: Role, rank: usize) -> String 
 }
 
 /// Roles that are saved: all but the gradient's, the parameter's first.
-pub(super) fn roles_of(plan: &Plan, param: usize) -> Result<Vec<Role>, PlanError> {
+pub(super) fn roles_of(plan: &Plan, param: usize) -> Result<Vec<Role>> {
     let kernel = plan.kernel_of(param as u32)?;
     let mut roles: Vec<Role> = kernel.lists().iter().map(|list| list.role).collect();
     roles.retain(|role| role.is_state() || *role == Role::Param);
@@ -178,7 +178,7 @@ pub(super) fn roles_of(plan: &Plan, param: usize) -> Result<Vec<Role>, PlanError
     Ok(roles)
 }
 
-pub(super) fn role_dtype(plan: &Plan, param: usize, role: Role) -> Result<DType, PlanError> {
+pub(super) fn role_dtype(plan: &Plan, param: usize, role: Role) -> Result<DType> {
     let kernel = plan.kernel_of(param as u32)?;
     let list = kernel.lists().iter().find(|list| list.role == role);
     Ok(list.map_or(plan.params()[param].dtype, |list| list.dtype))
@@ -189,32 +189,41 @@ pub(super) fn manifest_of(
     plan: &Plan,
     state: &State,
     caller: BTreeMap<String, String>,
-) -> Result<Manifest, PlanError> {
-    let mut manifest = Manifest::new(plan.optimizer().name().to_owned(), state.step());
-    manifest.objective = fits::objective(plan);
-    manifest.optimizer_of = fits::own_rules(plan);
-    manifest.settings = fits::settings_of_state(plan);
-    manifest.schedule = plan.schedule().map(ToString::to_string);
-    manifest.skipped = state.skipped();
-    manifest.loss_scale = state
-        .loss_scale()
-        .map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps()));
-    manifest.caller = caller;
-    for (param, desc) in plan.params().iter().enumerate() {
+) -> Result<Manifest> {
+    let params = plan.params().iter().enumerate();
+    let steps_of = params.filter_map(|(param, desc)| {
         let step = state.step - state.steps_behind[param];
-        if step != state.step() && desc.numel() > 0 {
-            manifest.steps_of.insert(desc.name.clone(), step);
-        }
-    }
-    manifest.open = progress::open_run(plan, state);
-    manifest.tensors = tensors_of_checkpoint(plan, manifest.open.as_ref())?;
-    Ok(manifest)
+        let differs = step != state.step && desc.numel() > 0;
+        differs.then(|| (desc.name.clone(), step))
+    });
+    let scale = state.loss_scale();
+    let open = progress::open_run(plan, state);
+    Ok(Manifest {
+        format: FORMAT.to_owned(),
+        version: VERSION,
+        xxh3: String::new(),
+        checkpoint: String::new(),
+        optimizer: plan.optimizer().name().to_owned(),
+        objective: fits::objective(plan),
+        optimizer_of: fits::own_rules(plan),
+        settings: fits::settings_of_state(plan),
+        schedule: plan.schedule().map(ToString::to_string),
+        step: state.step,
+        skipped: state.skipped(),
+        loss_scale: scale.map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps())),
+        steps_of: steps_of.collect(),
+        caller,
+        tensors: tensors_of_checkpoint(plan, open.as_ref())?,
+        open,
+        generation: String::new(),
+        shards: Vec::new(),
+    })
 }
 
 pub(super) fn tensors_of_checkpoint(
     plan: &Plan,
     open: Option<&OpenRun>,
-) -> Result<BTreeMap<String, TensorSpec>, PlanError> {
+) -> Result<BTreeMap<String, TensorSpec>> {
     let mut tensors = BTreeMap::new();
     if let Some(open) = open {
         tensors.extend(progress::open_tensors(plan, open)?);

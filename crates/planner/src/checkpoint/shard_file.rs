@@ -8,10 +8,11 @@ use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
 
 use super::CheckpointFolder;
+use super::file_sums::sum_key;
 use super::generation::{MODEL_FILE, checksum, shard_file};
 use super::manifest::{ShardSpec, refuse, sync};
 use super::non_finite;
-use crate::PlanError;
+use crate::Result;
 
 /// Consecutive elements of a tensor, as they go to a file.
 #[derive(Clone, Debug)]
@@ -43,7 +44,7 @@ pub(super) fn write_model(
     folder: CheckpointFolder<'_>,
     generation: &str,
     parts: &[TensorPart<'_>],
-) -> Result<ShardSpec, PlanError> {
+) -> Result<ShardSpec> {
     // Some loaders ask what framework's conventions the tensors follow.
     let mut metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let mut tensors = Vec::with_capacity(parts.len());
@@ -70,7 +71,7 @@ pub(super) fn write_shard(
     generation: &str,
     shard: usize,
     parts: &[TensorPart<'_>],
-) -> Result<ShardSpec, PlanError> {
+) -> Result<ShardSpec> {
     let mut metadata = HashMap::new();
     let mut tensors = Vec::with_capacity(parts.len());
     let mut names: HashSet<String> = parts.iter().map(|part| part.tensor.to_owned()).collect();
@@ -103,7 +104,7 @@ fn write_file(
     generation: &str,
     file: String,
     (tensors, metadata): FileContent<'_>,
-) -> Result<ShardSpec, PlanError> {
+) -> Result<ShardSpec> {
     let within = folder.join(generation);
     let path = within.join(&file);
     let bytes = serialize(&path, &tensors, metadata)?;
@@ -121,7 +122,7 @@ pub(super) fn shard_len(
     folder: CheckpointFolder<'_>,
     generation: &str,
     shard: &ShardSpec,
-) -> Result<u64, PlanError> {
+) -> Result<u64> {
     let path = folder.join(generation).join(&shard.file);
     let missing = |found: String| refuse(&path, "shard", "a file of the manifest", found);
     match folder.files.kind(&path) {
@@ -140,7 +141,7 @@ pub(super) fn read_shard(
     folder: CheckpointFolder<'_>,
     path: &Path,
     spec: &ShardSpec,
-) -> Result<TensorFile, PlanError> {
+) -> Result<TensorFile> {
     let bytes = folder
         .files
         .read(path)
@@ -173,8 +174,4 @@ pub(super) fn first_key(tensor: &str) -> String {
 
 pub(super) fn tensor_key(entry: &str) -> String {
     format!("tensor@{entry}")
-}
-
-fn sum_key(tensor: &str) -> String {
-    format!("xxh3@{tensor}")
 }

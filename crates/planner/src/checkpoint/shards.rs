@@ -15,7 +15,7 @@ use super::shard_file::{
 use super::snapshot::{File, Snapshot};
 use super::whole::{Whole, check_covered};
 use super::{CheckpointFolder, values};
-use crate::PlanError;
+use crate::Result;
 
 /// Most files that a checkpoint is written as.
 pub const MAX_SHARDS: usize = 1 << 16;
@@ -38,9 +38,7 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Manifest::read`] and [`Manifest::read_tensors`].
-    pub fn read_whole<'a>(
-        folder: impl Into<CheckpointFolder<'a>>,
-    ) -> Result<(Self, WholeTensors), PlanError> {
+    pub fn read_whole<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<(Self, WholeTensors)> {
         let folder = folder.into();
         let (manifest, (whole, _)) = Self::read(folder)?.read_newest(folder)?;
         Ok((manifest, whole))
@@ -50,7 +48,7 @@ impl Manifest {
     pub(super) fn read_newest(
         &self,
         folder: CheckpointFolder<'_>,
-    ) -> Result<(Self, (WholeTensors, NonFinite)), PlanError> {
+    ) -> Result<(Self, (WholeTensors, NonFinite))> {
         let mut manifest = self.clone();
         for _ in 0..MOST_TRIES {
             match manifest.read_noted(folder) {
@@ -71,22 +69,19 @@ impl Manifest {
     /// Reads every file, compares it with its checksum and puts the tensors together.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] naming the file, and the tensor where it can be told, that is
-    /// missing, damaged or foreign.
+    /// [`crate::PlanError::Checkpoint`] naming the file, and the tensor where it can be told, that
+    /// is missing, damaged or foreign.
     /// # Cost
     /// The whole checkpoint in memory, once for the files being read and once for the tensors.
     pub fn read_tensors<'a>(
         &self,
         folder: impl Into<CheckpointFolder<'a>>,
-    ) -> Result<WholeTensors, PlanError> {
+    ) -> Result<WholeTensors> {
         Ok(self.read_noted(folder.into())?.0)
     }
 
     /// [`Self::read_tensors`], and what their writers have noted.
-    fn read_noted(
-        &self,
-        folder: CheckpointFolder<'_>,
-    ) -> Result<(WholeTensors, NonFinite), PlanError> {
+    fn read_noted(&self, folder: CheckpointFolder<'_>) -> Result<(WholeTensors, NonFinite)> {
         self.check_lengths(folder)?;
         let mut whole = Whole::default();
         for shard in &self.shards {
@@ -106,13 +101,13 @@ impl Manifest {
     }
 
     /// Puts one range of a file into its tensor.
-    fn place(&self, file: &TensorFile, name: &str, whole: &mut Whole) -> Result<(), PlanError> {
+    fn place(&self, file: &TensorFile, name: &str, whole: &mut Whole) -> Result<()> {
         let path = file.path();
         let tensor = file.metadata().get(&tensor_key(name));
         let tensor = tensor.map_or(name, String::as_str);
         let Some((tensor, spec)) = self.tensors.get_key_value(tensor) else {
             let expected = "a tensor of the manifest";
-            return Err(refuse(path, name, expected, "another".to_owned()));
+            return Err(refuse(path, name, expected, "another"));
         };
         let expected = format!("{} {}", spec.dtype, spec.shape);
         let entry = &file.entries()[name];
@@ -147,7 +142,7 @@ impl Manifest {
 
     /// Compares lengths with the files that are there, so that a manifest cannot ask for more
     /// memory than they take on disk.
-    fn check_lengths(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+    fn check_lengths(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let mut on_disk = 0u64;
         for shard in &self.shards {
             let found = shard_len(folder, &self.generation, shard)?;
@@ -163,17 +158,12 @@ impl Manifest {
         }
         let expected = format!("tensors of at most the {on_disk} bytes of all files");
         let path = folder.join(&self.generation);
-        Err(refuse(
-            &path,
-            "tensors",
-            &expected,
-            "longer ones".to_owned(),
-        ))
+        Err(refuse(&path, "tensors", &expected, "longer ones"))
     }
 
     /// Looks whether the files of all ranks are there: ranks without a file system in common each
     /// have their own.
-    pub(super) fn check_shards_seen(&self, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
+    pub(super) fn check_shards_seen(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let path = folder.join(&self.generation);
         for shard in &self.shards {
             let _ = folder.kind_soon(&path.join(&shard.file));
@@ -186,13 +176,13 @@ impl Manifest {
     /// generation if a run saves meanwhile.
     ///
     /// # Errors
-    /// As [`Self::read_tensors`]; [`PlanError::File`].
+    /// As [`Self::read_tensors`]; [`crate::PlanError::File`].
     pub fn reshard<'a>(
         &self,
         from: impl Into<CheckpointFolder<'a>>,
         to: impl Into<CheckpointFolder<'a>>,
         count: usize,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self> {
         let (manifest, whole) = self.read_newest(from.into())?;
         manifest.write_whole((&whole.0, &whole.1), to.into(), count)
     }
@@ -203,7 +193,7 @@ impl Manifest {
         (whole, noted): (&WholeTensors, &NonFinite),
         to: CheckpointFolder<'_>,
         count: usize,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self> {
         if !(1..=MAX_SHARDS).contains(&count) {
             let expected = format!("1 to {MAX_SHARDS}");
             return Err(refuse(
@@ -224,7 +214,7 @@ impl Manifest {
         to: CheckpointFolder<'_>,
         count: usize,
         generation: &Generation,
-    ) -> Result<Self, PlanError> {
+    ) -> Result<Self> {
         let mut manifest = self.clone();
         manifest.generation = generation.name();
         manifest.checkpoint = generation.checkpoint();
@@ -309,7 +299,7 @@ pub(super) fn write_snapshot(
     generation: &str,
     rank: usize,
     snapshot: &Snapshot,
-) -> Result<Written, PlanError> {
+) -> Result<Written> {
     let mut written = Written::default();
     let model: Vec<TensorPart<'_>> = snapshot.parts(File::Model).collect();
     if !model.is_empty() {

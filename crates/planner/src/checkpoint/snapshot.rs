@@ -10,7 +10,7 @@ use super::manifest::refuse;
 use super::shard_file::TensorPart;
 use super::{CheckpointFolder, progress, save, values};
 use crate::storage::Held;
-use crate::{Plan, PlanError, State, Tensors, ZeroStage};
+use crate::{Plan, Result, State, Tensors, ZeroStage};
 
 /// What a save takes.
 #[derive(Clone, Copy)]
@@ -123,11 +123,7 @@ impl Snapshot {
     }
 
     /// Makes room; what it has been is lost.
-    fn make_room(
-        &mut self,
-        folder: CheckpointFolder<'_>,
-        len_bytes: usize,
-    ) -> Result<(), PlanError> {
+    fn make_room(&mut self, folder: CheckpointFolder<'_>, len_bytes: usize) -> Result<()> {
         if let Some(more) = len_bytes.checked_sub(self.bytes.len()) {
             self.bytes.try_reserve_exact(more).map_err(|_| {
                 let expected = format!("{len_bytes} bytes beside the state");
@@ -155,7 +151,7 @@ pub(super) fn take(
     run: RunToSave<'_>,
     folder: CheckpointFolder<'_>,
     into: &mut Snapshot,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     into.parts.clear();
     into.non_finite = OnceLock::new();
     check_borrowed(plan, run.params, folder)?;
@@ -185,7 +181,7 @@ pub(super) fn check_borrowed(
     plan: &Plan,
     params: Option<&dyn BorrowedParams>,
     folder: CheckpointFolder<'_>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     let borrowed = plan.tensors == Tensors::Borrowed;
     if borrowed == params.is_some() {
         return Ok(());
@@ -195,12 +191,7 @@ pub(super) fn check_borrowed(
     } else {
         ("a state that keeps its parameters", "the caller's as well")
     };
-    Err(refuse(
-        folder.path,
-        "parameters",
-        expected,
-        found.to_owned(),
-    ))
+    Err(refuse(folder.path, "parameters", expected, found))
 }
 
 /// Lists what this rank saves: parts, one behind the other, and where their bytes come from.
@@ -209,7 +200,7 @@ fn parts_to_save(
     state: &State,
     backend: &dyn Backend,
     parts: &mut Vec<Placed>,
-) -> Result<Vec<Source>, PlanError> {
+) -> Result<Vec<Source>> {
     let mut sources = Vec::new();
     let mut add = |tensor: String, dtype: DType, (first, numel): (u64, u64), source| {
         let start = parts.last().map_or(0, |placed: &Placed| placed.place.end);

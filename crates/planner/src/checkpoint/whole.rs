@@ -6,7 +6,7 @@ use std::path::Path;
 use super::manifest::refuse;
 use super::non_finite::NonFinite;
 use super::shards::WholeTensors;
-use crate::PlanError;
+use crate::Result;
 
 /// Tensors being put together.
 #[derive(Default)]
@@ -23,7 +23,7 @@ pub(super) fn check_covered(
     name: &str,
     numel: u64,
     mut ranges: Vec<(u64, u64)>,
-) -> Result<(), PlanError> {
+) -> Result<()> {
     ranges.retain(|(first, end)| first < end);
     ranges.sort_unstable();
     let mut covered = 0;

@@ -5,13 +5,13 @@ use std::thread::JoinHandle;
 
 use super::generation::Generation;
 use super::shards::Written;
-use crate::PlanError;
+use crate::{PlanError, Result};
 
 /// A part of a save that needs the disk and no other rank.
 pub(super) type Job = Box<dyn FnOnce() -> Outcome + Send>;
 
 /// What a job has come to.
-pub(super) type Outcome = Result<Done, PlanError>;
+pub(super) type Outcome = Result<Done>;
 
 /// What a job that went well has done.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ pub(super) struct Thread {
 
 impl Writer {
     /// Hands over a job; one that is still being done ends first, and nobody hears of it.
-    pub(super) fn begin(&mut self, job: Job) -> Result<(), PlanError> {
+    pub(super) fn begin(&mut self, job: Job) -> Result<()> {
         match self {
             Writer::Thread(thread) => {
                 let thread = match thread {
@@ -105,7 +105,7 @@ impl Writer {
 }
 
 impl Thread {
-    fn start() -> Result<Self, PlanError> {
+    fn start() -> Result<Self> {
         let (jobs, todo) = channel::<Job>();
         let (tell, done) = channel();
         let work = move || {
@@ -142,5 +142,5 @@ fn ended() -> PlanError {
 
 fn refused(found: &str) -> PlanError {
     let expected = "a thread that saves; save in line";
-    super::manifest::refuse("checkpoint".as_ref(), "writer", expected, found.to_owned())
+    super::manifest::refuse("checkpoint".as_ref(), "writer", expected, found)
 }

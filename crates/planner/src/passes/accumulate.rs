@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ActsOn, Pass};
 use crate::stage::Accumulate;
-use crate::{Note, Plan, PlanError, Stage, Verdict};
+use crate::{Plan, PlanError, Result, Stage, Verdict};
 
 /// What becomes of the gradients of all micro-steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -78,7 +78,7 @@ impl Pass for GradientAccumulation {
         ActsOn::Gradients
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.accumulation().is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -96,8 +96,7 @@ impl Pass for GradientAccumulation {
                 ReducedWhen::PerMicroStep => "in every micro-step",
             }
         );
-        let note = Note::new(self.name(), Verdict::Applied, reason);
-        plan.notes.push(note);
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

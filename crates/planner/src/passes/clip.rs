@@ -4,7 +4,7 @@
 use fusestep_amp::MaxNorm;
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Verdict};
+use crate::{Plan, PlanError, Result, Verdict};
 
 /// Multiplies all gradients of a step by min(1, max_norm / (norm + 1e-6)), where norm is that of
 /// all of them together.
@@ -38,7 +38,7 @@ impl Pass for ClipByGlobalNorm {
         ActsOn::Gradients
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         let max_norm = MaxNorm::new(self.max_norm)?;
         if plan.gradients.max_norm.is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
@@ -49,8 +49,7 @@ impl Pass for ClipByGlobalNorm {
              reads them",
             self.max_norm, self.max_norm
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

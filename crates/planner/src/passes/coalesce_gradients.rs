@@ -7,7 +7,7 @@ use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_tensor::DType;
 
 use super::Pass;
-use crate::{Note, Optimize, Optimizer, Plan, PlanError, Stage, StorageSpec, Verdict, bucket};
+use crate::{Optimize, Optimizer, Plan, Result, Stage, StorageSpec, Verdict, bucket};
 
 /// Puts the tensors of all parameters of one dtype into common buffers, in plan order.
 ///
@@ -21,14 +21,13 @@ impl Pass for CoalesceGradients {
         "coalesce_gradients"
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.storages.len() < 2 {
             let reason = format!(
                 "{} storage has nothing to be put together with",
                 plan.storages.len()
             );
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Refused, reason));
+            plan.note(self.name(), Verdict::Refused, reason);
             return Ok(());
         }
         let mut groups: BTreeMap<(DType, u32), Vec<u32>> = BTreeMap::new();
@@ -47,16 +46,14 @@ impl Pass for CoalesceGradients {
                 "a launch has one rule, so parameters of {} lie apart",
                 rules.join("; ")
             );
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Split, reason));
+            plan.note(self.name(), Verdict::Split, reason);
         }
         if dtypes.len() > 1 {
             let reason = format!(
                 "a buffer holds one dtype, so {} lie apart",
                 dtypes.join(", ")
             );
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Split, reason));
+            plan.note(self.name(), Verdict::Split, reason);
         }
         let storages_before = plan.storages.len();
         let mut storages = Vec::with_capacity(groups.len());
@@ -79,18 +76,13 @@ impl Pass for CoalesceGradients {
             plan.storages.len(),
             padded - elements,
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }
 
 /// One storage of all members of a dtype; the lists are those their own storages had.
-fn together(
-    plan: &Plan,
-    (dtype, rule): (DType, u32),
-    members: Vec<u32>,
-) -> Result<StorageSpec, PlanError> {
+fn together(plan: &Plan, (dtype, rule): (DType, u32), members: Vec<u32>) -> Result<StorageSpec> {
     let kernel = plan.kernel_of(members[0])?;
     let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
     let unit = Plan::narrowest(&lists, dtype);

@@ -4,7 +4,7 @@ use fusestep_coalesce::{FlatLayout, LayoutOptions};
 
 use super::{ActsOn, Pass};
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Stage, StorageSpec, Verdict, bucket};
+use crate::{Plan, PlanError, Result, Stage, StorageSpec, Verdict, bucket};
 
 /// Says that these parameters are slices of a layer that is spread over the ranks, another on each:
 /// the last layer of a classifier with millions of classes, for example. All ranks name them alike,
@@ -42,7 +42,7 @@ impl Pass for Distributed {
         ActsOn::Distributed
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.storages.iter().any(|spec| spec.distributed) {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -59,22 +59,20 @@ impl Pass for Distributed {
         }
         let count = marked.iter().filter(|&&marked| marked).count();
         if plan.topology.world == 1 {
-            let reason = "a world of 1 rank has every slice".to_owned();
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Skipped, reason));
+            let reason = "a world of 1 rank has every slice";
+            plan.note(self.name(), Verdict::Skipped, reason);
             return Ok(());
         }
         take_out(plan, &marked)?;
         bucket::make(plan)?;
         let reason = format!("{count} parameters are slices that each rank has for itself");
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }
 
 /// Moves marked parameters to storages of their own, behind those they were in; stages follow.
-fn take_out(plan: &mut Plan, marked: &[bool]) -> Result<(), PlanError> {
+fn take_out(plan: &mut Plan, marked: &[bool]) -> Result<()> {
     let mut stages = Vec::new();
     for storage in 0..plan.storages.len() {
         let spec = &plan.storages[storage];
@@ -87,7 +85,7 @@ fn take_out(plan: &mut Plan, marked: &[bool]) -> Result<(), PlanError> {
             plan.storages[storage].distributed = true;
             continue;
         }
-        let with = |members: Vec<u32>, distributed| -> Result<StorageSpec, PlanError> {
+        let with = |members: Vec<u32>, distributed| -> Result<StorageSpec> {
             let numels = members.iter().map(|&m| plan.params[m as usize].numel());
             let unit = spec.layout.options().unit_bytes as usize;
             Ok(StorageSpec {

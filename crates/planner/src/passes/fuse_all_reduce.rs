@@ -4,8 +4,9 @@ use fusestep_coalesce::FlatLayout;
 use fusestep_tensor::{counted, counted_are};
 
 use super::{ActsOn, Pass};
+use crate::arena::full_tensors;
 use crate::bucket::Caps;
-use crate::{Note, Plan, PlanError, Verdict, bucket};
+use crate::{Plan, PlanError, Result, Verdict, bucket};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -83,6 +84,21 @@ impl FuseAllReduce {
         }
         order
     }
+
+    fn explain(&self, plan: &mut Plan) {
+        let (mut tensors, mut calls, mut cut) = (0, 0, 0);
+        for segment in &plan.segments {
+            tensors += full_tensors(plan, segment);
+            calls += segment.buckets.len();
+            cut += segment.buckets.len() - 1;
+        }
+        let reason = format!(
+            "{} reduced in {} ({cut} cut by the cap)",
+            counted_are(tensors as u64, "gradient"),
+            counted(calls as u64, "call"),
+        );
+        plan.note(self.name(), Verdict::Applied, reason);
+    }
 }
 
 impl Pass for FuseAllReduce {
@@ -94,15 +110,14 @@ impl Pass for FuseAllReduce {
         ActsOn::Buckets
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.caps.is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         plan.ready = self.order(plan.params.len());
         if plan.topology.world == 1 {
-            let reason = "a world of 1 rank has nothing to reduce".to_owned();
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Skipped, reason));
+            let reason = "a world of 1 rank has nothing to reduce";
+            plan.note(self.name(), Verdict::Skipped, reason);
             return Ok(());
         }
         lay_in_order(plan)?;
@@ -117,28 +132,8 @@ impl Pass for FuseAllReduce {
     }
 }
 
-impl FuseAllReduce {
-    fn explain(&self, plan: &mut Plan) {
-        let (mut tensors, mut calls, mut cut) = (0, 0, 0);
-        for segment in &plan.segments {
-            let layout = &plan.storages[segment.storage].layout;
-            let full = |&tensor: &u32| layout.numel(tensor as usize) > 0;
-            tensors += segment.tensors.clone().filter(full).count();
-            calls += segment.buckets.len();
-            cut += segment.buckets.len() - 1;
-        }
-        let reason = format!(
-            "{} reduced in {} ({cut} cut by the cap)",
-            counted_are(tensors as u64, "gradient"),
-            counted(calls as u64, "call"),
-        );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
-    }
-}
-
 /// Puts the members of every storage into the order of readiness; stages follow.
-fn lay_in_order(plan: &mut Plan) -> Result<(), PlanError> {
+fn lay_in_order(plan: &mut Plan) -> Result<()> {
     let mut turn = vec![0usize; plan.params.len()];
     for (at, &param) in plan.ready.iter().enumerate() {
         turn[param as usize] = at;

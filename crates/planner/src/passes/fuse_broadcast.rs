@@ -1,7 +1,7 @@
 //! Pass `fuse_broadcast`: updated parameters of one owner in one call.
 
 use super::{ActsOn, Ownership, Pass};
-use crate::{Note, Plan, PlanError, Verdict, ZeroStage};
+use crate::{Plan, PlanError, Result, Verdict, ZeroStage};
 
 /// Brings updated parameters from the ranks that own them to all ranks in calls of at most this
 /// many bytes, each of one owner and bucket; a longer tensor is a call of its own.
@@ -41,7 +41,7 @@ impl Pass for FuseBroadcast {
         ActsOn::Fusion
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -57,8 +57,7 @@ impl Pass for FuseBroadcast {
             _ => None,
         };
         if let Some(reason) = refusal {
-            let note = Note::new(self.name(), Verdict::Skipped, reason.to_owned());
-            plan.notes.push(note);
+            plan.note(self.name(), Verdict::Skipped, reason);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use fusestep_launch::Batch;
 use fusestep_tensor::counted;
 
 use super::Pass;
-use crate::{Note, Plan, PlanError, SizeClass, Stage, Verdict, batches};
+use crate::{Plan, Result, SizeClass, Stage, Verdict, batches};
 
 /// Puts the updates of all tensors of one storage and size class into as few launches as the limits
 /// allow.
@@ -21,13 +21,12 @@ impl Pass for FuseOptimizer {
         "fuse_optimizer"
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         let before = plan.launches();
         let updates = plan.optimize_stages().count();
         if updates < 2 {
             let reason = format!("{updates} update has nothing to be fused with");
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Refused, reason));
+            plan.note(self.name(), Verdict::Refused, reason);
             return Ok(());
         }
         if plan.storages.len() == plan.params.len() && plan.storages.len() > groups(plan) {
@@ -36,8 +35,7 @@ impl Pass for FuseOptimizer {
                  one",
                 plan.storages.len()
             );
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Refused, reason));
+            plan.note(self.name(), Verdict::Refused, reason);
             return Ok(());
         }
         let mut groups: BTreeMap<(usize, SizeClass), Vec<u32>> = BTreeMap::new();
@@ -61,7 +59,7 @@ impl Pass for FuseOptimizer {
 impl FuseOptimizer {
     fn explain(&self, plan: &mut Plan, before: usize) {
         let mut notes = Vec::new();
-        let mut note = |verdict, reason| notes.push(Note::new(self.name(), verdict, reason));
+        let mut note = |verdict, reason| notes.push((verdict, reason));
         note(
             Verdict::Applied,
             format!("{before} launches became {}", plan.launches()),
@@ -119,7 +117,9 @@ impl FuseOptimizer {
                 ),
             );
         }
-        plan.notes.append(&mut notes);
+        for (verdict, reason) in notes {
+            plan.note(self.name(), verdict, reason);
+        }
     }
 }
 

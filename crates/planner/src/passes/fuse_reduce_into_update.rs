@@ -5,7 +5,7 @@ use fusestep_tensor::counted_are;
 use super::{ActsOn, Pass};
 use crate::bucket::Bucket;
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Reach, SizeClass, Stage, Verdict, ZeroStage};
+use crate::{Plan, PlanError, Reach, Result, SizeClass, Stage, Verdict, ZeroStage};
 
 /// Lets the rank that owns a part of a bucket sum it over all ranks in rank order and update it at
 /// once, while it is in the nearest cache, and write the new parameters where every rank reads
@@ -33,17 +33,12 @@ impl Pass for FuseReduceIntoUpdate {
         ActsOn::Fusion
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
-        if plan
-            .stages
-            .iter()
-            .any(|stage| matches!(stage, Stage::ReduceUpdate(_)))
-        {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
+        if plan.is_fused() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         if let Some(reason) = refusal(plan)? {
-            plan.notes
-                .push(Note::new(self.name(), Verdict::Refused, reason.to_owned()));
+            plan.note(self.name(), Verdict::Refused, reason);
             return Ok(());
         }
         let separate = bytes_of_element(plan);
@@ -71,8 +66,7 @@ impl Pass for FuseReduceIntoUpdate {
             bytes_of_element(plan),
             separate,
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }
@@ -99,7 +93,7 @@ fn update_of(plan: &Plan, bucket: usize) -> Optimize {
 }
 
 /// Why a plan is left as it is.
-fn refusal(plan: &Plan) -> Result<Option<&'static str>, PlanError> {
+fn refusal(plan: &Plan) -> Result<Option<&'static str>> {
     let world = plan.topology.world;
     Ok(if world == 1 {
         Some("a world of 1 rank has nothing to reduce")
@@ -141,14 +135,10 @@ pub(crate) fn bytes_of_element(plan: &Plan) -> u64 {
         .filter(|list| list.role.is_state())
         .map(|list| list.dtype.len_bytes() as u64)
         .sum();
-    let fused = plan
-        .stages
-        .iter()
-        .any(|stage| matches!(stage, Stage::ReduceUpdate(_)));
     // A rank's gather of its part: read once, written by every other rank.
     let gather = |width: u64| (world - 1) * 2 * width;
     let update = grad + 2 * (param + state);
-    match (fused, plan.zero) {
+    match (plan.is_fused(), plan.zero) {
         (true, ZeroStage::None) => world * grad + (1 + world) * (param + state),
         (true, _) => world * grad + 2 * state + param + world * param,
         _ if world == 1 => update,

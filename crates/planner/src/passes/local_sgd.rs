@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use serde::Serialize;
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Stage, Verdict};
+use crate::{Plan, PlanError, Result, Stage, Verdict};
 
 /// Which tensors are averaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -105,7 +105,7 @@ impl Pass for LocalSgd {
         ActsOn::Ranks
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.local_sgd().is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -120,8 +120,7 @@ impl Pass for LocalSgd {
                 Interval::Adaptive => " at first, then as the loss falls",
             }
         );
-        let note = Note::new(self.name(), Verdict::Applied, reason);
-        plan.notes.push(note);
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

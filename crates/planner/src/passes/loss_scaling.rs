@@ -4,7 +4,7 @@
 use fusestep_amp::LossScale;
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Verdict};
+use crate::{Plan, PlanError, Result, Verdict};
 
 /// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite
 /// or NaN: nothing is written then, step counts included, and a dynamic scale goes down.
@@ -58,7 +58,7 @@ impl Pass for LossScaling {
         ActsOn::Gradients
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         let scale = match self.scale {
             Scale::Of(scale) => scale,
             Scale::Fixed(scale) => LossScale::fixed(scale)?,
@@ -78,8 +78,7 @@ impl Pass for LossScaling {
              is skipped",
             scale.scale()
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

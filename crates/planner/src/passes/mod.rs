@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Plan, PlanError};
+use crate::{Plan, Result};
 
 mod accumulate;
 mod clip;
@@ -70,5 +70,5 @@ pub trait Pass: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// If the rewritten plan could not be run: limits too small, a layout too long.
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError>;
+    fn apply(&self, plan: &mut Plan) -> Result<()>;
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::{ActsOn, Pass};
 use crate::stage::{Gather, Reduced};
-use crate::{Note, Plan, PlanError, Stage, Verdict};
+use crate::{Plan, PlanError, Result, Stage, Verdict};
 
 /// What ranks share out among each other.
 ///
@@ -100,7 +100,7 @@ impl Pass for Shard {
         ActsOn::Ranks
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.zero != ZeroStage::None {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -140,8 +140,7 @@ impl Pass for Shard {
             groups => format!(", alike in {groups} groups"),
         };
         let reason = format!("{what} shared out among {among} ranks{groups}");
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ use fusestep_tensor::counted_are;
 
 use super::{ActsOn, FuseAllReduce, Pass};
 use crate::stage::Optimize;
-use crate::{Note, Plan, PlanError, Reach, Stage, Tensors, Verdict, ZeroStage};
+use crate::{Plan, PlanError, Reach, Result, Stage, Tensors, Verdict, ZeroStage};
 
 /// The caller's promise that a backward pass reads no parameter of a bucket once all gradients of
 /// that bucket are given: the bucket is then reduced, updated and gathered at once, by the call
@@ -64,7 +64,7 @@ impl Pass for UpdateInBackward {
         ActsOn::Backward
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.in_backward {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
@@ -77,14 +77,13 @@ impl Pass for UpdateInBackward {
         }
         plan.in_backward = true;
         let ranges = cut_by_readiness(plan, self.cap_bytes);
-        let fused = |stage: &Stage| matches!(stage, Stage::ReduceUpdate(_));
         let buckets = counted_are(plan.buckets.len() as u64, "bucket");
         let what = if !plan.reduces() {
             match ranges {
                 1 => "1 update runs".to_owned(),
                 _ => format!("{ranges} updates run"),
             }
-        } else if plan.stages.iter().any(fused) {
+        } else if plan.is_fused() {
             format!("{buckets} reduced and updated, in one pass,")
         } else {
             let gathered = match plan.zero {
@@ -102,14 +101,13 @@ impl Pass for UpdateInBackward {
             "{what} as soon as their gradients are given{streams}: the caller says that their \
              parameters are no longer read then"
         );
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 }
 
 /// What the plan has that stands against it, and why.
-fn conflict(plan: &Plan) -> Result<Option<(&'static str, &'static str)>, PlanError> {
+fn conflict(plan: &Plan) -> Result<Option<(&'static str, &'static str)>> {
     let first = "do not go together, since the first would have to know all gradients before the \
                  second updates one bucket";
     Ok(if plan.tensors != Tensors::Kept {

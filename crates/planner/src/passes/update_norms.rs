@@ -1,7 +1,7 @@
 //! Pass `update_norms`: how far each parameter moves in a step, measured by the update itself.
 
 use super::{ActsOn, Pass};
-use crate::{Note, Plan, PlanError, Verdict};
+use crate::{Plan, PlanError, Result, Verdict};
 
 /// Measures ‖new − old‖ of every parameter as the update writes it:
 /// [`crate::StepReport::update_norm`] for all of them together, [`crate::State::update_norms`] for
@@ -30,14 +30,13 @@ impl Pass for UpdateNorms {
         "update_norms"
     }
 
-    fn apply(&self, plan: &mut Plan) -> Result<(), PlanError> {
+    fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.update_norms {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         plan.update_norms = true;
         let reason = "updates sum the squares of what they change, as they write it";
-        plan.notes
-            .push(Note::new(self.name(), Verdict::Applied, reason.to_owned()));
+        plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }
 

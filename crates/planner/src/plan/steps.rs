@@ -5,7 +5,6 @@
 use fusestep_collective::Communicator;
 use fusestep_launch::Backend;
 
-use crate::allocate::Allocator;
 use crate::averages::Values;
 use crate::comms::Comms;
 use crate::run::Executor;
@@ -22,7 +21,7 @@ impl Plan {
     /// # Errors
     /// [`PlanError::Backend`] if memory cannot be had, or the backend cannot do what a stage needs.
     pub fn allocate(&self, backend: &dyn Backend) -> Result<State, PlanError> {
-        allocate::allocate_from(self, Allocator::Backend(backend))
+        allocate::allocate_from(self, backend, None)
     }
 
     /// [`Plan::allocate`], with arenas that calls move from the communicator: ranks of one machine
@@ -35,7 +34,7 @@ impl Plan {
         backend: &dyn Backend,
         comm: &mut dyn Communicator,
     ) -> Result<State, PlanError> {
-        allocate::allocate_from(self, Allocator::Communicator(backend, comm))
+        allocate::allocate_from(self, backend, Some(comm))
     }
 
     /// Takes the gradient of one parameter for the micro-step under way, in one pass that copies or
