@@ -32,17 +32,11 @@ class FusedBackward:
 
     def __init__(self, model: torch.nn.Module, optimizer: Fused, bucket_mib: Optional[float]):
         self._optimizer = optimizer
+        self._model = model
         self._bucket_mib = bucket_mib
-        known = {id(member.tensor) for member in members_of(optimizer.param_groups)}
-        self._order: List[Tensor] = [
-            tensor
-            for tensor in reversed(list(model.parameters()))
-            if tensor.requires_grad and id(tensor) in known
-        ]
-        if not self._order:
-            raise ValueError(
-                "model: expected parameters that the optimizer updates, found none of them"
-            )
+        # Those with a hook, as their gradients come, and those that have none while they are frozen.
+        self._order: List[Tensor] = []
+        self._frozen: List[Tensor] = []
         self._plans_made = -1
         self._bucket_of: Dict[int, _Bucket] = {}
         # Of the step at hand: who got a gradient, in order, who was updated, and what was done.
@@ -58,9 +52,12 @@ class FusedBackward:
             if method is not None:
                 method(tensor)
 
-        for tensor in self._order:
-            register: Any = tensor.register_post_accumulate_grad_hook
-            self._handles.append(register(hook))
+        self._hook = hook
+        self._find()
+        if not self._order:
+            raise ValueError(
+                "model: expected parameters that the optimizer updates, found none of them"
+            )
         self._peak_bytes = self._bytes = 0
 
     @property
@@ -76,8 +73,27 @@ class FusedBackward:
         if self._optimizer._backward is self:
             self._optimizer._backward = None
 
+    def _find(self) -> None:
+        """Hooks the parameters that train by now, of those of the model that the optimizer has."""
+        known = {id(member.tensor) for member in members_of(self._optimizer.param_groups)}
+        known.difference_update(map(id, self._order))
+        new = [p for p in reversed(list(self._model.parameters())) if id(p) in known]
+        self._frozen = [tensor for tensor in new if not tensor.requires_grad]
+        for tensor in new:
+            if tensor.requires_grad:
+                register: Any = tensor.register_post_accumulate_grad_hook
+                self._handles.append(register(self._hook))
+                self._order.append(tensor)
+
+    def _follow(self) -> None:
+        """Cuts anew if groups have changed or a parameter that was frozen trains by now."""
+        is_cut = self._plans_made == self._optimizer._plans_made
+        if not is_cut or any(tensor.requires_grad for tensor in self._frozen):
+            self._cut()
+
     def _cut(self) -> None:
         """Cuts parameters into buckets, in the order in which gradients became ready last."""
+        self._find()
         members = {id(m.tensor): m for m in members_of(self._optimizer.param_groups)}
         ordered = [members[id(tensor)] for tensor in self._order if id(tensor) in members]
         sizes = [member.tensor.numel() * member.tensor.element_size() for member in ordered]
@@ -105,8 +121,8 @@ class FusedBackward:
                 "fuse_backward: expected `optimizer.step()` between two backward passes, found a "
                 "second gradient of a parameter that the first pass has updated"
             )
-        if not self._seen and self._plans_made != optimizer._plans_made:
-            self._cut()
+        if not self._seen:
+            self._follow()
         bucket = self._bucket_of.get(key)
         if bucket is None or key in bucket.ready:
             return
@@ -153,6 +169,7 @@ class FusedBackward:
             self._order = order
             self._plans_made = -1
         self._seen, self._updated, self._reports, self._bytes = {}, set(), [], 0
+        self._follow()
         return whole
 
 
