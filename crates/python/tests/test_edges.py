@@ -198,3 +198,43 @@ def test_masters_follow_values_given_to_their_parameters(how):
     optimizer.step()
     assert largest_difference([optimizer.state[model.weight]["master"]], [given.float()]) < 1e-2
     assert largest_difference([model.weight], [given]) < 0.1
+
+
+WRONG = ["text", 3, [1.0], torch.ones(4), torch.ones(()), torch.ones(3).cfloat()]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop", "Lion", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_state_that_does_not_fit_is_not_loaded(name, wrong):
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    ours, others = twins(shapes=[(2,), (3,)])
+    made = [getattr(fusestep.torch, name)(p, lr=0.1, **settings) for p in (ours, others)]
+    for params, optimizer, steps in ((ours, made[0], 2), (others, made[1], 3)):
+        for step in range(steps):
+            give_gradients(params, step)
+            optimizer.step()
+    key = next(iter(made[0]._keys.values()))
+    saved = made[1].state_dict()
+    saved["state"][1][key] = wrong
+    saved["param_groups"][0]["lr"] = 0.5
+    before = snapshot(made[0], ours)
+    with pytest.raises(ValueError, match=rf"{key} of `0\.1`: expected a .*\(3,\), found "):
+        made[0].load_state_dict(saved)
+    assert_unchanged(before, made[0], ours)
+    assert made[0].param_groups[0]["lr"] == 0.1
+    saved["state"][1] = wrong
+    with pytest.raises(ValueError, match=r"state of `0\.1`: expected a dict, found "):
+        made[0].load_state_dict(saved)
+    assert_unchanged(before, made[0], ours)
+
+
+def test_a_count_that_is_none_is_not_loaded():
+    ours, _ = twins(shapes=[(3,)])
+    optimizer = fusestep.torch.AdamW(ours)
+    give_gradients(ours, 0)
+    optimizer.step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(optimizer, ours)
+    saved["state"][0]["step"] = "three"
+    with pytest.raises(ValueError, match=r"step of `0\.0`: expected a number.*found str"):
+        optimizer.load_state_dict(saved)
+    assert_unchanged(before, optimizer, ours)

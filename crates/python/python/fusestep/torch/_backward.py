@@ -34,9 +34,12 @@ class FusedBackward:
         self._optimizer = optimizer
         self._model = model
         self._bucket_mib = bucket_mib
-        # Those with a hook, as their gradients come, and those that have none while they are frozen.
+        # Those of the model that the optimizer has, which of them train, and those in the order in
+        # which their gradients come.
+        self._known: List[Tensor] = []
+        self._trains: List[bool] = []
         self._order: List[Tensor] = []
-        self._frozen: List[Tensor] = []
+        self._hooked: Dict[int, Tensor] = {}
         self._plans_made = -1
         self._bucket_of: Dict[int, _Bucket] = {}
         # Of the step at hand: who got a gradient, in order, who was updated, and what was done.
@@ -53,7 +56,7 @@ class FusedBackward:
                 method(tensor)
 
         self._hook = hook
-        self._find()
+        self._cut()
         if not self._order:
             raise ValueError(
                 "model: expected parameters that the optimizer updates, found none of them"
@@ -73,29 +76,25 @@ class FusedBackward:
         if self._optimizer._backward is self:
             self._optimizer._backward = None
 
-    def _find(self) -> None:
-        """Hooks the parameters that train by now, of those of the model that the optimizer has."""
-        known = {id(member.tensor) for member in members_of(self._optimizer.param_groups)}
-        known.difference_update(map(id, self._order))
-        new = [p for p in reversed(list(self._model.parameters())) if id(p) in known]
-        self._frozen = [tensor for tensor in new if not tensor.requires_grad]
-        for tensor in new:
-            if tensor.requires_grad:
-                register: Any = tensor.register_post_accumulate_grad_hook
-                self._handles.append(register(self._hook))
-                self._order.append(tensor)
-
     def _follow(self) -> None:
-        """Cuts anew if groups have changed or a parameter that was frozen trains by now."""
-        is_cut = self._plans_made == self._optimizer._plans_made
-        if not is_cut or any(tensor.requires_grad for tensor in self._frozen):
+        """Cuts anew if groups have changed, or a parameter was frozen or trains again."""
+        trains = [tensor.requires_grad for tensor in self._known]
+        if self._plans_made != self._optimizer._plans_made or trains != self._trains:
             self._cut()
 
     def _cut(self) -> None:
         """Cuts parameters into buckets, in the order in which gradients became ready last."""
-        self._find()
         members = {id(m.tensor): m for m in members_of(self._optimizer.param_groups)}
-        ordered = [members[id(tensor)] for tensor in self._order if id(tensor) in members]
+        self._known = [p for p in reversed(list(self._model.parameters())) if id(p) in members]
+        self._trains = [tensor.requires_grad for tensor in self._known]
+        training = {id(p): p for p, trains in zip(self._known, self._trains) if trains}
+        for key in training.keys() - self._hooked.keys():
+            register: Any = training[key].register_post_accumulate_grad_hook
+            self._handles.append(register(self._hook))
+            self._hooked[key] = training[key]
+        self._order = [tensor for tensor in self._order if training.pop(id(tensor), None) is not None]
+        self._order += training.values()
+        ordered = [members[id(tensor)] for tensor in self._order]
         sizes = [member.tensor.numel() * member.tensor.element_size() for member in ordered]
         cap = sum(sizes) / _BUCKETS
         if self._bucket_mib is not None:

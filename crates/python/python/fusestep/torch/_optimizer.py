@@ -150,7 +150,9 @@ class Fused(Optimizer):
         return state
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        if "_options" not in self.__dict__ and "_options" not in state:
+        if "_options" in self.__dict__:
+            self._options = self._saved_options()
+        elif "_options" not in state:
             state = {**state, "_options": checked({})}
         self._forget()
         state = dict(state)
