@@ -238,3 +238,36 @@ def test_a_count_that_is_none_is_not_loaded():
     with pytest.raises(ValueError, match=r"step of `0\.0`: expected a number.*found str"):
         optimizer.load_state_dict(saved)
     assert_unchanged(before, optimizer, ours)
+
+
+@pytest.mark.parametrize("how", ["clear", "pop", "assign"])
+def test_state_that_is_dropped_behind_the_first_step_starts_anew(how):
+    ours, theirs = twins(shapes=[(3,), (4,)])
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.SGD(params, lr=0.1, momentum=0.9)
+        for index in range(2):
+            # The second parameter has its first gradient when the first has a state.
+            give_gradients(params, 0, come_and_go=False)
+            params[1].grad = None if index == 0 else params[1].grad
+            optimizer.step()
+        if how == "clear":
+            optimizer.state.clear()
+        elif how == "pop":
+            optimizer.state.pop(params[1])
+        else:
+            optimizer.state = type(optimizer.state)(dict)
+        give_gradients(params, 5, come_and_go=False)
+        optimizer.step()
+        assert all("momentum_buffer" in optimizer.state[param] for param in params)
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+def test_state_that_is_cleared_behind_the_first_step_starts_anew():
+    ours, theirs = twins()
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.AdamW(params, lr=0.1)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+            optimizer.state.clear()
+    assert largest_difference(ours, theirs) < 1e-6
