@@ -271,3 +271,35 @@ def test_state_that_is_cleared_behind_the_first_step_starts_anew():
             optimizer.step()
             optimizer.state.clear()
     assert largest_difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("of", [lambda s: s.reshape(1), lambda s: s.long(), int])
+def test_counts_of_other_kinds_are_loaded(of):
+    ours, theirs = twins(shapes=[(3,)])
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.AdamW(params, lr=0.1)
+        give_gradients(params, 0)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["step"] = of(saved["state"][0]["step"])
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        assert int(optimizer.state[params[0]]["step"]) == 2
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+def test_state_is_loaded_for_a_parameter_without_shape_yet():
+    weights = []
+    for module in (fusestep.torch, torch.optim):
+        model, lazy = torch.nn.Linear(3, 2), torch.nn.LazyLinear(2)
+        optimizer, later = (module.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, lazy))
+        give_gradients(list(model.parameters()), 0)
+        optimizer.step()
+        later.load_state_dict(optimizer.state_dict())
+        lazy(torch.ones(4, 3))
+        with torch.no_grad():
+            lazy.weight.fill_(1.0)
+        give_gradients(list(lazy.parameters()), 1)
+        later.step()
+        weights.append(lazy.weight)
+    assert largest_difference(weights[:1], weights[1:]) < 1e-6

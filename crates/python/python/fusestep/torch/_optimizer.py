@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional,
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fusestep import _fusestep
@@ -210,8 +211,11 @@ class Fused(Optimizer):
                     expected = None if _is_count(value) else "a number or a tensor of one element"
                 elif key in tensors and value is not None:
                     fits = isinstance(value, Tensor) and value.layout == torch.strided
-                    if not fits or value.is_complex() or value.shape != tensor.shape:
-                        expected = f"a dense, real tensor of shape {tuple(tensor.shape)}"
+                    # A lazy parameter has no shape yet.
+                    given = value.shape if fits else ()
+                    shape = given if is_lazy(tensor) else tensor.shape
+                    if not fits or value.is_complex() or given != shape:
+                        expected = f"a dense, real tensor of shape {tuple(shape)}"
                 if expected is not None:
                     raise ValueError(f"{key} of `{name}`: expected {expected}, found {_kind(value)}")
         if "loss_scale" in state_dict:
@@ -233,6 +237,11 @@ class Fused(Optimizer):
                         copy=True,
                         memory_format=torch.contiguous_format,
                     )
+            step = self.state[tensor].get("step") if values else None
+            if self._counts and isinstance(step, Tensor):
+                # PyTorch counts in tensors of any dtype and of shape (1,), too.
+                wide = step.dtype in (torch.float32, torch.float64)
+                self.state[tensor]["step"] = step.reshape(()).to(step.dtype if wide else torch.float32)
         self._forget()
         if "loss_scale" in state_dict:
             own = self._options["loss_scale"]
