@@ -92,7 +92,8 @@ class FusedBackward:
             register: Any = training[key].register_post_accumulate_grad_hook
             self._handles.append(register(self._hook))
             self._hooked[key] = training[key]
-        self._order = [tensor for tensor in self._order if training.pop(id(tensor), None) is not None]
+        still = [tensor for tensor in self._order if id(tensor) in training]
+        self._order = [training.pop(id(tensor)) for tensor in still]
         self._order += training.values()
         ordered = [members[id(tensor)] for tensor in self._order]
         sizes = [member.tensor.numel() * member.tensor.element_size() for member in ordered]

@@ -217,7 +217,8 @@ class Fused(Optimizer):
                     if not fits or value.is_complex() or given != shape:
                         expected = f"a dense, real tensor of shape {tuple(shape)}"
                 if expected is not None:
-                    raise ValueError(f"{key} of `{name}`: expected {expected}, found {_kind(value)}")
+                    found = _kind(value)
+                    raise ValueError(f"{key} of `{name}`: expected {expected}, found {found}")
         if "loss_scale" in state_dict:
             scale_loaded(self._options["loss_scale"], state_dict["loss_scale"])
         return state_dict
@@ -240,8 +241,8 @@ class Fused(Optimizer):
             step = self.state[tensor].get("step") if values else None
             if self._counts and isinstance(step, Tensor):
                 # PyTorch counts in tensors of any dtype and of shape (1,), too.
-                wide = step.dtype in (torch.float32, torch.float64)
-                self.state[tensor]["step"] = step.reshape(()).to(step.dtype if wide else torch.float32)
+                dtype = torch.float64 if step.dtype == torch.float64 else torch.float32
+                self.state[tensor]["step"] = step.reshape(()).to(dtype)
         self._forget()
         if "loss_scale" in state_dict:
             own = self._options["loss_scale"]
