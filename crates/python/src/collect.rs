@@ -58,6 +58,8 @@ pub(crate) struct Found<'py> {
     /// References that keep gradients.
     kept: Vec<Bound<'py, PyAny>>,
     pub(crate) copied: u64,
+    /// Whether the owner has made state.
+    pub(crate) made_state: bool,
 }
 
 impl<'a> Collected<'a, '_> {
@@ -79,6 +81,7 @@ impl<'a> Collected<'a, '_> {
                 kept: Vec::with_capacity(steps.len()),
                 steps: steps.collect(),
                 copied: 0,
+                made_state: false,
             },
         }
     }
@@ -176,6 +179,7 @@ impl Collector {
             let state = owner.call_method1(intern!(py, "_make_state"), (index,))?;
             let (state, none): (Py<PyDict>, bool) = state.extract()?;
             parameter.state.dict = Some(state);
+            collected.found.made_state = true;
             first = none;
             parameter.state.find_all(py, self.counted)?;
         }

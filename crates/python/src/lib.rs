@@ -23,7 +23,8 @@ use pyo3::types::{PyDict, PyTuple};
 /// Raises `ValueError` unless the settings name a rule and are all in range.
 #[pyfunction]
 fn check(settings: &Bound<'_, PyDict>) -> PyResult<()> {
-    rules::Settings(settings).rule().map(drop)
+    let settings = rules::Settings(settings);
+    settings.trust().and(settings.rule()).map(drop)
 }
 
 /// The ways for processes to reach each other that this build has.

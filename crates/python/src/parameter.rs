@@ -144,17 +144,21 @@ impl OwnState {
 /// The optimizer's mapping of parameters to their state, as it was when it was last looked
 /// through.
 #[derive(Default)]
-pub(crate) struct Mapping(Vec<[Py<PyAny>; 2]>);
+pub(crate) struct Mapping {
+    items: Vec<[Py<PyAny>; 2]>,
+    /// A step has added to it since.
+    pub(crate) has_grown: bool,
+}
 
 impl Mapping {
     /// Whether nothing was in it.
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.items.is_empty()
     }
 
     /// Shows the garbage collector what it keeps.
     pub(crate) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
-        let mut items = self.0.iter().flatten();
+        let mut items = self.items.iter().flatten();
         items.try_for_each(|item| visit.call(item))
     }
 
@@ -167,8 +171,9 @@ impl Mapping {
         let py = owner.py();
         let state = owner.getattr(intern!(py, "state"))?;
         let state = state.downcast::<PyDict>()?;
-        let mut known = self.0.iter();
-        let same = state.len() == self.0.len()
+        let mut known = self.items.iter();
+        let same = !self.has_grown
+            && state.len() == self.items.len()
             && items_of(state, |item| {
                 let known = known.next();
                 known.is_some_and(|known| known.each_ref().map(Py::as_ptr) == item)
@@ -183,8 +188,9 @@ impl Mapping {
                 None => None,
             };
         }
+        self.has_grown = false;
         let items = state.iter();
-        self.0 = items
+        self.items = items
             .map(|(key, value)| [key.unbind(), value.unbind()])
             .collect();
         Ok(())

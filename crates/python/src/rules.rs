@@ -5,7 +5,7 @@ use fusestep::{
     Centering, ClipByGlobalNorm, DType, Excluded, LossScale, Master, Nesterov, Objective,
     Precision, SecondMoment, StateDType, Tensors, Trust, UpdateNorms, WeightDecay,
 };
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -13,24 +13,28 @@ use pyo3::types::PyDict;
 pub(crate) struct Settings<'a, 'py>(pub(crate) &'a Bound<'py, PyDict>);
 
 impl Settings<'_, '_> {
-    pub(crate) fn get<T>(&self, name: &str) -> PyResult<T>
+    /// The setting of this name, which is `expected`.
+    pub(crate) fn get<T>(&self, name: &str, expected: &str) -> PyResult<T>
     where
         T: for<'py> FromPyObject<'py>,
     {
-        let value = self.0.get_item(name)?;
-        value
-            .ok_or_else(|| {
-                PyValueError::new_err(format!("`{name}`: expected a value, found none"))
-            })?
-            .extract()
+        let value = self.0.get_item(name)?.ok_or_else(|| {
+            PyValueError::new_err(format!("`{name}`: expected {expected}, found none"))
+        })?;
+        value.extract().map_err(|_| {
+            let found = value
+                .repr()
+                .map_or_else(|_| "what has no text".into(), |r| r.to_string());
+            PyTypeError::new_err(format!("{name}: expected {expected}, found {found}"))
+        })
     }
 
     fn number(&self, name: &str) -> PyResult<f64> {
-        self.get(name)
+        self.get(name, "a number")
     }
 
     fn is_set(&self, name: &str) -> PyResult<bool> {
-        self.get(name)
+        self.get(name, "True or False")
     }
 
     fn objective(&self) -> PyResult<Objective> {
@@ -52,8 +56,8 @@ impl Settings<'_, '_> {
 
     /// Whether a layer-wise rule scales the rate of the group's parameters; `None` for others.
     pub(crate) fn trust(&self) -> PyResult<Option<Trust>> {
-        let asked = self.0.get_item("trust_ratio")?;
-        let asked: Option<bool> = asked.map(|asked| asked.extract()).transpose()?;
+        let has = self.0.contains("trust_ratio")?;
+        let asked = has.then(|| self.is_set("trust_ratio")).transpose()?;
         let trust = |scaled| {
             if scaled { Trust::Ratio } else { Trust::Plain }
         };
@@ -65,7 +69,7 @@ impl Settings<'_, '_> {
     /// # Errors
     /// `ValueError` for a rule that there is not, or a setting that is missing or out of range.
     pub(crate) fn rule(&self) -> PyResult<Optimizer> {
-        let name: String = self.get("rule")?;
+        let name: String = self.get("rule", "a name")?;
         let lr = self.number("lr")?;
         let rule = match name.as_str() {
             "adam" => self.adam(lr)?.into(),
@@ -95,7 +99,7 @@ impl Settings<'_, '_> {
                 beta2: self.number("beta2")?,
                 eps: self.number("eps")?,
                 weight_decay: self.number("weight_decay")?,
-                warmup_steps: self.get("warmup_steps")?,
+                warmup_steps: self.get("warmup_steps", "a whole number from 0 on")?,
             }
             .into(),
             "lars" => fusestep::lars_momentum::Lars {
@@ -198,7 +202,7 @@ impl Settings<'_, '_> {
         if let Some(scaling) = self.loss_scaling()? {
             planner = planner.with(scaling);
         }
-        if let Some(norm) = self.get::<Option<f64>>("clip_norm")? {
+        if let Some(norm) = self.get::<Option<f64>>("clip_norm", "a number")? {
             planner = planner.with(ClipByGlobalNorm::new(norm));
         }
         if self.is_set("update_norms")? {

@@ -182,6 +182,7 @@ impl Session {
         let Some(found) = self.collect(py, owner, gradients)? else {
             return Ok(None);
         };
+        self.known.has_grown |= found.made_state;
         self.copied_gradients = found.copied;
         if found.updated.is_empty() {
             self.report = Some(StepReport {

@@ -67,17 +67,18 @@ impl Setup {
         for (names, rule) in names.into_iter().zip(&distinct).skip(1) {
             planner = planner.group(names, *rule);
         }
-        let bucket_mib: Option<f64> = asked.get("bucket_mib")?;
-        let timeout = Duration::try_from_secs_f64(asked.get("timeout")?);
+        let bucket_mib: Option<f64> = asked.get("bucket_mib", "a number")?;
+        let timeout = Duration::try_from_secs_f64(asked.get("timeout", "a number")?);
         let setup = Self {
             planner,
             params,
-            zero: asked.get("zero")?,
-            accumulate: NonZeroU32::new(asked.get("accumulate")?).unwrap_or(NonZeroU32::MIN),
+            zero: asked.get("zero", "0, 1 or 2")?,
+            accumulate: NonZeroU32::new(asked.get("accumulate", "a whole number")?)
+                .unwrap_or(NonZeroU32::MIN),
             bucket_bytes: bucket_mib.map(|mib| (mib * MIB) as u64),
-            streams: asked.get("streams")?,
+            streams: asked.get("streams", "a whole number")?,
             threads: NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN),
-            engine: asked.get("engine")?,
+            engine: asked.get("engine", "a name")?,
             timeout: timeout.map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?,
         };
         Ok((setup, rule_numbers))

@@ -193,3 +193,51 @@ def test_averages_in_place_are_refused_in_backward():
     with pytest.raises(RuntimeError, match="train"):
         model(torch.randn(8, 32)).sum().backward()
     assert same_bits(before, model.parameters())
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_parameter_that_trains_later_is_updated_in_backward(added, alone):
+    """Frozen or in no group when `fuse_backward` was called; alone if all others freeze then."""
+    models = [Net(), Net()]
+    for fuse, model in zip((True, False), models):
+        thawed = model.layers[5]
+        late = {id(p) for p in thawed.parameters()} if added else set()
+        first = [p for p in model.parameters() if id(p) not in late]
+        thawed.requires_grad_(added)
+        optimizer = fusestep.torch.AdamW(first)
+        if fuse:
+            fusestep.torch.fuse_backward(model, optimizer)
+        run(model, optimizer, 2)
+        if alone:
+            model.requires_grad_(False)
+        if added:
+            optimizer.add_param_group({"params": list(thawed.parameters())})
+        thawed.requires_grad_(True)
+        run(model, optimizer, 3)
+        optimizer.zero_grad()
+        before = bits(thawed.parameters())
+        model(torch.ones(8, 32)).sum().backward()
+        if fuse:
+            assert all(p.grad is None for p in thawed.parameters())
+            assert not same_bits(before, thawed.parameters())
+        optimizer.step()
+    assert same_bits(models[0].parameters(), models[1].parameters())
+
+
+def test_a_grad_scaler_is_refused():
+    model = Net()
+    optimizer = make("AdamW", model)
+    fused = fusestep.torch.fuse_backward(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in (scaler.step, lambda o: (scaler.unscale_(o), scaler.step(o))):
+        scaler.scale(model(torch.ones(8, 32)).sum()).backward()
+        with pytest.raises(RuntimeError, match="fuse_backward.*GradScaler"):
+            step(optimizer)
+        optimizer.step()
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    fused.remove()
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(8, 32)).sum()).backward()
+    scaler.step(optimizer)

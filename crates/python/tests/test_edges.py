@@ -198,3 +198,108 @@ def test_masters_follow_values_given_to_their_parameters(how):
     optimizer.step()
     assert largest_difference([optimizer.state[model.weight]["master"]], [given.float()]) < 1e-2
     assert largest_difference([model.weight], [given]) < 0.1
+
+
+WRONG = ["text", 3, [1.0], torch.ones(4), torch.ones(()), torch.ones(3).cfloat()]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_state_that_does_not_fit_is_not_loaded(name, wrong):
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    ours, others = twins(shapes=[(2,), (3,)])
+    made = [getattr(fusestep.torch, name)(p, lr=0.1, **settings) for p in (ours, others)]
+    for params, optimizer, steps in ((ours, made[0], 2), (others, made[1], 3)):
+        for step in range(steps):
+            give_gradients(params, step)
+            optimizer.step()
+    key = next(iter(made[0]._keys.values()))
+    saved = made[1].state_dict()
+    saved["state"][1][key] = wrong
+    saved["param_groups"][0]["lr"] = 0.5
+    before = snapshot(made[0], ours)
+    with pytest.raises(ValueError, match=rf"{key} of `0\.1`: expected a .*\(3,\), found "):
+        made[0].load_state_dict(saved)
+    assert_unchanged(before, made[0], ours)
+    assert made[0].param_groups[0]["lr"] == 0.1
+    saved["state"][1] = wrong
+    with pytest.raises(ValueError, match=r"state of `0\.1`: expected a dict, found "):
+        made[0].load_state_dict(saved)
+    assert_unchanged(before, made[0], ours)
+
+
+def test_a_count_that_is_none_is_not_loaded():
+    ours, _ = twins(shapes=[(3,)])
+    optimizer = fusestep.torch.AdamW(ours)
+    give_gradients(ours, 0)
+    optimizer.step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(optimizer, ours)
+    saved["state"][0]["step"] = "three"
+    with pytest.raises(ValueError, match=r"step of `0\.0`: expected a number.*found str"):
+        optimizer.load_state_dict(saved)
+    assert_unchanged(before, optimizer, ours)
+
+
+@pytest.mark.parametrize("how", ["clear", "pop", "assign"])
+def test_state_that_is_dropped_behind_the_first_step_starts_anew(how):
+    ours, theirs = twins(shapes=[(3,), (4,)])
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.SGD(params, lr=0.1, momentum=0.9)
+        for index in range(2):
+            # The second parameter has its first gradient when the first has a state.
+            give_gradients(params, 0, come_and_go=False)
+            params[1].grad = None if index == 0 else params[1].grad
+            optimizer.step()
+        if how == "clear":
+            optimizer.state.clear()
+        elif how == "pop":
+            optimizer.state.pop(params[1])
+        else:
+            optimizer.state = type(optimizer.state)(dict)
+        give_gradients(params, 5, come_and_go=False)
+        optimizer.step()
+        assert all("momentum_buffer" in optimizer.state[param] for param in params)
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+def test_state_that_is_cleared_behind_the_first_step_starts_anew():
+    ours, theirs = twins()
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.AdamW(params, lr=0.1)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+            optimizer.state.clear()
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("of", [lambda s: s.reshape(1), lambda s: s.long(), int])
+def test_counts_of_other_kinds_are_loaded(of):
+    ours, theirs = twins(shapes=[(3,)])
+    for module, params in ((fusestep.torch, ours), (torch.optim, theirs)):
+        optimizer = module.AdamW(params, lr=0.1)
+        give_gradients(params, 0)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["step"] = of(saved["state"][0]["step"])
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        assert int(optimizer.state[params[0]]["step"]) == 2
+    assert largest_difference(ours, theirs) < 1e-6
+
+
+def test_state_is_loaded_for_a_parameter_without_shape_yet():
+    weights = []
+    for module in (fusestep.torch, torch.optim):
+        model, lazy = torch.nn.Linear(3, 2), torch.nn.LazyLinear(2)
+        optimizer, later = (module.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, lazy))
+        give_gradients(list(model.parameters()), 0)
+        optimizer.step()
+        later.load_state_dict(optimizer.state_dict())
+        lazy(torch.ones(4, 3))
+        with torch.no_grad():
+            lazy.weight.fill_(1.0)
+        give_gradients(list(lazy.parameters()), 1)
+        later.step()
+        weights.append(lazy.weight)
+    assert largest_difference(weights[:1], weights[1:]) < 1e-6

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -258,3 +259,85 @@ def test_state_that_may_not_be_written_is_refused(key):
         fusestep.numpy.step("sgd", params, {"w": np.ones(4, np.float32)}, state, momentum=0.9)
     assert params["w"].tolist() == [1.0] * 4
     assert own["velocity"].tolist() == [0.0] * 4 and float(own["step"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "match"),
+    [
+        ("rule", [], ValueError, r"rule: expected one of adam.*found \[\]"),
+        ("params", [np.ones(2)], TypeError, "params: expected a mapping.*found list"),
+        ("params", {1: np.ones(2)}, TypeError, "params: expected names of type str, found 1"),
+        ("params", {"x": np.ma.array(np.ones(2))}, TypeError, "parameter `x`.*mask.*MaskedArray"),
+        ("grads", None, TypeError, "grads: expected a mapping of names, found NoneType"),
+        ("grads", {1: np.ones(2)}, TypeError, "grads: expected names of type str, found 1"),
+        ("grads", {"x": np.ma.array(np.ones(2))}, TypeError, "gradient of `x`.*mask.*MaskedArray"),
+        ("clip_norm", "1", TypeError, "clip_norm: expected a finite value above 0, found '1'"),
+        ("clip_norm", 0, ValueError, "clip_norm: expected a finite value above 0, found 0"),
+        ("clip_norm", 10**400, TypeError, "clip_norm: expected a finite value above 0, found 1000"),
+        ("lr", "1", TypeError, "lr: expected a number, found '1'"),
+        ("amsgrad", 1, TypeError, "amsgrad: expected True or False, found 1"),
+        ("state", fusestep.numpy.State(x=3), TypeError, "state of `x`: expected a dict, found int"),
+        ("state", fusestep.numpy.State(x={"moment1": [1.0, 2.0]}), TypeError, "moment1.*list"),
+        (
+            "state",
+            fusestep.numpy.State(x={"moment1": np.ma.array(np.ones(2))}),
+            TypeError,
+            "moment1 of `x`: expected an array without a mask",
+        ),
+    ],
+)
+def test_errors_name_the_argument(argument, value, error, match):
+    x = np.ones(2)
+    given = {"rule": "adamw", "params": {"x": x}, "grads": {"x": x + 1}}
+    given["state"] = fusestep.numpy.State()
+    with pytest.raises(error, match=match):
+        fusestep.numpy.step(**{**given, argument: value})
+    assert x.tolist() == [1.0] * 2 and not given["state"]
+
+
+@pytest.mark.parametrize("copier", [lambda s: s, copy.deepcopy, fusestep.numpy.State], ids=str)
+@pytest.mark.parametrize("others", [("adamw", "schedule_free"), ("sgd", "adam"), ("lion", "lamb")])
+def test_a_state_goes_on_with_the_rule_that_made_it(copier, others):
+    params, state = arrays(0), fusestep.numpy.State()
+    run(others[0], params, state, range(2))
+    state = copier(state)
+    before, kept = copy.deepcopy(params), copy.deepcopy(dict(state))
+    with pytest.raises(ValueError, match="of `a`: expected .* use another State"):
+        fusestep.numpy.step(others[1], params, arrays(100), state)
+    assert same(params, before) and state["a"].keys() == kept["a"].keys()
+    run(others[0], params, state, range(2, 4))
+    del state["b"]
+    fusestep.numpy.step(others[1], {"b": params["b"]}, {"b": params["b"] + 1}, state)
+
+
+def test_a_rule_is_told_by_a_pickle_and_by_what_arrays_lack():
+    params, state = arrays(0), fusestep.numpy.State()
+    run("lars", params, state, range(2))
+    with pytest.raises(ValueError, match="state of `a`: expected that of sgd, found that of lars"):
+        run("sgd", params, pickle.loads(pickle.dumps(state)), range(1))
+    steps = fusestep.numpy.State(a={"step": np.array(3.0)})
+    with pytest.raises(ValueError, match="moment1 of `a`.*because adam has stepped 3.0 times"):
+        run("adam", params, steps, range(1))
+
+
+def test_threads_that_share_a_state_wait_for_each_other():
+    params, state = {"x": np.ones(200_000)}, fusestep.numpy.State()
+    grads, failed = {"x": np.ones(200_000)}, []
+
+    def work():
+        try:
+            for _ in range(20):
+                fusestep.numpy.step("adamw", params, grads, state)
+        except BaseException as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failed and state["x"]["step"] == 80
+    alone, other = {"x": np.ones(200_000)}, fusestep.numpy.State()
+    for _ in range(80):
+        fusestep.numpy.step("adamw", alone, grads, other)
+    assert np.array_equal(params["x"], alone["x"])

@@ -103,6 +103,28 @@ def test_a_loss_scale_that_has_moved_is_saved(copier):
     assert optimizer.loss_scale() == 32768.0
 
 
+@pytest.mark.parametrize("own", [None, 8.0])
+def test_a_loss_scale_that_moves_is_not_loaded_where_none_does(own):
+    params, others = parameters(), parameters()
+    moving = fusestep.torch.AdamW(params, loss_scale="dynamic")
+    give_gradients(params, 0, scale=float("inf"))
+    moving.step()
+    saved, fixed = moving.state_dict(), fusestep.torch.AdamW(others, loss_scale=own)
+    before = snapshot(fixed, others)
+    with pytest.raises(ValueError, match=f"loss_scale: expected .* is {own}, found .*32768"):
+        fixed.load_state_dict(saved)
+    assert_unchanged(before, fixed, others)
+    assert fixed.loss_scale() == (own or 1.0)
+    moving.load_state_dict(fixed.state_dict())
+    assert moving.loss_scale() == 32768.0, "a state dict without a scale leaves it as it is"
+    for wrong in (None, 3.0, (0.0, 0, 0), ("x", 0, 0), (1.0, -1, 0)):
+        with pytest.raises(ValueError, match="loss_scale: expected a number above 0"):
+            moving.load_state_dict({**saved, "loss_scale": wrong})
+    assert moving.loss_scale() == 32768.0
+    del saved["loss_scale"]
+    fixed.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_accumulate_is_a_step_on_the_mean(dtype):
     ours, others = twins(dtype)
@@ -243,6 +265,8 @@ def test_state_in_bfloat16():
         ("clip_norm", float("nan")),
         ("loss_scale", "static"),
         ("loss_scale", -1.0),
+        ("loss_scale", [1.0]),
+        ("loss_scale", (1.0, 2, 3)),
         ("accumulate", 0),
         ("accumulate", 2.5),
         ("state_dtype", torch.float64),
@@ -263,3 +287,18 @@ def test_the_plan_says_what_runs():
     params = parameters()
     text = fusestep.torch.AdamW(params, clip_norm=1.0).plan()
     assert "fused_adam_f32" in text and f"{len(params)} parameters" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "match"),
+    [
+        ("ScheduleFreeAdamW", "warmup_steps", 2.0, "a whole number from 0 on, found 2.0"),
+        ("ScheduleFreeAdamW", "warmup_steps", -1, "a whole number from 0 on, found -1"),
+        ("Lion", "lr", "1", "a number, found '1'"),
+        ("Lars", "trust_ratio", 1, "True or False, found 1"),
+        ("AdamW", "clip_norm", [], r"a finite value above 0, found \[\]"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(name, setting, value, match):
+    with pytest.raises(TypeError, match=f"{setting}: expected {match}"):
+        getattr(fusestep.torch, name)(parameters(), **{setting: value})

@@ -15,11 +15,14 @@ Gradients are read where they lie, JAX's too.
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
 from fusestep import _fusestep
+from fusestep._arrays import refuse_masked, refuse_unnamed, view_of, writable
+from fusestep._checks import positive
 from fusestep._report import Report
 
 __all__ = ["RULES", "State", "step"]
@@ -154,7 +157,8 @@ class State(Dict[str, Dict[str, Any]]):
     """What a rule keeps beside each parameter: arrays by parameter and by name, and their steps.
 
     It is a plain ``dict`` otherwise: save its arrays as you like, and give it them back. Pickles and
-    copies are made without the plan, which the next step makes anew.
+    copies are made without the plan, which the next step makes anew. It goes on with the rule that
+    made it, and threads that use it at once wait for each other.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -166,22 +170,30 @@ class State(Dict[str, Dict[str, Any]]):
         self._planned_for: Any = None
         self._parameters: Dict[str, _Parameter] = {}
         self._own: Dict[_Parameter, Dict[str, Any]] = {}
+        self._made_by: Dict[str, str] = {}
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {}
+        return {"made_by": dict(self._made_by)}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self._forget()
+        self._made_by.update(state.get("made_by", {}))
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> State:
-        arrays = {
-            name: {key: np.copy(value) for key, value in own.items()} for name, own in self.items()
-        }
-        return State(arrays)
+        with self._lock:
+            arrays = {
+                name: {key: np.copy(value) for key, value in own.items()}
+                for name, own in self.items()
+            }
+            copied = State(arrays)
+            copied._made_by.update(self._made_by)
+        return copied
 
     def plan(self) -> str:
         """The plan of the last step, as text; empty before the first."""
-        return "" if self._session is None else self._session.plan()
+        with self._lock:
+            return "" if self._session is None else self._session.plan()
 
 
 class _Owner:
@@ -193,20 +205,40 @@ class _Owner:
         self._made: List[Tuple[str, List[str]]] = []
         for name in names:
             parameter = state._parameters[name]
-            own = state.get(name)
-            if own is None:
+            if name not in state:
                 self.state.pop(parameter, None)
+                state._made_by.pop(name, None)
             else:
-                self._refuse_read_only(name, own)
-                self.state[parameter] = own
+                self._refuse(name, state[name])
+                self.state[parameter] = state[name]
 
-    def _refuse_read_only(self, name: str, own: Dict[str, Any]) -> None:
-        for key in (*_lists(self._rule), "step"):
+    def _refuse(self, name: str, own: Any) -> None:
+        """Raises unless the rule can go on with what a parameter has beside it."""
+        if not isinstance(own, dict):
+            raise TypeError(f"state of `{name}`: expected a dict, found {type(own).__name__}")
+        rule, lists = self._rule["rule"], _lists(self._rule)
+        made_by = self._kept._made_by.get(name, rule)
+        others = sorted(key for key in _KEYS.keys() - _ALL_LISTS[rule] if own.get(key) is not None)
+        if made_by != rule or others:
+            found = f"that of {made_by}" if made_by != rule else ", ".join(others)
+            raise ValueError(
+                f"state of `{name}`: expected that of {rule}, found {found}; use another State"
+            )
+        for key in (*lists, "step"):
             array = own.get(key)
+            refuse_masked(f"{key} of `{name}`", array)
+            if key in lists and not isinstance(array, (np.ndarray, type(None))):
+                kind = type(array).__name__
+                raise TypeError(f"{key} of `{name}`: expected an array of NumPy, found {kind}")
             if isinstance(array, np.ndarray) and not array.flags.writeable:
                 raise ValueError(
                     f"{key} of `{name}`: expected an array that may be written, found a read-only "
                     "one; use `.copy()`"
+                )
+            if array is None and key in _FIRST_LISTS[rule] and np.any(own.get("step")):
+                raise ValueError(
+                    f"{key} of `{name}`: expected an array, because {rule} has stepped "
+                    f"{own['step']} times, found none; use another State"
                 )
 
     def _make_state(self, index: int) -> Tuple[Dict[str, Any], bool]:
@@ -220,6 +252,7 @@ class _Owner:
         for key in missing:
             own[key] = np.zeros(parameter.array.shape, np.float32 if dtype == np.float16 else dtype)
         own.setdefault("step", np.zeros((), np.float64))
+        self._kept._made_by[name] = self._rule["rule"]
         self._made.append((name, made))
         return own, True
 
@@ -229,6 +262,7 @@ class _Owner:
                 self._kept[name].pop(key, None)
             if not self._kept[name]:
                 del self._kept[name]
+                del self._kept._made_by[name]
                 self.state.pop(self._kept._parameters[name], None)
         self._made = []
 
@@ -258,29 +292,32 @@ def step(
     if not isinstance(state, State):
         raise TypeError(f"state: expected fusestep.numpy.State, found {type(state).__name__}")
     own_rule = _rule(rule, settings)
-    own_threads = _threads(threads)
+    own_threads, norm = _threads(threads), positive("clip_norm", clip_norm)
+    refuse_unnamed("params", params)
+    refuse_unnamed("grads", grads)
     unknown = sorted(set(grads) - set(params))
     if unknown:
         raise ValueError(f"grads: expected names of `params`, found {', '.join(unknown)}")
     names, copied = list(params), 0
-    arrays = {name: _writable(name, params[name]) for name in names}
+    arrays = {name: writable(name, params[name]) for name in names}
     views: Dict[str, Any] = {}
     for name in names:
         gradient = grads.get(name)
         if gradient is not None:
-            view = _view(f"gradient of `{name}`", gradient)
+            view = view_of(f"gradient of `{name}`", gradient)
             views[name] = np.require(view, requirements=["C", "A"])
             copied += views[name] is not view
-    for name in names:
-        parameter = state._parameters.setdefault(name, _Parameter())
-        parameter.array, parameter.grad = arrays[name], views.get(name)
-    parameters = [state._parameters[name] for name in names]
-    try:
-        return _run(own_rule, names, parameters, state, clip_norm, own_threads, copied)
-    finally:
-        # What was given is not kept alive by the state.
-        for parameter in parameters:
-            parameter.array = parameter.grad = None
+    with state._lock:
+        for name in names:
+            parameter = state._parameters.setdefault(name, _Parameter())
+            parameter.array, parameter.grad = arrays[name], views.get(name)
+        parameters = [state._parameters[name] for name in names]
+        try:
+            return _run(own_rule, names, parameters, state, norm, own_threads, copied)
+        finally:
+            # What was given is not kept alive by the state.
+            for parameter in parameters:
+                parameter.array = parameter.grad = None
 
 
 def _run(
@@ -334,8 +371,8 @@ def _run(
 
 
 def _rule(name: str, settings: Dict[str, Any]) -> Dict[str, Any]:
-    if name not in RULES:
-        raise ValueError(f"rule: expected one of {', '.join(RULES)}, found {name}")
+    if not isinstance(name, str) or name not in RULES:
+        raise ValueError(f"rule: expected one of {', '.join(RULES)}, found {name!r}")
     unknown = sorted(set(settings) - set(RULES[name]))
     if unknown:
         raise TypeError(
@@ -359,52 +396,30 @@ def _threads(threads: Optional[int]) -> int:
     return int(threads)
 
 
+# The arrays that a rule keeps beside each parameter from its first step on.
+_FIRST_LISTS: Dict[str, List[str]] = {
+    "adam": ["moment1", "moment2"],
+    "sgd": [],
+    "adagrad": ["sum"],
+    "rmsprop": ["moment2"],
+    "lion": ["moment1"],
+    "lars": ["velocity"],
+    "lamb": ["moment1", "moment2"],
+    "schedule_free": ["moment2", "base"],
+}
+
+# And those that depend on its settings.
+_OTHER_LISTS = {"adam": ["max_moment2"], "sgd": ["velocity"], "rmsprop": ["moment1", "velocity"]}
+
+_ALL_LISTS = {rule: {*lists, *_OTHER_LISTS.get(rule, [])} for rule, lists in _FIRST_LISTS.items()}
+
+
 def _lists(rule: Dict[str, Any]) -> List[str]:
-    """The arrays that a rule keeps beside a parameter."""
+    """The arrays that a rule with these settings keeps beside a parameter."""
     name = rule["rule"]
-    if name == "adam":
-        return ["moment1", "moment2"] + (["max_moment2"] if rule["amsgrad"] else [])
-    if name == "rmsprop":
-        centered = ["moment1"] if rule["centered"] else []
-        return ["moment2"] + centered + (["velocity"] if rule["momentum"] > 0 else [])
-    if name == "sgd":
-        return ["velocity"] if rule["momentum"] != 0 else []
-    return {
-        "adagrad": ["sum"],
-        "lion": ["moment1"],
-        "lars": ["velocity"],
-        "lamb": ["moment1", "moment2"],
-        "schedule_free": ["moment2", "base"],
-    }[name]
-
-
-def _view(what: str, array: Any) -> Any:
-    """The array as NumPy's, of the same memory."""
-    if not isinstance(array, np.ndarray):
-        if not hasattr(array, "__dlpack__"):
-            raise TypeError(
-                f"{what}: expected an array of NumPy or one that speaks DLPack, "
-                f"found {type(array).__name__}"
-            )
-        try:
-            array = np.from_dlpack(array)
-        except (BufferError, RuntimeError) as error:
-            raise TypeError(f"{what}: expected an array on the CPU, found {error}") from error
-    if array.dtype not in (np.float32, np.float64, np.float16) or not array.dtype.isnative:
-        raise TypeError(
-            f"{what}: expected float32, float64 or float16 of this machine's byte order, "
-            f"found {array.dtype.str}"
-        )
-    return array
-
-
-def _writable(name: str, array: Any) -> Any:
-    view = _view(f"parameter `{name}`", array)
-    flags = view.flags
-    if not (flags.c_contiguous and flags.aligned and flags.writeable):
-        found = "strides" if not flags.c_contiguous else "a read-only or unaligned one"
-        raise ValueError(
-            f"parameter `{name}`: expected a C-contiguous, aligned array that may be written, "
-            f"found {found}"
-        )
-    return view
+    asked = {
+        "max_moment2": rule.get("amsgrad"),
+        "moment1": rule.get("centered"),
+        "velocity": rule.get("momentum"),
+    }
+    return _FIRST_LISTS[name] + [key for key in _OTHER_LISTS.get(name, []) if asked[key]]

@@ -32,17 +32,14 @@ class FusedBackward:
 
     def __init__(self, model: torch.nn.Module, optimizer: Fused, bucket_mib: Optional[float]):
         self._optimizer = optimizer
+        self._model = model
         self._bucket_mib = bucket_mib
-        known = {id(member.tensor) for member in members_of(optimizer.param_groups)}
-        self._order: List[Tensor] = [
-            tensor
-            for tensor in reversed(list(model.parameters()))
-            if tensor.requires_grad and id(tensor) in known
-        ]
-        if not self._order:
-            raise ValueError(
-                "model: expected parameters that the optimizer updates, found none of them"
-            )
+        # Those of the model that the optimizer has, which of them train, and those in the order in
+        # which their gradients come.
+        self._known: List[Tensor] = []
+        self._trains: List[bool] = []
+        self._order: List[Tensor] = []
+        self._hooked: Dict[int, Tensor] = {}
         self._plans_made = -1
         self._bucket_of: Dict[int, _Bucket] = {}
         # Of the step at hand: who got a gradient, in order, who was updated, and what was done.
@@ -58,9 +55,12 @@ class FusedBackward:
             if method is not None:
                 method(tensor)
 
-        for tensor in self._order:
-            register: Any = tensor.register_post_accumulate_grad_hook
-            self._handles.append(register(hook))
+        self._hook = hook
+        self._cut()
+        if not self._order:
+            raise ValueError(
+                "model: expected parameters that the optimizer updates, found none of them"
+            )
         self._peak_bytes = self._bytes = 0
 
     @property
@@ -76,10 +76,26 @@ class FusedBackward:
         if self._optimizer._backward is self:
             self._optimizer._backward = None
 
+    def _follow(self) -> None:
+        """Cuts anew if groups have changed, or a parameter was frozen or trains again."""
+        trains = [tensor.requires_grad for tensor in self._known]
+        if self._plans_made != self._optimizer._plans_made or trains != self._trains:
+            self._cut()
+
     def _cut(self) -> None:
         """Cuts parameters into buckets, in the order in which gradients became ready last."""
         members = {id(m.tensor): m for m in members_of(self._optimizer.param_groups)}
-        ordered = [members[id(tensor)] for tensor in self._order if id(tensor) in members]
+        self._known = [p for p in reversed(list(self._model.parameters())) if id(p) in members]
+        self._trains = [tensor.requires_grad for tensor in self._known]
+        training = {id(p): p for p, trains in zip(self._known, self._trains) if trains}
+        for key in training.keys() - self._hooked.keys():
+            register: Any = training[key].register_post_accumulate_grad_hook
+            self._handles.append(register(self._hook))
+            self._hooked[key] = training[key]
+        still = [tensor for tensor in self._order if id(tensor) in training]
+        self._order = [training.pop(id(tensor)) for tensor in still]
+        self._order += training.values()
+        ordered = [members[id(tensor)] for tensor in self._order]
         sizes = [member.tensor.numel() * member.tensor.element_size() for member in ordered]
         cap = sum(sizes) / _BUCKETS
         if self._bucket_mib is not None:
@@ -105,8 +121,8 @@ class FusedBackward:
                 "fuse_backward: expected `optimizer.step()` between two backward passes, found a "
                 "second gradient of a parameter that the first pass has updated"
             )
-        if not self._seen and self._plans_made != optimizer._plans_made:
-            self._cut()
+        if not self._seen:
+            self._follow()
         bucket = self._bucket_of.get(key)
         if bucket is None or key in bucket.ready:
             return
@@ -153,6 +169,7 @@ class FusedBackward:
             self._order = order
             self._plans_made = -1
         self._seen, self._updated, self._reports, self._bytes = {}, set(), [], 0
+        self._follow()
         return whole
 
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional,
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fusestep import _fusestep
 from fusestep._report import Report
 from fusestep.torch._micro import MicroSteps
-from fusestep.torch._options import checked
+from fusestep.torch._options import checked, scale_loaded
 from fusestep.torch._planned import Planned, members_of
 from fusestep.torch._state import State, Store
 from fusestep.torch._tensors import NARROW, refuse_kind
@@ -66,8 +67,6 @@ class Fused(Optimizer):
         self._forget()
         super().__init__(params, *args, **settings)
         self._store: Optional[Store] = Store(self.__dict__.pop("state"))
-        # `GradScaler` is to take its scale out itself, as for PyTorch's optimizers that loop.
-        self._step_supports_amp_scaling = False
 
     if not TYPE_CHECKING:
 
@@ -79,6 +78,21 @@ class Fused(Optimizer):
                 raise AttributeError(f"{kind!r} object has no attribute {name!r}")
             self.state = store.show()
             return self.state
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # `GradScaler` asks before a step. It is to take its scale out itself, as for PyTorch's
+        # optimizers that loop.
+        if self._backward is not None:
+            raise RuntimeError(
+                "fuse_backward: expected steps without `GradScaler`, found one by it; `backward` "
+                "has updated parameters with the scale still in the gradients"
+            )
+        return False
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, _: bool) -> None:
+        """PyTorch's classes set it."""
 
     def _kept_state(self) -> Tuple[State, Optional[Store]]:
         """The state without a look of anybody's, and its store while it is private."""
@@ -137,7 +151,9 @@ class Fused(Optimizer):
         return state
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        if "_options" not in self.__dict__ and "_options" not in state:
+        if "_options" in self.__dict__:
+            self._options = self._saved_options()
+        elif "_options" not in state:
             state = {**state, "_options": checked({})}
         self._forget()
         state = dict(state)
@@ -145,7 +161,6 @@ class Fused(Optimizer):
         super().__setstate__(state)
         self._micro.restore(self._flat(), sums, micro_steps)
         self._store = None
-        self._step_supports_amp_scaling = False
 
     def state_dict(self) -> Dict[str, Any]:
         """PyTorch's state dict; a loss scale that moves is one more entry, ``loss_scale``."""
@@ -160,13 +175,18 @@ class Fused(Optimizer):
         """Loads a state dict of ours or of PyTorch's optimizer of this name.
 
         PyTorch casts state to the dtype of its parameter; state that is kept in float32 beside a
-        16-bit parameter keeps the values saved.
+        16-bit parameter keeps the values saved. A loss scale that moves goes into an optimizer that
+        has one; other optimizers refuse it, and a state dict without one leaves the scale as it is.
+
+        Raises ``ValueError`` for state that does not fit its parameter; nothing has changed then.
         """
         self._refuse_ranks("load_state_dict", "`resume` of `DataParallel`")
         loaded: List[Dict[str, Any]] = []
         # Behind the hooks that change what is loaded, before those that change what was.
         handles = [
-            self.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given)),
+            self.register_load_state_dict_pre_hook(
+                lambda _, given: loaded.append(self._loadable(given))
+            ),
             self.register_load_state_dict_post_hook(
                 lambda _: self._keep_values(loaded[0]), prepend=True
             ),
@@ -176,6 +196,32 @@ class Fused(Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _loadable(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        """The state dict; raises where a step could not go on with its state."""
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        tensors = {*self._keys.values(), "master", "trained"}
+        for index, (tensor, _, name) in zip(saved, members_of(self.param_groups)):
+            values = state_dict["state"].get(index, {})
+            if not isinstance(values, dict):
+                raise ValueError(f"state of `{name}`: expected a dict, found {_kind(values)}")
+            for key, value in values.items():
+                expected = None
+                if key == "step" and self._counts:
+                    expected = None if _is_count(value) else "a number or a tensor of one element"
+                elif key in tensors and value is not None:
+                    fits = isinstance(value, Tensor) and value.layout == torch.strided
+                    # A lazy parameter has no shape yet.
+                    given = value.shape if fits else ()
+                    shape = given if is_lazy(tensor) else tensor.shape
+                    if not fits or value.is_complex() or given != shape:
+                        expected = f"a dense, real tensor of shape {tuple(shape)}"
+                if expected is not None:
+                    found = _kind(value)
+                    raise ValueError(f"{key} of `{name}`: expected {expected}, found {found}")
+        if "loss_scale" in state_dict:
+            scale_loaded(self._options["loss_scale"], state_dict["loss_scale"])
+        return state_dict
 
     def _keep_values(self, state_dict: Dict[str, Any]) -> None:
         """Puts the values saved, in the dtype that they are kept in, where PyTorch's cast is."""
@@ -192,9 +238,15 @@ class Fused(Optimizer):
                         copy=True,
                         memory_format=torch.contiguous_format,
                     )
+            step = self.state[tensor].get("step") if values else None
+            if self._counts and isinstance(step, Tensor):
+                # PyTorch counts in tensors of any dtype and of shape (1,), too.
+                dtype = torch.float64 if step.dtype == torch.float64 else torch.float32
+                self.state[tensor]["step"] = step.reshape(()).to(dtype)
         self._forget()
-        if self._options["loss_scale"] is not None and "loss_scale" in state_dict:
-            self._options["loss_scale"] = tuple(state_dict["loss_scale"])
+        if "loss_scale" in state_dict:
+            own = self._options["loss_scale"]
+            self._options["loss_scale"] = scale_loaded(own, state_dict["loss_scale"])
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
@@ -312,3 +364,15 @@ class Fused(Optimizer):
 
 def _list_of(tensors: Iterable[Tensor]) -> List[Tensor]:
     return tensors if isinstance(tensors, list) else list(tensors)
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float))
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"one of {value.dtype}, {value.layout}, shape {tuple(value.shape)}"

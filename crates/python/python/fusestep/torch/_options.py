@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
 import torch
+
+from fusestep._checks import positive
+
 
 def checked(options: Dict[str, Any]) -> Dict[str, Any]:
     """The options with defaults filled in.
 
     Raises ``ValueError`` that names the option, what was expected and what was found.
     """
-    norm, scale = options.get("clip_norm"), options.get("loss_scale")
-    if norm is not None:
-        norm = float(norm)
-        if not 0.0 < norm < float("inf"):
-            raise ValueError(f"clip_norm: expected a finite value above 0, found {norm}")
-    if scale is not None and scale != "dynamic" and not isinstance(scale, tuple):
+    norm, scale = positive("clip_norm", options.get("clip_norm")), options.get("loss_scale")
+    if scale is not None and not (isinstance(scale, str) and scale == "dynamic"):
         try:
             scale = float(scale)
-        except ValueError:
+        except (TypeError, ValueError, OverflowError):
             scale = float("nan")
         if not 0.0 < scale < float("inf"):
             raise ValueError(
@@ -43,3 +42,25 @@ def checked(options: Dict[str, Any]) -> Dict[str, Any]:
         "update_norms": bool(options.get("update_norms")),
         "state_dtype": state_dtype,
     }
+
+
+def scale_loaded(own: Any, saved: Any) -> Tuple[float, int, int]:
+    """The dynamic loss scale of a state dict, for an optimizer whose own is ``own``."""
+    try:
+        scale, good, bad = saved
+        loaded = float(scale), int(good), int(bad)
+        fits = 0.0 < loaded[0] < float("inf") and min(loaded[1:]) >= 0
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            "loss_scale: expected a number above 0 and two counts in the state dict, "
+            f"found {saved!r}"
+        )
+    if own is None or isinstance(own, float):
+        raise ValueError(
+            f"loss_scale: expected a state dict without one, because this optimizer's is {own}, "
+            f"found {saved!r}; make the optimizer with `loss_scale=\"dynamic\"`, or take the entry "
+            "out of the state dict"
+        )
+    return loaded

@@ -30,10 +30,8 @@ class _Own(Fused):
             value = group[name]
             if name == "betas":
                 settings["beta1"], settings["beta2"] = (float(beta) for beta in value)
-            elif isinstance(value, (bool, int)):
-                settings[name] = value
             else:
-                settings[name] = float(value)
+                settings[name] = value
         return settings
 
 

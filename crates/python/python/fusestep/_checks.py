@@ -1,0 +1,19 @@
+"""What arguments have to be, and what is raised for those that are not."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+
+def positive(name: str, value: Any) -> Optional[float]:
+    """The value of an argument that is a finite number above 0, or none."""
+    if value is None:
+        return None
+    try:
+        number = float("nan") if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if not 0.0 < number < float("inf"):
+        kind = ValueError if number == number or isinstance(value, float) else TypeError
+        raise kind(f"{name}: expected a finite value above 0, found {value!r}")
+    return number
