@@ -60,8 +60,8 @@ impl Default for Options {
 ///
 /// # Cost
 /// Each rank reduces its part of every buffer where it lies; nothing is copied through mailboxes
-/// and nothing is allocated, except by an all-to-all in place and by reductions of more than 16
-/// ranks. Two waits for all ranks per call.
+/// and nothing is allocated, except by an all-to-all in place and by calls of more than 16 ranks.
+/// Two waits for all ranks per call.
 #[derive(Debug)]
 pub struct ThreadCommunicator {
     group: Arc<Group>,
