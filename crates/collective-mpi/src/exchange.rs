@@ -8,7 +8,7 @@ use fusestep_collective::Fingerprint;
 use crate::Compare;
 use crate::communicator::MpiCommunicator;
 use crate::engine::{Kind, Request};
-use crate::meeting::{late, relax};
+use crate::meeting::relax;
 
 /// Polls between two looks at the clock.
 const POLLS: u32 = 32;
@@ -112,7 +112,7 @@ pub(crate) fn messages<'a>(
                 let mut ranks: Vec<usize> = pending.iter().map(|(_, rank)| *rank).collect();
                 ranks.sort_unstable();
                 ranks.dedup();
-                group.die(late(group, ranks, print));
+                group.die(print.late(ranks, group.timeout()));
             }
         }
     }

@@ -101,7 +101,7 @@ impl Meeting {
                 return Err(error);
             }
             if limit.is_none() && now > deadline {
-                group.announce(late(group, self.missing(), &header.fingerprint));
+                group.announce(header.fingerprint.late(self.missing(), group.timeout()));
             }
             if group.is_ending() {
                 let limit = *limit.get_or_insert(now + group.grace());
@@ -291,16 +291,5 @@ impl Drop for Meeting {
         if !self.pending.is_empty() {
             self.give_up();
         }
-    }
-}
-
-/// The error that names late ranks.
-pub(crate) fn late(group: &Group, ranks: Vec<usize>, print: &Fingerprint) -> CollectiveError {
-    CollectiveError::Late {
-        ranks,
-        operation: print.operation.name(),
-        sequence: print.sequence,
-        bucket: print.context.bucket,
-        timeout_ms: group.timeout_ms(),
     }
 }

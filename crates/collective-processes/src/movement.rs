@@ -79,14 +79,14 @@ impl ProcessCommunicator {
         buffers: Buffers<'_>,
         place: &mut Place,
     ) -> Result<(), CollectiveError> {
-        let len_bytes = match &buffers {
+        let whole = 0..match &buffers {
             Buffers::InPlace(buffer) => buffer.len(),
             Buffers::OutOfPlace { send, .. } if place.party == 0 => send.len(),
             Buffers::OutOfPlace { receive, .. } => receive.len(),
         };
         let movement = Movement {
             operation: [Operation::Send { to: 1 }, Operation::Receive { from: 0 }][place.party],
-            blocks: &[0..len_bytes],
+            blocks: std::slice::from_ref(&whole),
         };
         let share = movement.share(place.party, buffers);
         self.move_all(task, share, place)

@@ -6,18 +6,16 @@ use super::{Bug, Tool};
 pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "collective: the last line of a reduction is nobody's",
-        file: "crates/collective/src/thread/reduction.rs",
+        file: "crates/collective/src/sharing.rs",
         from: "numel: len_bytes.div_ceil(LINE_BYTES)",
         to: "numel: len_bytes / LINE_BYTES",
         tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: what is left of a part after the first claims stays as it was",
-        file: "crates/collective/src/thread/reduction.rs",
-        from: r"end < part.len()
-            };",
-        to: r"end + claim_bytes < part.len()
-            };",
+        file: "crates/collective/src/sharing.rs",
+        from: "end < part.len()",
+        to: "end + self.claim_bytes < part.len()",
         tool: Tool::Test("fusestep-collective", "collective", "claims"),
     },
     Bug {

@@ -1,7 +1,7 @@
 //! The collectives, as what each rank brings and what it does with the others' memory.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fusestep_simd::{Contribution, MAX_REPLICAS, Participant, Peers, copy_bytes};
 use fusestep_tensor::DType;
@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::ThreadCommunicator;
 use super::group::{Group, Header, Placement};
-use super::reduction::lines;
+use crate::sharing::lines;
 use crate::{
     Blocks, Buffers, Call, CallShape, CollectiveError, Fingerprint, Membership, Movement, OfRanks,
     Operation, RankMemory, ReduceUpdate, Share,
@@ -113,7 +113,7 @@ impl ThreadCommunicator {
             replica_ends: round.replica_ends,
         };
         let (group, own) = (&self.group, self.rank);
-        let late = |ranks: &[usize]| late(group.behind(own, ranks), &fingerprint, timeout);
+        let late = |ranks: &[usize]| fingerprint.late(group.behind(own, ranks), timeout);
         let recorder = &mut self.recorder;
         self.participant
             .rendezvous(contribution, round.deadline, late, |peers| {
@@ -249,20 +249,5 @@ impl ThreadCommunicator {
             let (group, participant) = group.subgroup(sequence, own.colour, place, members.len());
             Some((group, place, participant))
         })
-    }
-}
-
-/// The error of ranks that do not come.
-pub(super) fn late(
-    ranks: Vec<usize>,
-    fingerprint: &Fingerprint,
-    timeout: Duration,
-) -> CollectiveError {
-    CollectiveError::Late {
-        ranks,
-        operation: fingerprint.operation.name(),
-        sequence: fingerprint.sequence,
-        bucket: fingerprint.context.bucket,
-        timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
     }
 }
