@@ -6,6 +6,7 @@ use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::commands::{cargo, must};
 use crate::workspace_root;
 
 /// Seconds for each target without a number given.
@@ -47,15 +48,14 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             _ => bail!("expected `fuzz [--seconds N] [--seed S]`, found {flag:?}"),
         }
     }
-    let root = workspace_root();
-    let built = Command::new("cargo")
-        .args(["build", "--release", "-q", "--bin", "fusestep-fuzz"])
-        // The command line for its dependencies: with them nothing is compiled a second time.
-        .args(["-p", "fusestep-fuzz", "-p", "fusestep-cli"])
-        .current_dir(&root)
-        .status()?;
-    ensure!(built.success(), "the targets do not build");
-    let program = root.join("target/release/fusestep-fuzz");
+    // The command line for its dependencies: with them nothing is compiled a second time.
+    must(
+        cargo()
+            .args(["build", "--release", "-q", "--bin", "fusestep-fuzz"])
+            .args(["-p", "fusestep-fuzz", "-p", "fusestep-cli"]),
+        "the targets do not build",
+    )?;
+    let program = workspace_root().join("target/release/fusestep-fuzz");
     let mut broken = Vec::new();
     for targets in TARGETS.chunks(AT_A_TIME) {
         let done = thread::scope(|scope| {
