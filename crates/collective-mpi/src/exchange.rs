@@ -56,13 +56,7 @@ pub(crate) fn messages<'a>(
 ) {
     let (group, pending) = (&comm.group, &mut comm.pending);
     let limit = group.options.chunk_limit_bytes.clamp(1, i32::MAX as usize);
-    let fail = |reason: String| -> ! {
-        group.die(fusestep_collective::CollectiveError::Engine {
-            rank: group.rank,
-            operation: print.operation.name(),
-            reason,
-        })
-    };
+    let fail = |reason: String| -> ! { group.die(group.failed(print.operation.name(), reason)) };
     pending.clear();
     // Held to the end of this function: what `pending` uses is borrowed until then.
     let mut held: Vec<Message<'a>> = messages.into_iter().collect();

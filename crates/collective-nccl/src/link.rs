@@ -92,34 +92,37 @@ impl Link {
         aborter: Aborter,
         (scratch_bytes, ranks): (usize, usize),
     ) -> Result<Self, NcclError> {
-        let cuda = |call: &'static str| move |reason: String| NcclError::Call { call, reason };
         let workspace = Workspace::allocate(&device, scratch_bytes, ranks);
         let mut link = Self {
             handle: Handle::new(nccl, Arc::clone(&device), aborter),
             stream: std::ptr::null_mut(),
             event: std::ptr::null_mut(),
-            workspace: workspace.map_err(cuda("cuMemAlloc"))?,
+            workspace: workspace.map_err(NcclError::of_call("cuMemAlloc"))?,
             device: Arc::clone(&device),
         };
-        let _entered = device.enter().map_err(cuda("cuCtxSetCurrent"))?;
+        let _entered = device
+            .enter()
+            .map_err(NcclError::of_call("cuCtxSetCurrent"))?;
         let driver = &device.driver;
         // SAFETY: each writes one handle into the link, whose drop gives it back; the context is
         // current.
         unsafe {
             let code = (driver.stream_create)(&mut link.stream, NON_BLOCKING);
-            driver.check(code).map_err(cuda("cuStreamCreate"))?;
+            driver
+                .check(code)
+                .map_err(NcclError::of_call("cuStreamCreate"))?;
             let code = (driver.event_create)(&mut link.event, DISABLE_TIMING);
-            driver.check(code).map_err(cuda("cuEventCreate"))?;
+            driver
+                .check(code)
+                .map_err(NcclError::of_call("cuEventCreate"))?;
         }
         Ok(link)
     }
 
     /// Starts to connect; [`enqueued`](Self::enqueued) says when it has happened.
     pub(crate) fn connect(&self, place: Place) -> Result<(), NcclError> {
-        let _entered = self.device.enter().map_err(|reason| NcclError::Call {
-            call: "cuCtxSetCurrent",
-            reason,
-        })?;
+        let entered = self.device.enter();
+        let _entered = entered.map_err(NcclError::of_call("cuCtxSetCurrent"))?;
         let made = self.handle.make(|nccl, comm: &mut Comm| {
             let mut config = Config::without_blocking();
             // SAFETY: the id was made by `ncclGetUniqueId`; all ranks pass the same one, and each
@@ -135,10 +138,7 @@ impl Link {
             };
             nccl.check(code)
         });
-        made.map_err(|reason| NcclError::Call {
-            call: "ncclCommInitRankConfig",
-            reason,
-        })
+        made.map_err(NcclError::of_call("ncclCommInitRankConfig"))
     }
 
     /// Whether NCCL has nothing left to set up or enqueue.
