@@ -1,6 +1,6 @@
 //! `mpi`: the collectives between processes, started by mpirun and watched from outside.
 
-use std::io::Read;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -252,6 +252,7 @@ impl Job<'_> {
     pub(crate) fn run(&self) -> Result<End> {
         let folder = new_folder("output");
         std::fs::create_dir_all(&folder)?;
+        let own = File::create(folder.join("mpirun"))?;
         let mut command = Command::new("mpirun");
         command
             .args(["-n", &self.ranks.to_string()])
@@ -266,32 +267,13 @@ impl Job<'_> {
             .env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
             .envs(self.environment.iter().copied())
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+            .stdout(own.try_clone()?)
+            .stderr(own);
         let start = Instant::now();
         let mut child = command.spawn().context("cannot start mpirun")?;
-        let pipes: [Option<Box<dyn Read + Send>>; 2] = [
-            child.stdout.take().map(|pipe| Box::new(pipe) as _),
-            child.stderr.take().map(|pipe| Box::new(pipe) as _),
-        ];
-        let readers: Vec<_> = pipes
-            .into_iter()
-            .flatten()
-            .map(|mut pipe| {
-                std::thread::spawn(move || {
-                    let mut bytes = Vec::new();
-                    // What could be read up to an error is what there is.
-                    let _ = pipe.read_to_end(&mut bytes);
-                    String::from_utf8_lossy(&bytes).into_owned()
-                })
-            })
-            .collect();
         let ended = wait(&mut child, start + self.limit)?;
         let elapsed = start.elapsed();
-        let mut texts: Vec<_> = readers
-            .into_iter()
-            .map(|reader| reader.join().unwrap_or_default())
-            .collect();
+        let mut texts = Vec::new();
         for file in std::fs::read_dir(&folder)? {
             let bytes = std::fs::read(file?.path())?;
             texts.push(String::from_utf8_lossy(&bytes).into_owned());
