@@ -234,11 +234,8 @@ fn flight_recorders_are_on_disk_after_an_error() {
             std::thread::sleep(Duration::from_millis(10));
         }
         comm.broadcast(&mut [0u8; 2], 1).unwrap_err();
-        assert!(
-            comm.dumped().is_some_and(Result::is_ok),
-            "{:?}",
-            comm.dumped()
-        );
+        let dumped = comm.recorder().dumped();
+        assert!(dumped.is_some_and(Result::is_ok), "{dumped:?}");
         comm.recorder()
             .calls()
             .map(|call| call.state.clone())

@@ -3,13 +3,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use fusestep_cuda_emulator::{Options, build};
-use serde_json::Value;
 
+use crate::commands::{Program, built, cargo, output, succeed};
 use crate::emulate::SUITE;
+use crate::folders::{self, files_below};
 use crate::{parallel, ptxas, workspace_root};
 
 /// Most bytes of the folder.
@@ -28,13 +29,6 @@ const LIBRARIES: [&str; 8] = [
 ];
 
 const RUN: &str = include_str!("../gpu/run.sh");
-
-/// A program and its name without cargo's hash.
-#[derive(Debug, PartialEq)]
-struct Program {
-    name: String,
-    path: PathBuf,
-}
 
 /// Builds everything and fills `folder`, which must be new or empty.
 ///
@@ -57,14 +51,7 @@ pub(crate) fn pack(folder: &Path) -> Result<()> {
     let glibc = glibc.into_iter().max().unwrap_or_default();
     pack_programs(folder)?;
     let root = workspace_root();
-    fs::create_dir_all(folder.join("shapes")).with_context(making)?;
-    for entry in fs::read_dir(root.join("data/shapes"))? {
-        let path = entry?.path();
-        let Some(name) = path.file_name() else {
-            continue;
-        };
-        fs::copy(&path, folder.join("shapes").join(name)).with_context(making)?;
-    }
+    folders::copy(&root.join("data/shapes"), &folder.join("shapes"))?;
     let script = "device_torch.py";
     fs::copy(root.join("benches/peers").join(script), folder.join(script)).with_context(making)?;
     let machine = std::env::consts::ARCH;
@@ -74,7 +61,7 @@ pub(crate) fn pack(folder: &Path) -> Result<()> {
     let run = folder.join("run.sh");
     fs::write(&run, RUN).with_context(making)?;
     ptxas::make_executable(&run)?;
-    let files = files_below(folder)?;
+    let files = lengths_below(folder)?;
     check_len_bytes(&files)?;
     let len_bytes: u64 = files.iter().map(|file| file.1).sum();
     println!(
@@ -93,61 +80,22 @@ fn build_programs() -> Result<Vec<Program>> {
     let root = workspace_root();
     let library = root.join("target/emulator");
     build(&root.join("kernels"), &library, &Options::default())?;
-    let mut command = cargo(&["test", "--no-run"]);
-    command.args(SUITE);
-    let mut programs = built(&mut command, &library)?;
-    let bench = "--package fusestep-benches --features cuda --bench device";
-    let mut command = cargo(&["bench", "--no-run"]);
+    let mut command = cargo();
+    command.args(["test", "--no-run"]).args(SUITE);
+    let mut programs = built(command.env("CUDA_LIBRARY_PATH", &library))?;
+    let bench = "bench --no-run --package fusestep-benches --features cuda --bench device";
+    let mut command = cargo();
     command.args(bench.split(' '));
-    programs.extend(built(&mut command, &library)?);
+    programs.extend(built(command.env("CUDA_LIBRARY_PATH", &library))?);
+    programs.retain(|program| program.is_test);
     Ok(programs)
-}
-
-fn cargo(arguments: &[&str]) -> Command {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command
-        .current_dir(workspace_root())
-        .args(arguments)
-        .arg("--message-format=json-render-diagnostics");
-    command
-}
-
-/// Runs cargo and returns the programs that it names.
-fn built(command: &mut Command, library: &Path) -> Result<Vec<Program>> {
-    let output = command
-        .env("CUDA_LIBRARY_PATH", library)
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cannot start cargo")?;
-    ensure!(output.status.success(), "the programs cannot be built");
-    let programs = programs_of(&String::from_utf8(output.stdout)?);
-    ensure!(!programs.is_empty(), "cargo names no program that it built");
-    Ok(programs)
-}
-
-/// The test and bench programs that cargo's messages name, one JSON object a line.
-fn programs_of(messages: &str) -> Vec<Program> {
-    let messages = messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let programs = messages.filter_map(|message| {
-        if message["reason"] != "compiler-artifact" || message["profile"]["test"] != true {
-            return None;
-        }
-        Some(Program {
-            name: message["target"]["name"].as_str()?.to_owned(),
-            path: message["executable"].as_str()?.into(),
-        })
-    });
-    programs.collect()
 }
 
 /// Strips and checks one program; returns the glibc that it needs.
 fn strip_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
     let stripped = bin.join(&program.name);
     let path = program.path.as_os_str();
-    output(Command::new("strip").arg("-o").arg(&stripped).arg(path))?;
+    succeed(Command::new("strip").arg("-o").arg(&stripped).arg(path))?;
     let headers = output(
         Command::new("readelf")
             .args(["-W", "-d", "-V"])
@@ -160,7 +108,7 @@ fn strip_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
 /// dictionary reaches back over several programs.
 fn pack_programs(folder: &Path) -> Result<()> {
     let (bin, archive) = (folder.join("bin"), folder.join("bin.tar"));
-    output(
+    succeed(
         Command::new("tar")
             .args(["--sort=name", "--create", "--file"])
             .arg(&archive)
@@ -169,7 +117,7 @@ fn pack_programs(folder: &Path) -> Result<()> {
             .arg("."),
     )?;
     let options = ["--threads=1", "--lzma2=preset=6,dict=192MiB"];
-    output(Command::new("xz").args(options).arg(&archive))?;
+    succeed(Command::new("xz").args(options).arg(&archive))?;
     fs::remove_dir_all(&bin).with_context(|| format!("cannot remove {}", bin.display()))
 }
 
@@ -200,34 +148,13 @@ fn check_headers(name: &str, headers: &str) -> Result<(u32, u32)> {
     Ok(newest)
 }
 
-fn output(command: &mut Command) -> Result<String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .output()
-        .with_context(|| format!("cannot start {name}"))?;
-    ensure!(
-        output.status.success(),
-        "{name} failed: {}",
-        String::from_utf8_lossy(&output.stderr).trim()
-    );
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
 /// All files with their lengths, the largest first.
-fn files_below(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
-    let mut files = Vec::new();
-    let mut folders = vec![folder.to_path_buf()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder)? {
-            let path = entry?.path();
-            if path.is_dir() {
-                folders.push(path)
-            } else {
-                let len_bytes = path.metadata()?.len();
-                files.push((path, len_bytes));
-            }
-        }
-    }
+fn lengths_below(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
+    let files = files_below(folder)?.into_iter().map(|path| {
+        let len_bytes = path.metadata()?.len();
+        Ok((path, len_bytes))
+    });
+    let mut files: Vec<_> = files.collect::<Result<_>>()?;
     files.sort_by_key(|file| std::cmp::Reverse(file.1));
     Ok(files)
 }
@@ -253,20 +180,6 @@ fn check_len_bytes(files: &[(PathBuf, u64)]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn cargo_s_messages_name_test_programs_only() {
-        let messages = r#"{"reason":"compiler-artifact","target":{"name":"fusestep_launch"},"profile":{"test":false},"executable":null}
-not json
-{"reason":"compiler-artifact","target":{"name":"laws"},"profile":{"test":true},"executable":"/t/laws-1"}
-{"reason":"compiler-artifact","target":{"name":"fusestep"},"profile":{"test":false},"executable":"/t/fusestep"}
-{"reason":"build-finished","success":true}"#;
-        let expected = Program {
-            name: "laws".to_owned(),
-            path: "/t/laws-1".into(),
-        };
-        assert_eq!(programs_of(messages), [expected]);
-    }
 
     #[test]
     fn programs_that_would_not_start_elsewhere_are_refused() {

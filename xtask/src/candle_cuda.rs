@@ -7,6 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use fusestep_cuda_emulator::{Options, build};
 
+use crate::commands::{cargo, must, succeed};
 use crate::emulate::split;
 use crate::{ptxas, workspace_root};
 
@@ -26,10 +27,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let toolkit = root.join("target/candle-toolkit");
     make_toolkit(&root.join("crates/candle/tests/toolkit"), &toolkit)?;
     let libraries = [emulator.join("lib64"), toolkit.join("lib64")];
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let command = "test --release --package fusestep-candle --features cuda --test cuda --";
-    let status = Command::new(cargo)
-        .current_dir(&root)
+    let mut tests = cargo();
+    tests
         .args(command.split(' '))
         .args(test_arguments)
         // The emulated driver has one per-thread default stream for all threads: while one test
@@ -40,11 +40,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         .env("CUDA_COMPUTE_CAP", "90")
         .env("CUDARC_CUDA_VERSION", "12040")
         .env("CUDA_LIBRARY_PATH", &emulator)
-        .env("LD_LIBRARY_PATH", std::env::join_paths(libraries)?)
-        .status()
-        .context("cannot start cargo")?;
-    ensure!(status.success(), "the tests failed: cargo {command}");
-    Ok(())
+        .env("LD_LIBRARY_PATH", std::env::join_paths(libraries)?);
+    must(&mut tests, &format!("the tests failed: cargo {command}"))
 }
 
 /// A folder as a CUDA toolkit lies in one: a compiler that writes files without code, and
@@ -61,15 +58,13 @@ fn make_toolkit(sources: &Path, folder: &Path) -> Result<()> {
     let source = sources.join("libraries.cpp");
     for name in LIBRARIES {
         let library = libraries.join(format!("lib{name}.so"));
-        let output = Command::new(Options::default().compiler())
+        let mut compiler = Command::new(Options::default().compiler());
+        compiler
             .args(["-std=c++17", "-shared", "-fPIC", "-o"])
             .arg(&library)
             .arg(format!("-DLIBRARY_{name}"))
-            .arg(&source)
-            .output()
-            .context("cannot start the C++ compiler")?;
-        let errors = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{}: {errors}", source.display());
+            .arg(&source);
+        succeed(&mut compiler).with_context(|| source.display().to_string())?;
     }
     Ok(())
 }

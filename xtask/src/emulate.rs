@@ -7,6 +7,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use fusestep_cuda_emulator::{Options, Sanitize, build};
 
+use crate::commands::{cargo, host, must};
 use crate::workspace_root;
 
 /// Builds the emulator into `target/emulator` and runs the CUDA tests on it.
@@ -85,22 +86,13 @@ pub(crate) const SUITE: [&str; 26] = [
 
 /// Runs the CUDA tests, with `environment` for this command only.
 fn test(environment: &[(OsString, OsString)], test_arguments: &[String]) -> Result<()> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
-        .current_dir(workspace_root())
-        .arg("test")
-        .args(SUITE)
-        .arg("--")
+    let mut command = cargo();
+    command.arg("test").args(SUITE).arg("--");
+    command
         .args(test_arguments)
-        .envs(environment.iter().cloned())
-        .status()
-        .context("cannot start cargo")?;
-    ensure!(
-        status.success(),
-        "the CUDA tests failed: cargo test {}",
-        SUITE.join(" ")
-    );
-    Ok(())
+        .envs(environment.iter().cloned());
+    let failed = format!("the CUDA tests failed: cargo test {}", SUITE.join(" "));
+    must(&mut command, &failed)
 }
 
 /// The variable that makes cargo start test programs, and nothing else, with the sanitizer loaded
@@ -115,18 +107,9 @@ fn runner(folder: &Path, options: &Options) -> Result<(OsString, OsString)> {
         asan.is_absolute(),
         "the C++ compiler has no libasan.so; install its sanitizer libraries"
     );
-    let version = Command::new("rustc")
-        .arg("-vV")
-        .output()
-        .context("cannot start rustc")?;
-    let version = String::from_utf8(version.stdout)?;
-    let host = version
-        .lines()
-        .find_map(|line| line.strip_prefix("host: "))
-        .context("rustc names no host")?;
     let name = format!(
         "CARGO_TARGET_{}_RUNNER",
-        host.replace('-', "_").to_uppercase()
+        host()?.replace('-', "_").to_uppercase()
     );
     // Leaks are not looked for: a fault leaves device memory behind, as on a device.
     let value = format!(

@@ -5,13 +5,13 @@ mod mutants;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use fusestep_cuda_emulator::{Options, build};
 
+use crate::commands::{Program, built, cargo, must, named};
 use crate::emulate::{SUITE, split};
-use crate::mpi::executables;
 use crate::workspace_root;
 
 /// Tests of a program, by parts of their names; none for all of them.
@@ -80,12 +80,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let _ = std::fs::remove_file(&counts);
     if request.all || !tests.is_empty() {
         for program in &suite.programs {
-            suite.pass(program, tests)?;
+            suite.pass(&program.path, tests)?;
         }
     } else {
         for (name, tests) in EACH_ONCE {
             let tests: Vec<String> = tests.iter().map(|&test| test.to_owned()).collect();
-            suite.pass(suite.program(name)?, &tests)?;
+            suite.pass(named(&suite.programs, name)?, &tests)?;
         }
     }
     if !tests.is_empty() {
@@ -120,7 +120,7 @@ impl Request {
 /// The CUDA tests with what makes them run on PTX.
 struct Suite {
     environment: Vec<(OsString, OsString)>,
-    programs: Vec<PathBuf>,
+    programs: Vec<Program>,
 }
 
 impl Suite {
@@ -143,31 +143,14 @@ impl Suite {
 
     /// Has cargo build the programs of the suite.
     fn find_programs(&mut self) -> Result<()> {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let output = Command::new(cargo)
-            .current_dir(workspace_root())
-            .arg("test")
-            .args(SUITE)
-            .args(["--no-run", "--message-format=json-render-diagnostics"])
-            .envs(self.environment.iter().cloned())
-            .stderr(Stdio::inherit())
-            .output()
-            .context("cannot start cargo")?;
-        ensure!(output.status.success(), "the CUDA tests cannot be built");
-        self.programs = executables(&String::from_utf8(output.stdout)?);
+        self.programs = built(
+            cargo()
+                .arg("test")
+                .args(SUITE)
+                .arg("--no-run")
+                .envs(self.environment.iter().cloned()),
+        )?;
         Ok(())
-    }
-
-    /// The program of one test file.
-    fn program(&self, name: &str) -> Result<&Path> {
-        let prefix = format!("{name}-");
-        let named = self.programs.iter().find(|path| {
-            let file = path.file_name().unwrap_or_default().to_string_lossy();
-            file.starts_with(&prefix)
-        });
-        named
-            .map(PathBuf::as_path)
-            .with_context(|| format!("cargo built no test program `{name}`"))
     }
 
     fn command(&self, program: &Path) -> Command {
@@ -181,18 +164,13 @@ impl Suite {
     fn pass(&self, program: &Path, arguments: &[String]) -> Result<()> {
         let mut command = self.command(program);
         command.args(arguments).args(["--skip", OF_SOURCES]);
-        let status = command.status().context("cannot start a test program")?;
-        ensure!(
-            status.success(),
-            "tests failed on the PTX: {}",
-            program.display()
-        );
-        Ok(())
+        let failed = format!("tests failed on the PTX: {}", program.display());
+        must(&mut command, &failed)
     }
 
     /// Runs the one test of that name with another text in place of its module.
     fn one_with(&self, program: &str, test: &str, text: &Path) -> Result<Output> {
-        let mut command = self.command(self.program(program)?);
+        let mut command = self.command(named(&self.programs, program)?);
         command.args([test, "--exact"]);
         command.env("FUSESTEP_PTX_INSTEAD", text);
         command.output().context("cannot start a test program")

@@ -7,6 +7,8 @@ use std::process::{Command, Output};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::commands::{cargo, must};
+use crate::folders::{copy, empty};
 use crate::workspace_root;
 
 /// What happens at a call.
@@ -80,26 +82,19 @@ const HERE: &str = "@";
 impl Bench {
     fn prepare() -> Result<Self> {
         let root = workspace_root().join("target/faults");
-        if root.exists() {
-            fs::remove_dir_all(&root)?;
-        }
-        fs::create_dir_all(&root)?;
-        let built = Command::new("cargo")
-            .args(["build", "--release", "-p", "fusestep-cli"])
-            .current_dir(workspace_root())
-            .status()?;
-        ensure!(built.success(), "the command does not build");
+        empty(&root)?;
+        must(
+            cargo().args(["build", "--release", "-p", "fusestep-cli"]),
+            "the command does not build",
+        )?;
         let library = root.join("faults.so");
-        let compiled = Command::new("c++")
+        let mut compiler = Command::new("c++");
+        compiler
             .args(["-shared", "-fPIC", "-O1", "-std=c++17", "-o"])
             .arg(&library)
             .arg(workspace_root().join("xtask/faults/faults.cpp"))
-            .arg("-ldl")
-            .status();
-        ensure!(
-            compiled.context("there is no c++")?.success(),
-            "the library of faults does not build"
-        );
+            .arg("-ldl");
+        must(&mut compiler, "the library of faults does not build")?;
         Ok(Self {
             program: workspace_root().join("target/release/fusestep"),
             library,
@@ -169,15 +164,7 @@ impl Bench {
     /// A copy of a folder.
     fn fresh(&self, name: &str, template: &Path) -> Result<PathBuf> {
         let folder = self.root.join(name);
-        if folder.exists() {
-            fs::remove_dir_all(&folder)?;
-        }
-        let copied = Command::new("cp")
-            .arg("-r")
-            .arg(template)
-            .arg(&folder)
-            .status()?;
-        ensure!(copied.success(), "cannot copy {}", template.display());
+        copy(template, &folder)?;
         Ok(folder)
     }
 

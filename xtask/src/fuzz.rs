@@ -2,11 +2,11 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::workspace_root;
+use crate::commands::{cargo, must};
+use crate::{parallel, workspace_root};
 
 /// Seconds for each target without a number given.
 const SECONDS: u64 = 60;
@@ -47,31 +47,19 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             _ => bail!("expected `fuzz [--seconds N] [--seed S]`, found {flag:?}"),
         }
     }
-    let root = workspace_root();
-    let built = Command::new("cargo")
-        .args(["build", "--release", "-q", "--bin", "fusestep-fuzz"])
-        // The command line for its dependencies: with them nothing is compiled a second time.
-        .args(["-p", "fusestep-fuzz", "-p", "fusestep-cli"])
-        .current_dir(&root)
-        .status()?;
-    ensure!(built.success(), "the targets do not build");
-    let program = root.join("target/release/fusestep-fuzz");
-    let mut broken = Vec::new();
-    for targets in TARGETS.chunks(AT_A_TIME) {
-        let done = thread::scope(|scope| {
-            let running: Vec<_> = targets
-                .iter()
-                .map(|target| scope.spawn(|| fuzzed(&program, target, seconds, seed)))
-                .collect();
-            let joined = running.into_iter().map(|running| running.join());
-            joined.collect::<Vec<_>>()
-        });
-        for (target, done) in targets.iter().zip(done) {
-            if !matches!(done, Ok(Ok(true))) {
-                broken.push(*target);
-            }
-        }
-    }
+    // The command line for its dependencies: with them nothing is compiled a second time.
+    must(
+        cargo()
+            .args(["build", "--release", "-q", "--bin", "fusestep-fuzz"])
+            .args(["-p", "fusestep-fuzz", "-p", "fusestep-cli"]),
+        "the targets do not build",
+    )?;
+    let program = workspace_root().join("target/release/fusestep-fuzz");
+    let kept = parallel::map_on(AT_A_TIME, &TARGETS, |target| {
+        Ok(fuzzed(&program, target, seconds, seed).unwrap_or(false))
+    })?;
+    let broken = TARGETS.iter().zip(kept).filter(|(_, kept)| !kept);
+    let broken: Vec<_> = broken.map(|(target, _)| target).collect();
     ensure!(broken.is_empty(), "promises were broken: {broken:?}");
     Ok(())
 }

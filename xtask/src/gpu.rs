@@ -5,8 +5,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::commands::must;
 use crate::emulate::split;
-use crate::{bundle, workspace_root};
+use crate::{bundle, folders, workspace_root};
 
 /// Where drivers put their library; the last one is WSL's.
 const LIBRARY_FOLDERS: [&str; 7] = [
@@ -56,10 +57,7 @@ fn run_here(script_arguments: &[String]) -> Result<()> {
     println!("driver: {}", library.display());
     println!("{}", probe(&library)?);
     let folder = workspace_root().join("target/gpu");
-    if folder.exists() {
-        std::fs::remove_dir_all(&folder)
-            .with_context(|| format!("cannot remove {}", folder.display()))?;
-    }
+    folders::empty(&folder)?;
     bundle::pack(&folder)?;
     let mut search: Vec<PathBuf> = library
         .parent()
@@ -67,16 +65,14 @@ fn run_here(script_arguments: &[String]) -> Result<()> {
         .into_iter()
         .collect();
     search.extend(library_path());
-    let status = Command::new("bash")
+    let mut script = Command::new("bash");
+    script
         .arg(folder.join("run.sh"))
         .arg("--out")
         .arg(workspace_root().join("target/gpu-results"))
         .args(script_arguments)
-        .env("LD_LIBRARY_PATH", std::env::join_paths(search)?)
-        .status()
-        .context("cannot start bash")?;
-    ensure!(status.success(), "the proof failed; its table says where");
-    Ok(())
+        .env("LD_LIBRARY_PATH", std::env::join_paths(search)?);
+    must(&mut script, "the proof failed; its table says where")
 }
 
 fn library_path() -> Vec<PathBuf> {

@@ -8,9 +8,11 @@ use anyhow::{Context, Result, bail};
 
 mod bundle;
 mod candle_cuda;
+mod commands;
 mod emulate;
 mod execute_ptx;
 mod faults;
+mod folders;
 mod fuzz;
 mod gpu;
 mod machine_code;

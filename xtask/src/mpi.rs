@@ -1,6 +1,6 @@
 //! `mpi`: the collectives between processes, started by mpirun and watched from outside.
 
-use std::io::Read;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::{mpi_bench, mpi_victims, parallel, workspace_root};
+use crate::commands::{Program, built, cargo, must, named};
+use crate::{mpi_bench, mpi_victims, parallel};
 
 /// Runs the suite in worlds of one to five ranks, the variants of it, and the jobs in which a
 /// process dies; or the benchmark.
@@ -40,30 +41,17 @@ fn suite() -> Result<()> {
             "--test=candle_mpi",
         ],
     )?;
-    let program = |name: &str| {
-        let starts = format!("{name}-");
-        let named = |path: &&PathBuf| {
-            path.file_name()
-                .is_some_and(|file| file.to_string_lossy().starts_with(&starts))
-        };
-        programs
-            .iter()
-            .find(named)
-            .with_context(|| format!("cargo built no test `{name}`"))
-    };
+    let program = |name: &str| named(&programs, name);
     let (suite, victim) = (program("mpi")?, program("victim")?);
     let units = program("fusestep_collective_mpi")?;
-    ensure!(
-        Command::new(units).status()?.success(),
-        "the unit tests failed"
-    );
+    must(&mut Command::new(units), "the unit tests failed")?;
     communicators(suite)?;
     for ranks in 1..=3 {
         tests(program("candle_mpi")?, ranks, &[], &[])?;
     }
     mpi_victims::run(victim, &[&[], &[MESSAGES]])?;
     let built = build("build", &["--bin=fusestep"])?;
-    let fusestep = built.first().context("cargo built no `fusestep`")?;
+    let fusestep = named(&built, "fusestep")?;
     self_test(fusestep)?;
     mpi_victims::training(fusestep)?;
     println!("mpi: all is well");
@@ -215,40 +203,20 @@ fn disagreements(fusestep: &Path) -> Result<()> {
 /// Always of the same packages with the same features, MPI among them where there is one: so
 /// nothing is compiled twice for two suites, and what they are built on has the features that it
 /// has in `cargo test --release`, as far as MPI's bindings allow.
-pub(crate) fn build(command: &str, targets: &[&str]) -> Result<Vec<PathBuf>> {
+pub(crate) fn build(command: &str, targets: &[&str]) -> Result<Vec<Program>> {
     let features = match Command::new("mpicc").arg("--version").output() {
         Ok(_) => "fusestep-cli/mpi,fusestep-cli/nccl",
         Err(_) => "fusestep-cli/nccl",
     };
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo)
-        .current_dir(workspace_root())
-        .arg(command)
-        .args(["--package", "fusestep-collective-mpi"])
-        .args(["--package", "fusestep-collective-nccl"])
-        .args(["--package", "fusestep-cli", "--features", features])
-        .args(targets)
-        .args(["--release", "--message-format=json-render-diagnostics"])
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cannot start cargo")?;
-    ensure!(
-        output.status.success(),
-        "cargo {command} {} failed",
-        targets.join(" ")
-    );
-    Ok(executables(&String::from_utf8(output.stdout)?))
-}
-
-/// The programs that cargo's messages name.
-pub(crate) fn executables(messages: &str) -> Vec<PathBuf> {
-    let key = "\"executable\":\"";
-    let found = messages.lines().filter_map(|line| {
-        let from = line.find(key)? + key.len();
-        let to = line[from..].find('"')?;
-        Some(PathBuf::from(&line[from..from + to]))
-    });
-    found.collect()
+    built(
+        cargo()
+            .arg(command)
+            .args(["--package", "fusestep-collective-mpi"])
+            .args(["--package", "fusestep-collective-nccl"])
+            .args(["--package", "fusestep-cli", "--features", features])
+            .args(targets)
+            .arg("--release"),
+    )
 }
 
 /// How a job has ended.
@@ -284,6 +252,7 @@ impl Job<'_> {
     pub(crate) fn run(&self) -> Result<End> {
         let folder = new_folder("output");
         std::fs::create_dir_all(&folder)?;
+        let own = File::create(folder.join("mpirun"))?;
         let mut command = Command::new("mpirun");
         command
             .args(["-n", &self.ranks.to_string()])
@@ -298,32 +267,13 @@ impl Job<'_> {
             .env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
             .envs(self.environment.iter().copied())
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+            .stdout(own.try_clone()?)
+            .stderr(own);
         let start = Instant::now();
         let mut child = command.spawn().context("cannot start mpirun")?;
-        let pipes: [Option<Box<dyn Read + Send>>; 2] = [
-            child.stdout.take().map(|pipe| Box::new(pipe) as _),
-            child.stderr.take().map(|pipe| Box::new(pipe) as _),
-        ];
-        let readers: Vec<_> = pipes
-            .into_iter()
-            .flatten()
-            .map(|mut pipe| {
-                std::thread::spawn(move || {
-                    let mut bytes = Vec::new();
-                    // What could be read up to an error is what there is.
-                    let _ = pipe.read_to_end(&mut bytes);
-                    String::from_utf8_lossy(&bytes).into_owned()
-                })
-            })
-            .collect();
         let ended = wait(&mut child, start + self.limit)?;
         let elapsed = start.elapsed();
-        let mut texts: Vec<_> = readers
-            .into_iter()
-            .map(|reader| reader.join().unwrap_or_default())
-            .collect();
+        let mut texts = Vec::new();
         for file in std::fs::read_dir(&folder)? {
             let bytes = std::fs::read(file?.path())?;
             texts.push(String::from_utf8_lossy(&bytes).into_owned());

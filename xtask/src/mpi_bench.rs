@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use crate::commands::{must, named};
 use crate::mpi::{Ended, Job, build};
+use crate::waves::numels;
 use crate::workspace_root;
 
 /// Bytes of each rank's buffer.
@@ -25,19 +27,19 @@ type Times = Vec<f64>;
 pub(crate) fn run() -> Result<()> {
     let root = workspace_root();
     let built = build("build", &["--bin=fusestep"])?;
-    let fusestep = built.first().context("cargo built no `fusestep`")?;
+    let fusestep = named(&built, "fusestep")?;
     let folder = root.join("target/mpi");
     std::fs::create_dir_all(&folder)?;
     let peer = folder.join("mpi_all_reduce");
-    let compiled = Command::new("mpicc")
-        .args(["-O2", "-o"])
-        .arg(&peer)
-        .arg(root.join("benches/peers/mpi_all_reduce.c"))
-        .status()
-        .context("cannot start mpicc")?;
-    ensure!(compiled.success(), "mpicc failed");
-    let shapes = std::fs::read_to_string(root.join("data/shapes/resnet50.json"))?;
-    let gradients = gradient_bytes(&shapes)?;
+    must(
+        Command::new("mpicc")
+            .args(["-O2", "-o"])
+            .arg(&peer)
+            .arg(root.join("benches/peers/mpi_all_reduce.c")),
+        "mpicc failed",
+    )?;
+    let numels = numels(&root.join("data/shapes/resnet50.json"))?;
+    let gradients: Vec<u64> = numels.iter().map(|numel| 4 * numel).collect();
     let total: u64 = gradients.iter().sum();
     let mut sizes = SIZES.to_vec();
     sizes.push(total % BUCKET);
@@ -84,17 +86,6 @@ pub(crate) fn run() -> Result<()> {
         one_by_one[0] / in_buckets(&threads)
     );
     Ok(())
-}
-
-/// Bytes of each gradient of a model in f32.
-fn gradient_bytes(shapes: &str) -> Result<Vec<u64>> {
-    let shapes: Value = serde_json::from_str(shapes)?;
-    let tensors = shapes.as_array().context("shapes are a list")?;
-    let bytes = tensors.iter().map(|tensor| {
-        let dims = tensor["shape"].as_array().context("a tensor has a shape")?;
-        Ok(4 * dims.iter().filter_map(Value::as_u64).product::<u64>())
-    });
-    bytes.collect()
 }
 
 fn better(best: &mut Times, times: Times) {

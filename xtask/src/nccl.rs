@@ -6,7 +6,8 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use fusestep_cuda_emulator::{Nccl, Options, Sanitize, build, build_nccl};
 
-use crate::mpi::build as cargo;
+use crate::commands::{cargo, named, output};
+use crate::mpi;
 use crate::{parallel, workspace_root};
 
 /// GPUs of the emulated machine, and so the largest world.
@@ -43,18 +44,17 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             stand_in("nccl-stand-in-lacking", Nccl::WithoutConfig)?,
         ),
     ];
-    let programs = cargo(
+    let programs = mpi::build(
         "test",
         &["--no-run", "--lib", "--test=folder", "--test=nccl"],
     )?;
     // The library tests of the engine for MPI are those of `cargo xtask mpi`.
-    let is_own = |path: &&PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        !name.starts_with("fusestep_collective_mpi-")
-    };
+    let own = programs
+        .iter()
+        .filter(|program| program.name != "fusestep_collective_mpi")
+        .map(|program| Some(&program.path));
     // The last one is of ranks that have a device each.
-    let own = programs.iter().filter(is_own).map(Some).chain([None]);
-    let own: Vec<Option<&PathBuf>> = own.collect();
+    let own: Vec<Option<&PathBuf>> = own.chain([None]).collect();
     // Side by side: ranks that wait for deadlines leave the cores to others.
     parallel::map(&own, |program| {
         let mut command = program.map_or_else(device_ranks, Command::new);
@@ -62,7 +62,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .args(test_arguments)
             .envs(libraries.iter().cloned())
             .env("FUSESTEP_EMULATOR_DEVICES", DEVICES);
-        succeed(command)
+        print!("{}", output(&mut command)?);
+        Ok(())
     })?;
     if test_arguments.is_empty() {
         self_test(&libraries)?;
@@ -71,25 +72,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Runs a program to its end, then prints what it said.
-fn succeed(mut command: Command) -> Result<()> {
-    let named = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .output()
-        .with_context(|| format!("cannot start {named}"))?;
-    let text = [output.stdout, output.stderr].concat();
-    print!("{}", String::from_utf8_lossy(&text));
-    ensure!(output.status.success(), "failed: {named}");
-    Ok(())
-}
-
 /// Whole steps of ranks with a device each: a program that is linked with the emulated driver.
 fn device_ranks() -> Command {
     let folder = workspace_root().join("target/emulator");
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
+    let mut command = cargo();
     command
-        .current_dir(workspace_root())
         .args(["test", "--release", "--package", "fusestep-cli"])
         .args(["--features", "cuda,nccl", "--test", "device_ranks", "--"])
         .env("CUDA_LIBRARY_PATH", &folder)
@@ -100,45 +87,41 @@ fn device_ranks() -> Command {
 
 /// `fusestep check` on the emulated GPUs, and on more than there are.
 fn self_test(libraries: &[(&str, PathBuf)]) -> Result<()> {
-    let programs = cargo("build", &["--bin=fusestep"])?;
-    let fusestep = programs.first().context("cargo built no `fusestep`")?;
+    let programs = mpi::build("build", &["--bin=fusestep"])?;
+    let fusestep = named(&programs, "fusestep")?;
     let folders = libraries[..2].iter().filter_map(|(_, path)| path.parent());
     let path = std::env::join_paths(folders)?;
-    for (engine, ranks, expected) in [
-        ("nccl", "4", "every collective is right"),
-        ("nccl-native", "2", "every collective is right"),
-        ("nccl", "5", "rank 4 expected GPU 4, found 4 of them"),
-    ] {
-        let output = Command::new(fusestep)
-            .args(["check", "--engine", engine, "--ranks", ranks])
+    let check = |arguments: &[&str], expected: &str| -> Result<()> {
+        let mut command = Command::new(fusestep);
+        command
+            .args(["check", "--engine"])
+            .args(arguments)
             .env("LD_LIBRARY_PATH", &path)
-            .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
-            .output()
-            .context("cannot start fusestep")?;
+            .env("FUSESTEP_EMULATOR_DEVICES", DEVICES);
+        let output = command.output().context("cannot start fusestep")?;
         let text = [output.stdout, output.stderr].concat();
         let text = String::from_utf8_lossy(&text);
         ensure!(
             text.contains(expected),
-            "{engine} on {ranks} ranks: expected `{expected}`, found\n{text}"
+            "{arguments:?}: expected `{expected}`, found\n{text}"
         );
         println!("{}", text.trim_end());
-    }
+        Ok(())
+    };
+    let right = "every collective is right";
+    check(&["nccl", "--ranks", "4"], right)?;
+    check(&["nccl-native", "--ranks", "2"], right)?;
+    let more = "rank 4 expected GPU 4, found 4 of them";
+    check(&["nccl", "--ranks", "5"], more)?;
     // Ranks of the stand-in are threads, so that a process of its own is a world of one.
     let folder = std::env::temp_dir().join(format!("fusestep-nccl-meeting-{}", std::process::id()));
-    let output = Command::new(fusestep)
-        .args([
-            "check", "--engine", "nccl", "--ranks", "1", "--rank", "0", "--meet",
-        ])
-        .arg(&folder)
-        .env("LD_LIBRARY_PATH", &path)
-        .env("FUSESTEP_EMULATOR_DEVICES", DEVICES)
-        .output()
-        .context("cannot start fusestep")?;
-    let text = [output.stdout, output.stderr].concat();
-    let text = String::from_utf8_lossy(&text);
+    let meet = folder.to_string_lossy();
+    let alone = ["nccl", "--ranks", "1", "--rank", "0", "--meet", &meet];
+    check(&alone, right)?;
     ensure!(
-        text.contains("every collective is right") && !folder.exists(),
-        "in a folder: expected `every collective is right` and no folder left, found\n{text}"
+        !folder.exists(),
+        "expected no folder left, found {}",
+        folder.display()
     );
     Ok(())
 }

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::commands::{cargo, must};
 use crate::workspace_root;
 
 /// A check: its name, the tools of cargo that it needs, variables and the command.
@@ -18,40 +19,43 @@ struct Check {
     command: &'static str,
 }
 
+/// Takes no tool and no variable.
+const PLAIN: Check = Check {
+    name: "",
+    needs: &[],
+    variables: &[],
+    command: "",
+};
+
 const CHECKS: &[Check] = &[
     Check {
         name: "200 kills of a run that saves, each resumed to the same parameters",
-        needs: &[],
-        variables: &[],
         command: "cargo test --release -p fusestep-cli --test cli -- --ignored --exact \
                   checkpoints::a_run_killed_at_200_instants_resumes_to_the_same_parameters",
+        ..PLAIN
     },
     // With the program, so that features are those of the other checks and little is built anew.
     Check {
         name: "100 kills of candle's saves behind training, each resumed",
-        needs: &[],
-        variables: &[],
         command: "cargo test --release -p fusestep-candle -p fusestep-cli --test ranks -- \
                   --ignored --exact \
                   kills::a_run_killed_100_times_within_saves_behind_resumes_to_the_same_parameters",
+        ..PLAIN
     },
     Check {
         name: "a million seeds",
-        needs: &[],
-        variables: &[],
         command: "cargo xtask simulate --seeds 1000000",
+        ..PLAIN
     },
     Check {
         name: "ten minutes of each fuzz target",
-        needs: &[],
-        variables: &[],
         command: "cargo xtask fuzz --seconds 600",
+        ..PLAIN
     },
     Check {
         name: "planted bugs",
-        needs: &[],
-        variables: &[],
         command: "cargo xtask planted",
+        ..PLAIN
     },
     Check {
         name: "thread sanitizer",
@@ -91,9 +95,8 @@ const CHECKS: &[Check] = &[
     // The lock file holds the newest.
     Check {
         name: "oldest release of candle",
-        needs: &[],
-        variables: &[],
         command: "cargo xtask package --candle 0.11.0",
+        ..PLAIN
     },
     Check {
         name: "semver of the public crates",
@@ -109,9 +112,8 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "candle on the emulated device",
-        needs: &[],
-        variables: &[],
         command: "cargo xtask candle-cuda",
+        ..PLAIN
     },
     // Candle's only feature is `cuda`, whose kernels take nvcc: `cargo xtask candle-cuda` builds it
     // beside a toolkit of its own, and every other check builds the crate without it.
@@ -205,14 +207,9 @@ fn install(root: &Path, tool: &str) -> Result<()> {
     if tools.join("bin").join(tool).exists() {
         return Ok(());
     }
-    let status = Command::new("cargo")
-        .args(["install", "--locked", "--root"])
-        .arg(&tools)
-        .arg(tool)
-        .current_dir(root)
-        .status()?;
-    ensure!(status.success(), "cannot install {tool}");
-    Ok(())
+    let mut command = cargo();
+    command.args(["install", "--locked", "--root"]).arg(&tools);
+    must(command.arg(tool), &format!("cannot install {tool}"))
 }
 
 /// Asks for a compiler that is not there yet.

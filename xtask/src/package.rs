@@ -8,7 +8,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::workspace_root;
+use crate::commands::{cargo, must};
+use crate::{folders, workspace_root};
 
 /// The most bytes of a packed crate that crates.io takes.
 const MAX_PACKED_BYTES: u64 = 10 << 20;
@@ -37,7 +38,7 @@ impl Public {
 /// `--semver` compares public items with those of the commit that raised the version instead.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let root = workspace_root();
-    let crates = public_crates(&root)?;
+    let crates = public_crates()?;
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let candle = match arguments[..] {
         [] => None,
@@ -50,24 +51,23 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let consumer = place_consumer(&root, &unpacked, &crates)?;
     for package in candle.iter().flat_map(|_| ["candle-core", "candle-nn"]) {
         let version = candle.unwrap_or_default();
-        let status = Command::new("cargo")
-            .args(["update", "-q", "-p", package, "--precise", version])
-            .current_dir(&consumer)
-            .status()?;
-        ensure!(status.success(), "{package} cannot be of version {version}");
+        must(
+            cargo()
+                .args(["update", "-q", "-p", package, "--precise", version])
+                .current_dir(&consumer),
+            &format!("{package} cannot be of version {version}"),
+        )?;
     }
     // A stranger's first build is one without `--release`, and it takes a third of the time.
     for program in CONSUMERS {
-        let status = Command::new("cargo")
-            .args(["run", "-q", "-p", program])
-            .current_dir(&consumer)
-            .env("CARGO_PROFILE_DEV_DEBUG", "none")
-            .env("CARGO_TARGET_DIR", root.join("target/consumer-build"))
-            .status()?;
-        ensure!(
-            status.success(),
-            "{program} does not run on the packed crates"
-        );
+        must(
+            cargo()
+                .args(["run", "-q", "-p", program])
+                .current_dir(&consumer)
+                .env("CARGO_PROFILE_DEV_DEBUG", "none")
+                .env("CARGO_TARGET_DIR", root.join("target/consumer-build")),
+            &format!("{program} does not run on the packed crates"),
+        )?;
     }
     Ok(())
 }
@@ -87,28 +87,19 @@ fn semver(root: &Path, crates: &[Public]) -> Result<()> {
         .lines()
         .next()
         .context("no commit has set the version")?;
-    let mut command = Command::new("cargo");
-    command
-        .args([
-            "semver-checks",
-            "--release-type",
-            "minor",
-            "--baseline-rev",
-            first,
-        ])
-        .current_dir(root);
+    let mut command = cargo();
+    command.args(["semver-checks", "--release-type", "minor"]);
+    command.args(["--baseline-rev", first]);
     for public in crates {
         command.args(["-p", &public.name]);
     }
-    ensure!(command.status()?.success(), "public items have changed");
-    Ok(())
+    must(&mut command, "public items have changed")
 }
 
 /// The crates for publication, and an error that names every one that a registry would refuse.
-fn public_crates(root: &Path) -> Result<Vec<Public>> {
-    let found = Command::new("cargo")
+fn public_crates() -> Result<Vec<Public>> {
+    let found = cargo()
         .args(["metadata", "--no-deps", "--format-version", "1"])
-        .current_dir(root)
         .output()?;
     ensure!(found.status.success(), "cargo metadata fails");
     let metadata: Value = serde_json::from_slice(&found.stdout)?;
@@ -155,14 +146,12 @@ fn gaps(package: &Value) -> impl Iterator<Item = String> {
 /// Packs the crates and returns the folder of their files; prints the size of each.
 fn pack(root: &Path, crates: &[Public]) -> Result<PathBuf> {
     // What is not committed is packed too, so that a change can be tried before it is one.
-    let mut command = Command::new("cargo");
-    command
-        .args(["package", "-q", "--no-verify", "--allow-dirty"])
-        .current_dir(root);
+    let mut command = cargo();
+    command.args(["package", "-q", "--no-verify", "--allow-dirty"]);
     for public in crates {
         command.args(["-p", &public.name]);
     }
-    ensure!(command.status()?.success(), "cargo package fails");
+    must(&mut command, "cargo package fails")?;
     let folder = root.join("target/package");
     let mut too_large = Vec::new();
     for public in crates {
@@ -180,16 +169,15 @@ fn pack(root: &Path, crates: &[Public]) -> Result<PathBuf> {
 
 /// Unpacks every crate into an empty folder and returns it.
 fn unpack(root: &Path, packed: &Path, crates: &[Public]) -> Result<PathBuf> {
-    let folder = emptied(root.join("target/unpacked"))?;
+    let folder = root.join("target/unpacked");
+    folders::empty(&folder)?;
     for public in crates {
-        let status = Command::new("tar")
-            .arg("-xzf")
+        let mut tar = Command::new("tar");
+        tar.arg("-xzf")
             .arg(packed.join(public.stem() + ".crate"))
             .arg("-C")
-            .arg(&folder)
-            .status()
-            .context("tar unpacks crates")?;
-        ensure!(status.success(), "{} does not unpack", public.stem());
+            .arg(&folder);
+        must(&mut tar, &format!("{} does not unpack", public.stem()))?;
         for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
             let path = folder.join(public.stem()).join(licence);
             ensure!(path.is_file(), "expected {}, found no file", path.display());
@@ -201,8 +189,8 @@ fn unpack(root: &Path, packed: &Path, crates: &[Public]) -> Result<PathBuf> {
 /// Copies `tests/consumer` out of the workspace's reach, with the unpacked crates in the place of
 /// the registry's and the workspace's versions of everything else.
 fn place_consumer(root: &Path, unpacked: &Path, crates: &[Public]) -> Result<PathBuf> {
-    let folder = emptied(root.join("target/consumer"))?;
-    copy(&root.join("tests/consumer"), &folder)?;
+    let folder = root.join("target/consumer");
+    folders::copy(&root.join("tests/consumer"), &folder)?;
     fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let manifest = folder.join("Cargo.toml");
     let mut text = fs::read_to_string(&manifest)?;
@@ -213,30 +201,6 @@ fn place_consumer(root: &Path, unpacked: &Path, crates: &[Public]) -> Result<Pat
     }
     fs::write(manifest, text)?;
     Ok(folder)
-}
-
-/// The folder, made anew.
-fn emptied(folder: PathBuf) -> Result<PathBuf> {
-    if folder.exists() {
-        fs::remove_dir_all(&folder)?;
-    }
-    fs::create_dir_all(&folder)?;
-    Ok(folder)
-}
-
-/// Copies the files of a folder, and those of its folders.
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    for entry in fs::read_dir(from)? {
-        let entry = entry?;
-        let target = to.join(entry.file_name());
-        if entry.file_type()?.is_dir() {
-            fs::create_dir_all(&target)?;
-            copy(&entry.path(), &target)?;
-        } else {
-            fs::copy(entry.path(), target)?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

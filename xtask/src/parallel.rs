@@ -2,9 +2,9 @@
 
 use std::num::NonZeroUsize;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::ScopedJoinHandle;
 
-use anyhow::{Context, Result};
+use anyhow::{Result, anyhow};
 
 /// Calls `work` once for each item, as many at a time as there are cores; the results are in the
 /// items' order.
@@ -33,32 +33,32 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
 }
 
-fn map_on<T: Sync, R: Send>(
+/// [`map`] with so many threads.
+///
+/// # Errors
+/// As [`map`].
+pub(crate) fn map_on<T: Sync, R: Send>(
     threads: usize,
     items: &[T],
     work: impl Fn(&T) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
-    let next = AtomicUsize::new(0);
-    let results: Vec<Mutex<Option<Result<R>>>> = items.iter().map(|_| Mutex::new(None)).collect();
-    std::thread::scope(|scope| {
-        for _ in 0..threads.min(items.len()) {
-            scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(item) = items.get(index) else {
-                        return;
-                    };
-                    let result = work(item);
-                    if let Ok(mut place) = results[index].lock() {
-                        *place = Some(result);
-                    }
-                }
-            });
+    let next = Mutex::new(items.iter().enumerate());
+    let take = || next.lock().ok()?.next();
+    let run = || {
+        let mut done = Vec::new();
+        while let Some((index, item)) = take() {
+            done.push((index, work(item)));
         }
+        done
+    };
+    let done = std::thread::scope(|scope| {
+        let threads = (0..threads.min(items.len())).map(|_| scope.spawn(run));
+        let threads: Vec<_> = threads.collect();
+        let done = threads.into_iter().map(ScopedJoinHandle::join);
+        done.collect::<Result<Vec<_>, _>>()
     });
-    let done = results.into_iter().map(|place| {
-        let result = place.into_inner().ok().flatten();
-        result.context("a thread stopped before its work was done")?
-    });
-    done.collect()
+    let done = done.map_err(|_| anyhow!("a thread stopped before its work was done"))?;
+    let mut done: Vec<_> = done.into_iter().flatten().collect();
+    done.sort_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
 }

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 mod single_entry;
 
 use crate::{
-    machine_code, parallel, ptxas,
+    commands, machine_code, parallel, ptxas,
     wheels::{self, NVRTC},
     workspace_root,
 };
@@ -156,13 +156,13 @@ impl Compiler {
     }
 
     fn compile(&self, source: &Path, out: &Path) -> Result<()> {
-        let mut command = wheels::python();
+        let mut command = commands::python();
         command
             .arg(&self.driver)
             .args([self.library.as_path(), source, out])
             .args(OPTIONS)
             .arg(format!("--include-path={}", self.include_folder.display()));
-        let log = wheels::output(&mut command).with_context(|| source.display().to_string())?;
+        let log = commands::output(&mut command).with_context(|| source.display().to_string())?;
         print!("{log}");
         let (written, wanted) = ISA;
         let text = fs::read_to_string(out)?;

@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
 
+use crate::commands;
 use crate::parallel;
 use crate::sass::{self, Wide};
 use crate::wheels::{self, NVDISASM, PTXAS};
@@ -105,8 +106,8 @@ fn assemble(assembler: &Path, device: &str, folder: &Path, entry: &str) -> Resul
             ptx.with_extension(format!("{device}.cubin")).as_path(),
             &ptx,
         ]);
-    let log =
-        wheels::output(&mut command).with_context(|| format!("{} for {device}", ptx.display()))?;
+    let log = commands::output(&mut command)
+        .with_context(|| format!("{} for {device}", ptx.display()))?;
     let mut found = parse(&log);
     match (found.pop(), found.pop()) {
         (Some(only), None) if only.name == entry => Ok(only),

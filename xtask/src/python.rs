@@ -5,9 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 
-use crate::wheels::{python, succeed};
+use crate::commands::{cargo, must, python, succeed};
+use crate::folders::copy;
 use crate::workspace_root;
 
 /// Builds wheels.
@@ -15,6 +16,8 @@ const MATURIN: &str = "maturin==1.16.0";
 
 /// The Python side of the package, below the workspace.
 const SOURCES: &str = "crates/python/python/fusestep";
+
+const FAILED: &str = "a test of the Python package failed";
 
 /// Tests the package: without PyTorch, or all of it in an environment of its own.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
@@ -53,25 +56,26 @@ pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
 /// Needs nothing but an interpreter: a step over memory of `ctypes`.
 fn bare() -> Result<()> {
     let root = workspace_root();
-    let built = Command::new("cargo")
-        // The command line for its dependencies: with them nothing is compiled a second time.
-        .args(["build", "--release", "-q", "-p", "fusestep-python"])
-        .args(["-p", "fusestep-cli"])
-        .current_dir(&root)
-        .status()?;
-    ensure!(built.success(), "the extension module does not build");
+    // The command line for its dependencies: with them nothing is compiled a second time.
+    must(
+        cargo()
+            .args(["build", "--release", "-q", "-p", "fusestep-python"])
+            .args(["-p", "fusestep-cli"]),
+        "the extension module does not build",
+    )?;
     let package = root.join("target/python/bare/fusestep");
+    // Anew: what is no longer there must not be imported.
     copy(&root.join(SOURCES), &package)?;
     let library = root.join("target/release/lib_fusestep.so");
     fs::copy(&library, package.join("_fusestep.abi3.so"))
         .with_context(|| format!("{} is not there", library.display()))?;
-    let status = python()
-        .args(["-m", "unittest", "-v", "test_bare"])
-        .env("PYTHONPATH", root.join("target/python/bare"))
-        .current_dir(root.join("crates/python/tests"))
-        .status()?;
-    ensure!(status.success(), "a test of the Python package failed");
-    Ok(())
+    must(
+        python()
+            .args(["-m", "unittest", "-v", "test_bare"])
+            .env("PYTHONPATH", root.join("target/python/bare"))
+            .current_dir(root.join("crates/python/tests")),
+        FAILED,
+    )
 }
 
 /// Installs a wheel of these features beside the pinned PyTorch, checks types and runs tests.
@@ -93,14 +97,14 @@ fn full(features: &[&str], arguments: &[&str]) -> Result<()> {
         checker.args(check).current_dir(root.join("crates/python"));
         succeed(&mut checker)?;
     }
-    let status = environment
-        .python()
-        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
-        .args(arguments)
-        .current_dir(tests)
-        .status()?;
-    ensure!(status.success(), "a test of the Python package failed");
-    Ok(())
+    must(
+        environment
+            .python()
+            .args(["-m", "pytest", "-q", "-p", "no:cacheprovider"])
+            .args(arguments)
+            .current_dir(tests),
+        FAILED,
+    )
 }
 
 /// What `maturin` has built.
@@ -182,24 +186,4 @@ fn newest(folder: &Path, ending: &str) -> Result<PathBuf> {
     let newest = found.into_iter().max();
     let (_, path) = newest.with_context(|| format!("{} has no .{ending}", folder.display()))?;
     Ok(path)
-}
-
-/// Copies a package's sources, anew: what is no longer there must not be imported.
-fn copy(from: &Path, to: &Path) -> Result<()> {
-    if to.exists() {
-        fs::remove_dir_all(to)?;
-    }
-    fs::create_dir_all(to)?;
-    for entry in fs::read_dir(from)? {
-        let (path, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
-        if name == "__pycache__" {
-            continue;
-        }
-        if path.is_dir() {
-            copy(&path, &to.join(name))?;
-        } else {
-            fs::copy(&path, to.join(name))?;
-        }
-    }
-    Ok(())
 }

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail};
 
+use crate::commands::{cargo, host, must, output};
 use crate::workspace_root;
 
 /// What runs under both sanitizers, as cargo's arguments: whatever threads share, and the
@@ -39,15 +40,6 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         [name] if name == "thread" || name == "address" => name,
         _ => bail!("expected `sanitize thread|address [-- TEST ARGUMENTS]`, found {own:?}"),
     };
-    let version = Command::new("rustc")
-        .arg("-vV")
-        .output()
-        .context("cannot start rustc")?;
-    let version = String::from_utf8(version.stdout)?;
-    let host = version
-        .lines()
-        .find_map(|line| line.strip_prefix("host: "))
-        .context("rustc names no host")?;
     let flags = format!("-Zsanitizer={sanitizer} -Cunsafe-allow-abi-mismatch=sanitizer");
     // The thread sanitizer must see the locks of the standard library, or it takes what they guard
     // for races. The address sanitizer is content with the library that comes with the
@@ -60,17 +52,16 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     if !std.is_empty() {
         require_sources()?;
     }
-    let root = workspace_root();
     // Beside the ordinary build, whose crates carry no sanitizer.
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), PathBuf::from);
+    let target =
+        std::env::var_os("CARGO_TARGET_DIR").map_or(workspace_root().join("target"), PathBuf::from);
     let target = target.join(format!("sanitize-{sanitizer}"));
     let more: &[_] = if sanitizer == "address" { &MEMORY } else { &[] };
     for suite in SHARED.iter().chain(more) {
         let begun = Instant::now();
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let status = Command::new(cargo)
-            .current_dir(&root)
-            .args(["test", "--release", "--target", host])
+        let mut command = cargo();
+        command
+            .args(["test", "--release", "--target", &host()?])
             .args(std)
             .args(*suite)
             .arg("--target-dir")
@@ -83,17 +74,14 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .args(["--skip", "a_million_and_one"])
             .args(test_arguments)
             .env("RUSTC_BOOTSTRAP", "1")
-            .env("RUSTFLAGS", &flags)
-            .status()
-            .context("cannot start cargo")?;
-        ensure!(
-            status.success(),
-            "under the {sanitizer} sanitizer failed: {}",
-            suite.join(" ")
-        );
+            .env("RUSTFLAGS", &flags);
+        let suite = suite.join(" ");
+        must(
+            &mut command,
+            &format!("under the {sanitizer} sanitizer failed: {suite}"),
+        )?;
         println!(
-            "sanitize {sanitizer}: {} in {:.0} s",
-            suite.join(" "),
+            "sanitize {sanitizer}: {suite} in {:.0} s",
             begun.elapsed().as_secs_f64()
         );
     }
@@ -103,21 +91,13 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 
 /// Installs the standard library's sources, if they are not there.
 fn require_sources() -> Result<()> {
-    let sysroot = Command::new("rustc")
-        .args(["--print", "sysroot"])
-        .output()
-        .context("cannot start rustc")?;
-    let sysroot = std::path::PathBuf::from(String::from_utf8(sysroot.stdout)?.trim());
+    let sysroot = output(Command::new("rustc").args(["--print", "sysroot"]))?;
+    let sysroot = PathBuf::from(sysroot.trim());
     if sysroot.join("lib/rustlib/src/rust/library/std").is_dir() {
         return Ok(());
     }
-    let status = Command::new("rustup")
-        .args(["component", "add", "rust-src"])
-        .status()
-        .context("cannot start rustup, which would install the standard library's sources")?;
-    ensure!(
-        status.success(),
-        "the thread sanitizer takes the standard library's sources: rustup component add rust-src"
-    );
-    Ok(())
+    must(
+        Command::new("rustup").args(["component", "add", "rust-src"]),
+        "the thread sanitizer takes the standard library's sources: rustup component add rust-src",
+    )
 }

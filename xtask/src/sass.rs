@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail};
 
-use crate::wheels;
+use crate::commands;
 
 /// Devices whose machine code is looked through.
 pub(crate) const DEVICES: [&str; 2] = ["sm_80", "sm_90"];
@@ -24,7 +24,7 @@ pub(crate) struct Wide {
 pub(crate) fn count(disassembler: &Path, cubin: &Path) -> Result<BTreeMap<String, Wide>> {
     let mut command = Command::new(disassembler);
     command.arg("-c").arg(cubin);
-    let text = wheels::output(&mut command).with_context(|| cubin.display().to_string())?;
+    let text = commands::output(&mut command).with_context(|| cubin.display().to_string())?;
     let entries = parse(&text);
     if entries.is_empty() {
         bail!("{}: the disassembler names no entry", cubin.display());

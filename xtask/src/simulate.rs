@@ -2,8 +2,9 @@
 
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 
+use crate::commands::{cargo, must};
 use crate::workspace_root;
 
 /// Seeds without a number given.
@@ -25,16 +26,16 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let root = workspace_root();
     // The command line is named for its dependencies: with them nothing is compiled a second time.
     let packages = ["-p", "fusestep-testkit", "-p", "fusestep-cli"];
-    let built = Command::new("cargo")
-        .args(["build", "--release", "-q", "--bin", "simulate"])
-        .args(packages)
-        .current_dir(&root)
-        .status()?;
-    ensure!(built.success(), "the simulator does not build");
-    let status = Command::new(root.join("target/release/simulate"))
-        .args([&first, &count])
-        .current_dir(&root)
-        .status()?;
-    ensure!(status.success(), "a promise was broken");
-    Ok(())
+    must(
+        cargo()
+            .args(["build", "--release", "-q", "--bin", "simulate"])
+            .args(packages),
+        "the simulator does not build",
+    )?;
+    must(
+        Command::new(root.join("target/release/simulate"))
+            .args([&first, &count])
+            .current_dir(&root),
+        "a promise was broken",
+    )
 }

@@ -35,7 +35,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     println!("|---|---:|---:|{}", "---:|".repeat(BLOCKS.len()));
     for model in ["resnet50", "gpt2", "bert_large"] {
         let path = workspace_root().join(format!("data/shapes/{model}.json"));
-        let numels = numels(&path).with_context(|| path.display().to_string())?;
+        let numels = numels(&path)?;
         for chunk in CHUNKS {
             let blocks = of_chunks(&numels, chunk);
             let lost = BLOCKS.map(|each| {
@@ -53,8 +53,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 }
 
 /// Elements of a model's tensors.
-fn numels(path: &Path) -> Result<Vec<u64>> {
-    let tensors: Value = serde_json::from_str(&fs::read_to_string(path)?)?;
+pub(crate) fn numels(path: &Path) -> Result<Vec<u64>> {
+    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let tensors: Value = serde_json::from_str(&text)?;
     let numel = |tensor: &Value| {
         let shape = tensor["shape"].as_array()?;
         shape.iter().map(Value::as_u64).product()

@@ -6,10 +6,12 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::Command,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+
+use crate::commands::{python, succeed};
+use crate::folders::files_below;
 
 /// A wheel at the one version that results may depend on.
 #[derive(Clone, Copy, Debug)]
@@ -83,44 +85,7 @@ impl Wheel {
 
 /// The first file called `name` below `folder`.
 pub(crate) fn file_below(folder: &Path, name: &str) -> Result<PathBuf> {
-    let mut folders = vec![folder.to_path_buf()];
-    while let Some(next) = folders.pop() {
-        for entry in fs::read_dir(&next)? {
-            let path = entry?.path();
-            if path.is_dir() {
-                folders.push(path);
-            } else if path.file_name().is_some_and(|found| found == name) {
-                return Ok(path);
-            }
-        }
-    }
-    bail!("{} holds no `{name}`", folder.display())
-}
-
-/// The interpreter that fetches wheels and drives the compiler's library.
-pub(crate) fn python() -> Command {
-    Command::new("python3")
-}
-
-/// Runs a command to its end; an exit status other than 0 is an error that carries what it wrote.
-pub(crate) fn succeed(command: &mut Command) -> Result<()> {
-    output(command).map(drop)
-}
-
-/// Like [`succeed`], with standard output and standard error as text.
-pub(crate) fn output(command: &mut Command) -> Result<String> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .output()
-        .with_context(|| format!("`{program}` does not start; install it"))?;
-    let text = [output.stdout, output.stderr].concat();
-    let text = String::from_utf8_lossy(&text).into_owned();
-    if !output.status.success() {
-        bail!(
-            "`{program}` ended with {}\n{}",
-            output.status,
-            text.trim_end()
-        );
-    }
-    Ok(text)
+    let mut files = files_below(folder)?.into_iter();
+    let found = files.find(|path| path.file_name().is_some_and(|found| found == name));
+    found.with_context(|| format!("{} holds no `{name}`", folder.display()))
 }

@@ -1,7 +1,6 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -112,15 +111,6 @@ impl MpiCommunicator {
     /// What the MPI calls itself.
     pub fn library_version(&self) -> &str {
         self.group.engine.version.trim_end_matches('\0')
-    }
-
-    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
-    /// without a folder.
-    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
-        match &self.shared {
-            Some(shared) => shared.inner.dumped(),
-            None => self.log.dumped(),
-        }
     }
 
     fn new(group: Arc<Group>, native: Option<Native>) -> Self {

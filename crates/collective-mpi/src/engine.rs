@@ -84,9 +84,7 @@ impl Engine {
             };
             return Err(MpiError::ThreadLevel { expected, found });
         }
-        let call = |call: &'static str, code: c_int| {
-            check(code).map_err(|reason| MpiError::Call { call, reason })
-        };
+        let call = |call: &'static str, code: c_int| check(code).map_err(MpiError::of_call(call));
         let (mut comm, mut rank, mut world_size) = (no_comm(), 0, 0);
         // SAFETY: MPI was started above; all processes of the job come here, first thing.
         call("MPI_Comm_dup", unsafe {

@@ -8,7 +8,7 @@ use fusestep_collective::Fingerprint;
 use crate::Compare;
 use crate::communicator::MpiCommunicator;
 use crate::engine::{Kind, Request};
-use crate::meeting::{late, relax};
+use crate::meeting::relax;
 
 /// Polls between two looks at the clock.
 const POLLS: u32 = 32;
@@ -56,13 +56,7 @@ pub(crate) fn messages<'a>(
 ) {
     let (group, pending) = (&comm.group, &mut comm.pending);
     let limit = group.options.chunk_limit_bytes.clamp(1, i32::MAX as usize);
-    let fail = |reason: String| -> ! {
-        group.die(fusestep_collective::CollectiveError::Engine {
-            rank: group.rank,
-            operation: print.operation.name(),
-            reason,
-        })
-    };
+    let fail = |reason: String| -> ! { group.die(group.failed(print.operation.name(), reason)) };
     pending.clear();
     // Held to the end of this function: what `pending` uses is borrowed until then.
     let mut held: Vec<Message<'a>> = messages.into_iter().collect();
@@ -112,7 +106,7 @@ pub(crate) fn messages<'a>(
                 let mut ranks: Vec<usize> = pending.iter().map(|(_, rank)| *rank).collect();
                 ranks.sort_unstable();
                 ranks.dedup();
-                group.die(late(group, ranks, print));
+                group.die(print.late(ranks, group.timeout()));
             }
         }
     }

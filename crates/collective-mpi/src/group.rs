@@ -308,13 +308,18 @@ impl Group {
         self.conclude()
     }
 
-    /// Settles on an error of MPI itself.
-    pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
-        self.settle(CollectiveError::Engine {
+    /// An error of MPI itself.
+    pub(crate) fn failed(&self, operation: &'static str, reason: String) -> CollectiveError {
+        CollectiveError::Engine {
             rank: self.rank,
             operation,
             reason,
-        })
+        }
+    }
+
+    /// Settles on an error of MPI itself.
+    pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
+        self.settle(self.failed(operation, reason))
     }
 
     /// The error that the notices so far amount to; kept.

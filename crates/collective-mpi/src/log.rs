@@ -1,7 +1,6 @@
 //! What a rank writes down about its calls: in its flight recorder, and where other threads find it
 //! who end the process.
 
-use std::path::PathBuf;
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -10,34 +9,29 @@ use fusestep_collective::{CollectiveError, Fingerprint, FlightRecorder};
 use crate::group::Group;
 use crate::watch;
 
-/// The flight recorder of a rank, and what became of it at the group's end.
+/// The flight recorder of a rank.
 #[derive(Debug)]
-pub(crate) struct Log {
-    recorder: FlightRecorder,
-    dumped: Option<Result<PathBuf, String>>,
-}
+pub(crate) struct Log(FlightRecorder);
 
 impl Log {
     pub(crate) fn new(group: &Group) -> Self {
         let calls = group.options.recorded_calls;
-        Self {
-            recorder: FlightRecorder::new(group.rank, group.world_size(), calls, group.begun),
-            dumped: None,
-        }
+        let world_size = group.world_size();
+        Self(FlightRecorder::new(
+            group.rank,
+            world_size,
+            calls,
+            group.begun,
+        ))
     }
 
     pub(crate) fn recorder(&self) -> &FlightRecorder {
-        &self.recorder
-    }
-
-    /// Where it was written, or why it could not be.
-    pub(crate) fn dumped(&self) -> Option<&Result<PathBuf, String>> {
-        self.dumped.as_ref()
+        &self.0
     }
 
     /// Writes down that a call begins; when, in nanoseconds of the group's life.
     pub(crate) fn begin(&mut self, group: &Group, print: &Fingerprint) -> u64 {
-        let begun_ns = self.recorder.begin(print);
+        let begun_ns = self.0.begin(print);
         if let Some(mut mirror) = mirror(group) {
             mirror.begin(print);
         }
@@ -47,7 +41,7 @@ impl Log {
     /// Writes down who came last.
     pub(crate) fn waited(&mut self, group: &Group, rank: usize, waited: Duration) {
         let waited_ns = u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX);
-        self.recorder.waited(rank, waited_ns);
+        self.0.waited(rank, waited_ns);
         if let Some(mut mirror) = mirror(group) {
             mirror.waited(rank, waited_ns);
         }
@@ -58,7 +52,7 @@ impl Log {
         if let Some(mut mirror) = mirror(group) {
             mirror.end(outcome);
         }
-        self.recorder.end(outcome);
+        self.0.end(outcome);
         if outcome.is_err() {
             self.dump(group);
         }
@@ -66,8 +60,8 @@ impl Log {
 
     /// Writes it to disk, unless that was done.
     pub(crate) fn dump(&mut self, group: &Group) {
-        if self.dumped.is_none() {
-            self.dumped = group.dump();
+        if self.0.dumped().is_none() {
+            self.0.dump_once(group.options.dump_folder.as_deref());
             // A communication stream that finds a rank missing says little about why: what the rank
             // did last may stand in another group's.
             watch::dump_others(group);

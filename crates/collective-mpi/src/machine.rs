@@ -47,10 +47,7 @@ pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(
         let world = engine.world().0;
         ffi::MPI_Allreduce(own, all, 2, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, world)
     };
-    check(agreed).map_err(|reason| MpiError::Call {
-        call: "MPI_Allreduce",
-        reason,
-    })?;
+    check(agreed).map_err(MpiError::of_call("MPI_Allreduce"))?;
     if all == own {
         return Ok(());
     }
@@ -78,15 +75,12 @@ pub(crate) fn share(
     let random = || RandomState::new().build_hasher().finish();
     let mut token = [random(), random()];
     let world = engine.world().0;
-    let call = |call: &'static str, code: c_int| {
-        check(code).map_err(|reason| MpiError::Call { call, reason })
-    };
     // SAFETY: the token is this function's own and 16 bytes long; all processes make this call.
     let told = unsafe {
         let bytes = token.as_mut_ptr().cast::<c_void>();
         ffi::MPI_Bcast(bytes, 16, ffi::RSMPI_UINT8_T, 0, world)
     };
-    call("MPI_Bcast", told)?;
+    check(told).map_err(MpiError::of_call("MPI_Bcast"))?;
     let place = Rendezvous {
         rank: engine.rank,
         world_size: engine.world_size,
@@ -108,7 +102,7 @@ pub(crate) fn share(
         let (own, all) = ((&raw const own).cast(), (&raw mut all).cast());
         ffi::MPI_Allreduce(own, all, 1, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, world)
     };
-    call("MPI_Allreduce", agreed)?;
+    check(agreed).map_err(MpiError::of_call("MPI_Allreduce"))?;
     // Containers may hide ranks of a machine from each other: then all of them send messages.
     Ok(joined.ok().filter(|_| all == 1).map(|mut inner| {
         inner.set_timeout(options.timeout);
@@ -131,14 +125,13 @@ fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
             &mut here.0,
         )
     };
-    let call = |call: &'static str| move |reason| MpiError::Call { call, reason };
-    check(code).map_err(call("MPI_Comm_split_type"))?;
+    check(code).map_err(MpiError::of_call("MPI_Comm_split_type"))?;
     // SAFETY: the communicator was made above; the result is this function's own.
     let code = unsafe { ffi::MPI_Comm_size(here.0, &mut ranks) };
-    check(code).map_err(call("MPI_Comm_size"))?;
+    check(code).map_err(MpiError::of_call("MPI_Comm_size"))?;
     // SAFETY: as above; it is not used again.
     let code = unsafe { ffi::MPI_Comm_free(&mut here.0) };
-    check(code).map_err(call("MPI_Comm_free"))?;
+    check(code).map_err(MpiError::of_call("MPI_Comm_free"))?;
     Ok(ranks as usize)
 }
 

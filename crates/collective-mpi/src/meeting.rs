@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, Fingerprint};
+use fusestep_collective::CollectiveError;
 
 use crate::engine::{Kind, Request};
 use crate::group::Group;
@@ -18,6 +18,9 @@ const SPIN: Duration = Duration::from_micros(30);
 
 /// How long to give it away without sleeping.
 const YIELD: Duration = Duration::from_millis(2);
+
+/// What is said to have failed where headers do not come through.
+const EXCHANGE: &str = "exchange of fingerprints";
 
 /// Gives the processor away, the longer one has waited the longer.
 pub(crate) fn relax(waited: Duration) {
@@ -101,7 +104,7 @@ impl Meeting {
                 return Err(error);
             }
             if limit.is_none() && now > deadline {
-                group.announce(late(group, self.missing(), &header.fingerprint));
+                group.announce(header.fingerprint.late(self.missing(), group.timeout()));
             }
             if group.is_ending() {
                 let limit = *limit.get_or_insert(now + group.grace());
@@ -167,7 +170,8 @@ impl Meeting {
             }
         }
         failed.map_or(Ok(()), |reason| {
-            Err(self.broken(group, &header.fingerprint, reason))
+            self.give_up();
+            Err(group.failed(header.fingerprint.operation.name(), reason))
         })
     }
 
@@ -201,11 +205,7 @@ impl Meeting {
             None => Ok(self.pending.is_empty()),
             Some(reason) => {
                 self.give_up();
-                Err(CollectiveError::Engine {
-                    rank: group.rank,
-                    operation: "exchange of fingerprints",
-                    reason,
-                })
+                Err(group.failed(EXCHANGE, reason))
             }
         }
     }
@@ -234,47 +234,19 @@ impl Meeting {
 
     fn read(&mut self, group: &Group, peers: &[usize], own: Header) -> Result<(), CollectiveError> {
         self.headers.clear();
-        let mut received = peers
-            .iter()
-            .zip(self.incoming.chunks_exact(HEADER_BYTES))
-            .peekable();
-        let mut own = Some(own);
-        let mut unread = None;
-        while received.peek().is_some() || own.is_some() {
-            let own_is_next = received.peek().is_none_or(|(peer, _)| **peer > group.rank);
-            match own.take_if(|_| own_is_next) {
-                Some(own) => self.headers.push(own),
-                None => {
-                    let Some((peer, bytes)) = received.next() else {
-                        break;
-                    };
-                    match Header::from_bytes(bytes) {
-                        Some(header) => self.headers.push(header),
-                        None => unread = Some(*peer),
-                    }
-                }
-            }
-        }
-        match unread {
-            None => Ok(()),
-            Some(peer) => Err(CollectiveError::Engine {
-                rank: group.rank,
-                operation: "exchange of fingerprints",
-                reason: format!(
+        for (peer, bytes) in peers.iter().zip(self.incoming.chunks_exact(HEADER_BYTES)) {
+            let header = Header::from_bytes(bytes).ok_or_else(|| {
+                let reason = format!(
                     "a header of rank {peer} that this program cannot read; start the same \
                      program on all ranks"
-                ),
-            }),
+                );
+                group.failed(EXCHANGE, reason)
+            })?;
+            self.headers.push(header);
         }
-    }
-
-    fn broken(&mut self, group: &Group, print: &Fingerprint, reason: String) -> CollectiveError {
-        self.give_up();
-        CollectiveError::Engine {
-            rank: group.rank,
-            operation: print.operation.name(),
-            reason,
-        }
+        let place = peers.partition_point(|&peer| peer < group.rank);
+        self.headers.insert(place, own);
+        Ok(())
     }
 
     /// Leaves memory to messages that may still use it: the group has ended, so this happens once.
@@ -291,16 +263,5 @@ impl Drop for Meeting {
         if !self.pending.is_empty() {
             self.give_up();
         }
-    }
-}
-
-/// The error that names late ranks.
-pub(crate) fn late(group: &Group, ranks: Vec<usize>, print: &Fingerprint) -> CollectiveError {
-    CollectiveError::Late {
-        ranks,
-        operation: print.operation.name(),
-        sequence: print.sequence,
-        bucket: print.context.bucket,
-        timeout_ms: group.timeout_ms(),
     }
 }

@@ -39,10 +39,7 @@ impl Native {
         let mut comm = unsafe { ffi::RSMPI_COMM_NULL };
         // SAFETY: MPI runs as long as the engine does.
         let made = check(unsafe { ffi::MPI_Comm_dup(engine.world().0, &mut comm) });
-        made.map_err(|reason| MpiError::Call {
-            call: "MPI_Comm_dup",
-            reason,
-        })?;
+        made.map_err(MpiError::of_call("MPI_Comm_dup"))?;
         Ok(Self {
             world: Handle(comm),
             comm: Handle(comm),
@@ -157,11 +154,7 @@ pub(crate) fn all_reduce<'a>(
                 native.comm.0,
             )
         };
-        check(code).map_err(|reason| CollectiveError::Engine {
-            rank: comm.group.rank,
-            operation: "all-reduce",
-            reason,
-        })?;
+        check(code).map_err(|reason| comm.group.failed("all-reduce", reason))?;
     }
     if op == ReduceOp::Average {
         divide(call.dtype, receive, comm.group.world_size());

@@ -119,3 +119,11 @@ pub enum MpiError {
         reason: String,
     },
 }
+
+#[cfg(feature = "mpi")]
+impl MpiError {
+    /// The error of this call, for MPI's words.
+    pub(crate) fn of_call(call: &'static str) -> impl Fn(String) -> Self {
+        move |reason| Self::Call { call, reason }
+    }
+}

@@ -4,10 +4,10 @@
 use std::ops::Range;
 
 use fusestep_collective::{
-    Blocks, Buffers, Call, CollectiveError, Fingerprint, Operation, ReduceOp, reduce_slices,
+    Blocks, Buffers, Call, CollectiveError, Fingerprint, OfRanks, Operation, ReduceOp,
+    reduce_slices,
 };
 
-use crate::algorithms::carve;
 use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
 use crate::exchange::Message;
@@ -16,7 +16,7 @@ use crate::{exchange, native};
 /// Everything about one reduction but its memory.
 struct Task<'a> {
     /// The part of each rank, in bytes.
-    parts: Vec<Range<usize>>,
+    parts: OfRanks<Range<usize>>,
     /// Bytes of each part that are under way at a time; a multiple of an element.
     segment: usize,
     whom: Whom,
@@ -83,9 +83,7 @@ pub(crate) fn reduce(
         .next_multiple_of(element_bytes);
     let (rank, world_size) = (comm.group.rank, comm.group.world_size());
     let task = Task {
-        parts: (0..world_size)
-            .map(|rank| blocks.of_bytes(rank, element_bytes))
-            .collect(),
+        parts: blocks.all_bytes(element_bytes),
         segment,
         whom: match print.operation {
             Operation::Reduce { root, .. } => Whom::Rank(root),
@@ -243,5 +241,31 @@ impl Task<'_> {
 fn grow(words: &mut Vec<u64>, len_bytes: usize) {
     if words.len() * 8 < len_bytes {
         words.resize(len_bytes.div_ceil(8), 0);
+    }
+}
+
+/// The parts of a buffer at ranges that ascend and do not overlap.
+fn carve<'a>(buffer: &'a mut [u8], ranges: &[Range<usize>]) -> Vec<&'a mut [u8]> {
+    let (mut rest, mut at) = (buffer, 0);
+    let mut parts = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let (_, behind) = rest.split_at_mut(range.start - at);
+        let (part, behind) = behind.split_at_mut(range.len());
+        parts.push(part);
+        (rest, at) = (behind, range.end);
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_those_of_their_ranges() {
+        let mut buffer: Vec<u8> = (0..10).collect();
+        let parts = carve(&mut buffer, &[0..0, 1..3, 3..3, 3..7, 9..10]);
+        let expected: [&[u8]; 5] = [&[], &[1, 2], &[], &[3, 4, 5, 6], &[9]];
+        assert_eq!(parts, expected);
     }
 }

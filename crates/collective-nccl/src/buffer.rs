@@ -154,10 +154,7 @@ impl DeviceBuffer {
 }
 
 fn failed(reason: String) -> NcclError {
-    NcclError::Call {
-        call: "copy between host and GPU",
-        reason,
-    }
+    NcclError::of_call("copy between host and GPU")(reason)
 }
 
 impl Drop for DeviceBuffer {

@@ -1,7 +1,6 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use fusestep_collective::{
@@ -50,7 +49,6 @@ pub struct NcclCommunicator {
     pub(crate) enqueued: Option<(Fingerprint, UnderWay)>,
     broken_off: bool,
     closed: Option<CollectiveError>,
-    dumped: Option<Result<PathBuf, String>>,
 }
 
 /// How far a call has come when it returns.
@@ -105,7 +103,6 @@ impl NcclCommunicator {
             enqueued: None,
             broken_off: false,
             closed: None,
-            dumped: None,
         }
     }
 
@@ -117,12 +114,6 @@ impl NcclCommunicator {
     /// Name and index of this rank's GPU.
     pub fn gpu(&self) -> (&str, usize) {
         (&self.site.device.name, self.site.device.index)
-    }
-
-    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
-    /// without a folder.
-    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
-        self.dumped.as_ref()
     }
 
     /// The steps that all calls have in common: check, compare, move. `body` says whether the call
@@ -264,10 +255,7 @@ impl NcclCommunicator {
                 // The first error holds; the control communicator knows which one that was.
                 let error = renamed(self.control.failure().unwrap_or(error), self.last.as_ref());
                 self.recorder.end(Err(&error));
-                if let (None, Some(folder)) = (&self.dumped, &self.options.dump_folder) {
-                    let dumped = self.recorder.dump(folder);
-                    self.dumped = Some(dumped.map_err(|error| error.to_string()));
-                }
+                self.recorder.dump_once(self.options.dump_folder.as_deref());
                 Err(self.closed.get_or_insert(error).clone())
             }
         }

@@ -69,11 +69,8 @@ impl Device {
 
     fn make(library: &Path, index: usize, rank: usize) -> Result<Self, NcclError> {
         let driver = Driver::load(library)?;
-        let call = |call: &'static str, code: c_int| {
-            driver
-                .check(code)
-                .map_err(|reason| NcclError::Call { call, reason })
-        };
+        let call =
+            |call: &'static str, code: c_int| driver.check(code).map_err(NcclError::of_call(call));
         let (mut count, mut handle) = (0, 0);
         let (mut name, mut uuid) = ([0; 256], [0; 16]);
         let (mut major, mut minor) = (0, 0);

@@ -53,10 +53,8 @@ impl NcclCommunicator {
     /// # Errors
     /// The driver's words.
     pub fn device_buffer(&self, len_bytes: usize) -> Result<DeviceBuffer, NcclError> {
-        DeviceBuffer::allocate(&self.site.device, len_bytes).map_err(|reason| NcclError::Call {
-            call: "cuMemAlloc",
-            reason,
-        })
+        let made = DeviceBuffer::allocate(&self.site.device, len_bytes);
+        made.map_err(NcclError::of_call("cuMemAlloc"))
     }
 
     /// A call on device memory: behind what its owner has enqueued, and the owner's next work
@@ -90,7 +88,7 @@ impl NcclCommunicator {
             for (ready, _) in events.clone() {
                 comm.engine(print, |link| link.follow(ready))?;
             }
-            let ranges = movement::ranges(comm, blocks, print);
+            let ranges = blocks.all_bytes(print.dtype.len_bytes());
             let len_bytes = blocks.numel * print.dtype.len_bytes();
             movement::move_data(comm, memory, &ranges, len_bytes, print)?;
             for (_, done) in events.clone() {

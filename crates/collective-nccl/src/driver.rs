@@ -69,10 +69,9 @@ impl Driver {
         let driver = Self::find(ManuallyDrop::into_inner(library), path)?;
         // SAFETY: any number of calls, from any thread.
         let started = unsafe { (driver.init)(0) };
-        driver.check(started).map_err(|reason| NcclError::Call {
-            call: "cuInit",
-            reason,
-        })?;
+        driver
+            .check(started)
+            .map_err(NcclError::of_call("cuInit"))?;
         Ok(driver)
     }
 

@@ -5,7 +5,7 @@ use fusestep_collective::{
 };
 
 use crate::communicator::NcclCommunicator;
-use crate::wire::{FRAME_BYTES, Frame, of_ranks};
+use crate::wire::{FRAME_BYTES, Frame};
 
 /// Counts a call, tells the others what it is and hears what theirs are.
 pub(crate) fn announce(
@@ -88,7 +88,7 @@ fn exchange(
         });
     }
     let compared = Fingerprint::compare(frames.len(), |index| frames[index].fingerprint());
-    compared.map_err(|error| of_ranks(error, &ranks))
+    compared.map_err(|error| error.with_ranks(&ranks))
 }
 
 /// Why data is not through: whoever does not say so is the one that stopped.

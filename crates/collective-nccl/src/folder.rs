@@ -4,16 +4,15 @@ mod files;
 mod meeting;
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fusestep_collective::{
-    Aborter, Buffers, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation,
+    Aborter, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
+    FlightRecorder, Membership, Movement, Operation,
 };
 
-use crate::wire::{FRAME_BYTES, Frame, of_ranks};
+use crate::wire::{FRAME_BYTES, Frame};
 use files::{Files, pause};
 pub use meeting::Meeting;
 
@@ -133,7 +132,7 @@ impl FolderControl {
             )
         })?;
         let compared = Fingerprint::compare(frames.len(), |index| frames[index].fingerprint());
-        compared.map_err(|error| of_ranks(error, &parties.ranks))?;
+        compared.map_err(|error| error.with_ranks(&parties.ranks))?;
         Ok(all
             .into_iter()
             .map(|mut bytes| bytes.split_off(FRAME_BYTES))
@@ -180,13 +179,7 @@ impl FolderControl {
                 }
             }
             if begun.elapsed() > self.timeout {
-                return Err(CollectiveError::Late {
-                    ranks: missing,
-                    operation: print.operation.name(),
-                    sequence: print.sequence,
-                    bucket: print.context.bucket,
-                    timeout_ms: u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX),
-                });
+                return Err(print.late(missing, self.timeout));
             }
             pause(looks);
             looks += 1;
@@ -197,89 +190,81 @@ impl FolderControl {
     fn make(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
         let (rank, shape) = (self.rank, call.shape());
         let blocks = shape.blocks(rank, self.world_size)?;
-        let bytes = |rank: usize| blocks.of_bytes(rank, call.dtype.len_bytes());
-        let whole = 0..blocks.numel * call.dtype.len_bytes();
-        // What this rank leaves, and what it takes from which party.
-        let (leaves, takes): (Range<usize>, Vec<(usize, Range<usize>)>) = match call.operation {
-            Operation::Barrier => (0..0, Vec::new()),
-            Operation::AllGather => (
-                bytes(rank),
-                (0..self.world_size)
-                    .map(|from| (from, bytes(from)))
-                    .collect(),
-            ),
-            Operation::Broadcast { root } if root == rank => (whole.clone(), vec![(root, whole)]),
-            Operation::Broadcast { root } => (0..0, vec![(root, whole)]),
-            Operation::Send { .. } => (whole, Vec::new()),
-            Operation::Receive { .. } => (0..0, vec![(0, whole)]),
-            other => {
-                return Err(CollectiveError::Refused {
-                    rank,
-                    operation: other.name(),
-                    reason: "expected all-gather, broadcast, a transfer, a barrier or a split \
-                             through a folder, which carries what ranks say and no gradients; use \
-                             the communicator that was made on it"
-                        .to_owned(),
-                });
-            }
+        if !matches!(
+            call.operation,
+            Operation::Barrier
+                | Operation::AllGather
+                | Operation::Broadcast { .. }
+                | Operation::Send { .. }
+                | Operation::Receive { .. }
+        ) {
+            return Err(CollectiveError::Refused {
+                rank,
+                operation: call.operation.name(),
+                reason: "expected all-gather, broadcast, a transfer, a barrier or a split \
+                         through a folder, which carries what ranks say and no gradients; use \
+                         the communicator that was made on it"
+                    .to_owned(),
+            });
+        }
+        let movement = Movement {
+            operation: call.operation,
+            blocks: &blocks.all_bytes(call.dtype.len_bytes()),
         };
+        let share = movement.share(rank, call.buffers);
         let (print, parties) = self.begin(&shape, blocks.numel);
-        let payload = match &call.buffers {
-            Buffers::InPlace(buffer) => &buffer[leaves],
-            Buffers::OutOfPlace { .. } if leaves.is_empty() => &[],
-            // Apart, a rank's input is all there is in it.
-            Buffers::OutOfPlace { send, .. } => &send[..leaves.len()],
-        };
-        let all = self.exchange(&print, &parties, payload)?;
-        let (Buffers::InPlace(result)
-        | Buffers::OutOfPlace {
-            receive: result, ..
-        }) = call.buffers;
-        for (party, range) in takes {
+        let all = self.exchange(&print, &parties, &share.shown)?;
+        for pull in share.pulls {
+            let party = match call.operation {
+                // The sender is the first of two parties.
+                Operation::Receive { .. } => 0,
+                _ => pull.from,
+            };
             let found = &all[party];
-            if found.len() != range.len() {
+            if found.len() != pull.range.len() {
                 return Err(CollectiveError::Engine {
                     rank,
                     operation: call.operation.name(),
                     reason: format!(
                         "{} bytes of rank {} in place of {}",
                         found.len(),
-                        parties.ranks[party],
-                        range.len()
+                        pull.from,
+                        pull.range.len()
                     ),
                 });
             }
-            result[range].copy_from_slice(found);
+            pull.into.copy_from_slice(found);
         }
         Ok(())
     }
 
     fn join(&mut self, membership: Option<Membership>) -> Result<Option<Self>, CollectiveError> {
         let (print, parties) = self.begin(&CallShape::SPLIT, 0);
-        let mut own = [0; MEMBERSHIP_BYTES];
+        let mut bytes = [0; MEMBERSHIP_BYTES];
         if let Some(Membership { colour, key }) = membership {
-            own[0] = 1;
-            own[1..5].copy_from_slice(&colour.to_le_bytes());
-            own[5..].copy_from_slice(&key.to_le_bytes());
+            bytes[0] = 1;
+            bytes[1..5].copy_from_slice(&colour.to_le_bytes());
+            bytes[5..].copy_from_slice(&key.to_le_bytes());
         }
-        let all = self.exchange(&print, &parties, &own)?;
-        let Some(Membership { colour, .. }) = membership else {
+        let all = self.exchange(&print, &parties, &bytes)?;
+        let Some(own) = membership else {
             return Ok(None);
         };
         let word = |bytes: &[u8], at: usize| {
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
-        let mut members: Vec<(u32, usize)> = (0..self.world_size)
-            .filter(|&rank| all[rank].len() == MEMBERSHIP_BYTES && all[rank][0] == 1)
-            .filter(|&rank| word(&all[rank], 1) == colour)
-            .map(|rank| (word(&all[rank], 5), rank))
-            .collect();
-        members.sort_unstable();
-        let place = members.iter().position(|&(_, rank)| rank == self.rank);
+        let members = own.members(self.world_size, |rank| {
+            let bytes = &all[rank];
+            (bytes.len() == MEMBERSHIP_BYTES && bytes[0] == 1).then(|| Membership {
+                colour: word(bytes, 1),
+                key: word(bytes, 5),
+            })
+        });
+        let place = members.iter().position(|&rank| rank == self.rank);
         let folder = self
             .files
             .folder()
-            .join(format!("group-{}-{colour}", print.sequence));
+            .join(format!("group-{}-{}", print.sequence, own.colour));
         let made = std::fs::create_dir_all(&folder);
         made.map_err(|error| CollectiveError::Engine {
             rank: self.rank,

@@ -94,10 +94,7 @@ impl Site {
         control
             .broadcast(&mut message, 0)
             .map_err(NcclError::Control)?;
-        made.map_err(|reason| NcclError::Call {
-            call: "ncclGetUniqueId",
-            reason,
-        })?;
+        made.map_err(NcclError::of_call("ncclGetUniqueId"))?;
         if message[0] == 0 {
             return Err(NcclError::Peer {
                 rank: 0,
@@ -144,10 +141,7 @@ fn wait_connected(link: Link, timeout: Duration) -> Result<Link, NcclError> {
             }
             Err(reason) => {
                 link.abort_within(timeout);
-                return Err(NcclError::Call {
-                    call: "connecting the ranks",
-                    reason,
-                });
+                return Err(NcclError::of_call("connecting the ranks")(reason));
             }
         }
     }

@@ -34,19 +34,38 @@ pub(crate) struct Link {
 // SAFETY: streams and events may be used from any thread, by one at a time: `Link` is not `Sync`.
 unsafe impl Send for Link {}
 
-/// A part of a group of transfers; `address` is device memory.
+/// A part of a group of transfers.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Message {
-    Out {
-        to: usize,
-        address: Address,
-        len_bytes: usize,
-    },
-    In {
-        from: usize,
-        address: Address,
-        len_bytes: usize,
-    },
+pub(crate) struct Message {
+    way: Way,
+    peer: usize,
+    /// Device memory.
+    address: Address,
+    len_bytes: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Out,
+    In,
+}
+
+impl Message {
+    pub(crate) fn out(peer: usize, address: Address, len_bytes: usize) -> Self {
+        Self {
+            way: Way::Out,
+            peer,
+            address,
+            len_bytes,
+        }
+    }
+
+    pub(crate) fn into(peer: usize, address: Address, len_bytes: usize) -> Self {
+        Self {
+            way: Way::In,
+            ..Self::out(peer, address, len_bytes)
+        }
+    }
 }
 
 /// How a wait went on.
@@ -73,34 +92,37 @@ impl Link {
         aborter: Aborter,
         (scratch_bytes, ranks): (usize, usize),
     ) -> Result<Self, NcclError> {
-        let cuda = |call: &'static str| move |reason: String| NcclError::Call { call, reason };
         let workspace = Workspace::allocate(&device, scratch_bytes, ranks);
         let mut link = Self {
             handle: Handle::new(nccl, Arc::clone(&device), aborter),
             stream: std::ptr::null_mut(),
             event: std::ptr::null_mut(),
-            workspace: workspace.map_err(cuda("cuMemAlloc"))?,
+            workspace: workspace.map_err(NcclError::of_call("cuMemAlloc"))?,
             device: Arc::clone(&device),
         };
-        let _entered = device.enter().map_err(cuda("cuCtxSetCurrent"))?;
+        let _entered = device
+            .enter()
+            .map_err(NcclError::of_call("cuCtxSetCurrent"))?;
         let driver = &device.driver;
         // SAFETY: each writes one handle into the link, whose drop gives it back; the context is
         // current.
         unsafe {
             let code = (driver.stream_create)(&mut link.stream, NON_BLOCKING);
-            driver.check(code).map_err(cuda("cuStreamCreate"))?;
+            driver
+                .check(code)
+                .map_err(NcclError::of_call("cuStreamCreate"))?;
             let code = (driver.event_create)(&mut link.event, DISABLE_TIMING);
-            driver.check(code).map_err(cuda("cuEventCreate"))?;
+            driver
+                .check(code)
+                .map_err(NcclError::of_call("cuEventCreate"))?;
         }
         Ok(link)
     }
 
     /// Starts to connect; [`enqueued`](Self::enqueued) says when it has happened.
     pub(crate) fn connect(&self, place: Place) -> Result<(), NcclError> {
-        let _entered = self.device.enter().map_err(|reason| NcclError::Call {
-            call: "cuCtxSetCurrent",
-            reason,
-        })?;
+        let entered = self.device.enter();
+        let _entered = entered.map_err(NcclError::of_call("cuCtxSetCurrent"))?;
         let made = self.handle.make(|nccl, comm: &mut Comm| {
             let mut config = Config::without_blocking();
             // SAFETY: the id was made by `ncclGetUniqueId`; all ranks pass the same one, and each
@@ -116,10 +138,7 @@ impl Link {
             };
             nccl.check(code)
         });
-        made.map_err(|reason| NcclError::Call {
-            call: "ncclCommInitRankConfig",
-            reason,
-        })
+        made.map_err(NcclError::of_call("ncclCommInitRankConfig"))
     }
 
     /// Whether NCCL has nothing left to set up or enqueue.
@@ -158,45 +177,28 @@ impl Link {
 
     /// Starts transfers; messages of no length are left out on both sides.
     pub(crate) fn transfers(&self, messages: &[Message]) -> Result<(), String> {
-        let moves = |message: &&Message| match message {
-            Message::Out { len_bytes, .. } | Message::In { len_bytes, .. } => *len_bytes > 0,
-        };
-        let messages: Vec<&Message> = messages.iter().filter(moves).collect();
+        let messages = messages.iter().filter(|message| message.len_bytes > 0);
+        let messages: Vec<&Message> = messages.collect();
         if messages.is_empty() {
             return Ok(());
         }
         self.group(|nccl, comm, stream| {
             let mut first_error = SUCCESS;
             for message in messages {
+                let (peer, len_bytes) = (message.peer as c_int, message.len_bytes);
                 // SAFETY: addresses are those of device buffers that the communicator or its caller
                 // holds until the event after this group has come, or until the
                 // communicator was aborted; lengths were checked against them.
                 let code = unsafe {
-                    match *message {
-                        Message::Out {
-                            to,
-                            address,
-                            len_bytes,
-                        } => (nccl.send)(
-                            address as *const _,
-                            len_bytes,
-                            BYTES,
-                            to as c_int,
-                            comm,
-                            stream,
-                        ),
-                        Message::In {
-                            from,
-                            address,
-                            len_bytes,
-                        } => (nccl.receive)(
-                            address as *mut _,
-                            len_bytes,
-                            BYTES,
-                            from as c_int,
-                            comm,
-                            stream,
-                        ),
+                    match message.way {
+                        Way::Out => {
+                            let from = message.address as *const _;
+                            (nccl.send)(from, len_bytes, BYTES, peer, comm, stream)
+                        }
+                        Way::In => {
+                            let into = message.address as *mut _;
+                            (nccl.receive)(into, len_bytes, BYTES, peer, comm, stream)
+                        }
                     }
                 };
                 if !matches!(code, SUCCESS | IN_PROGRESS) && first_error == SUCCESS {

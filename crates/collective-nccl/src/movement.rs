@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::ops::Range;
 
-use fusestep_collective::{Blocks, CollectiveError, Communicator, Fingerprint, Operation};
+use fusestep_collective::{CollectiveError, Communicator, Fingerprint, Movement, Operation};
 
 use crate::communicator::NcclCommunicator;
 use crate::device_call::Memory;
@@ -11,18 +11,6 @@ use crate::driver::Address;
 use crate::library::BYTES;
 use crate::link::Message;
 use crate::{cut, reduction};
-
-/// Where the blocks of ranks begin and end, in bytes of the whole.
-pub(crate) fn ranges(
-    comm: &NcclCommunicator,
-    blocks: Blocks<'_>,
-    print: &Fingerprint,
-) -> Vec<Range<usize>> {
-    let element_bytes = print.dtype.len_bytes();
-    (0..comm.world_size())
-        .map(|rank| blocks.of_bytes(rank, element_bytes))
-        .collect()
-}
 
 /// Enqueues what moves the data of a call that all ranks make, or of a segment of it. Operations
 /// of blocks look at `ranges`, which need not follow each other; others at `whole`, their
@@ -34,16 +22,6 @@ pub(crate) fn move_data(
     whole: usize,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
-    let out = |to: usize, address: Address, len_bytes: usize| Message::Out {
-        to,
-        address,
-        len_bytes,
-    };
-    let into = |from: usize, address: Address, len_bytes: usize| Message::In {
-        from,
-        address,
-        len_bytes,
-    };
     match print.operation {
         Operation::AllReduce(op)
         | Operation::Reduce { reduce: op, .. }
@@ -56,12 +34,15 @@ pub(crate) fn move_data(
         }
         Operation::Broadcast { root } => broadcast(comm, memory, root, whole, print)?,
         Operation::AllGather => all_gather(comm, memory, ranges, print)?,
-        Operation::Scatter { root } => scatter(comm, memory, root, ranges, print)?,
-        Operation::Gather { root } => gather(comm, memory, root, ranges, print)?,
         Operation::AllToAll => all_to_all(comm, memory, ranges, print)?,
-        Operation::Send { to } => transfers(comm, &[out(to, memory.input(0), whole)], print)?,
+        operation @ (Operation::Scatter { .. } | Operation::Gather { .. }) => {
+            by_messages(comm, memory, operation, ranges, print)?;
+        }
+        Operation::Send { to } => {
+            transfers(comm, &[Message::out(to, memory.input(0), whole)], print)?;
+        }
         Operation::Receive { from } => {
-            transfers(comm, &[into(from, memory.result(0), whole)], print)?;
+            transfers(comm, &[Message::into(from, memory.result(0), whole)], print)?;
         }
         Operation::Barrier | Operation::Split | Operation::ReduceUpdate => {}
     }
@@ -134,87 +115,43 @@ pub(crate) fn all_gather(
         })?;
         return comm.settle(print);
     }
+    by_messages(comm, memory, Operation::AllGather, ranges, print)
+}
+
+/// Blocks from rank to rank, as they are.
+pub(crate) fn by_messages(
+    comm: &mut NcclCommunicator,
+    memory: Memory,
+    operation: Operation,
+    ranges: &[Range<usize>],
+    print: &Fingerprint,
+) -> Result<(), CollectiveError> {
+    let rank = comm.rank();
+    let movement = Movement {
+        operation,
+        blocks: ranges,
+    };
+    let shown = memory.input_block(&movement.shown(rank));
     let mut messages = Vec::with_capacity(2 * ranges.len());
-    for peer in others(comm) {
-        messages.push(Message::Out {
-            to: peer,
-            address: from,
-            len_bytes: own.len(),
-        });
-        messages.push(Message::In {
-            from: peer,
-            address: memory.result(ranges[peer].start),
-            len_bytes: ranges[peer].len(),
-        });
-    }
-    comm.engine(print, |link| {
-        link.copy(from, memory.result(own.start), own.len())
-    })?;
-    transfers(comm, &messages, print)
-}
-
-fn scatter(
-    comm: &mut NcclCommunicator,
-    memory: Memory,
-    root: usize,
-    ranges: &[Range<usize>],
-    print: &Fingerprint,
-) -> Result<(), CollectiveError> {
-    let own = ranges[comm.rank()].clone();
-    if comm.rank() != root {
-        let message = Message::In {
-            from: root,
-            address: memory.result_block(&own),
-            len_bytes: own.len(),
+    for take in movement.takes(rank) {
+        let into = match operation {
+            Operation::Scatter { .. } => memory.result_block(&ranges[rank]),
+            _ => memory.result(take.target),
         };
-        return transfers(comm, &[message], print);
+        let len_bytes = take.range.len();
+        if take.from == rank {
+            let from = shown + take.range.start as u64;
+            comm.engine(print, |link| link.copy(from, into, len_bytes))?;
+        } else {
+            messages.push(Message::into(take.from, into, len_bytes));
+        }
     }
-    let message = |to: usize| Message::Out {
-        to,
-        address: memory.input(ranges[to].start),
-        len_bytes: ranges[to].len(),
-    };
-    let messages: Vec<Message> = others(comm).map(message).collect();
-    comm.engine(print, |link| {
-        link.copy(
-            memory.input(own.start),
-            memory.result_block(&own),
-            own.len(),
-        )
-    })?;
-    transfers(comm, &messages, print)
-}
-
-/// All blocks to the root.
-pub(crate) fn gather(
-    comm: &mut NcclCommunicator,
-    memory: Memory,
-    root: usize,
-    ranges: &[Range<usize>],
-    print: &Fingerprint,
-) -> Result<(), CollectiveError> {
-    let own = ranges[comm.rank()].clone();
-    if comm.rank() != root {
-        let message = Message::Out {
-            to: root,
-            address: memory.input_block(&own),
-            len_bytes: own.len(),
-        };
-        return transfers(comm, &[message], print);
+    for to in others(comm) {
+        if let Some(range) = movement.given(rank, to) {
+            let from = shown + range.start as u64;
+            messages.push(Message::out(to, from, range.len()));
+        }
     }
-    let message = |from: usize| Message::In {
-        from,
-        address: memory.result(ranges[from].start),
-        len_bytes: ranges[from].len(),
-    };
-    let messages: Vec<Message> = others(comm).map(message).collect();
-    comm.engine(print, |link| {
-        link.copy(
-            memory.input_block(&own),
-            memory.result(own.start),
-            own.len(),
-        )
-    })?;
     transfers(comm, &messages, print)
 }
 
@@ -224,15 +161,8 @@ fn all_to_all(
     ranges: &[Range<usize>],
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
-    let base = match memory {
-        Memory::Two { send, .. } => {
-            let blocks: Vec<_> = ranges
-                .iter()
-                .map(|range| (send + range.start as u64, range.clone()))
-                .collect();
-            return deal(comm, &blocks, memory, print);
-        }
-        Memory::Same(base) => base,
+    let Memory::Same(base) = memory else {
+        return by_messages(comm, memory, Operation::AllToAll, ranges, print);
     };
     // In place, what arrives would overwrite what has not left yet.
     let received = &comm.link.workspace.received;
@@ -252,36 +182,28 @@ fn all_to_all(
                 .iter()
                 .try_for_each(|(copy, part)| link.copy(base + part.start as u64, *copy, part.len()))
         })?;
-        deal(comm, &blocks, memory, print)?;
+        deal(comm, &blocks, base, print)?;
     }
     Ok(())
 }
 
 /// Sends each rank its block, which lies at an address of its own, and receives the others'
-/// into the ranges of the result.
+/// into the ranges of the result, which begins at `base`.
 fn deal(
     comm: &mut NcclCommunicator,
     blocks: &[(Address, Range<usize>)],
-    memory: Memory,
+    base: Address,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
     let mut messages = Vec::with_capacity(2 * blocks.len());
     for peer in others(comm) {
         let (address, range) = &blocks[peer];
-        messages.push(Message::Out {
-            to: peer,
-            address: *address,
-            len_bytes: range.len(),
-        });
-        messages.push(Message::In {
-            from: peer,
-            address: memory.result(range.start),
-            len_bytes: range.len(),
-        });
+        messages.push(Message::out(peer, *address, range.len()));
+        messages.push(Message::into(peer, base + range.start as u64, range.len()));
     }
     let (address, own) = &blocks[comm.rank()];
     comm.engine(print, |link| {
-        link.copy(*address, memory.result(own.start), own.len())
+        link.copy(*address, base + own.start as u64, own.len())
     })?;
     transfers(comm, &messages, print)
 }

@@ -187,6 +187,14 @@ pub enum NcclError {
     Control(fusestep_collective::CollectiveError),
 }
 
+#[cfg(feature = "nccl")]
+impl NcclError {
+    /// The error of this call, for the library's words.
+    pub(crate) fn of_call(call: &'static str) -> impl Fn(String) -> Self {
+        move |reason| Self::Call { call, reason }
+    }
+}
+
 /// A version as people write it. NCCL counts 2.8.4 as 2804 and, from 2.9 on, 2.9.6 as 20906.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
 pub(crate) fn version_text(code: u32) -> String {

@@ -39,7 +39,7 @@ pub(crate) fn reduce(
         let parts = cut::parts(ranges, start, step);
         let results = reduce_parts(comm, memory, ranges, &parts, op, print)?;
         if let Operation::Reduce { root, .. } = print.operation {
-            movement::gather(comm, results, root, &parts, print)?;
+            movement::by_messages(comm, results, Operation::Gather { root }, &parts, print)?;
         }
     }
     if let Operation::AllReduce(_) = print.operation {
@@ -121,16 +121,9 @@ fn exchange_blocks(
     let rank = comm.rank();
     let mut messages = Vec::with_capacity(2 * ranges.len());
     for peer in (0..ranges.len()).filter(|&peer| peer != rank) {
-        messages.push(Message::Out {
-            to: peer,
-            address: memory.input(ranges[peer].start),
-            len_bytes: ranges[peer].len(),
-        });
-        messages.push(Message::In {
-            from: peer,
-            address: place_of(peer),
-            len_bytes: ranges[rank].len(),
-        });
+        let theirs = &ranges[peer];
+        messages.push(Message::out(peer, memory.input(theirs.start), theirs.len()));
+        messages.push(Message::into(peer, place_of(peer), ranges[rank].len()));
     }
     movement::transfers(comm, &messages, print)
 }

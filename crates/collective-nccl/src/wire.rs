@@ -1,6 +1,6 @@
 //! What ranks tell each other through the control communicator before data moves.
 
-use fusestep_collective::{CollectiveError, Fingerprint};
+use fusestep_collective::Fingerprint;
 
 /// Bytes of a frame: the reason in a word of its own, then the fingerprint.
 pub(crate) const FRAME_BYTES: usize = REASON_BYTES + Fingerprint::WIRE_BYTES;
@@ -41,19 +41,6 @@ impl Frame {
             _ => None,
         }
     }
-}
-
-/// A mismatch between parties, said of the ranks they are.
-pub(crate) fn of_ranks(mut error: CollectiveError, ranks: &[usize]) -> CollectiveError {
-    if let CollectiveError::Mismatch {
-        expected_rank,
-        found_rank,
-        ..
-    } = &mut error
-    {
-        (*expected_rank, *found_rank) = (ranks[*expected_rank], ranks[*found_rank]);
-    }
-    error
 }
 
 #[cfg(test)]

@@ -37,11 +37,6 @@ impl ProcessCommunicator {
     pub fn set_timeout(&mut self, _timeout: Duration) {
         match self.never {}
     }
-
-    /// Where the flight recorder was written.
-    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
-        match self.never {}
-    }
 }
 
 impl Communicator for ProcessCommunicator {

@@ -1,7 +1,6 @@
 //! The communicator: what it keeps between calls, and how calls begin and end.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -48,7 +47,6 @@ pub struct ProcessCommunicator {
     /// Where others find what lies elsewhere; made by the first call that needs it.
     stage: Option<Arena>,
     pub(crate) recorder: FlightRecorder,
-    dumped: Option<Result<PathBuf, String>>,
 }
 
 impl ProcessCommunicator {
@@ -96,7 +94,6 @@ impl ProcessCommunicator {
             context: CallContext::default(),
             pairs: HashMap::new(),
             stage: None,
-            dumped: None,
             group,
         }
     }
@@ -107,17 +104,8 @@ impl ProcessCommunicator {
         self.options.timeout = timeout.min(MAX_TIMEOUT);
     }
 
-    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
-    /// without a folder.
-    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
-        self.dumped.as_ref()
-    }
-
     fn dump(&mut self) {
-        if let (None, Some(folder)) = (&self.dumped, &self.options.dump_folder) {
-            let dumped = self.recorder.dump(folder);
-            self.dumped = Some(dumped.map_err(|error| error.to_string()));
-        }
+        self.recorder.dump_once(self.options.dump_folder.as_deref());
     }
 
     /// What a call that fails leaves behind: the group closed, unless a rank has only left.
@@ -219,7 +207,7 @@ impl ProcessCommunicator {
         let error = self.fail(error);
         self.recorder.end(Err(&error));
         self.dump();
-        let place = match &self.dumped {
+        let place = match self.recorder.dumped() {
             None => "no folder was given for the flight recorder".to_owned(),
             Some(Ok(path)) => format!("the flight recorder is {}", path.display()),
             Some(Err(error)) => format!("the flight recorder could not be written: {error}"),

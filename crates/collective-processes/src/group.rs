@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use fusestep_collective::CollectiveError;
+use fusestep_collective::{CollectiveError, behind};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::heap::Arena;
@@ -273,24 +273,12 @@ impl Group {
         own.transfer.store(peer, Ordering::SeqCst);
     }
 
-    /// The ranks behind a delay: whoever only waits in a transfer is not late, the other side is.
-    /// Ranks that wait for each other in a circle, this one among them, are named as seen.
+    /// [`behind`] a delay that this rank has seen as `late`.
     pub(crate) fn behind(&self, late: &[usize]) -> Vec<usize> {
-        let follow = |first: usize| {
-            let mut last = first;
-            for _ in 0..self.members.len() {
-                match self.member(last).transfer.load(Ordering::SeqCst) as usize {
-                    0 => return last,
-                    peer if peer - 1 == self.rank => return first,
-                    peer => last = peer - 1,
-                }
-            }
-            first
-        };
-        let mut behind: Vec<usize> = late.iter().map(|&first| follow(first)).collect();
-        behind.sort_unstable();
-        behind.dedup();
-        behind
+        behind(self.rank, self.members.len(), late, |rank| {
+            let transfer = self.member(rank).transfer.load(Ordering::SeqCst);
+            transfer.checked_sub(1).map(|peer| peer as usize)
+        })
     }
 
     /// Makes a block for a new group of `ranks` in memory of this process, zeroed.

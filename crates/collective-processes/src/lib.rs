@@ -7,6 +7,7 @@ mod card;
 #[cfg(target_os = "linux")]
 mod communicator;
 mod environment;
+mod error;
 #[cfg(target_os = "linux")]
 mod files;
 #[cfg(target_os = "linux")]
@@ -24,7 +25,6 @@ mod life;
 mod movement;
 #[cfg(target_os = "linux")]
 mod notifier;
-mod options;
 #[cfg(target_os = "linux")]
 mod reduction;
 #[cfg(target_os = "linux")]
@@ -47,7 +47,8 @@ pub use absent::{ProcessCommunicator, launch};
 #[cfg(target_os = "linux")]
 pub use communicator::ProcessCommunicator;
 pub use environment::{Rendezvous, launched_processes};
+pub use error::ProcessError;
+pub use fusestep_collective::Options as ProcessOptions;
 #[cfg(target_os = "linux")]
 pub use launch::launch;
 pub use launched::{LaunchOptions, Launched};
-pub use options::{ProcessError, ProcessOptions};

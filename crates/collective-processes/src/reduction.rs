@@ -7,10 +7,9 @@ use std::time::Instant;
 
 use fusestep_coalesce::MemoryOwner;
 use fusestep_collective::{
-    Blocks, Buffers, Call, CollectiveError, Column, Columns, RankMemory, Receivers, ReduceOp,
-    ReduceUpdate,
+    Blocks, Buffers, Call, CollectiveError, Column, RankMemory, Receivers, ReduceOp, ReduceUpdate,
+    Sharing, common,
 };
-use fusestep_simd::Level;
 use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
@@ -19,20 +18,6 @@ use crate::communicator::{ProcessCommunicator, STAGE_BYTES, copied};
 use crate::heap::Arena;
 use crate::segment::Segment;
 use crate::task::Task;
-
-/// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
-const LINE_BYTES: usize = 64;
-
-/// What all ranks know of a reduction.
-struct Plan<'a> {
-    blocks: Blocks<'a>,
-    dtype: DType,
-    op: ReduceOp,
-    receivers: Receivers,
-    whole_bytes: usize,
-    level: Level,
-    claim_bytes: usize,
-}
 
 impl ProcessCommunicator {
     /// All-reduce, reduce and reduce-scatter.
@@ -43,15 +28,7 @@ impl ProcessCommunicator {
         blocks: Blocks<'_>,
         op: ReduceOp,
     ) -> Result<(), CollectiveError> {
-        let plan = Plan {
-            blocks,
-            dtype: call.dtype,
-            op,
-            receivers: Receivers::of_operation(call.operation),
-            whole_bytes: blocks.numel * call.dtype.len_bytes(),
-            level: self.options.level,
-            claim_bytes: claim_bytes(self.options.claim_bytes),
-        };
+        let plan = Sharing::new(&call, blocks, op, &self.options);
         let (input, output): (Option<&[u8]>, &mut [u8]) = match call.buffers {
             Buffers::InPlace(buffer) => (None, buffer),
             Buffers::OutOfPlace { send, receive } => (Some(send), receive),
@@ -63,11 +40,11 @@ impl ProcessCommunicator {
     fn reduce(
         &mut self,
         task: &mut Task,
-        plan: &Plan<'_>,
+        plan: &Sharing<'_>,
         input: Option<&[u8]>,
         output: &mut [u8],
     ) -> Result<(), CollectiveError> {
-        let (rank, whole) = (self.group.rank, plan.whole_bytes);
+        let (rank, whole) = (self.group.rank, plan.whole_bytes());
         let gets = !matches!(plan.receivers, Receivers::Rank(root) if root != rank);
         let segment = &self.group.session.segment;
         let from = segment.offset_of(input.unwrap_or(output));
@@ -120,7 +97,7 @@ impl ProcessCommunicator {
     fn reduce_round(
         &mut self,
         task: &Task,
-        plan: &Plan<'_>,
+        plan: &Sharing<'_>,
         stretch: Range<usize>,
         stage: &mut Option<crate::heap::Arena>,
     ) -> Result<usize, CollectiveError> {
@@ -142,7 +119,7 @@ impl ProcessCommunicator {
             let range = if is_staged {
                 stretch.clone()
             } else {
-                0..plan.whole_bytes
+                0..plan.whole_bytes()
             };
             let end = range.end;
             let round = Round {
@@ -155,7 +132,7 @@ impl ProcessCommunicator {
             Ok(end)
         });
         met.unwrap_or_else(|broken| {
-            let is_exposed = stage.is_none() && plan.whole_bytes > 0;
+            let is_exposed = stage.is_none() && plan.whole_bytes() > 0;
             Err(self.settle(broken, stage, is_exposed))
         })
     }
@@ -242,7 +219,7 @@ impl ProcessCommunicator {
 /// Takes what was reduced of `range` out of the stage of `own.0`, whose buffers are in place or
 /// not.
 fn take_result(
-    plan: &Plan<'_>,
+    plan: &Sharing<'_>,
     own: (usize, bool),
     range: Range<usize>,
     stage: &[u8],
@@ -251,7 +228,7 @@ fn take_result(
     let (rank, is_in_place) = own;
     let (taken, first) = match plan.receivers {
         Receivers::Owner => {
-            let block = plan.blocks.of_bytes(rank, plan.dtype.len_bytes());
+            let block = plan.block(rank);
             let first = if is_in_place { 0 } else { block.start };
             (common(&block, &range), first)
         }
@@ -265,88 +242,33 @@ fn take_result(
     output[place].copy_from_slice(from);
 }
 
-/// What two ranges have in common; empty and within the first if that is nothing.
-fn common(x: &Range<usize>, y: &Range<usize>) -> Range<usize> {
-    let start = x.start.max(y.start).min(x.end);
-    start..x.end.min(y.end).max(start)
-}
-
-/// A length of claims that ends with a cache line.
-fn claim_bytes(asked: usize) -> usize {
-    let longest = usize::MAX / 4 / LINE_BYTES * LINE_BYTES;
-    asked.clamp(1, longest).next_multiple_of(LINE_BYTES)
-}
-
 /// A round that is open: `range` of the whole is reduced in it.
 struct Round<'a> {
     segment: &'a Segment,
     cards: Cards<'a>,
-    plan: &'a Plan<'a>,
+    plan: &'a Sharing<'a>,
     range: Range<usize>,
 }
 
 impl<'a> Round<'a> {
     /// Reduces this rank's part, then what is left of the others'.
     fn reduce(&self, rank: usize) {
-        let (ranks, claim) = (self.cards.parties(), self.plan.claim_bytes);
-        self.reduce_claim(rank, 0..claim);
-        if self.range.len() <= claim {
-            return;
-        }
-        for owner in (rank..ranks).chain(0..rank) {
-            // A part that is no longer was claimed for its owner from the start.
-            let mut more = self.part(owner).len() > claim;
-            while more {
-                let claimed = &self.cards.participants[owner].claimed.0;
-                // Arrivals and departures order what is done with the bytes.
-                let start = claimed.fetch_add(claim as u64, Ordering::Relaxed) as usize;
-                more = self.reduce_claim(owner, start..start.saturating_add(claim));
-            }
-        }
-    }
-
-    /// The bytes that rank `owner` is to reduce.
-    fn part(&self, owner: usize) -> Range<usize> {
-        if self.plan.receivers == Receivers::Owner {
-            let block = self
-                .plan
-                .blocks
-                .of_bytes(owner, self.plan.dtype.len_bytes());
-            return common(&block, &self.range);
-        }
-        let lines = Blocks {
-            numel: self.range.len().div_ceil(LINE_BYTES),
-            world_size: self.cards.parties(),
-            counts: None,
-        };
-        let own = lines.of_bytes(owner, LINE_BYTES);
-        let limit = |at: usize| self.range.start + at.min(self.range.len());
-        limit(own.start)..limit(own.end)
-    }
-
-    /// Reduces what was claimed of a part; says whether there may be more of it.
-    fn reduce_claim(&self, owner: usize, claim: Range<usize>) -> bool {
-        let part = self.part(owner);
-        let (start, end) = (claim.start.min(part.len()), claim.end.min(part.len()));
-        if start == end {
-            return false;
-        }
-        let bytes = part.start + start..part.start + end;
-        let ranks = self.cards.parties();
-        let receivers = self.plan.receivers.of_part(owner, ranks);
-        let columns =
-            (0..ranks).map(|party| self.column(party, &bytes, receivers.contains(&party)));
-        let mut columns: SmallVec<[Column<'_>; 16]> = columns.collect();
-        let mut columns = Columns {
-            columns: &mut columns,
-            receivers,
-            share_bytes: part.len(),
-        };
-        let Plan {
-            level, dtype, op, ..
-        } = *self.plan;
-        columns.reduce(level, dtype, op, bytes.len());
-        end < part.len()
+        let (plan, ranks) = (self.plan, self.cards.parties());
+        let mut reserved = Some(0);
+        plan.reduce(rank, &self.range, |owner, part| {
+            let claimed = &self.cards.participants[owner].claimed.0;
+            let bytes = plan.claim_bytes;
+            // Arrivals and departures order what is done with the bytes.
+            let next = || claimed.fetch_add(bytes as u64, Ordering::Relaxed) as usize;
+            let start = reserved.take().unwrap_or_else(next);
+            let claim = start..start.saturating_add(bytes);
+            let receivers = plan.receivers.of_part(owner, ranks);
+            plan.reduce_claim(owner, part, claim, |bytes| {
+                (0..ranks)
+                    .map(|party| self.column(party, &bytes, receivers.contains(&party)))
+                    .collect()
+            })
+        });
     }
 
     /// What one rank has of these bytes, which were claimed.
@@ -377,11 +299,9 @@ impl<'a> Round<'a> {
         let shared = unsafe { std::slice::from_raw_parts(from, len) };
         let mut writable: &mut [u8] = &mut [];
         if gets {
-            let first = if self.plan.receivers == Receivers::Owner {
-                let element = self.plan.dtype.len_bytes();
-                self.plan.blocks.of_bytes(party, element).start
-            } else {
-                0
+            let first = match self.plan.receivers {
+                Receivers::Owner => self.plan.block(party).start,
+                _ => 0,
             };
             let to = cards.output(party) + (bytes.start - first) as u64;
             let to = self.segment.address(to, len);

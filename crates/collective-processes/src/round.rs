@@ -270,18 +270,10 @@ impl Table<'_> {
         match (in_use.is_empty(), dead) {
             (true, None) => Ok(()),
             (true, Some(rank)) => Err(Broken::Ended(self.group.died(rank))),
-            (false, _) => Err(Broken::InUse(late_in(&coming.card, in_use, coming.timeout))),
+            (false, _) => {
+                let late = coming.card.print.late(in_use, coming.timeout);
+                Err(Broken::InUse(late))
+            }
         }
-    }
-}
-
-/// The error of a call in which `ranks` are late.
-pub(crate) fn late_in(card: &Card, ranks: Vec<usize>, timeout: Duration) -> CollectiveError {
-    CollectiveError::Late {
-        ranks,
-        operation: card.print.operation.name(),
-        sequence: card.print.sequence,
-        bucket: card.print.context.bucket,
-        timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
     }
 }

@@ -6,7 +6,7 @@ use fusestep_collective::{CollectiveError, Fingerprint, FlightRecorder};
 
 use crate::card::{Card, Cards};
 use crate::group::Group;
-use crate::round::{Coming, late_in};
+use crate::round::Coming;
 
 /// One call as all its rounds need it.
 pub(crate) struct Task {
@@ -32,11 +32,7 @@ impl Task {
         &'a self,
         group: &'a Group,
     ) -> impl FnOnce(Vec<usize>) -> CollectiveError + use<'a> {
-        let card = Card {
-            print: self.named,
-            ..self.card
-        };
-        move |ranks| late_in(&card, group.behind(&ranks), self.timeout)
+        move |ranks| self.named.late(group.behind(&ranks), self.timeout)
     }
 
     /// Writes down who of `ranks`, the parties of a round, came last.

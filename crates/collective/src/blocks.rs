@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::OfRanks;
+
 /// The blocks of `numel` elements, one for each rank, in rank order and without gaps.
 ///
 /// Without counts the blocks are as equal as can be: the first `numel mod world` ranks have one
@@ -32,6 +34,13 @@ impl Blocks<'_> {
     pub fn of_bytes(&self, rank: usize, element_bytes: usize) -> Range<usize> {
         let block = self.of(rank);
         block.start * element_bytes..block.end * element_bytes
+    }
+
+    /// [`of_bytes`](Self::of_bytes) of every rank.
+    pub fn all_bytes(&self, element_bytes: usize) -> OfRanks<Range<usize>> {
+        (0..self.world_size)
+            .map(|rank| self.of_bytes(rank, element_bytes))
+            .collect()
     }
 
     fn even_start(&self, rank: usize) -> usize {

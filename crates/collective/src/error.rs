@@ -1,11 +1,16 @@
 //! What can go wrong between ranks.
 
 use fusestep_tensor::{DType, counted};
+use serde::{Deserialize, Serialize};
 
+use crate::error_bytes::name;
 use crate::{Field, ReduceOp};
 
+/// The name of an operation. Written out, serde would take it for a part of what it reads.
+type Name = &'static str;
+
 /// Why a call failed; the group is closed then, and every rank gets the same value.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CollectiveError {
     /// Ranks did not come to a call before the deadline.
@@ -15,7 +20,8 @@ pub enum CollectiveError {
         /// The late ranks.
         ranks: Vec<usize>,
         /// The call of the rank whose deadline passed first.
-        operation: &'static str,
+        #[serde(deserialize_with = "name")]
+        operation: Name,
         /// Its number within the group, from 1.
         sequence: u64,
         /// The bucket it was for.
@@ -38,13 +44,15 @@ pub enum CollectiveError {
         /// Its value.
         expected: String,
         /// Its operation.
-        expected_operation: &'static str,
+        #[serde(deserialize_with = "name")]
+        expected_operation: Name,
         /// The lowest rank that differs.
         found_rank: usize,
         /// Its value.
         found: String,
         /// Its operation.
-        found_operation: &'static str,
+        #[serde(deserialize_with = "name")]
+        found_operation: Name,
     },
     /// A rank panicked.
     #[error("rank {rank} panicked after {}", counted(*.calls, "call"))]
@@ -94,7 +102,8 @@ pub enum CollectiveError {
         /// Which.
         rank: usize,
         /// What was pending.
-        operation: &'static str,
+        #[serde(deserialize_with = "name")]
+        operation: Name,
     },
     /// A call that cannot be made, whatever the other ranks do.
     #[error("{operation} on rank {rank}: {reason}")]
@@ -102,7 +111,8 @@ pub enum CollectiveError {
         /// Where.
         rank: usize,
         /// Which.
-        operation: &'static str,
+        #[serde(deserialize_with = "name")]
+        operation: Name,
         /// What was expected, what was found, and what would work.
         reason: String,
     },
@@ -112,7 +122,8 @@ pub enum CollectiveError {
         /// Where.
         rank: usize,
         /// Which.
-        operation: &'static str,
+        #[serde(deserialize_with = "name")]
+        operation: Name,
         /// The engine's own words.
         reason: String,
     },
@@ -125,7 +136,8 @@ pub enum CollectiveError {
         /// Where.
         rank: usize,
         /// Which.
-        operation: &'static str,
+        #[serde(deserialize_with = "name")]
+        operation: Name,
         /// The reduction.
         reduce: ReduceOp,
         /// The dtype.

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use fusestep_tensor::DType;
+use serde::{Deserialize, Serialize};
 
 use crate::{Call, CallContext, CallShape, CollectiveError, Operation};
 
@@ -26,7 +27,7 @@ pub struct Fingerprint {
 }
 
 /// A part of a fingerprint, in the order of comparison.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Field {
     /// Which collective.
     Operation,

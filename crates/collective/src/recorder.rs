@@ -100,6 +100,7 @@ pub struct FlightRecorder {
     /// Which calls of all failed, from 1, and how.
     failures: VecDeque<(u64, String)>,
     total: u64,
+    dumped: Option<Result<PathBuf, String>>,
 }
 
 #[derive(Serialize)]
@@ -125,6 +126,7 @@ impl FlightRecorder {
             calls: VecDeque::with_capacity(capacity),
             failures: VecDeque::new(),
             total: 0,
+            dumped: None,
         }
     }
 
@@ -246,6 +248,19 @@ impl FlightRecorder {
         let path = folder.join(format!("flight-recorder-rank-{}.json", self.rank));
         std::fs::write(&path, self.to_json())?;
         Ok(path)
+    }
+
+    /// [`dump`](Self::dump) for engines: the first time with a folder, and never again.
+    pub fn dump_once(&mut self, folder: Option<&Path>) {
+        if let (None, Some(folder)) = (&self.dumped, folder) {
+            self.dumped = Some(self.dump(folder).map_err(|error| error.to_string()));
+        }
+    }
+
+    /// Where the engine has written it, or why it could not; `None` while all is well or without a
+    /// folder.
+    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
+        self.dumped.as_ref()
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
     FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
 };
 use smallvec::smallvec;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The only rank of its world: every call copies input to result, if they are apart, and never
 /// waits.
@@ -32,12 +32,12 @@ impl Solo {
     }
 
     fn close(&self, error: CollectiveError) -> CollectiveError {
-        self.closed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get_or_insert(error)
-            .clone()
+        lock(&self.closed).get_or_insert(error).clone()
     }
+}
+
+fn lock<T>(closed: &Mutex<T>) -> MutexGuard<'_, T> {
+    closed.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Default for Solo {
@@ -56,12 +56,7 @@ impl Communicator for Solo {
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        if let Some(error) = self
-            .closed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
-        {
+        if let Some(error) = self.failure() {
             return Err(error);
         }
         let blocks = call.blocks(0, 1).map_err(|error| self.close(error))?;
@@ -85,8 +80,8 @@ impl Communicator for Solo {
         &mut self,
         membership: Option<Membership>,
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
-        match &*self.closed.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(error) => Err(error.clone()),
+        match self.failure() {
+            Some(error) => Err(error),
             None => Ok(membership.map(|_| Box::new(Solo::new()) as Box<dyn Communicator>)),
         }
     }
@@ -98,10 +93,7 @@ impl Communicator for Solo {
     fn aborter(&self) -> Aborter {
         let closed = Arc::clone(&self.closed);
         Aborter::new(0, move |error| {
-            closed
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .get_or_insert(error);
+            lock(&closed).get_or_insert(error);
         })
     }
 
@@ -139,9 +131,6 @@ impl Communicator for Solo {
     }
 
     fn failure(&self) -> Option<CollectiveError> {
-        self.closed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        lock(&self.closed).clone()
     }
 }

@@ -22,15 +22,17 @@ use group::{Group, Header, Placement};
 /// Longest timeout; a longer one is cut to this, so that every wait ends.
 const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Settings of a group of threads.
+/// Settings of a group of threads, or of a rank of a group of processes.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How long a rank waits for others; 60 s by default, a day at most.
+    /// How long a rank waits for others, at the start and in calls; 60 s by default, a day at
+    /// most.
     pub timeout: Duration,
     /// Calls each flight recorder keeps; 256 by default.
     pub recorded_calls: usize,
     /// Where flight recorders are written on the first error; nowhere by default. See
-    /// [`FlightRecorder::dump`].
+    /// [`FlightRecorder::dump`]. A group of processes that a split has made writes into a folder
+    /// of its own below this one.
     pub dump_folder: Option<PathBuf>,
     /// Instruction set of reductions; the widest by default. Changes no bits.
     pub level: Level,
@@ -60,8 +62,8 @@ impl Default for Options {
 ///
 /// # Cost
 /// Each rank reduces its part of every buffer where it lies; nothing is copied through mailboxes
-/// and nothing is allocated, except by an all-to-all in place and by reductions of more than 16
-/// ranks. Two waits for all ranks per call.
+/// and nothing is allocated, except by an all-to-all in place and by calls of more than 16 ranks.
+/// Two waits for all ranks per call.
 #[derive(Debug)]
 pub struct ThreadCommunicator {
     group: Arc<Group>,
@@ -74,7 +76,6 @@ pub struct ThreadCommunicator {
     /// Seats for transfers, by sender and receiver, and how many there were.
     pairs: HashMap<(usize, usize), (Participant<Header, CollectiveError>, u64)>,
     recorder: FlightRecorder,
-    dumped: Option<Result<PathBuf, String>>,
 }
 
 /// The ranks of a new group of `world_size` threads, in rank order; each goes to a thread of its
@@ -127,15 +128,8 @@ impl ThreadCommunicator {
             ends: vec![0; world_size],
             pairs: HashMap::new(),
             recorder: FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun()),
-            dumped: None,
             group,
         }
-    }
-
-    /// Where the flight recorder was written, or why it could not be; `None` while all is well or
-    /// without a folder.
-    pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
-        self.dumped.as_ref()
     }
 
     /// Closes the group for everyone; returns the error that holds, the first one.
@@ -144,13 +138,8 @@ impl ThreadCommunicator {
     }
 
     fn dump(&mut self) {
-        if let (None, Some(folder)) = (&self.dumped, &self.group.options().dump_folder) {
-            self.dumped = Some(
-                self.recorder
-                    .dump(folder)
-                    .map_err(|error| error.to_string()),
-            );
-        }
+        let folder = self.group.options().dump_folder.as_deref();
+        self.recorder.dump_once(folder);
     }
 
     /// Writes an outcome down.

@@ -64,5 +64,16 @@ void define_integers(Table* table);
 void define_floats(Table* table);
 void define_conversions(Table* table);
 
+// Calls `define` with a value and the suffix of every integer type that arithmetic has.
+template <class Define>
+void each_integer(Define define) {
+    define(std::uint16_t(), ".u16");
+    define(std::int16_t(), ".s16");
+    define(std::uint32_t(), ".u32");
+    define(std::int32_t(), ".s32");
+    define(std::uint64_t(), ".u64");
+    define(std::int64_t(), ".s64");
+}
+
 }  // namespace ptx
 }  // namespace emulator

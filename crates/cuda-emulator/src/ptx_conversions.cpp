@@ -92,21 +92,20 @@ BF16 narrow_bf16(float value) {
     return {std::uint16_t(without_low_bits<MODE>(bits, 16))};
 }
 
-template <class To, class From>
-void define_whole(Table* table, const std::string& to, const std::string& from) {
-    (*table)["cvt" + to + from] = Compute<&convert<To, From>>::form();
+// Bytes too, which are converted and no more.
+template <class Define>
+void each_integer_and_byte(Define define) {
+    define(std::uint8_t(), ".u8");
+    define(std::int8_t(), ".s8");
+    each_integer(define);
 }
 
-template <class To>
-void define_to(Table* table, const std::string& to) {
-    define_whole<To, std::uint8_t>(table, to, ".u8");
-    define_whole<To, std::uint16_t>(table, to, ".u16");
-    define_whole<To, std::uint32_t>(table, to, ".u32");
-    define_whole<To, std::uint64_t>(table, to, ".u64");
-    define_whole<To, std::int8_t>(table, to, ".s8");
-    define_whole<To, std::int16_t>(table, to, ".s16");
-    define_whole<To, std::int32_t>(table, to, ".s32");
-    define_whole<To, std::int64_t>(table, to, ".s64");
+void define_between_integers(Table* table) {
+    each_integer_and_byte([&](auto to, const std::string& to_suffix) {
+        each_integer_and_byte([&](auto from, const char* suffix) {
+            (*table)["cvt" + to_suffix + suffix] = Compute<&convert<decltype(to), decltype(from)>>::form();
+        });
+    });
 }
 
 template <class Float, class Whole>
@@ -121,25 +120,13 @@ void define_between(Table* table, const std::string& floating, const std::string
 
 template <class Float>
 void define_float(Table* table, const std::string& type) {
-    define_between<Float, std::uint16_t>(table, type, ".u16");
-    define_between<Float, std::uint32_t>(table, type, ".u32");
-    define_between<Float, std::uint64_t>(table, type, ".u64");
-    define_between<Float, std::int16_t>(table, type, ".s16");
-    define_between<Float, std::int32_t>(table, type, ".s32");
-    define_between<Float, std::int64_t>(table, type, ".s64");
+    each_integer([&](auto whole, const char* suffix) { define_between<Float, decltype(whole)>(table, type, suffix); });
 }
 
 }  // namespace
 
 void define_conversions(Table* table) {
-    define_to<std::uint8_t>(table, ".u8");
-    define_to<std::uint16_t>(table, ".u16");
-    define_to<std::uint32_t>(table, ".u32");
-    define_to<std::uint64_t>(table, ".u64");
-    define_to<std::int8_t>(table, ".s8");
-    define_to<std::int16_t>(table, ".s16");
-    define_to<std::int32_t>(table, ".s32");
-    define_to<std::int64_t>(table, ".s64");
+    define_between_integers(table);
     define_float<float>(table, ".f32");
     define_float<double>(table, ".f64");
     (*table)["cvt.f64.f32"] = Compute<&convert<double, float>>::form();

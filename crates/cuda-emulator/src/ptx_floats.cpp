@@ -89,15 +89,14 @@ void define_rounded(Table* table, const std::string& suffix) {
 
 template <class T>
 void define_type(Table* table, const std::string& type) {
-    for (const std::string& nearest : {".rn" + type}) {
-        (*table)["add" + nearest] = Compute<&add<T>>::form();
-        (*table)["sub" + nearest] = Compute<&sub<T>>::form();
-        (*table)["mul" + nearest] = Compute<&mul<T>>::form();
-        (*table)["div" + nearest] = Compute<&div<T>>::form();
-        (*table)["rcp" + nearest] = Compute<&rcp<T>>::form();
-        (*table)["sqrt" + nearest] = Compute<&sqrt<T>>::form();
-        (*table)["fma" + nearest] = Compute<&fma<T>>::form();
-    }
+    const std::string nearest = ".rn" + type;
+    (*table)["add" + nearest] = Compute<&add<T>>::form();
+    (*table)["sub" + nearest] = Compute<&sub<T>>::form();
+    (*table)["mul" + nearest] = Compute<&mul<T>>::form();
+    (*table)["div" + nearest] = Compute<&div<T>>::form();
+    (*table)["rcp" + nearest] = Compute<&rcp<T>>::form();
+    (*table)["sqrt" + nearest] = Compute<&sqrt<T>>::form();
+    (*table)["fma" + nearest] = Compute<&fma<T>>::form();
     // Without a rounding the assembler may contract a product and a sum: refused, not guessed.
     define_rounded<FE_TOWARDZERO, T>(table, ".rz" + type);
     define_rounded<FE_DOWNWARD, T>(table, ".rm" + type);

@@ -258,12 +258,7 @@ void define_addresses(Table* table) {
 }  // namespace
 
 void define_integers(Table* table) {
-    define_whole<u16>(table, ".u16");
-    define_whole<s16>(table, ".s16");
-    define_whole<u32>(table, ".u32");
-    define_whole<s32>(table, ".s32");
-    define_whole<u64>(table, ".u64");
-    define_whole<s64>(table, ".s64");
+    each_integer([&](auto whole, const char* suffix) { define_whole<decltype(whole)>(table, suffix); });
     define_wide<u16>(table, ".u16");
     define_wide<s16>(table, ".s16");
     define_wide<u32>(table, ".u32");

@@ -27,6 +27,28 @@ pub struct RecordedLaunch {
     pub argument_bytes: usize,
 }
 
+impl RecordedLaunch {
+    fn of(entry: &'static str, batch: &Batch, argument_bytes: usize) -> Self {
+        Self {
+            entry,
+            records: batch.records.len(),
+            groups: batch.groups.len(),
+            chunks: batch.chunks,
+            elements: batch.elements(),
+            argument_bytes,
+        }
+    }
+
+    /// One that updates nothing.
+    fn of_sums(entry: &'static str, batch: &Batch, argument_bytes: usize) -> Self {
+        Self {
+            groups: 0,
+            elements: 0,
+            ..Self::of(entry, batch, argument_bytes)
+        }
+    }
+}
+
 /// Passes everything on to another backend and records each launch: a plan can be tested for what
 /// it issues without a device.
 #[derive(Debug)]
@@ -99,25 +121,18 @@ impl<B: Backend> Backend for Recorder<B> {
         launch: Launch<'_>,
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        let recorded = |entry, batch: &Batch, chunks| RecordedLaunch {
-            entry,
-            records: batch.records.len(),
-            groups: batch.groups.len(),
-            chunks,
-            elements: batch.elements(),
-            argument_bytes: RESIDENT_BYTES,
-        };
         let derives = launch.kernel.resident().map(|resident| resident.entry);
         let derivations = launch.batches.iter().filter_map(|batch| {
-            let derivation = recorded(derives?, batch, 1);
             Some(RecordedLaunch {
+                chunks: 1,
                 elements: 0,
-                ..derivation
+                ..RecordedLaunch::of(derives?, batch, RESIDENT_BYTES)
             })
         });
         let entry = launch.kernel.entry();
-        let batches = launch.batches.iter();
-        self.record(derivations.chain(batches.map(|batch| recorded(entry, batch, batch.chunks))));
+        let updates = launch.batches.iter();
+        let updates = updates.map(|batch| RecordedLaunch::of(entry, batch, RESIDENT_BYTES));
+        self.record(derivations.chain(updates));
         self.inner.launch_table(launch, table)
     }
 
@@ -138,14 +153,8 @@ impl<B: Backend> Backend for Recorder<B> {
         table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
         let entry = reduce.kernel.entry();
-        self.record(reduce.batches.iter().map(|batch| RecordedLaunch {
-            entry,
-            records: batch.records.len(),
-            groups: 0,
-            chunks: batch.chunks,
-            elements: 0,
-            argument_bytes: RESIDENT_BYTES,
-        }));
+        let sums = reduce.batches.iter();
+        self.record(sums.map(|batch| RecordedLaunch::of_sums(entry, batch, RESIDENT_BYTES)));
         self.inner.reduce_table(reduce, table)
     }
 
@@ -159,13 +168,9 @@ impl<B: Backend> Backend for Recorder<B> {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let layout = launch.kernel.argument_layout();
         let entry = launch.kernel.entry();
-        self.record(launch.batches.iter().map(|batch| RecordedLaunch {
-            entry,
-            records: batch.records.len(),
-            groups: batch.groups.len(),
-            chunks: batch.chunks,
-            elements: batch.elements(),
-            argument_bytes: layout.bytes(batch.records.len(), batch.groups.len()),
+        self.record(launch.batches.iter().map(|batch| {
+            let bytes = layout.bytes(batch.records.len(), batch.groups.len());
+            RecordedLaunch::of(entry, batch, bytes)
         }));
         self.inner.launch(launch)
     }
@@ -173,13 +178,8 @@ impl<B: Backend> Backend for Recorder<B> {
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
         let layout = reduce.kernel.argument_layout();
         let entry = reduce.kernel.entry();
-        self.record(reduce.batches.iter().map(|batch| RecordedLaunch {
-            entry,
-            records: batch.records.len(),
-            groups: 0,
-            chunks: batch.chunks,
-            elements: 0,
-            argument_bytes: layout.bytes(batch.records.len(), 0),
+        self.record(reduce.batches.iter().map(|batch| {
+            RecordedLaunch::of_sums(entry, batch, layout.bytes(batch.records.len(), 0))
         }));
         self.inner.reduce(reduce)
     }

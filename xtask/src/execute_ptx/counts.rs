@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::Suite;
+use crate::commands::named;
 
 /// Numbers of an entry by their names, such as `instructions` and `stores of 16`.
 type Counts = BTreeMap<String, BTreeMap<String, u64>>;
@@ -87,7 +88,7 @@ pub(super) fn of_an_element(suite: &Suite, path: &Path) -> Result<()> {
         let mut runs = Vec::new();
         for length in LENGTHS {
             let _ = fs::remove_file(path);
-            let mut command = suite.command(suite.program("every_entry")?);
+            let mut command = suite.command(named(&suite.programs, "every_entry")?);
             command.args([TEST, "--exact", "--ignored"]);
             command.env("FUSESTEP_COUNT_ELEMENTS", length.to_string());
             command.env("FUSESTEP_COUNT_ROUNDING", rounding);

@@ -6,18 +6,16 @@ use super::{Bug, Tool};
 pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "collective: the last line of a reduction is nobody's",
-        file: "crates/collective/src/thread/reduction.rs",
+        file: "crates/collective/src/sharing.rs",
         from: "numel: len_bytes.div_ceil(LINE_BYTES)",
         to: "numel: len_bytes / LINE_BYTES",
         tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: what is left of a part after the first claims stays as it was",
-        file: "crates/collective/src/thread/reduction.rs",
-        from: r"end < part.len()
-            };",
-        to: r"end + claim_bytes < part.len()
-            };",
+        file: "crates/collective/src/sharing.rs",
+        from: "end < part.len()",
+        to: "end + self.claim_bytes < part.len()",
         tool: Tool::Test("fusestep-collective", "collective", "claims"),
     },
     Bug {
@@ -37,19 +35,19 @@ pub(super) const BUGS: &[Bug] = &[
         tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
-        name: "collective: a broadcast in place comes from rank 0",
-        file: "crates/collective/src/thread/algorithms.rs",
-        from: r"Buffers::InPlace(receive) => self.round(round, |peers| {
-                copy_bytes(level, receive, peers.shared(root))",
-        to: r"Buffers::InPlace(receive) => self.round(round, |peers| {
-                copy_bytes(level, receive, peers.shared(0))",
+        name: "collective: a broadcast comes from rank 0",
+        file: "crates/collective/src/movement.rs",
+        from: r"Operation::Broadcast { root: from }
+            | Operation::Scatter { root: from }",
+        to: r"Operation::Broadcast { .. } => 0..1,
+            Operation::Scatter { root: from }",
         tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
         name: "collective: an all-gather in place leaves the next rank's block out",
-        file: "crates/collective/src/thread/algorithms.rs",
-        from: "for from in rank + 1..world_size",
-        to: "for from in rank + 2..world_size",
+        file: "crates/collective/src/movement.rs",
+        from: "take.from != rank || !keeps_own",
+        to: "!keeps_own || (take.from != rank && take.from != rank + 1)",
         tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {
@@ -76,11 +74,9 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "collective: a message in place is overwritten before it is read",
-        file: "crates/collective/src/thread/algorithms.rs",
-        from: r"copy = buffer.to_vec();
-                (&copy[..], buffer)",
-        to: r"copy = vec![0; buffer.len()];
-                (&copy[..], buffer)",
+        file: "crates/collective/src/movement.rs",
+        from: "Cow::Owned(buffer.to_vec())",
+        to: "Cow::Owned(vec![0; buffer.len()])",
         tool: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Bug {

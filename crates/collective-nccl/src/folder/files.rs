@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use std::{fs, thread};
 
-use fusestep_collective::{CollectiveError, Operation, ReduceOp};
+use fusestep_collective::CollectiveError;
 
 /// The file that closes a group.
 const CLOSED: &str = "closed";
@@ -57,16 +57,16 @@ impl Files {
         fs::rename(unfinished, self.folder.join(name))
     }
 
-    /// Puts a text there unless somebody has put one there already; returns what is there then.
-    fn publish_first(&self, name: &str, text: &str) -> io::Result<String> {
+    /// Puts a file there unless somebody has put one there already; returns what is there then.
+    fn publish_first(&self, name: &str, bytes: &[u8]) -> io::Result<Vec<u8>> {
         let unfinished = self.folder.join(format!(".{name}-{}", self.rank));
         let path = self.folder.join(name);
-        fs::write(&unfinished, text)?;
+        fs::write(&unfinished, bytes)?;
         let linked = fs::hard_link(&unfinished, &path);
         fs::remove_file(&unfinished)?;
         match linked {
             Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
-            _ => fs::read_to_string(path),
+            _ => fs::read(path),
         }
     }
 
@@ -92,11 +92,9 @@ impl Files {
         if let CollectiveError::Left { .. } = error {
             return found.insert(error).clone();
         }
-        let text = encode(&error, self.rank);
-        let held = match self.publish_first(CLOSED, &text) {
-            // All ranks that compare find the same; a file says it less well.
-            _ if matches!(error, CollectiveError::Mismatch { .. }) => error,
-            Ok(first) if first != text => decode(&first),
+        let bytes = error.to_bytes();
+        let held = match self.publish_first(CLOSED, &bytes) {
+            Ok(first) if first != bytes => decode(&first),
             _ => error,
         };
         found.insert(held).clone()
@@ -113,7 +111,7 @@ impl Files {
         }
         let said = |path: PathBuf| {
             let bytes = read(&path).ok().flatten()?;
-            Some(decode(&String::from_utf8_lossy(&bytes)))
+            Some(decode(&bytes))
         };
         // Who leaves behind an error has closed the group before: looked at in the other order, the
         // error would not be missed.
@@ -132,9 +130,8 @@ impl Files {
             Some(first @ CollectiveError::Left { .. }) => first.clone(),
             _ => CollectiveError::Left { rank, calls },
         };
-        let text = encode(&why, rank);
         let is_gone = |rank: usize| self.folder.join(left(rank)).exists();
-        if self.publish(&left(rank), text.as_bytes()).is_err() || !(0..world_size).all(is_gone) {
+        if self.publish(&left(rank), &why.to_bytes()).is_err() || !(0..world_size).all(is_gone) {
             return;
         }
         // What cannot be removed stays, and the next run in this folder says so.
@@ -166,127 +163,15 @@ pub(super) fn pause(looks: u32) {
     thread::sleep((PAUSES[0] * (1 << (looks / 8).min(10))).min(PAUSES[1]));
 }
 
-/// An error as a file says it; of a mismatch and of an undefined reduction only the words, as those
-/// of `rank`.
-fn encode(error: &CollectiveError, rank: usize) -> String {
-    match error {
-        CollectiveError::Late {
-            ranks,
-            operation,
-            sequence,
-            bucket,
-            timeout_ms,
-        } => {
-            let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
-            let bucket = bucket.map_or_else(|| "-".to_owned(), |bucket| bucket.to_string());
-            let ranks = ranks.join(",");
-            format!("late\n{ranks}\n{operation}\n{sequence}\n{bucket}\n{timeout_ms}")
-        }
-        CollectiveError::Panicked { rank, calls } => format!("panicked\n{rank}\n{calls}"),
-        CollectiveError::Left { rank, calls } => format!("left\n{rank}\n{calls}"),
-        CollectiveError::Dropped { rank, operation } => format!("dropped\n{rank}\n{operation}"),
-        CollectiveError::Refused {
-            rank,
-            operation,
-            reason,
-        } => format!("refused\n{rank}\n{operation}\n{reason}"),
-        CollectiveError::Engine {
-            rank,
-            operation,
-            reason,
-        } => format!("engine\n{rank}\n{operation}\n{reason}"),
-        CollectiveError::Aborted { rank, reason } => format!("aborted\n{rank}\n{reason}"),
-        other => format!("aborted\n{rank}\n{other}"),
-    }
-}
-
-fn decode(text: &str) -> CollectiveError {
-    let unreadable = || CollectiveError::Aborted {
+/// The error that a file says.
+fn decode(bytes: &[u8]) -> CollectiveError {
+    CollectiveError::from_bytes(bytes).unwrap_or_else(|| CollectiveError::Aborted {
         rank: 0,
-        reason: format!("expected an error of this program's version, found `{text}`"),
-    };
-    known(text).unwrap_or_else(unreadable)
-}
-
-fn known(text: &str) -> Option<CollectiveError> {
-    let (kind, rest) = text.split_once('\n')?;
-    let (first, rest) = rest.split_once('\n')?;
-    if kind == "late" {
-        let mut parts = rest.split('\n');
-        let ranks = first.split(',').map(|rank| rank.parse().ok());
-        return Some(CollectiveError::Late {
-            ranks: ranks.collect::<Option<_>>()?,
-            operation: named(parts.next()?),
-            sequence: parts.next()?.parse().ok()?,
-            bucket: parts.next()?.parse().ok(),
-            timeout_ms: parts.next()?.parse().ok()?,
-        });
-    }
-    let rank = first.parse().ok()?;
-    let calls = || rest.parse().ok();
-    let said = || {
-        rest.split_once('\n')
-            .map(|(name, why)| (named(name), why.to_owned()))
-    };
-    Some(match kind {
-        "panicked" => CollectiveError::Panicked {
-            rank,
-            calls: calls()?,
-        },
-        "left" => CollectiveError::Left {
-            rank,
-            calls: calls()?,
-        },
-        "dropped" => CollectiveError::Dropped {
-            rank,
-            operation: named(rest),
-        },
-        "aborted" => CollectiveError::Aborted {
-            rank,
-            reason: rest.to_owned(),
-        },
-        "refused" => {
-            let (operation, reason) = said()?;
-            CollectiveError::Refused {
-                rank,
-                operation,
-                reason,
-            }
-        }
-        "engine" => {
-            let (operation, reason) = said()?;
-            CollectiveError::Engine {
-                rank,
-                operation,
-                reason,
-            }
-        }
-        _ => return None,
+        reason: format!(
+            "expected an error of this program's version, found `{}`",
+            String::from_utf8_lossy(bytes)
+        ),
     })
-}
-
-/// The name of an operation, as this program has it.
-fn named(name: &str) -> &'static str {
-    let (reduce, root) = (ReduceOp::Sum, 0);
-    let all = [
-        Operation::AllReduce(reduce),
-        Operation::Reduce { reduce, root },
-        Operation::Broadcast { root },
-        Operation::AllGather,
-        Operation::ReduceScatter(reduce),
-        Operation::Scatter { root },
-        Operation::Gather { root },
-        Operation::AllToAll,
-        Operation::Send { to: root },
-        Operation::Receive { from: root },
-        Operation::Barrier,
-        Operation::Split,
-    ];
-    let names = all.map(Operation::name);
-    names
-        .into_iter()
-        .find(|known| *known == name)
-        .unwrap_or("call")
 }
 
 #[cfg(test)]
@@ -294,45 +179,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_come_back_as_they_went() {
-        let operation = "all-gather";
-        let errors = [
-            CollectiveError::Late {
-                ranks: vec![1, 3],
-                operation,
-                sequence: 7,
-                bucket: Some(2),
-                timeout_ms: 90,
-            },
-            CollectiveError::Late {
-                ranks: vec![0],
-                operation,
-                sequence: 1,
-                bucket: None,
-                timeout_ms: 1,
-            },
-            CollectiveError::Panicked { rank: 2, calls: 5 },
-            CollectiveError::Left { rank: 1, calls: 0 },
-            CollectiveError::Dropped { rank: 1, operation },
-            CollectiveError::Aborted {
-                rank: 3,
-                reason: "two\nlines".to_owned(),
-            },
-            CollectiveError::Refused {
-                rank: 1,
-                operation,
-                reason: "no: so\nit is".to_owned(),
-            },
-            CollectiveError::Engine {
-                rank: 0,
-                operation,
-                reason: String::new(),
-            },
-        ];
-        for error in errors {
-            assert_eq!(decode(&encode(&error, 9)), error);
-        }
-        let strange = decode("of another kind");
+    fn what_is_no_error_is_named() {
+        let error = CollectiveError::Left { rank: 1, calls: 0 };
+        assert_eq!(decode(&error.to_bytes()), error);
+        let strange = decode(b"of another kind");
         assert!(strange.to_string().contains("of another kind"), "{strange}");
     }
 }

@@ -262,7 +262,7 @@ fn the_flight_recorder_is_written_on_an_error() {
         comm.all_reduce(&mut [1.0f32; 4], ReduceOp::Sum).unwrap();
         comm.aborter().abort("to see the recorder");
         comm.barrier().unwrap_err();
-        let path = comm.dumped().unwrap().as_ref().unwrap();
+        let path = comm.recorder().dumped().unwrap().as_ref().unwrap();
         let text = std::fs::read_to_string(path).unwrap();
         assert!(
             text.contains("all-reduce") && text.contains("to see the recorder"),

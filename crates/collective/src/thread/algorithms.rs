@@ -1,8 +1,7 @@
 //! The collectives, as what each rank brings and what it does with the others' memory.
 
-use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fusestep_simd::{Contribution, MAX_REPLICAS, Participant, Peers, copy_bytes};
 use fusestep_tensor::DType;
@@ -10,10 +9,10 @@ use smallvec::SmallVec;
 
 use super::ThreadCommunicator;
 use super::group::{Group, Header, Placement};
-use super::reduction::lines;
+use crate::sharing::lines;
 use crate::{
-    Blocks, Buffers, Call, CallShape, CollectiveError, Fingerprint, Membership, OfRanks, Operation,
-    RankMemory, ReduceUpdate,
+    Blocks, Buffers, Call, CallShape, CollectiveError, Fingerprint, Membership, Movement, OfRanks,
+    Operation, RankMemory, ReduceUpdate, Share,
 };
 
 /// How writable memory is cut into a part for each rank.
@@ -75,23 +74,14 @@ impl ThreadCommunicator {
             Buffers::OutOfPlace { .. } => Placement::Shared,
         };
         let round = Round::bare(self.header(fingerprint, placement));
-        let bytes = |rank: usize| blocks.of_bytes(rank, call.dtype.len_bytes());
         match call.operation {
             Operation::AllReduce(op)
             | Operation::Reduce { reduce: op, .. }
             | Operation::ReduceScatter(op) => self.reduction(round, call, blocks, op),
-            Operation::Broadcast { root } => self.broadcast(round, call.buffers, root),
-            Operation::AllGather => self.all_gather(round, call.buffers, bytes),
-            Operation::Scatter { root } => self.scatter(round, call.buffers, root, bytes),
             Operation::Gather { root } => {
                 self.gather(round, call.buffers, root, (blocks, call.dtype))
             }
-            Operation::AllToAll => self.all_to_all(round, call.buffers, bytes),
-            Operation::Barrier
-            | Operation::Split
-            | Operation::ReduceUpdate
-            | Operation::Send { .. }
-            | Operation::Receive { .. } => self.round(round, |_| ()),
+            _ => self.movement(round, call, blocks),
         }
     }
 
@@ -123,7 +113,7 @@ impl ThreadCommunicator {
             replica_ends: round.replica_ends,
         };
         let (group, own) = (&self.group, self.rank);
-        let late = |ranks: &[usize]| late(group.behind(own, ranks), &fingerprint, timeout);
+        let late = |ranks: &[usize]| fingerprint.late(group.behind(own, ranks), timeout);
         let recorder = &mut self.recorder;
         self.participant
             .rendezvous(contribution, round.deadline, late, |peers| {
@@ -136,105 +126,28 @@ impl ThreadCommunicator {
             })?
     }
 
-    fn broadcast(
+    /// Each rank takes what it needs from where it lies.
+    fn movement(
         &mut self,
         round: Round<'_>,
-        buffers: Buffers<'_>,
-        root: usize,
+        call: Call<'_>,
+        blocks: Blocks<'_>,
     ) -> Result<(), CollectiveError> {
         let level = self.group.options().level;
-        match buffers {
-            Buffers::InPlace(buffer) if root == self.rank => self.round(
-                Round {
-                    shared: buffer,
-                    ..round
-                },
-                |_| (),
-            ),
-            Buffers::InPlace(receive) => self.round(round, |peers| {
-                copy_bytes(level, receive, peers.shared(root))
-            }),
-            Buffers::OutOfPlace { send, receive } => {
-                let shared = if root == self.rank { send } else { &[] };
-                self.round(Round { shared, ..round }, |peers| {
-                    copy_bytes(level, receive, peers.shared(root))
-                })
+        let movement = Movement {
+            operation: call.operation,
+            blocks: &blocks.all_bytes(call.dtype.len_bytes()),
+        };
+        let Share { shown, pulls } = movement.share(self.rank, call.buffers);
+        let shared = &*shown;
+        self.round(Round { shared, ..round }, |peers| {
+            for pull in pulls {
+                copy_bytes(level, pull.into, &peers.shared(pull.from)[pull.range]);
             }
-        }
+        })
     }
 
-    fn all_gather(
-        &mut self,
-        round: Round<'_>,
-        buffers: Buffers<'_>,
-        bytes: impl Fn(usize) -> Range<usize>,
-    ) -> Result<(), CollectiveError> {
-        let (rank, world_size) = (self.rank, self.ends.len());
-        let level = self.group.options().level;
-        let own = bytes(rank);
-        match buffers {
-            Buffers::OutOfPlace { send, receive } => self.round(
-                Round {
-                    shared: send,
-                    ..round
-                },
-                |peers| {
-                    for from in 0..world_size {
-                        copy_bytes(level, &mut receive[bytes(from)], peers.shared(from));
-                    }
-                },
-            ),
-            Buffers::InPlace(buffer) => {
-                let (before, rest) = buffer.split_at_mut(own.start);
-                let (block, after) = rest.split_at_mut(own.len());
-                self.round(
-                    Round {
-                        shared: block,
-                        ..round
-                    },
-                    |peers| {
-                        for from in 0..rank {
-                            copy_bytes(level, &mut before[bytes(from)], peers.shared(from));
-                        }
-                        for from in rank + 1..world_size {
-                            let to = bytes(from);
-                            let after = &mut after[to.start - own.end..to.end - own.end];
-                            copy_bytes(level, after, peers.shared(from));
-                        }
-                    },
-                )
-            }
-        }
-    }
-
-    fn scatter(
-        &mut self,
-        round: Round<'_>,
-        buffers: Buffers<'_>,
-        root: usize,
-        bytes: impl Fn(usize) -> Range<usize>,
-    ) -> Result<(), CollectiveError> {
-        let own = bytes(self.rank);
-        match buffers {
-            Buffers::InPlace(buffer) if root == self.rank => self.round(
-                Round {
-                    shared: buffer,
-                    ..round
-                },
-                |_| (),
-            ),
-            Buffers::InPlace(buffer) => self.round(round, |peers| {
-                buffer[own.clone()].copy_from_slice(&peers.shared(root)[own])
-            }),
-            Buffers::OutOfPlace { send, receive } => {
-                let shared = if root == self.rank { send } else { &[] };
-                self.round(Round { shared, ..round }, |peers| {
-                    receive.copy_from_slice(&peers.shared(root)[own])
-                })
-            }
-        }
-    }
-
+    /// Each rank writes its block to the root, all at the same time.
     fn gather(
         &mut self,
         round: Round<'_>,
@@ -276,30 +189,6 @@ impl ThreadCommunicator {
                 )
             }
         }
-    }
-
-    fn all_to_all(
-        &mut self,
-        round: Round<'_>,
-        buffers: Buffers<'_>,
-        bytes: impl Fn(usize) -> Range<usize>,
-    ) -> Result<(), CollectiveError> {
-        let own = bytes(self.rank);
-        // In place the peers read what this rank overwrites, so they get a copy.
-        let copy;
-        let (shared, receive) = match buffers {
-            Buffers::OutOfPlace { send, receive } => (send, receive),
-            Buffers::InPlace(buffer) => {
-                copy = buffer.to_vec();
-                (&copy[..], buffer)
-            }
-        };
-        let world_size = self.ends.len();
-        self.round(Round { shared, ..round }, |peers| {
-            for from in 0..world_size {
-                receive[bytes(from)].copy_from_slice(&peers.shared(from)[own.clone()]);
-            }
-        })
     }
 
     /// This rank's block of everyone's gradients and parameters.
@@ -360,20 +249,5 @@ impl ThreadCommunicator {
             let (group, participant) = group.subgroup(sequence, own.colour, place, members.len());
             Some((group, place, participant))
         })
-    }
-}
-
-/// The error of ranks that do not come.
-pub(super) fn late(
-    ranks: Vec<usize>,
-    fingerprint: &Fingerprint,
-    timeout: Duration,
-) -> CollectiveError {
-    CollectiveError::Late {
-        ranks,
-        operation: fingerprint.operation.name(),
-        sequence: fingerprint.sequence,
-        bucket: fingerprint.context.bucket,
-        timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
     }
 }

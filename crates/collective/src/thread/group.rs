@@ -8,7 +8,7 @@ use std::time::Instant;
 use fusestep_simd::{Participant, Rendezvous, participants};
 
 use super::Options;
-use crate::{CollectiveError, Fingerprint, Membership};
+use crate::{CollectiveError, Fingerprint, Membership, behind};
 
 /// What a rank brings to a meeting besides memory.
 #[derive(Clone, Copy, Debug)]
@@ -100,25 +100,11 @@ impl Group {
         self.transfers[rank].store(peer.map_or(0, |peer| peer + 1), Ordering::SeqCst);
     }
 
-    /// The ranks behind a delay that `rank` has seen as `late`: whoever only waits in a transfer is
-    /// not late, the other side is. Ranks that wait for each other in a circle, this one among
-    /// them, are named as they were seen.
+    /// [`behind`] a delay that `rank` has seen as `late`.
     pub(super) fn behind(&self, rank: usize, late: &[usize]) -> Vec<usize> {
-        let follow = |first: usize| {
-            let mut last = first;
-            for _ in 0..self.world_size {
-                match self.transfers[last].load(Ordering::SeqCst) {
-                    0 => return last,
-                    peer if peer - 1 == rank => return first,
-                    peer => last = peer - 1,
-                }
-            }
-            first
-        };
-        let mut behind: Vec<usize> = late.iter().map(|&first| follow(first)).collect();
-        behind.sort_unstable();
-        behind.dedup();
-        behind
+        behind(rank, self.world_size, late, |rank| {
+            self.transfers[rank].load(Ordering::SeqCst).checked_sub(1)
+        })
     }
 
     /// Closes the group, its transfers and its subgroups; returns the error that holds, the first

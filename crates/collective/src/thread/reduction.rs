@@ -3,19 +3,13 @@
 use std::ops::Range;
 
 use fusestep_simd::{Claim, Peers};
-use smallvec::SmallVec;
 
 use super::ThreadCommunicator;
 use super::algorithms::{Cut, Round};
 use super::group::{Header, Placement};
 use crate::{
-    Blocks, Buffers, Call, CollectiveError, Column, Columns, Operation, Receivers, ReduceOp,
+    Blocks, Buffers, Call, CollectiveError, Column, OfRanks, Receivers, ReduceOp, Sharing,
 };
-
-/// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
-const LINE_BYTES: usize = 64;
-
-const _: () = assert!(LINE_BYTES.is_multiple_of(8), "no element is cut in two");
 
 impl ThreadCommunicator {
     /// All-reduce, reduce and reduce-scatter: each rank reduces its part straight from where the
@@ -27,68 +21,38 @@ impl ThreadCommunicator {
         blocks: Blocks<'_>,
         op: ReduceOp,
     ) -> Result<(), CollectiveError> {
-        let (rank, world_size) = (self.rank, self.ends.len());
-        let (level, claim_bytes) = {
-            let options = self.group.options();
-            (options.level, claim_bytes(options.claim_bytes))
-        };
-        let element_bytes = call.dtype.len_bytes();
-        let whole_bytes = blocks.numel * element_bytes;
-        let cut = match call.operation {
-            Operation::ReduceScatter(_) => Cut::Blocks(blocks, element_bytes),
+        let rank = self.rank;
+        let sharing = Sharing::new(&call, blocks, op, self.group.options());
+        let cut = match sharing.receivers {
+            Receivers::Owner => Cut::Blocks(blocks, call.dtype.len_bytes()),
             _ => Cut::Lines,
         };
-        let part = |owner: usize| match cut {
-            Cut::Blocks(..) => blocks.of_bytes(owner, element_bytes),
-            _ => lines(whole_bytes, owner, world_size),
+        let round = Round {
+            cut,
+            reserved: sharing.claim_bytes,
+            ..round
         };
-        let reserved = claim_bytes;
-        let (round, receivers) = bring(
-            Round {
-                cut,
-                reserved,
-                ..round
-            },
-            rank,
-            call.operation,
-            call.buffers,
-        );
+        let round = bring(round, rank, sharing.receivers, call.buffers);
         self.round(round, |peers| {
-            let mut reserved = peers.reserved();
-            let reduce_claim = |owner, part: &Range<usize>, claim: &mut Claim<'_, _>| {
-                let Range { start, end } = claim.range();
-                let (start, end) = (start.min(part.len()), end.min(part.len()));
-                let mut columns = Columns {
-                    columns: &mut columns(peers, claim, part.start + start..part.start + end),
-                    receivers: receivers.of_part(owner, world_size),
-                    share_bytes: part.len(),
-                };
-                columns.reduce(level, call.dtype, op, end - start);
-                end < part.len()
-            };
-            reduce_claim(rank, &part(rank), &mut reserved);
-            if whole_bytes > claim_bytes {
-                for owner in (rank..world_size).chain(0..rank) {
-                    let part = part(owner);
-                    // A part that is no longer was reserved for its owner.
-                    let mut more = part.len() > claim_bytes;
-                    while more {
-                        more = reduce_claim(owner, &part, &mut peers.claim(owner, claim_bytes));
-                    }
-                }
-            }
+            let mut reserved = Some(peers.reserved());
+            sharing.reduce(rank, &(0..sharing.whole_bytes()), |owner, part| {
+                let claim = || peers.claim(owner, sharing.claim_bytes);
+                let mut claim = reserved.take().unwrap_or_else(claim);
+                sharing.reduce_claim(owner, part, claim.range(), |bytes| {
+                    columns(peers, &mut claim, bytes)
+                })
+            });
         })
     }
 }
 
-/// What a rank brings to a reduction, `round` with its memory, and where results go.
+/// What a rank brings to a reduction: `round` with its memory.
 fn bring<'a>(
     round: Round<'a>,
     rank: usize,
-    operation: Operation,
+    receivers: Receivers,
     buffers: Buffers<'a>,
-) -> (Round<'a>, Receivers) {
-    let receivers = Receivers::of_operation(operation);
+) -> Round<'a> {
     let (shared, writable, cut): (&[u8], _, _) = match (buffers, receivers) {
         (Buffers::InPlace(writable), _) => (&[], writable, round.cut),
         (Buffers::OutOfPlace { send, .. }, Receivers::Rank(root)) if root != rank => {
@@ -97,32 +61,12 @@ fn bring<'a>(
         (Buffers::OutOfPlace { send, receive }, Receivers::Owner) => (send, receive, Cut::Own),
         (Buffers::OutOfPlace { send, receive }, _) => (send, receive, round.cut),
     };
-    (
-        Round {
-            shared,
-            writable,
-            cut,
-            ..round
-        },
-        receivers,
-    )
-}
-
-/// A length of claims that ends with a cache line.
-fn claim_bytes(asked: usize) -> usize {
-    let longest = usize::MAX / LINE_BYTES * LINE_BYTES;
-    asked.clamp(1, longest).next_multiple_of(LINE_BYTES)
-}
-
-/// The part of `len_bytes` bytes that rank `rank` reduces.
-pub(super) fn lines(len_bytes: usize, rank: usize, world_size: usize) -> Range<usize> {
-    let lines = Blocks {
-        numel: len_bytes.div_ceil(LINE_BYTES),
-        world_size,
-        counts: None,
-    };
-    let own = lines.of_bytes(rank, LINE_BYTES);
-    own.start.min(len_bytes)..own.end.min(len_bytes)
+    Round {
+        shared,
+        writable,
+        cut,
+        ..round
+    }
 }
 
 /// The ranks' elements in `claim`, which begins and ends at `bytes` of the whole.
@@ -130,8 +74,8 @@ fn columns<'a>(
     peers: &'a Peers<'_, Header>,
     claim: &'a mut Claim<'_, Header>,
     bytes: Range<usize>,
-) -> SmallVec<[Column<'a>; 16]> {
-    let mut columns = SmallVec::new();
+) -> OfRanks<Column<'a>> {
+    let mut columns = OfRanks::new();
     for (rank, writable) in claim.all_mut().enumerate() {
         let shared = match peers.header(rank).placement {
             Placement::Writable => None,

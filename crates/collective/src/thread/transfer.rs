@@ -3,7 +3,6 @@
 use fusestep_simd::Contribution;
 
 use super::ThreadCommunicator;
-use super::algorithms::late;
 use super::group::{Header, Placement};
 use crate::{Buffers, Call, CollectiveError, Fingerprint, Operation};
 
@@ -51,7 +50,7 @@ impl ThreadCommunicator {
         let (group, own) = (&self.group, self.rank);
         let late = |sides: &[usize]| {
             let ranks: Vec<usize> = sides.iter().map(|&side| [pair.0, pair.1][side]).collect();
-            late(group.behind(own, &ranks), &named, timeout)
+            named.late(group.behind(own, &ranks), timeout)
         };
         group.set_transfer(own, Some([pair.1, pair.0][side]));
         let outcome = participant.rendezvous(contribution, deadline, late, |peers| {

@@ -149,20 +149,16 @@ impl Communicator for SimulatedRank {
         let Some(own) = membership else {
             return Ok(None);
         };
-        let parsed = all.iter().enumerate().filter_map(|(rank, bytes)| {
-            let text = String::from_utf8_lossy(bytes);
+        let passed = |rank: usize| {
+            let text = String::from_utf8_lossy(&all[rank]);
             let (colour, key) = text.split_once(' ')?;
-            Some((colour.parse::<u32>().ok()?, key.parse::<u32>().ok()?, rank))
-        });
-        let mut together: Vec<(u32, usize)> = parsed
-            .filter(|(colour, ..)| *colour == own.colour)
-            .map(|(_, key, rank)| (key, rank))
-            .collect();
-        together.sort_unstable();
-        let members = together
-            .iter()
-            .map(|(_, rank)| self.members[*rank])
-            .collect();
+            Some(Membership {
+                colour: colour.parse().ok()?,
+                key: key.parse().ok()?,
+            })
+        };
+        let members = own.members(all.len(), passed).into_iter();
+        let members = members.map(|rank| self.members[rank]).collect();
         let mut hasher = DefaultHasher::new();
         (self.group, self.sequence, own.colour).hash(&mut hasher);
         let group = hasher.finish();

@@ -1,39 +1,4 @@
-//! Settings, and what can go wrong before there is a communicator.
-
-use std::path::PathBuf;
-use std::time::Duration;
-
-use fusestep_simd::Level;
-
-/// Settings of a group of processes; each rank has its own.
-#[derive(Clone, Debug)]
-pub struct ProcessOptions {
-    /// How long a rank waits for others, at the start and in calls; 60 s by default, a day at
-    /// most.
-    pub timeout: Duration,
-    /// Calls each flight recorder keeps; 256 by default.
-    pub recorded_calls: usize,
-    /// Where flight recorders are written on the first error; nowhere by default. A group made by
-    /// a split writes into a folder of its own below this one.
-    pub dump_folder: Option<PathBuf>,
-    /// Instruction set of reductions; the widest by default. Changes no bits.
-    pub level: Level,
-    /// Bytes of its part that a rank reduces before it looks again, 512 KiB by default; as
-    /// [`Options::claim_bytes`](fusestep_collective::Options::claim_bytes). Changes no bits.
-    pub claim_bytes: usize,
-}
-
-impl Default for ProcessOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(60),
-            recorded_calls: 256,
-            dump_folder: None,
-            level: Level::detect(),
-            claim_bytes: 512 << 10,
-        }
-    }
-}
+//! What can go wrong before there is a communicator.
 
 /// Why there is no communicator.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
