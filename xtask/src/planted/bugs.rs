@@ -131,9 +131,9 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save: folders that are made are not durable",
         file: "crates/planner/src/checkpoint/generation.rs",
-        from: r"        sync(folder, above)?;
+        from: r"        sync(folder, or_this(above))?;
 ",
-        to: r"        let _ = above;
+        to: r"        let _ = or_this(above);
 ",
         tool: Tool::Test("fusestep-tests", "trust", "first_save_is_there"),
     },
@@ -156,17 +156,19 @@ pub(super) const BUGS: &[Bug] = &[
         name: "save: the old generation goes before the new one counts",
         file: "crates/planner/src/checkpoint/manifest.rs",
         from: r"        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
-        generation::remove_others(folder, &self, previous.as_ref());",
-        to: r"        generation::remove_others(folder, &self, previous.as_ref());
+        let counts = Some(self.generation.as_str());
+        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());",
+        to: r"        let counts = Some(self.generation.as_str());
+        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());
         Prepared::bytes_in(folder.files, &path, &text)?.commit()?;",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save: the generation before stays for ever",
         file: "crates/planner/src/checkpoint/manifest.rs",
-        from: r"        generation::remove_others(folder, &self, previous.as_ref());
+        from: r"        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());
 ",
-        to: r"        let _ = generation::remove_others;
+        to: r"        let _ = (generation::remove_but, counts);
         drop(previous);
 ",
         tool: Tool::Simulate,
@@ -202,17 +204,17 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save: an error of another rank is no error",
         file: "crates/planner/src/checkpoint/agree.rs",
-        from: r"on_outcome(plan, comms, outcome)?;
+        from: r"on_outcome(plan, comms, written.map(drop))?;
     let said",
-        to: r"let _ = on_outcome(plan, comms, outcome);
+        to: r"let _ = on_outcome(plan, comms, written.map(drop));
     let said",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save behind: parts go on before all ranks have done theirs",
         file: "crates/planner/src/checkpoint/behind.rs",
-        from: "None => Own::Yes,",
-        to: "None => Own::No,",
+        from: "let is_busy = flight.outcome.is_none();",
+        to: "let is_busy = false;",
         tool: Tool::Simulate,
     },
     Bug {
@@ -231,8 +233,8 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save behind: nobody hears of an error of the last part",
         file: "crates/planner/src/checkpoint/behind.rs",
-        from: "agree::on_outcome(plan, comms, committed)?;",
-        to: "let _ = agree::on_outcome(plan, comms, committed);",
+        from: "agree::on_outcome(plan, comms, outcome.map(drop))?;",
+        to: "let _ = agree::on_outcome(plan, comms, outcome.map(drop));",
         tool: Tool::Test("fusestep-tests", "distributed", "an_error_behind"),
     },
     Bug {
@@ -252,15 +254,15 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "save: skipped steps are not saved",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: "manifest.skipped = state.skipped();",
-        to: "manifest.skipped = 0;",
+        from: "skipped: state.skipped(),",
+        to: "skipped: 0,",
         tool: Tool::Test("fusestep-tests", "trust", "counts"),
     },
     Bug {
         name: "save: steps that a parameter has missed are not saved",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: "manifest.steps_of.insert(desc.name.clone(), step);",
-        to: "manifest.steps_of.insert(desc.name.clone(), state.step());",
+        from: "differs.then(|| (desc.name.clone(), step))",
+        to: "differs.then(|| (desc.name.clone(), state.step))",
         tool: Tool::Test("fusestep-tests", "distributed", "goes_on"),
     },
     Bug {
