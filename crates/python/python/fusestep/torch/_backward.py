@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Optional, Set
 import torch
 from torch import Tensor
 
+from fusestep._checks import positive
 from fusestep._report import Report
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._planned import Member, Planned, members_of
@@ -206,8 +207,7 @@ def fuse_backward(
             "accumulate: expected 1, because gradients are freed during backward, "
             f"found {options['accumulate']}"
         )
-    if bucket_mib is not None and not 0 < bucket_mib < float("inf"):
-        raise ValueError(f"bucket_mib: expected a finite number above 0, found {bucket_mib!r}")
+    bucket_mib = positive("bucket_mib", bucket_mib)
     if optimizer._backward is not None:
         raise ValueError("optimizer: expected one that is not fused yet; call `remove()` first")
     # Buckets step one after the other, each with a plan that counts.

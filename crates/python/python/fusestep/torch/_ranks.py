@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusestep import _fusestep
+from fusestep._checks import positive
 from fusestep._report import Report
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._planned import Described, Member, members_of
@@ -361,8 +362,7 @@ def _check(
     _refuse_state(optimizer)
     if zero not in (0, 1, 2):
         raise ValueError(f"zero: expected 0, 1 or 2, found {zero!r}")
-    if bucket_mib is not None and not 0 < bucket_mib < float("inf"):
-        raise ValueError(f"bucket_mib: expected a finite number above 0, found {bucket_mib!r}")
+    positive("bucket_mib", bucket_mib)
     if not isinstance(comm_streams, int) or not 0 <= comm_streams <= 8:
         raise ValueError(f"comm_streams: expected 0 to 8, found {comm_streams!r}")
     if not 0 < timeout < float("inf"):
