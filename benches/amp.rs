@@ -77,10 +77,7 @@ fn amp(criterion: &mut Criterion) {
             for (name, planner) in [("clipped", clip(adamw())), ("naive", clip(adamw().naive()))] {
                 let mut ready = Ready::new(&set, &planner, 1024.0, &backend);
                 let norm = ready.step(&backend).expect("a norm");
-                assert!(
-                    (norm / expected - 1.0).abs() < 1e-6,
-                    "{norm}, expected {expected}"
-                );
+                assert!((norm / expected - 1.0).abs() < 1e-6, "{norm}, expected {expected}");
                 group.bench_function(BenchmarkId::new(name, format!("t{threads}")), |b| {
                     b.iter(|| ready.step(&backend));
                 });

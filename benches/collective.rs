@@ -70,11 +70,8 @@ fn all_reduce(criterion: &mut Criterion) {
     for len_bytes in LEN_BYTES {
         let ones = vec![1.0f32; len_bytes / size_of::<f32>()];
         group.throughput(Throughput::Bytes((2 * RANKS * len_bytes) as u64));
-        let subjects: [(&str, Work<f32>); 3] = [
-            ("all_reduce", fused),
-            ("reduce_and_broadcast", one_by_one),
-            ("ceiling", ceiling),
-        ];
+        let subjects: [(&str, Work<f32>); 3] =
+            [("all_reduce", fused), ("reduce_and_broadcast", one_by_one), ("ceiling", ceiling)];
         for (name, work) in subjects {
             group.bench_function(BenchmarkId::new(name, len_bytes), |b| {
                 b.iter_custom(|rounds| time(RANKS, &ones, rounds, work));

@@ -74,11 +74,7 @@ fn run() -> Result<ExitCode, Box<dyn Error>> {
     }
     report.save(&arguments)?;
     println!("{report}");
-    Ok(if report.failed.is_empty() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(if report.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// One set under every rule, in every dtype and way.

@@ -38,31 +38,11 @@ struct Way {
 }
 
 const WAYS: [Way; 5] = [
-    Way {
-        name: "per_tensor",
-        cap_bytes: None,
-        streams: 0,
-    },
-    Way {
-        name: "buckets_25_mib",
-        cap_bytes: Some(25 << 20),
-        streams: 0,
-    },
-    Way {
-        name: "buckets_25_mib_overlapped",
-        cap_bytes: Some(25 << 20),
-        streams: 1,
-    },
-    Way {
-        name: "buckets_4_mib",
-        cap_bytes: Some(4 << 20),
-        streams: 0,
-    },
-    Way {
-        name: "buckets_4_mib_overlapped",
-        cap_bytes: Some(4 << 20),
-        streams: 1,
-    },
+    Way { name: "per_tensor", cap_bytes: None, streams: 0 },
+    Way { name: "buckets_25_mib", cap_bytes: Some(25 << 20), streams: 0 },
+    Way { name: "buckets_25_mib_overlapped", cap_bytes: Some(25 << 20), streams: 1 },
+    Way { name: "buckets_4_mib", cap_bytes: Some(4 << 20), streams: 0 },
+    Way { name: "buckets_4_mib_overlapped", cap_bytes: Some(4 << 20), streams: 1 },
 ];
 
 /// What is timed.
@@ -77,17 +57,12 @@ enum Timed {
 /// Time of `rounds` steps' calls on rank 0 of `ranks`.
 fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: u64) -> Duration {
     let outcomes = run_ranks(ranks, &Options::default(), |mut comm| {
-        let rule = Sgd {
-            momentum: 0.0,
-            ..Sgd::default()
-        };
+        let rule = Sgd { momentum: 0.0, ..Sgd::default() };
         let mut planner = Planner::new(rule.into());
         if let Some(cap) = way.cap_bytes {
             planner = planner.with(FuseAllReduce::of_bytes(cap));
         }
-        let plan = planner
-            .plan_for(params, Topology::of(&comm))
-            .expect("a plan");
+        let plan = planner.plan_for(params, Topology::of(&comm)).expect("a plan");
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).expect("memory");
         let grads: Vec<Vec<u8>> = params
@@ -110,9 +85,7 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
                 plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad)
                     .expect("a gradient of the plan");
             }
-            let report = plan
-                .step(&mut state, &backend, &mut comms)
-                .expect("equal calls");
+            let report = plan.step(&mut state, &backend, &mut comms).expect("equal calls");
             // The first round touches memory for the first time.
             if round > 0 {
                 exposed += Duration::from_nanos(report.exposed_ns);

@@ -25,10 +25,7 @@ use timing::group;
 /// The f64 reference, one element at a time: what the update costs without any care.
 fn reference(criterion: &mut Criterion) {
     let (numel, adam) = (tiny().elements(), Adam::default());
-    let start = Element {
-        param: 0.5,
-        ..Element::default()
-    };
+    let start = Element { param: 0.5, ..Element::default() };
     let mut elements = vec![start; numel as usize];
     assert!((update(&adam, 1, start, 0.01).param - 0.498995).abs() < 1e-8);
     let mut group = group(criterion, "fused_adam/tiny_flat");

@@ -20,14 +20,8 @@ use contest::contest;
 
 fn fused_sgd(criterion: &mut Criterion) {
     // The first step moves by lr·g, with momentum and without.
-    let sgd = Sgd {
-        lr: 0.1,
-        ..Sgd::default()
-    };
-    let momentum = Sgd {
-        lr: 0.1,
-        ..Sgd::with_momentum()
-    };
+    let sgd = Sgd { lr: 0.1, ..Sgd::default() };
+    let momentum = Sgd { lr: 0.1, ..Sgd::with_momentum() };
     contest(criterion, "fused_sgd", sgd.into(), 0.499);
     contest(criterion, "fused_sgd_momentum", momentum.into(), 0.499);
 }

@@ -27,11 +27,8 @@ use timing::group;
 fn reference(criterion: &mut Criterion) {
     let numel = tiny().elements() as usize;
     let grad = vec![0.01; numel];
-    let mut tensor = Tensor {
-        param: vec![0.5; numel],
-        moment1: vec![0.0; numel],
-        moment2: vec![0.0; numel],
-    };
+    let mut tensor =
+        Tensor { param: vec![0.5; numel], moment1: vec![0.0; numel], moment2: vec![0.0; numel] };
     let mut group = group(criterion, "lamb/tiny_flat");
     group.throughput(Throughput::Bytes(28 * numel as u64));
     group.bench_function("reference/t1", |b| {

@@ -20,10 +20,7 @@ use contest::contest;
 
 fn lion(criterion: &mut Criterion) {
     // The first step moves by lr.
-    let lion = Lion {
-        lr: 1e-3,
-        ..Lion::default()
-    };
+    let lion = Lion { lr: 1e-3, ..Lion::default() };
     contest(criterion, "lion", lion.into(), 0.499);
 }
 

@@ -20,10 +20,7 @@ use contest::contest;
 
 fn rmsprop(criterion: &mut Criterion) {
     // The first step divides the gradient by a tenth of itself and moves by 10·lr.
-    let rmsprop = RmsProp {
-        lr: 1e-3,
-        ..RmsProp::default()
-    };
+    let rmsprop = RmsProp { lr: 1e-3, ..RmsProp::default() };
     contest(criterion, "rmsprop", rmsprop.into(), 0.49);
 }
 

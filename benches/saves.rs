@@ -92,25 +92,17 @@ impl<'a> Rank<'a> {
 
     fn step(&mut self) {
         let (state, comms) = (&mut self.state, &mut self.comms);
-        self.plan
-            .poll_saves(comms, &mut self.saves)
-            .expect("a save that goes well");
+        self.plan.poll_saves(comms, &mut self.saves).expect("a save that goes well");
         for (name, grad) in &self.grads {
             self.plan
                 .push_grad(state, &self.backend, comms, name, grad)
                 .expect("a gradient of the plan");
         }
-        self.plan
-            .step(state, &self.backend, comms)
-            .expect("equal calls");
+        self.plan.step(state, &self.backend, comms).expect("equal calls");
     }
 
     fn begin(&mut self) {
-        let run = RunToSave {
-            state: &self.state,
-            backend: &self.backend,
-            params: None,
-        };
+        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         let (comms, saves) = (&mut self.comms, &mut self.saves);
         self.plan
             .save_behind(run, comms, saves, &self.folder, BTreeMap::new())
@@ -123,11 +115,7 @@ impl<'a> Rank<'a> {
     }
 
     fn in_line(&mut self) {
-        let run = RunToSave {
-            state: &self.state,
-            backend: &self.backend,
-            params: None,
-        };
+        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         self.plan
             .save_run(run, &mut self.comms, &self.folder, BTreeMap::new())
             .expect("a save that goes well");

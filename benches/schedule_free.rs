@@ -20,10 +20,7 @@ use contest::contest;
 
 fn schedule_free(criterion: &mut Criterion) {
     // The first step divides the gradient by itself and moves by lr.
-    let schedule_free = ScheduleFree {
-        lr: 1e-2,
-        ..ScheduleFree::default()
-    };
+    let schedule_free = ScheduleFree { lr: 1e-2, ..ScheduleFree::default() };
     contest(criterion, "schedule_free", schedule_free.into(), 0.49);
 }
 

@@ -37,11 +37,7 @@ impl Settings {
             initial_sum: self.initial_sum,
             eps: self.eps,
             weight_decay: self.weight_decay,
-            objective: if self.maximize {
-                Objective::Maximize
-            } else {
-                Objective::Minimize
-            },
+            objective: if self.maximize { Objective::Maximize } else { Objective::Minimize },
         }
     }
 }
@@ -54,10 +50,7 @@ fn ten_steps_agree_with_pytorch() {
 #[test]
 fn the_golden_comparison_can_fail() {
     let right = Adagrad::default();
-    let wrong = Adagrad {
-        initial_sum: 1e-3,
-        ..right
-    };
+    let wrong = Adagrad { initial_sum: 1e-3, ..right };
     assert!(differ_from_golden::<f32>(GOLDEN, "adagrad", right.into(), 257) <= 1e-5);
     assert!(differ_from_golden::<f32>(GOLDEN, "adagrad", wrong.into(), 257) > 1e-5);
     assert!(differ_from_golden::<f64>(GOLDEN, "adagrad", wrong.into(), 257) > 1e-12);
@@ -65,10 +58,7 @@ fn the_golden_comparison_can_fail() {
 
 #[test]
 fn the_first_step_puts_the_initial_sum_under_the_square() {
-    let adagrad = Adagrad {
-        initial_sum: 0.25,
-        ..Adagrad::default()
-    };
+    let adagrad = Adagrad { initial_sum: 0.25, ..Adagrad::default() };
     let mut trained = Trained::new(adagrad.into(), &[1.0f32]);
     for expected in [0.5, 0.75] {
         trained.step(&[0.5f32]);
@@ -104,10 +94,7 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
         }
     }
     let errors = all.into_iter().map(|adagrad| {
-        let element = |param| Element {
-            param,
-            ..Element::default()
-        };
+        let element = |param| Element { param, ..Element::default() };
         let next = |step, element, grad| update(&adagrad, step, element, grad);
         let errors = errors_in_units(adagrad.into(), element, next, |element| element.param);
         (format!("{adagrad:?}"), errors)
@@ -127,11 +114,7 @@ fn slices_give_the_bits_of_a_plan_with_any_team() {
         let mut grad = Vec::new();
         for step in 1..=case.steps {
             grad = pod_collect_to_vec(&case.grad_bytes(index, step));
-            let tensor = AdagradTensors {
-                param: &mut param,
-                grad: &grad,
-                sum: &mut sum,
-            };
+            let tensor = AdagradTensors { param: &mut param, grad: &grad, sum: &mut sum };
             match step % 2 {
                 0 => adagrad.step(step, &mut [tensor]).unwrap(),
                 _ => adagrad.step_with(&pool, step, &mut [tensor]).unwrap(),
@@ -151,34 +134,10 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
     let good = Adagrad::default();
     let bad = Adagrad { eps: -1.0, ..good };
     for (adagrad, step, grad, sum, message) in [
-        (
-            good,
-            1,
-            4,
-            5,
-            "grad of tensor 1: expected 5 elements, found 4",
-        ),
-        (
-            good,
-            1,
-            5,
-            0,
-            "sum of tensor 1: expected 5 elements, found 0",
-        ),
-        (
-            good,
-            0,
-            5,
-            5,
-            "step: expected at least 1, found 0; steps count from 1",
-        ),
-        (
-            bad,
-            1,
-            5,
-            5,
-            "eps: expected a finite value of at least 0, found -1",
-        ),
+        (good, 1, 4, 5, "grad of tensor 1: expected 5 elements, found 4"),
+        (good, 1, 5, 0, "sum of tensor 1: expected 5 elements, found 0"),
+        (good, 0, 5, 5, "step: expected at least 1, found 0; steps count from 1"),
+        (bad, 1, 5, 5, "eps: expected a finite value of at least 0, found -1"),
     ] {
         let (mut first, mut second, mut own) = ([1.0f32; 3], [1.0f32; 5], [0.5f32; 3]);
         let (grads, mut other) = (vec![0.25f32; grad], vec![0.5f32; sum]);
@@ -186,16 +145,8 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             .step(
                 step,
                 &mut [
-                    AdagradTensors {
-                        param: &mut first,
-                        grad: &[0.25; 3],
-                        sum: &mut own,
-                    },
-                    AdagradTensors {
-                        param: &mut second,
-                        grad: &grads,
-                        sum: &mut other,
-                    },
+                    AdagradTensors { param: &mut first, grad: &[0.25; 3], sum: &mut own },
+                    AdagradTensors { param: &mut second, grad: &grads, sum: &mut other },
                 ],
             )
             .unwrap_err();

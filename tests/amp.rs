@@ -29,28 +29,17 @@ fn the_scale_follows_the_reference_over_100_000_steps() {
         ceiling: 32_768.0,
     };
     let mut scale = LossScale::with_policy(1024.0, policy).unwrap();
-    let mut reference = Scaler {
-        scale: 1024.0,
-        good: 0,
-        bad: 0,
-    };
+    let mut reference = Scaler { scale: 1024.0, good: 0, bad: 0 };
     let (mut seed, mut seen) = (1u32, [false; 2]);
     for step in 0..100_000 {
         seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         // Long runs of either kind, so that floor and ceiling are reached.
         let bad = (seed >> 16) % 10 < if step / 500 % 2 == 0 { 2 } else { 8 };
-        scale = scale.after(if bad {
-            Finding::NonFinite
-        } else {
-            Finding::Finite
-        });
+        scale = scale.after(if bad { Finding::NonFinite } else { Finding::Finite });
         let (growth, backoff) = ((4.0, 3, 32_768.0), (0.25, 2, 2.0));
         reference = update_scale(reference, u32::from(bad), growth, backoff);
-        let found = Scaler {
-            scale: scale.scale(),
-            good: scale.good_steps(),
-            bad: scale.bad_steps(),
-        };
+        let found =
+            Scaler { scale: scale.scale(), good: scale.good_steps(), bad: scale.bad_steps() };
         assert_eq!(found, reference, "step {step}");
         seen[0] |= scale.scale() == policy.floor;
         seen[1] |= scale.scale() == policy.ceiling;
@@ -62,27 +51,19 @@ fn the_scale_follows_the_reference_over_100_000_steps() {
 fn the_norm_is_the_references_and_so_is_each_tensors() {
     let case = Case::new(EDGE_NUMELS, DType::F32);
     let backend = cpu();
-    let plan = planner()
-        .with(ClipByGlobalNorm::new(0.5))
-        .plan(&case.params)
-        .unwrap();
+    let plan = planner().with(ClipByGlobalNorm::new(0.5)).plan(&case.params).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     let mut all = Vec::new();
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.grad_bytes(index, 1);
-        state
-            .write(&backend, Role::Grad, &param.name, &bytes)
-            .unwrap();
+        state.write(&backend, Role::Grad, &param.name, &bytes).unwrap();
         let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
         all.push(values.into_iter().map(f64::from).collect::<Vec<_>>());
     }
     let report = plan.run(&mut state, &backend).unwrap();
     let tensors: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
     let (expected, found) = (grad_norm(&tensors), report.grad_norm.unwrap());
-    assert!(
-        (found / expected - 1.0).abs() < 1e-13,
-        "expected {expected}, found {found}"
-    );
+    assert!((found / expected - 1.0).abs() < 1e-13, "expected {expected}, found {found}");
     assert!(clip_factor(expected, 0.5) < 1.0 && !report.skipped);
     let norms = state.grad_norms(&backend).unwrap().unwrap();
     for (tensor, found) in tensors.iter().zip(norms) {
@@ -95,10 +76,7 @@ fn the_norm_is_the_references_and_so_is_each_tensors() {
 fn absent_parameters_are_no_part_of_the_norm() {
     let case = Case::new([10, 20, 30], DType::F32);
     let backend = cpu();
-    let plan = planner()
-        .with(ClipByGlobalNorm::new(0.5))
-        .plan(&case.params)
-        .unwrap();
+    let plan = planner().with(ClipByGlobalNorm::new(0.5)).plan(&case.params).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     for param in &case.params {
         state.grad_mut::<f32>(&param.name).unwrap().fill(2.0);
@@ -113,10 +91,7 @@ fn absent_parameters_are_no_part_of_the_norm() {
     state.set_without_gradient("tensor.0").unwrap();
     assert!(plan.run(&mut state, &backend).unwrap().skipped);
     let reports = state.grad_reports(&backend).unwrap().unwrap();
-    assert_eq!(
-        reports.iter().map(|g| g.non_finite).collect::<Vec<_>>(),
-        [0, 20, 0]
-    );
+    assert_eq!(reports.iter().map(|g| g.non_finite).collect::<Vec<_>>(), [0, 20, 0]);
     assert_eq!([reports[0].norm, reports[2].norm], [0.0, 120f64.sqrt()]);
     assert!(!reports[1].norm.is_finite());
     let steps = ["tensor.0", "tensor.1"].map(|name| state.step_of(name).unwrap());
@@ -130,10 +105,7 @@ fn absent_parameters_are_no_part_of_the_norm() {
 fn all_empty_and_no_parameters_at_all_are_a_norm_of_0() {
     for numels in [&[0u64, 0][..], &[]] {
         let case = Case::new(numels.iter().copied(), DType::F32);
-        let plan = planner()
-            .with(ClipByGlobalNorm::new(1.0))
-            .plan(&case.params)
-            .unwrap();
+        let plan = planner().with(ClipByGlobalNorm::new(1.0)).plan(&case.params).unwrap();
         let backend = cpu();
         let mut state = plan.allocate(&backend).unwrap();
         let report = plan.run(&mut state, &backend).unwrap();
@@ -145,10 +117,7 @@ fn all_empty_and_no_parameters_at_all_are_a_norm_of_0() {
 fn a_checkpoint_keeps_the_scale_and_its_counters() {
     let case = Case::new([10], DType::F32);
     let backend = cpu();
-    let plan = planner()
-        .with(LossScaling::dynamic())
-        .plan(&case.params)
-        .unwrap();
+    let plan = planner().with(LossScaling::dynamic()).plan(&case.params).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     plan.run(&mut state, &backend).unwrap();
     state.grad_mut::<f32>("tensor.0").unwrap()[3] = f32::INFINITY;
@@ -169,10 +138,7 @@ fn a_checkpoint_keeps_the_scale_and_its_counters() {
     loaded.grad_mut::<f32>("tensor.0").unwrap()[3] = f32::NAN;
     let report = plan.run(&mut loaded, &backend).unwrap();
     assert_eq!((report.loss_scale, loaded.skipped()), (Some(16_384.0), 2));
-    let fixed = planner()
-        .with(LossScaling::fixed(8.0))
-        .plan(&case.params)
-        .unwrap();
+    let fixed = planner().with(LossScaling::fixed(8.0)).plan(&case.params).unwrap();
     let mut other = fixed.allocate(&backend).unwrap();
     other.load(&backend, &path).unwrap();
     assert_eq!(other.loss_scale().unwrap().scale(), 8.0);
@@ -188,24 +154,16 @@ fn what_cannot_be_is_refused_by_name() {
         "max_norm: expected a finite value above 0, found 0; leave the pass out to clip nothing"
     );
     let text = refused(planner().with(LossScaling::fixed(3.0)));
-    assert!(
-        text.starts_with("loss scale: expected a power of two from 1e0 to 8.5"),
-        "{text}"
-    );
+    assert!(text.starts_with("loss scale: expected a power of two from 1e0 to 8.5"), "{text}");
     let clip = || ClipByGlobalNorm::new(1.0);
     let text = refused(planner().with(clip()).with(clip()));
-    assert_eq!(
-        text,
-        "clip_by_global_norm: expected the pass once, found it twice; remove one"
-    );
+    assert_eq!(text, "clip_by_global_norm: expected the pass once, found it twice; remove one");
 }
 
 #[test]
 fn the_plan_says_what_it_reads_and_decides() {
     let case = Case::new([70_000, 10], DType::F32);
-    let passes = planner()
-        .with(ClipByGlobalNorm::new(1.0))
-        .with(LossScaling::dynamic());
+    let passes = planner().with(ClipByGlobalNorm::new(1.0)).with(LossScaling::dynamic());
     let plan = passes.plan(&case.params).unwrap();
     let text = plan.to_string();
     for line in [
@@ -220,14 +178,8 @@ fn the_plan_says_what_it_reads_and_decides() {
     let plain = planner().plan(&case.params).unwrap();
     assert_eq!(plan.traffic_bytes(), plain.traffic_bytes() + 4 * 70_010);
     assert!(plan.hash() != plain.hash());
-    let other = planner()
-        .with(ClipByGlobalNorm::new(2.0))
-        .plan(&case.params)
-        .unwrap();
+    let other = planner().with(ClipByGlobalNorm::new(2.0)).plan(&case.params).unwrap();
     assert!(other.hash() != plain.hash());
-    assert!(
-        plan.to_html()
-            .contains("norm of gradients, 2 tensors, 3 chunks")
-    );
+    assert!(plan.to_html().contains("norm of gradients, 2 tensors, 3 chunks"));
     assert_eq!(plan.summary().max_norm, Some(1.0));
 }

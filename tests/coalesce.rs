@@ -16,10 +16,7 @@ use proptest::prelude::*;
 fn options() -> impl Strategy<Value = LayoutOptions> {
     let widths = prop::sample::select(vec![1u64, 2, 4, 8]);
     let slots = prop::sample::select(vec![1u64, 8, 256, 4096]);
-    (slots, widths).prop_map(|(slot_bytes, unit_bytes)| LayoutOptions {
-        slot_bytes,
-        unit_bytes,
-    })
+    (slots, widths).prop_map(|(slot_bytes, unit_bytes)| LayoutOptions { slot_bytes, unit_bytes })
 }
 
 fn numels() -> impl Strategy<Value = Vec<u64>> {
@@ -177,15 +174,9 @@ fn the_longest_buffer_is_accepted_and_one_slot_more_is_not() {
     assert_eq!(layout.total_numel(), longest);
     assert_eq!(
         FlatLayout::new([longest, 1], LayoutOptions::new(4)).unwrap_err(),
-        CoalesceError::Overflow {
-            tensor: 1,
-            numel: 1
-        }
+        CoalesceError::Overflow { tensor: 1, numel: 1 }
     );
-    assert!(matches!(
-        Coalesced::<f32>::allocate(layout),
-        Err(CoalesceError::OutOfMemory { .. })
-    ));
+    assert!(matches!(Coalesced::<f32>::allocate(layout), Err(CoalesceError::OutOfMemory { .. })));
     assert!(HostMemory::zeroed(usize::MAX).is_err());
 }
 
@@ -294,14 +285,8 @@ impl Backend for PaddingInspector {
 fn padding_stays_zero_over_steps() {
     let case = Case::new([1, 63, 0, 64, 65, 300, 17], DType::F32);
     // Without eps an element of the padding would become 0/0 if a step touched it.
-    let adam = Adam {
-        eps: 0.0,
-        weight_decay: WeightDecay::L2(0.1),
-        ..Adam::default()
-    };
-    let plan = Planner::new(Optimizer::Adam(adam))
-        .plan(&case.params)
-        .unwrap();
+    let adam = Adam { eps: 0.0, weight_decay: WeightDecay::L2(0.1), ..Adam::default() };
+    let plan = Planner::new(Optimizer::Adam(adam)).plan(&case.params).unwrap();
     let backend = PaddingInspector(CpuBackend::with_all_threads());
     let mut state = plan.allocate(&backend).unwrap();
     for param in &case.params {

@@ -24,11 +24,7 @@ impl<T: Compute> Trained<T> {
     fn new(adam: Adam, param: Vec<T>) -> Self {
         let zeros = vec![T::zeroed(); param.len()];
         let lists = [param, zeros.clone(), zeros.clone(), zeros];
-        Self {
-            adam,
-            step: 0,
-            lists,
-        }
+        Self { adam, step: 0, lists }
     }
 
     fn step(&mut self, grad: &[T]) {
@@ -49,19 +45,11 @@ impl<T: Compute> Trained<T> {
 fn configurations() -> Vec<Adam> {
     let mut all = Vec::new();
     for (lr, eps) in [(1e-3, 1e-8), (1e-2, 1e-4), (1e-1, 0.0)] {
-        for weight_decay in [
-            WeightDecay::Decoupled(0.01),
-            WeightDecay::L2(0.1),
-            WeightDecay::L2(0.0),
-        ] {
+        for weight_decay in
+            [WeightDecay::Decoupled(0.01), WeightDecay::L2(0.1), WeightDecay::L2(0.0)]
+        {
             for second_moment in [SecondMoment::Running, SecondMoment::Largest] {
-                all.push(Adam {
-                    lr,
-                    eps,
-                    weight_decay,
-                    second_moment,
-                    ..Adam::default()
-                });
+                all.push(Adam { lr, eps, weight_decay, second_moment, ..Adam::default() });
             }
         }
     }
@@ -101,10 +89,7 @@ fn errors_in_units(adam: Adam, marks: &[u64]) -> Vec<f64> {
 }
 
 fn element(param: f32) -> Element {
-    Element {
-        param: param.into(),
-        ..Element::default()
-    }
+    Element { param: param.into(), ..Element::default() }
 }
 
 /// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
@@ -150,27 +135,22 @@ fn slices_give_the_bits_of_a_plan() {
             expected.extend_from_slice(bytemuck::cast_slice(list));
         }
     }
-    let plan = Planner::new(Optimizer::Adam(adam))
-        .plan(&case.params)
-        .unwrap();
+    let plan = Planner::new(Optimizer::Adam(adam)).plan(&case.params).unwrap();
     let (_, backend) = backends().pop().unwrap();
     assert!(outcome(&plan, &case, backend.as_ref()) == expected);
 }
 
 #[test]
 fn bad_lists_are_named_and_nothing_is_written() {
-    for (list, numels) in [
-        ("grad", [5, 4, 5, 5]),
-        ("moment1", [5, 5, 0, 5]),
-        ("moment2", [5, 5, 5, 6]),
-    ] {
+    for (list, numels) in
+        [("grad", [5, 4, 5, 5]), ("moment1", [5, 5, 0, 5]), ("moment2", [5, 5, 5, 6])]
+    {
         let found = *numels[1..].iter().find(|&&n| n != 5).unwrap();
         let mut good = vec![vec![0.5f32; 3]; 4];
         let mut bad: Vec<Vec<f32>> = numels.iter().map(|&n| vec![0.25; n]).collect();
         let before = (good.clone(), bad.clone());
-        let error = Adam::default()
-            .step(1, &mut [tensors(&mut good), tensors(&mut bad)])
-            .unwrap_err();
+        let error =
+            Adam::default().step(1, &mut [tensors(&mut good), tensors(&mut bad)]).unwrap_err();
         assert_eq!(
             error.to_string(),
             format!("{list} of tensor 1: expected 5 elements, found {found}")
@@ -180,44 +160,22 @@ fn bad_lists_are_named_and_nothing_is_written() {
 }
 
 fn tensors(lists: &mut [Vec<f32>]) -> AdamTensors<'_, f32> {
-    let [param, grad, moment1, moment2] = lists else {
-        panic!("four lists")
-    };
-    AdamTensors {
-        param,
-        grad,
-        moment1,
-        moment2,
-        max_moment2: None,
-    }
+    let [param, grad, moment1, moment2] = lists else { panic!("four lists") };
+    AdamTensors { param, grad, moment1, moment2, max_moment2: None }
 }
 
 #[test]
 fn step_0_and_bad_settings_are_refused_before_anything_is_written() {
     let good = Adam::default();
-    let largest = Adam {
-        second_moment: SecondMoment::Largest,
-        ..good
-    };
+    let largest = Adam { second_moment: SecondMoment::Largest, ..good };
     for (adam, step, message) in [
+        (good, 0, "step: expected at least 1, found 0; steps count from 1"),
         (
-            good,
-            0,
-            "step: expected at least 1, found 0; steps count from 1",
-        ),
-        (
-            Adam {
-                lr: f64::INFINITY,
-                ..good
-            },
+            Adam { lr: f64::INFINITY, ..good },
             1,
             "lr: expected a finite value of at least 0, found inf",
         ),
-        (
-            Adam { beta2: 1.0, ..good },
-            1,
-            "beta2: expected a value in [0, 1), found 1",
-        ),
+        (Adam { beta2: 1.0, ..good }, 1, "beta2: expected a value in [0, 1), found 1"),
         (
             largest,
             1,
@@ -241,15 +199,9 @@ fn a_largest_moment_is_refused_without_amsgrad_and_checked_with_it() {
     let mut tensor = [tensor];
     let error = Adam::default().step(1, &mut tensor).unwrap_err();
     assert!(matches!(error, StepError::List { tensor: 0, .. }));
-    let amsgrad = Adam {
-        second_moment: SecondMoment::Largest,
-        ..Adam::default()
-    };
+    let amsgrad = Adam { second_moment: SecondMoment::Largest, ..Adam::default() };
     let error = amsgrad.step(1, &mut tensor).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "max_moment2 of tensor 0: expected 3 elements, found 2"
-    );
+    assert_eq!(error.to_string(), "max_moment2 of tensor 0: expected 3 elements, found 2");
     assert_eq!(lists, vec![vec![0.5f32; 3]; 4]);
 }
 

@@ -37,22 +37,14 @@ impl Settings {
             lr: self.lr,
             momentum: self.momentum,
             dampening: self.dampening,
-            nesterov: if self.nesterov {
-                Nesterov::Nesterov
-            } else {
-                Nesterov::Plain
-            },
+            nesterov: if self.nesterov { Nesterov::Nesterov } else { Nesterov::Plain },
             weight_decay: match self.decay.as_str() {
                 "decoupled" => WeightDecay::Decoupled(self.weight_decay),
                 "l2" => WeightDecay::L2(self.weight_decay),
                 other => panic!("unknown decay `{other}`"),
             },
             rescale: self.rescale,
-            objective: if self.maximize {
-                Objective::Maximize
-            } else {
-                Objective::Minimize
-            },
+            objective: if self.maximize { Objective::Maximize } else { Objective::Minimize },
         }
     }
 }
@@ -64,18 +56,9 @@ fn ten_steps_agree_with_pytorch() {
 
 #[test]
 fn the_golden_comparison_can_fail() {
-    let right = Sgd {
-        lr: 1e-2,
-        ..Sgd::with_momentum()
-    };
-    let wrong = Sgd {
-        lr: 1.00002e-2,
-        ..right
-    };
-    let dampened = Sgd {
-        dampening: 1e-4,
-        ..right
-    };
+    let right = Sgd { lr: 1e-2, ..Sgd::with_momentum() };
+    let wrong = Sgd { lr: 1.00002e-2, ..right };
+    let dampened = Sgd { dampening: 1e-4, ..right };
     assert!(differ_from_golden::<f32>(GOLDEN, "momentum", right.into(), 257) <= 1e-5);
     for wrong in [wrong, dampened] {
         assert!(differ_from_golden::<f32>(GOLDEN, "momentum", wrong.into(), 257) > 1e-5);
@@ -86,33 +69,16 @@ fn the_golden_comparison_can_fail() {
 fn configurations() -> Vec<Sgd> {
     let mut all = Vec::new();
     for lr in [1e-3, 1e-2, 1e-1] {
-        for weight_decay in [
-            WeightDecay::L2(0.0),
-            WeightDecay::L2(0.1),
-            WeightDecay::Decoupled(0.01),
-        ] {
-            let sgd = Sgd {
-                lr,
-                weight_decay,
-                ..Sgd::default()
-            };
-            let momentum = Sgd {
-                momentum: 0.9,
-                ..sgd
-            };
+        for weight_decay in
+            [WeightDecay::L2(0.0), WeightDecay::L2(0.1), WeightDecay::Decoupled(0.01)]
+        {
+            let sgd = Sgd { lr, weight_decay, ..Sgd::default() };
+            let momentum = Sgd { momentum: 0.9, ..sgd };
             all.extend([
                 sgd,
                 momentum,
-                Sgd {
-                    dampening: 0.5,
-                    rescale: 0.3,
-                    ..momentum
-                },
-                Sgd {
-                    nesterov: Nesterov::Nesterov,
-                    objective: Objective::Maximize,
-                    ..momentum
-                },
+                Sgd { dampening: 0.5, rescale: 0.3, ..momentum },
+                Sgd { nesterov: Nesterov::Nesterov, objective: Objective::Maximize, ..momentum },
             ]);
         }
     }
@@ -131,10 +97,7 @@ fn bound_in_units(steps: u64) -> f64 {
 #[test]
 fn errors_against_the_reference_stay_within_the_stated_bound() {
     let errors = configurations().into_iter().map(|sgd| {
-        let element = |param| Element {
-            param,
-            ..Element::default()
-        };
+        let element = |param| Element { param, ..Element::default() };
         let next = |step, element, grad| update(&sgd, step, element, grad);
         let errors = errors_in_units(sgd.into(), element, next, |element| element.param);
         (format!("{sgd:?}"), errors)
@@ -172,35 +135,17 @@ fn slices_give_the_bits_of_a_plan_with_any_team() {
         }
         let plan = Planner::new(sgd.into()).plan(&case.params).unwrap();
         let (_, backend) = backends().pop().unwrap();
-        assert!(
-            outcome(&plan, &case, backend.as_ref()) == expected,
-            "{sgd:?}"
-        );
+        assert!(outcome(&plan, &case, backend.as_ref()) == expected, "{sgd:?}");
     }
 }
 
 #[test]
 fn what_does_not_fit_is_named_and_nothing_is_written() {
     let momentum = Sgd::with_momentum();
-    let nan = Sgd {
-        lr: f64::NAN,
-        ..momentum
-    };
+    let nan = Sgd { lr: f64::NAN, ..momentum };
     for (sgd, step, grad, velocity, message) in [
-        (
-            momentum,
-            1,
-            4,
-            Some(5),
-            "grad of tensor 1: expected 5 elements, found 4",
-        ),
-        (
-            momentum,
-            1,
-            5,
-            Some(6),
-            "velocity of tensor 1: expected 5 elements, found 6",
-        ),
+        (momentum, 1, 4, Some(5), "grad of tensor 1: expected 5 elements, found 4"),
+        (momentum, 1, 5, Some(6), "velocity of tensor 1: expected 5 elements, found 6"),
         (
             momentum,
             1,
@@ -215,20 +160,8 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             Some(5),
             "velocity of tensor 1: expected none, because momentum is 0, found a slice",
         ),
-        (
-            momentum,
-            0,
-            5,
-            Some(5),
-            "step: expected at least 1, found 0; steps count from 1",
-        ),
-        (
-            nan,
-            1,
-            5,
-            Some(5),
-            "lr: expected a finite value of at least 0, found NaN",
-        ),
+        (momentum, 0, 5, Some(5), "step: expected at least 1, found 0; steps count from 1"),
+        (nan, 1, 5, Some(5), "lr: expected a finite value of at least 0, found NaN"),
     ] {
         assert_eq!(refusal(sgd, step, grad, velocity), message);
     }
@@ -245,11 +178,7 @@ fn refusal(sgd: Sgd, step: u64, grad: usize, velocity: Option<usize>) -> String 
         grad: &[0.25; 3],
         velocity: sgd.has_velocity().then_some(own.as_mut_slice()),
     };
-    let bad = SgdTensors {
-        param: &mut second,
-        grad: &grads,
-        velocity: other.as_deref_mut(),
-    };
+    let bad = SgdTensors { param: &mut second, grad: &grads, velocity: other.as_deref_mut() };
     let error = sgd.step(step, &mut [good, bad]).unwrap_err();
     assert_eq!((first, second, own), ([1.0; 3], [1.0; 5], [0.5; 3]));
     error.to_string()
@@ -258,10 +187,6 @@ fn refusal(sgd: Sgd, step: u64, grad: usize, velocity: Option<usize>) -> String 
 #[test]
 fn no_tensors_and_empty_tensors_are_a_step() {
     Sgd::default().step::<f32>(1, &mut []).unwrap();
-    let empty = SgdTensors::<f64> {
-        param: &mut [],
-        grad: &[],
-        velocity: Some(&mut []),
-    };
+    let empty = SgdTensors::<f64> { param: &mut [], grad: &[], velocity: Some(&mut []) };
     Sgd::with_momentum().step(1, &mut [empty]).unwrap();
 }

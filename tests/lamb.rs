@@ -22,21 +22,13 @@ mod trust_ratios;
 mod units;
 
 fn lamb() -> Lamb {
-    Lamb {
-        lr: 0.01,
-        ..Lamb::default()
-    }
+    Lamb { lr: 0.01, ..Lamb::default() }
 }
 
 /// One first step of lr 0.1 without decay and ε: the direction is the gradient's sign.
 fn first_step(p: [f64; 2], g: [f64; 2], excluded: Excluded) -> [f64; 2] {
     let (mut p, mut m, mut v) = (p, [0.0; 2], [0.0; 2]);
-    let rule = Lamb {
-        lr: 0.1,
-        eps: 1e-300,
-        excluded,
-        ..Lamb::default()
-    };
+    let rule = Lamb { lr: 0.1, eps: 1e-300, excluded, ..Lamb::default() };
     let mut tensor = LambTensors::new(&mut p, &g, &mut m, &mut v);
     tensor.weight_decay = Some(0.0);
     assert_eq!(rule.step(1, &mut [tensor]), Ok(vec![]));
@@ -51,10 +43,7 @@ fn the_ratio_is_that_of_the_norms_and_1_without_them() {
     };
     let (p, g) = ([3.0, 4.0], [0.6, -0.8]);
     let step = 0.1 * 5.0 / 2f64.sqrt();
-    near(
-        first_step(p, g, Excluded::TrustRatio),
-        [3.0 - step, 4.0 + step],
-    );
+    near(first_step(p, g, Excluded::TrustRatio), [3.0 - step, 4.0 + step]);
     near(first_step(p, g, Excluded::PlainLr), [2.9, 4.1]);
     near(first_step([0.0; 2], g, Excluded::TrustRatio), [-0.1, 0.1]);
     near(first_step(p, [0.0; 2], Excluded::TrustRatio), p);
@@ -109,11 +98,7 @@ fn plain_rates_are_adamw_but_for_rounding() {
     for param in &mut case.params {
         param.trust = Some(Trust::Plain);
     }
-    let adam = Adam {
-        lr: 0.01,
-        eps: 1e-6,
-        ..Adam::default()
-    };
+    let adam = Adam { lr: 0.01, eps: 1e-6, ..Adam::default() };
     let run = |optimizer| -> Vec<f64> {
         let plan = Planner::new(optimizer).plan(&case.params).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
@@ -122,10 +107,7 @@ fn plain_rates_are_adamw_but_for_rounding() {
     let (found, expected) = (run(Optimizer::Lamb(lamb())), run(Optimizer::Adam(adam)));
     assert_eq!(found.len(), expected.len());
     for (found, expected) in found.iter().zip(expected) {
-        assert!(
-            (found - expected).abs() <= 1e-15,
-            "expected {expected}, found {found}"
-        );
+        assert!((found - expected).abs() <= 1e-15, "expected {expected}, found {found}");
     }
 }
 
@@ -138,13 +120,9 @@ fn a_team_gives_the_same_bits_as_one_thread() {
     let mut lists = [start.clone(), g.clone(), vec![0.1; g.len()]];
     let mut again = lists.clone();
     let [p, m, v] = &mut lists;
-    lamb()
-        .step(3, &mut [LambTensors::new(p, &g, m, v)])
-        .unwrap();
+    lamb().step(3, &mut [LambTensors::new(p, &g, m, v)]).unwrap();
     let [p, m, v] = &mut again;
-    lamb()
-        .step_with(&pool, 3, &mut [LambTensors::new(p, &g, m, v)])
-        .unwrap();
+    lamb().step_with(&pool, 3, &mut [LambTensors::new(p, &g, m, v)]).unwrap();
     assert!(lists == again && lists[0] != start);
 }
 
@@ -163,8 +141,7 @@ fn errors_in_units(rule: Lamb, marks: &[u64]) -> Vec<f64> {
     for step in 1..=*marks.last().unwrap() {
         let grad: Vec<f32> = pod_collect_to_vec(&case.grad_bytes(0, step));
         let exact_grad: Vec<f64> = grad.iter().map(|&g| g.into()).collect();
-        rule.step(step, &mut [LambTensors::new(&mut p, &grad, &mut m, &mut v)])
-            .unwrap();
+        rule.step(step, &mut [LambTensors::new(&mut p, &grad, &mut m, &mut v)]).unwrap();
         assert!(update(&rule, Trust::Ratio, step, &mut exact, &exact_grad));
         errors.step(&exact.param);
         if marks.contains(&step) {
@@ -188,18 +165,10 @@ fn bound_in_units(steps: u64) -> f64 {
 fn errors_against_the_reference_stay_within_the_stated_bound() {
     let marks = [1, 2, 10, 100, 1000];
     let mut largest = vec![0.0f64; marks.len()];
-    for (lr, weight_decay, eps) in [
-        (1e-3, 0.01, 1e-6),
-        (1e-2, 0.1, 1e-6),
-        (1e-2, 0.0, 1e-8),
-        (1e-4, 0.01, 1e-3),
-    ] {
-        let rule = Lamb {
-            lr,
-            weight_decay,
-            eps,
-            ..Lamb::default()
-        };
+    for (lr, weight_decay, eps) in
+        [(1e-3, 0.01, 1e-6), (1e-2, 0.1, 1e-6), (1e-2, 0.0, 1e-8), (1e-4, 0.01, 1e-3)]
+    {
+        let rule = Lamb { lr, weight_decay, eps, ..Lamb::default() };
         let errors = errors_in_units(rule, &marks);
         for ((&steps, units), largest) in marks.iter().zip(errors).zip(&mut largest) {
             *largest = largest.max(units);
@@ -233,30 +202,18 @@ fn bad_input_is_named_and_nothing_is_written() {
     let mut short = [0.5f32; 3];
     let message = |result: Result<Vec<usize>, StepError>| result.unwrap_err().to_string();
     let found = lamb().step(1, &mut [LambTensors::new(&mut p, &short, &mut m, &mut v)]);
-    assert_eq!(
-        message(found),
-        "grad of tensor 0: expected 4 elements, found 3"
-    );
+    assert_eq!(message(found), "grad of tensor 0: expected 4 elements, found 3");
     let found = lamb().step(1, &mut [LambTensors::new(&mut p, &g, &mut m, &mut short)]);
-    assert_eq!(
-        message(found),
-        "moment2 of tensor 0: expected 4 elements, found 3"
-    );
+    assert_eq!(message(found), "moment2 of tensor 0: expected 4 elements, found 3");
     let found = lamb().step(0, &mut [LambTensors::new(&mut p, &g, &mut m, &mut v)]);
-    assert_eq!(
-        message(found),
-        "step: expected at least 1, found 0; steps count from 1"
-    );
+    assert_eq!(message(found), "step: expected at least 1, found 0; steps count from 1");
     let mut tensor = LambTensors::new(&mut p, &g, &mut m, &mut v);
     tensor.lr_scale = -1.0;
     assert_eq!(
         message(lamb().step(1, &mut [tensor])),
         "lr_scale of tensor 0: expected a finite value of at least 0, found -1"
     );
-    let bad = Lamb {
-        beta1: 1.0,
-        ..lamb()
-    };
+    let bad = Lamb { beta1: 1.0, ..lamb() };
     let found = bad.step(1, &mut [LambTensors::new(&mut p, &g, &mut m, &mut v)]);
     assert_eq!(message(found), "beta1: expected a value in [0, 1), found 1");
     assert_eq!((p, m, v), ([1.0; 4], [0.25; 4], [0.25; 4]));

@@ -24,22 +24,13 @@ mod trust_ratios;
 mod units;
 
 fn lars() -> Lars {
-    Lars {
-        lr: 0.5,
-        eps: 1e-3,
-        rescale: 0.25,
-        ..Lars::default()
-    }
+    Lars { lr: 0.5, eps: 1e-3, rescale: 0.25, ..Lars::default() }
 }
 
 /// The element-wise example of the source: ‖p‖ = 5, ‖g‖ = 1.
 fn example(weight_decay: Option<f64>, excluded: Excluded) -> ([f64; 2], [f64; 2]) {
     let (mut p, g, mut u) = ([3.0, 4.0], [0.6, 0.8], [0.0; 2]);
-    let lars = Lars {
-        lr: 1.0,
-        excluded,
-        ..Lars::default()
-    };
+    let lars = Lars { lr: 1.0, excluded, ..Lars::default() };
     let mut tensor = LarsTensors::new(&mut p, &g, &mut u);
     tensor.weight_decay = weight_decay;
     assert_eq!(lars.step(&mut [tensor]), Ok(vec![]));
@@ -54,16 +45,10 @@ fn near(found: [f64; 2], expected: [f64; 2]) -> bool {
 fn the_examples_of_the_source_come_out() {
     for excluded in [Excluded::PlainLr, Excluded::TrustRatio] {
         let (p, u) = example(None, excluded);
-        assert!(
-            near(u, [0.003, 0.004]) && near(p, [2.997, 3.996]),
-            "{p:?} {u:?}"
-        );
+        assert!(near(u, [0.003, 0.004]) && near(p, [2.997, 3.996]), "{p:?} {u:?}");
     }
     let (p, u) = example(Some(0.0), Excluded::TrustRatio);
-    assert!(
-        near(u, [0.003, 0.004]) && near(p, [2.997, 3.996]),
-        "{p:?} {u:?}"
-    );
+    assert!(near(u, [0.003, 0.004]) && near(p, [2.997, 3.996]), "{p:?} {u:?}");
     let (p, u) = example(Some(0.0), Excluded::PlainLr);
     assert!(near(u, [0.6, 0.8]) && near(p, [2.4, 3.2]), "{p:?} {u:?}");
 }
@@ -72,20 +57,12 @@ fn the_examples_of_the_source_come_out() {
 fn a_zero_parameter_or_gradient_takes_the_plain_rate() {
     for (p, g, expected) in [
         ([0.0, 0.0], [0.6, 0.8], [-0.6, -0.8]),
-        (
-            [3.0, 4.0],
-            [0.0, 0.0],
-            [3.0 - 3.0 * 0.0005, 4.0 - 4.0 * 0.0005],
-        ),
+        ([3.0, 4.0], [0.0, 0.0], [3.0 - 3.0 * 0.0005, 4.0 - 4.0 * 0.0005]),
         ([0.0, 0.0], [0.0, 0.0], [0.0, 0.0]),
     ] {
         let (mut p, mut u) = (p, [0.0; 2]);
-        let lars = Lars {
-            lr: 1.0,
-            ..Lars::default()
-        };
-        lars.step(&mut [LarsTensors::new(&mut p, &g, &mut u)])
-            .unwrap();
+        let lars = Lars { lr: 1.0, ..Lars::default() };
+        lars.step(&mut [LarsTensors::new(&mut p, &g, &mut u)]).unwrap();
         assert!(near(p, expected), "{p:?}");
     }
 }
@@ -99,20 +76,15 @@ fn a_tensor_that_is_not_finite_keeps_every_bit_and_is_reported() {
         g[0][69_999] = bad;
         let before = (p.clone(), u.clone());
         let mut tensors: Vec<_> = p.iter_mut().zip(&g).zip(&mut u).collect();
-        let mut tensors: Vec<_> = tensors
-            .iter_mut()
-            .map(|((p, g), u)| LarsTensors::new(p, g, u))
-            .collect();
+        let mut tensors: Vec<_> =
+            tensors.iter_mut().map(|((p, g), u)| LarsTensors::new(p, g, u)).collect();
         assert_eq!(lars().step(&mut tensors), Ok(vec![0, 2]));
         assert!(p[0] == before.0[0] && u[0] == before.1[0] && u[2] == before.1[2]);
         assert!(p[1] != before.0[1]);
     }
     // A rate that f32 cannot hold.
     let (mut p, g, mut u) = ([1e30f32; 4], [1e-30f32; 4], [0.0; 4]);
-    let huge = Lars {
-        weight_decay: 0.0,
-        ..Lars::default()
-    };
+    let huge = Lars { weight_decay: 0.0, ..Lars::default() };
     let outcome = huge.step(&mut [LarsTensors::new(&mut p, &g, &mut u)]);
     assert_eq!((outcome, p), (Ok(vec![0]), [1e30; 4]));
 }
@@ -151,13 +123,8 @@ fn plain_rates_are_momentum() {
     for param in &mut case.params {
         param.trust = Some(Trust::Plain);
     }
-    let rule = Lars {
-        lr: 0.1,
-        ..Lars::default()
-    };
-    let plan = Planner::new(Optimizer::Lars(rule))
-        .plan(&case.params)
-        .unwrap();
+    let rule = Lars { lr: 0.1, ..Lars::default() };
+    let plan = Planner::new(Optimizer::Lars(rule)).plan(&case.params).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let found: Vec<f64> = pod_collect_to_vec(&outcome(&plan, &case, &backend));
     let mut at = 0;
@@ -183,12 +150,8 @@ fn a_team_gives_the_same_bits_as_one_thread() {
     let start: Vec<f32> = pod_collect_to_vec(&case.param_bytes(0));
     let g: Vec<f32> = pod_collect_to_vec(&case.grad_bytes(0, 1));
     let (mut p, mut u) = ((start.clone(), start.clone()), (g.clone(), g.clone()));
-    lars()
-        .step(&mut [LarsTensors::new(&mut p.0, &g, &mut u.0)])
-        .unwrap();
-    lars()
-        .step_with(&pool, &mut [LarsTensors::new(&mut p.1, &g, &mut u.1)])
-        .unwrap();
+    lars().step(&mut [LarsTensors::new(&mut p.0, &g, &mut u.0)]).unwrap();
+    lars().step_with(&pool, &mut [LarsTensors::new(&mut p.1, &g, &mut u.1)]).unwrap();
     assert!(p.0 == p.1 && u.0 == u.1 && p.0 != start);
 }
 
@@ -202,15 +165,8 @@ fn errors_in_units(rule: Lars, marks: &[u64]) -> Vec<f64> {
     for step in 1..=*marks.last().unwrap() {
         let grad: Vec<f32> = pod_collect_to_vec(&case.grad_bytes(0, step));
         let exact_grad: Vec<f64> = grad.iter().map(|&g| g.into()).collect();
-        rule.step(&mut [LarsTensors::new(&mut p, &grad, &mut u)])
-            .unwrap();
-        assert!(update(
-            &rule,
-            Trust::Ratio,
-            &mut exact,
-            &exact_grad,
-            &mut exact_u
-        ));
+        rule.step(&mut [LarsTensors::new(&mut p, &grad, &mut u)]).unwrap();
+        assert!(update(&rule, Trust::Ratio, &mut exact, &exact_grad, &mut exact_u));
         errors.step(&exact);
         if marks.contains(&step) {
             errors.mark(&p, &exact);
@@ -233,18 +189,10 @@ fn bound_in_units(steps: u64) -> f64 {
 fn errors_against_the_reference_stay_within_the_stated_bound() {
     let marks = [1, 2, 10, 100, 1000];
     let mut largest = vec![0.0f64; marks.len()];
-    for (lr, weight_decay, eps) in [
-        (0.1, 0.0005, 0.0),
-        (10.0, 0.0005, 0.0),
-        (30.0, 0.01, 1e-3),
-        (1.0, 0.0, 1e-8),
-    ] {
-        let rule = Lars {
-            lr,
-            weight_decay,
-            eps,
-            ..Lars::default()
-        };
+    for (lr, weight_decay, eps) in
+        [(0.1, 0.0005, 0.0), (10.0, 0.0005, 0.0), (30.0, 0.01, 1e-3), (1.0, 0.0, 1e-8)]
+    {
+        let rule = Lars { lr, weight_decay, eps, ..Lars::default() };
         let errors = errors_in_units(rule, &marks);
         for ((&steps, units), largest) in marks.iter().zip(errors).zip(&mut largest) {
             *largest = largest.max(units);
@@ -277,14 +225,9 @@ fn ten_steps_agree_with_an_independent_script() {
 fn bad_input_is_named_and_nothing_is_written() {
     let (mut p, g, mut u) = ([1.0f32; 4], [0.5f32; 4], [0.25f32; 4]);
     let (mut q, h, mut w) = ([1.0f32; 4], [0.5f32; 3], [0.25f32; 4]);
-    let error = lars().step(&mut [
-        LarsTensors::new(&mut p, &g, &mut u),
-        LarsTensors::new(&mut q, &h, &mut w),
-    ]);
-    assert_eq!(
-        error.unwrap_err().to_string(),
-        "grad of tensor 1: expected 4 elements, found 3"
-    );
+    let error = lars()
+        .step(&mut [LarsTensors::new(&mut p, &g, &mut u), LarsTensors::new(&mut q, &h, &mut w)]);
+    assert_eq!(error.unwrap_err().to_string(), "grad of tensor 1: expected 4 elements, found 3");
     let mut short = [0.0f32; 5];
     let error = lars().step(&mut [LarsTensors::new(&mut p, &g, &mut short)]);
     assert_eq!(
@@ -298,18 +241,9 @@ fn bad_input_is_named_and_nothing_is_written() {
         error.unwrap_err().to_string(),
         "weight_decay of tensor 0: expected a finite value of at least 0, found NaN"
     );
-    let bad = Lars {
-        trust_coefficient: -1.0,
-        ..lars()
-    };
-    assert!(
-        bad.step(&mut [LarsTensors::new(&mut p, &g, &mut u)])
-            .is_err()
-    );
+    let bad = Lars { trust_coefficient: -1.0, ..lars() };
+    assert!(bad.step(&mut [LarsTensors::new(&mut p, &g, &mut u)]).is_err());
     assert_eq!((p, u), ([1.0; 4], [0.25; 4]));
     assert_eq!(lars().step::<f32>(&mut []), Ok(vec![]));
-    assert_eq!(
-        lars().step(&mut [LarsTensors::<f32>::new(&mut [], &[], &mut [])]),
-        Ok(vec![])
-    );
+    assert_eq!(lars().step(&mut [LarsTensors::<f32>::new(&mut [], &[], &mut [])]), Ok(vec![]));
 }

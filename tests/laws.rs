@@ -17,11 +17,7 @@ mod gradients;
 mod updates;
 
 fn adam(weight_decay: WeightDecay) -> Adam {
-    Adam {
-        lr: 1e-2,
-        weight_decay,
-        ..Adam::default()
-    }
+    Adam { lr: 1e-2, weight_decay, ..Adam::default() }
 }
 
 fn cpu() -> CpuBackend {
@@ -42,14 +38,8 @@ fn any_plan_cap_thread_count_and_simd_level_gives_the_bits_of_the_naive_plan() {
 fn extreme_gradients_and_eps_0_keep_the_law() {
     let case = Case::new([1, 33, 1000, 5003], DType::F32).with_gradients(Gradients::Extreme);
     let without_eps = [
-        Optimizer::Adam(Adam {
-            eps: 0.0,
-            ..Adam::default()
-        }),
-        Optimizer::Adagrad(Adagrad {
-            eps: 0.0,
-            ..Adagrad::default()
-        }),
+        Optimizer::Adam(Adam { eps: 0.0, ..Adam::default() }),
+        Optimizer::Adagrad(Adagrad { eps: 0.0, ..Adagrad::default() }),
     ];
     for rule in element_rules().into_iter().chain(without_eps) {
         check(rule, &case);
@@ -87,13 +77,7 @@ fn decoupled_decay_of_0_is_no_decay() {
     assert!(run(WeightDecay::Decoupled(0.0)) == run(WeightDecay::L2(0.0)));
     let run = |weight_decay| {
         let momentum = Sgd::with_momentum();
-        bits(
-            Sgd {
-                weight_decay,
-                ..momentum
-            },
-            &case,
-        )
+        bits(Sgd { weight_decay, ..momentum }, &case)
     };
     assert!(run(WeightDecay::Decoupled(0.0)) == run(WeightDecay::L2(0.0)));
 }
@@ -101,16 +85,7 @@ fn decoupled_decay_of_0_is_no_decay() {
 #[test]
 fn rescaling_by_a_power_of_two_is_a_larger_learning_rate_without_momentum() {
     let case = Case::new(EDGE_NUMELS, DType::F32);
-    let run = |lr, rescale| {
-        bits(
-            Sgd {
-                lr,
-                rescale,
-                ..Sgd::default()
-            },
-            &case,
-        )
-    };
+    let run = |lr, rescale| bits(Sgd { lr, rescale, ..Sgd::default() }, &case);
     assert!(run(0.25, 0.125) == run(0.03125, 1.0));
 }
 
@@ -122,25 +97,19 @@ fn the_first_step_of_momentum_is_that_of_sgd_whatever_the_dampening() {
         let plan = Planner::new(rule.into()).plan(&case.params).unwrap();
         let (backend, mut state) = (cpu(), plan.allocate(&cpu()).unwrap());
         for (index, param) in case.params.iter().enumerate() {
-            for (role, bytes) in [
-                (Role::Param, case.param_bytes(index)),
-                (Role::Grad, case.grad_bytes(index, 1)),
-            ] {
+            for (role, bytes) in
+                [(Role::Param, case.param_bytes(index)), (Role::Grad, case.grad_bytes(index, 1))]
+            {
                 state.write(&backend, role, &param.name, &bytes).unwrap();
             }
         }
         plan.run(&mut state, &backend).unwrap();
         let names = case.params.iter().map(|param| &param.name);
-        names
-            .map(|n| state.param::<f32>(n).unwrap().to_vec())
-            .collect::<Vec<_>>()
+        names.map(|n| state.param::<f32>(n).unwrap().to_vec()).collect::<Vec<_>>()
     };
     let expected = params(Sgd::default());
     for dampening in [0.0, 0.5, 0.9] {
-        let momentum = Sgd {
-            dampening,
-            ..Sgd::with_momentum()
-        };
+        let momentum = Sgd { dampening, ..Sgd::with_momentum() };
         assert_eq!(params(momentum), expected, "dampening {dampening}");
     }
 }
@@ -182,19 +151,13 @@ fn a_parameter_without_a_gradient_is_left_out(rule: Optimizer) {
     assert_eq!((report.without_gradient, report.elements), (1, 67));
     let kept = state.param::<f32>("tensor.1").unwrap();
     assert!(kept.iter().all(|&p| p == 1.0), "{rule}");
-    assert_eq!(
-        (state.step_of("tensor.0"), state.step_of("tensor.1")),
-        (Ok(1), Ok(0))
-    );
+    assert_eq!((state.step_of("tensor.0"), state.step_of("tensor.1")), (Ok(1), Ok(0)));
     // Its next step is its first, with the first step's bias correction, dampening and initial sum:
     // the bits tensor.0 got one step before.
     let first = state.param::<f32>("tensor.0").unwrap()[0];
     plan.run(&mut state, &backend).unwrap();
     assert_eq!(state.param::<f32>("tensor.1").unwrap()[7], first, "{rule}");
-    assert_eq!(
-        (state.step_of("tensor.0"), state.step_of("tensor.1")),
-        (Ok(2), Ok(1))
-    );
+    assert_eq!((state.step_of("tensor.0"), state.step_of("tensor.1")), (Ok(2), Ok(1)));
 }
 
 #[test]
@@ -209,31 +172,17 @@ fn permuted_tensors_have_the_same_bits(rule: Optimizer) {
     let plan = Planner::new(rule).plan(&case.params).unwrap();
     let mut turned = case.params.clone();
     turned.rotate_left(1);
-    let turned_plan = Planner::new(rule)
-        .limits(LaunchLimits::with_argument_bytes(400))
-        .plan(&turned)
-        .unwrap();
+    let turned_plan =
+        Planner::new(rule).limits(LaunchLimits::with_argument_bytes(400)).plan(&turned).unwrap();
     let backend = cpu();
     let run = |plan: &fusestep_planner::Plan| {
         let mut state = plan.allocate(&backend).unwrap();
         for (index, param) in case.params.iter().enumerate() {
-            state
-                .write(&backend, Role::Param, &param.name, &case.param_bytes(index))
-                .unwrap();
-            state
-                .write(
-                    &backend,
-                    Role::Grad,
-                    &param.name,
-                    &case.grad_bytes(index, 1),
-                )
-                .unwrap();
+            state.write(&backend, Role::Param, &param.name, &case.param_bytes(index)).unwrap();
+            state.write(&backend, Role::Grad, &param.name, &case.grad_bytes(index, 1)).unwrap();
         }
         plan.run(&mut state, &backend).unwrap();
-        let names = case
-            .params
-            .iter()
-            .map(|p| state.param::<f32>(&p.name).unwrap().to_vec());
+        let names = case.params.iter().map(|p| state.param::<f32>(&p.name).unwrap().to_vec());
         names.collect::<Vec<_>>()
     };
     assert_eq!(run(&plan), run(&turned_plan), "{rule}");

@@ -35,11 +35,7 @@ impl Settings {
             beta1: self.beta1,
             beta2: self.beta2,
             weight_decay: self.weight_decay,
-            objective: if self.maximize {
-                Objective::Maximize
-            } else {
-                Objective::Minimize
-            },
+            objective: if self.maximize { Objective::Maximize } else { Objective::Minimize },
         }
     }
 }
@@ -51,14 +47,8 @@ fn ten_steps_agree_with_the_papers_algorithm_in_numpy() {
 
 #[test]
 fn the_golden_comparison_can_fail() {
-    let right = Lion {
-        lr: 1e-3,
-        ..Lion::default()
-    };
-    let wrong = Lion {
-        beta2: 0.9901,
-        ..right
-    };
+    let right = Lion { lr: 1e-3, ..Lion::default() };
+    let wrong = Lion { beta2: 0.9901, ..right };
     assert!(differ_from_golden::<f32>(GOLDEN, "lion", right.into(), 257) <= 1e-5);
     assert!(differ_from_golden::<f32>(GOLDEN, "lion", wrong.into(), 257) > 1e-5);
     assert!(differ_from_golden::<f64>(GOLDEN, "lion", wrong.into(), 257) > 1e-12);
@@ -66,10 +56,7 @@ fn the_golden_comparison_can_fail() {
 
 #[test]
 fn a_direction_of_zero_does_not_move_and_nan_stays_nan() {
-    let lion = Lion {
-        lr: 0.5,
-        ..Lion::default()
-    };
+    let lion = Lion { lr: 0.5, ..Lion::default() };
     let mut trained = Trained::new(lion.into(), &[1.0f32; 5]);
     trained.step(&[0.0f32, -0.0, 1e-45, -1e-45, f32::NAN]);
     let found = trained.list::<f32>(fusestep_tensor::Role::Param);
@@ -97,21 +84,12 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
     for lr in [1e-4, 1e-3, 1e-2] {
         for weight_decay in [0.0, 0.1, 1.0] {
             for (beta1, beta2) in [(0.9, 0.99), (0.95, 0.98)] {
-                all.push(Lion {
-                    lr,
-                    beta1,
-                    beta2,
-                    weight_decay,
-                    ..Lion::default()
-                });
+                all.push(Lion { lr, beta1, beta2, weight_decay, ..Lion::default() });
             }
         }
     }
     let errors = all.into_iter().map(|lion| {
-        let element = |param| Element {
-            param,
-            ..Element::default()
-        };
+        let element = |param| Element { param, ..Element::default() };
         let next = |_, element, grad| update(&lion, element, grad);
         let errors = errors_in_units(lion.into(), element, next, |element| element.param);
         (format!("{lion:?}"), errors)
@@ -131,11 +109,7 @@ fn slices_give_the_bits_of_a_plan_with_any_team() {
         let mut grad = Vec::new();
         for step in 1..=case.steps {
             grad = pod_collect_to_vec(&case.grad_bytes(index, step));
-            let tensor = LionTensors {
-                param: &mut param,
-                grad: &grad,
-                moment1: &mut moment1,
-            };
+            let tensor = LionTensors { param: &mut param, grad: &grad, moment1: &mut moment1 };
             match step % 2 {
                 0 => lion.step(step, &mut [tensor]).unwrap(),
                 _ => lion.step_with(&pool, step, &mut [tensor]).unwrap(),
@@ -155,27 +129,9 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
     let good = Lion::default();
     let bad = Lion { beta1: 1.0, ..good };
     for (lion, step, grad, moment1, message) in [
-        (
-            good,
-            1,
-            4,
-            5,
-            "grad of tensor 1: expected 5 elements, found 4",
-        ),
-        (
-            good,
-            1,
-            5,
-            0,
-            "moment1 of tensor 1: expected 5 elements, found 0",
-        ),
-        (
-            good,
-            0,
-            5,
-            5,
-            "step: expected at least 1, found 0; steps count from 1",
-        ),
+        (good, 1, 4, 5, "grad of tensor 1: expected 5 elements, found 4"),
+        (good, 1, 5, 0, "moment1 of tensor 1: expected 5 elements, found 0"),
+        (good, 0, 5, 5, "step: expected at least 1, found 0; steps count from 1"),
         (bad, 1, 5, 5, "beta1: expected a value in [0, 1), found 1"),
     ] {
         let (mut first, mut second, mut own) = ([1.0f32; 3], [1.0f32; 5], [0.5f32; 3]);
@@ -184,16 +140,8 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             .step(
                 step,
                 &mut [
-                    LionTensors {
-                        param: &mut first,
-                        grad: &[0.25; 3],
-                        moment1: &mut own,
-                    },
-                    LionTensors {
-                        param: &mut second,
-                        grad: &grads,
-                        moment1: &mut other,
-                    },
+                    LionTensors { param: &mut first, grad: &[0.25; 3], moment1: &mut own },
+                    LionTensors { param: &mut second, grad: &grads, moment1: &mut other },
                 ],
             )
             .unwrap_err();

@@ -111,8 +111,7 @@ fn measured(zero: ZeroStage, world: usize, reduced: Reduced) -> (i64, i64) {
         }
         let mut step = || {
             for (param, gradient) in params.iter().zip(&gradients).rev() {
-                plan.push_grad(&mut state, &backend, &mut comms, &param.name, gradient)
-                    .unwrap();
+                plan.push_grad(&mut state, &backend, &mut comms, &param.name, gradient).unwrap();
             }
             plan.step(&mut state, &backend, &mut comms).unwrap();
             comms.communicator().barrier().unwrap();
@@ -182,8 +181,7 @@ fn of_each_rank(
         for _ in 0..plan.micro_steps() {
             for (param, numel) in plan.params().iter().zip(NUMELS).rev() {
                 let gradient = vec![0; 4 * numel as usize];
-                plan.push_grad(&mut state, &backend, &mut comms, &param.name, &gradient)
-                    .unwrap();
+                plan.push_grad(&mut state, &backend, &mut comms, &param.name, &gradient).unwrap();
             }
             plan.step(&mut state, &backend, &mut comms).unwrap();
         }
@@ -196,22 +194,11 @@ fn of_each_rank(
 #[test]
 fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
     let _turn = TURN.lock().unwrap();
-    let stages = [
-        ZeroStage::None,
-        ZeroStage::One,
-        ZeroStage::Two,
-        ZeroStage::Three,
-    ];
-    let plain = Sgd {
-        momentum: 0.0,
-        ..Sgd::default()
-    };
+    let stages = [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
+    let plain = Sgd { momentum: 0.0, ..Sgd::default() };
     let within = |found: i64, said: u64, text: &str| {
         let expected = said as i64..said as i64 + SLACK_BYTES;
-        assert!(
-            expected.contains(&found),
-            "{text}: expected {expected:?} bytes, found {found}"
-        );
+        assert!(expected.contains(&found), "{text}: expected {expected:?} bytes, found {found}");
     };
     let each = GradientAccumulation::every(NonZeroU32::new(2).unwrap());
     let each = each.reduced(ReducedWhen::PerMicroStep);
@@ -228,10 +215,7 @@ fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
                 within(held - without, plan.state_bytes(), &text);
                 measured.push(*held);
             }
-            let link = Link {
-                alpha_seconds: 1e-5,
-                beta_bytes_per_second: 1e9,
-            };
+            let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
             // Rank 0 knows the numbers of all.
             let summary = adam[0].1.rank_summary(link);
             let RankBytes { memory_bytes, .. } = summary.worst_rank;

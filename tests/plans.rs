@@ -30,9 +30,7 @@ fn model(model: &str) -> Vec<ParamDesc> {
     let path = root().join("data/shapes").join(format!("{model}.json"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let shapes: Vec<NamedShape> = serde_json::from_str(&text).unwrap();
-    let params = shapes
-        .into_iter()
-        .map(|s| ParamDesc::new(s.name, s.shape, DType::F32));
+    let params = shapes.into_iter().map(|s| ParamDesc::new(s.name, s.shape, DType::F32));
     params.collect()
 }
 
@@ -53,9 +51,7 @@ fn planner(argument_bytes: usize) -> Planner {
 
 /// Requires `plan` to print as `golden/plans/<name>.txt` says.
 fn compare(name: &str, plan: &Plan) {
-    let path = root()
-        .join("tests/golden/plans")
-        .join(format!("{name}.txt"));
+    let path = root().join("tests/golden/plans").join(format!("{name}.txt"));
     let found = plan.to_string();
     if std::env::var_os(BLESS).is_some() {
         std::fs::write(&path, &found).unwrap();
@@ -74,19 +70,11 @@ fn resnet50_takes_1_launch_2_with_classic_arguments_and_161_naively() {
     for (name, planner, launches) in [
         ("resnet50_adamw", planner(ARGUMENT_BYTES_LARGE), 1),
         ("resnet50_adamw_classic", planner(ARGUMENT_BYTES_CLASSIC), 2),
-        (
-            "resnet50_adamw_naive",
-            planner(ARGUMENT_BYTES_LARGE).naive(),
-            161,
-        ),
+        ("resnet50_adamw_naive", planner(ARGUMENT_BYTES_LARGE).naive(), 161),
     ] {
         let plan = planner.plan(&params).unwrap();
         compare(name, &plan);
-        assert_eq!(
-            (plan.launches(), plan.naive_launches()),
-            (launches, 161),
-            "{name}"
-        );
+        assert_eq!((plan.launches(), plan.naive_launches()), (launches, 161), "{name}");
         assert_eq!(plan.elements(), 25_557_032);
         assert_eq!(plan.traffic_bytes(), 28 * 25_557_032);
     }
@@ -105,10 +93,7 @@ fn gpt2_prints_with_two_groups() {
     compare("gpt2_adamw", &plan);
     assert_eq!((plan.launches(), plan.groups().len()), (1, 2));
     assert_eq!(plan.elements(), 124_439_808);
-    let adam = Optimizer::Adam(Adam {
-        weight_decay: WeightDecay::L2(0.1),
-        ..Adam::default()
-    });
+    let adam = Optimizer::Adam(Adam { weight_decay: WeightDecay::L2(0.1), ..Adam::default() });
     let cut = LaunchLimits {
         argument_bytes: ARGUMENT_BYTES_CLASSIC,
         chunk_elements: 4096,
@@ -121,11 +106,7 @@ fn gpt2_prints_with_two_groups() {
 #[test]
 fn launches_of_10_000_tiny_tensors_are_what_the_argument_bytes_allow() {
     let params = params((0..10_000).map(|i| 64 + i * 7 % 449), DType::F32);
-    let layout = ArgumentLayout {
-        lists: 4,
-        scalar_bytes: 24,
-        step_scalar_bytes: 16,
-    };
+    let layout = ArgumentLayout { lists: 4, scalar_bytes: 24, step_scalar_bytes: 16 };
     for argument_bytes in [ARGUMENT_BYTES_LARGE, ARGUMENT_BYTES_CLASSIC] {
         let start = Instant::now();
         let plan = planner(argument_bytes).plan(&params).unwrap();
@@ -158,10 +139,7 @@ fn updates_are_fused_where_there_are_several_and_tensors_lie_together() {
     let mut two = params([100, 200], DType::F32);
     let (launches, verdict, reason) = fused(&two, false);
     assert_eq!((launches, verdict), (2, Verdict::Refused));
-    assert!(
-        reason.contains("put pass coalesce_gradients before"),
-        "{reason}"
-    );
+    assert!(reason.contains("put pass coalesce_gradients before"), "{reason}");
     assert_eq!(fused(&two, true).0, 1);
     let (launches, verdict, reason) = fused(&two[..1], true);
     assert_eq!((launches, verdict), (1, Verdict::Refused));
@@ -195,10 +173,7 @@ fn dtypes_split_and_say_so() {
     assert_eq!(
         splits,
         [
-            (
-                "coalesce_gradients",
-                "a buffer holds one dtype, so f32, f64 lie apart"
-            ),
+            ("coalesce_gradients", "a buffer holds one dtype, so f32, f64 lie apart"),
             (
                 "fuse_optimizer",
                 "a launch has one kernel and dtype, so fused_adam_f32, fused_adam_f64 run apart"
@@ -225,11 +200,8 @@ fn hyper_parameters_do_not_split() {
 
 #[test]
 fn a_tensor_with_more_chunks_than_a_launch_takes_is_a_class_of_its_own() {
-    let limits = LaunchLimits {
-        chunk_elements: 100,
-        chunks_per_launch: 4,
-        ..LaunchLimits::default()
-    };
+    let limits =
+        LaunchLimits { chunk_elements: 100, chunks_per_launch: 4, ..LaunchLimits::default() };
     let params = params([50, 401, 400, 1000], DType::F32);
     let plan = Planner::new(adamw()).limits(limits).plan(&params).unwrap();
     let stages: Vec<_> = plan
@@ -240,13 +212,7 @@ fn a_tensor_with_more_chunks_than_a_launch_takes_is_a_class_of_its_own() {
             other => panic!("unexpected stage {other:?}"),
         })
         .collect();
-    assert_eq!(
-        stages,
-        [
-            (SizeClass::Small, vec![0, 2]),
-            (SizeClass::Large, vec![1, 3])
-        ]
-    );
+    assert_eq!(stages, [(SizeClass::Small, vec![0, 2]), (SizeClass::Large, vec![1, 3])]);
 }
 
 #[test]
@@ -255,9 +221,7 @@ fn the_page_is_self_contained() {
     params[0].name = "<script>alert(1)</script>&\"".to_owned();
     let page = Planner::new(adamw()).plan(&params).unwrap().to_html();
     assert!(page.contains("<svg"), "launches and buffers are drawn");
-    for outside in [
-        "http:", "https:", "src=", "href=", "url(", "@import", "<script",
-    ] {
+    for outside in ["http:", "https:", "src=", "href=", "url(", "@import", "<script"] {
         assert!(!page.contains(outside), "the page refers to `{outside}`");
     }
 }
@@ -294,9 +258,7 @@ fn plans_of_equal_input_are_equal_and_the_hash_tells_others_apart() {
 fn no_parameters_and_one_parameter_are_plans() {
     let none = Planner::new(adamw()).plan(&[]).unwrap();
     assert_eq!((none.launches(), none.elements()), (0, 0));
-    let one = Planner::new(adamw())
-        .plan(&params([5], DType::F32))
-        .unwrap();
+    let one = Planner::new(adamw()).plan(&params([5], DType::F32)).unwrap();
     assert_eq!((one.launches(), one.naive_launches()), (1, 1));
     assert!(one.explain().iter().all(|n| n.verdict == Verdict::Refused));
 }
@@ -304,11 +266,8 @@ fn no_parameters_and_one_parameter_are_plans() {
 /// A stage alone may have as many, but there is one for every tensor.
 #[test]
 fn launches_of_all_tensors_together_are_bounded() {
-    let limits = LaunchLimits {
-        chunk_elements: 1,
-        chunks_per_launch: 1,
-        ..LaunchLimits::default()
-    };
+    let limits =
+        LaunchLimits { chunk_elements: 1, chunks_per_launch: 1, ..LaunchLimits::default() };
     let plan = |numels: &[u64]| {
         Planner::new(Adam::default().into())
             .naive()
@@ -317,8 +276,5 @@ fn launches_of_all_tensors_together_are_bounded() {
     };
     assert_eq!(plan(&[600_000]).unwrap().launches(), 600_000);
     let error = plan(&[600_000, 1, 600_000]).unwrap_err().to_string();
-    assert!(
-        error.contains("expected at most 1048576, found more"),
-        "{error}"
-    );
+    assert!(error.contains("expected at most 1048576, found more"), "{error}");
 }

@@ -25,10 +25,7 @@ mod rules;
 const NUMELS: [u64; 10] = [0, 1, 15, 16, 17, 33, 511, 513, 65_537, 3];
 
 fn adam() -> Adam {
-    Adam {
-        lr: 1e-2,
-        ..Adam::default()
-    }
+    Adam { lr: 1e-2, ..Adam::default() }
 }
 
 fn cpu() -> CpuBackend {
@@ -36,11 +33,7 @@ fn cpu() -> CpuBackend {
 }
 
 fn precision(master: Master, state: StateDType, rounding: Rounding) -> Precision {
-    Precision {
-        master,
-        state,
-        rounding,
-    }
+    Precision { master, state, rounding }
 }
 
 /// Every combination of dtype and precision that there is a kernel for.
@@ -114,9 +107,7 @@ fn ready(case: &Case, precision: Precision) -> (Plan, State) {
     let mut state = plan.allocate(&cpu()).unwrap();
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.param_bytes(index);
-        state
-            .write(&cpu(), Role::Param, &param.name, &bytes)
-            .unwrap();
+        state.write(&cpu(), Role::Param, &param.name, &bytes).unwrap();
     }
     (plan, state)
 }
@@ -125,9 +116,7 @@ fn run(case: &Case, plan: &Plan, state: &mut State, steps: std::ops::RangeInclus
     for step in steps {
         for (index, param) in case.params.iter().enumerate() {
             let bytes = case.grad_bytes(index, step);
-            state
-                .write(&cpu(), Role::Grad, &param.name, &bytes)
-                .unwrap();
+            state.write(&cpu(), Role::Grad, &param.name, &bytes).unwrap();
         }
         plan.run(state, &cpu()).unwrap();
     }
@@ -151,10 +140,7 @@ fn a_remainder_is_the_master_bit_for_bit_over_100_steps() {
     let params: &[bf16] = with_remainder.param("tensor.0").unwrap();
     let remainders: &[u16] = with_remainder.view(Role::Remainder, "tensor.0").unwrap();
     for ((&master, param), &remainder) in masters.iter().zip(params).zip(remainders) {
-        assert_eq!(
-            join_bf16(param.to_bits(), remainder).to_bits(),
-            master.to_bits()
-        );
+        assert_eq!(join_bf16(param.to_bits(), remainder).to_bits(), master.to_bits());
     }
     let rounded: &[bf16] = with_master.param("tensor.0").unwrap();
     for (&master, param) in masters.iter().zip(rounded) {
@@ -166,50 +152,21 @@ fn a_remainder_is_the_master_bit_for_bit_over_100_steps() {
 fn masters_take_updates_that_16_bits_alone_would_lose() {
     for dtype in [DType::F16, DType::BF16] {
         let case = Case::new([64], dtype);
-        let small = Adam {
-            lr: 1e-6,
-            weight_decay: WeightDecay::L2(0.0),
-            ..Adam::default()
-        };
+        let small = Adam { lr: 1e-6, weight_decay: WeightDecay::L2(0.0), ..Adam::default() };
         let after = |precision| {
             let plan = Planner::new(Optimizer::Adam(small)).precision(precision);
             let plan = plan.plan(&case.params).unwrap();
             let mut state = plan.allocate(&cpu()).unwrap();
-            let one = if dtype == DType::F16 {
-                narrow_f16(1.0)
-            } else {
-                narrow_bf16(1.0)
-            };
-            let grad = if dtype == DType::F16 {
-                narrow_f16(-0.5)
-            } else {
-                narrow_bf16(-0.5)
-            };
-            state
-                .write(
-                    &cpu(),
-                    Role::Param,
-                    "tensor.0",
-                    &one.to_le_bytes().repeat(64),
-                )
-                .unwrap();
-            state
-                .write(
-                    &cpu(),
-                    Role::Grad,
-                    "tensor.0",
-                    &grad.to_le_bytes().repeat(64),
-                )
-                .unwrap();
+            let one = if dtype == DType::F16 { narrow_f16(1.0) } else { narrow_bf16(1.0) };
+            let grad = if dtype == DType::F16 { narrow_f16(-0.5) } else { narrow_bf16(-0.5) };
+            state.write(&cpu(), Role::Param, "tensor.0", &one.to_le_bytes().repeat(64)).unwrap();
+            state.write(&cpu(), Role::Grad, "tensor.0", &grad.to_le_bytes().repeat(64)).unwrap();
             for _ in 0..5000 {
                 plan.run(&mut state, &cpu()).unwrap();
             }
             read(&state, Role::Param, "tensor.0", 128) != one.to_le_bytes().repeat(64)
         };
-        assert!(
-            !after(Precision::default()),
-            "{dtype}: 1 + 1e-6 rounds to 1"
-        );
+        assert!(!after(Precision::default()), "{dtype}: 1 + 1e-6 rounds to 1");
         let master = precision(Master::F32, StateDType::Compute, Rounding::Nearest);
         assert!(after(master), "{dtype}: 5000 updates of 1e-6 must show");
     }
@@ -218,27 +175,13 @@ fn masters_take_updates_that_16_bits_alone_would_lose() {
 #[test]
 fn random_rounding_moves_parameters_by_the_update_on_average() {
     let case = Case::new([1 << 16], DType::BF16);
-    let random = precision(
-        Master::None,
-        StateDType::Compute,
-        Rounding::Stochastic { seed: 5 },
-    );
-    let small = Adam {
-        lr: 1e-5,
-        weight_decay: WeightDecay::L2(0.0),
-        ..Adam::default()
-    };
+    let random = precision(Master::None, StateDType::Compute, Rounding::Stochastic { seed: 5 });
+    let small = Adam { lr: 1e-5, weight_decay: WeightDecay::L2(0.0), ..Adam::default() };
     let plan = Planner::new(Optimizer::Adam(small)).precision(random);
     let plan = plan.plan(&case.params).unwrap();
     let mut state = plan.allocate(&cpu()).unwrap();
-    state
-        .view_mut::<bf16>(Role::Param, "tensor.0")
-        .unwrap()
-        .fill(bf16::ONE);
-    state
-        .grad_mut::<bf16>("tensor.0")
-        .unwrap()
-        .fill(bf16::from_f32(-0.5));
+    state.view_mut::<bf16>(Role::Param, "tensor.0").unwrap().fill(bf16::ONE);
+    state.grad_mut::<bf16>("tensor.0").unwrap().fill(bf16::from_f32(-0.5));
     for _ in 0..100 {
         plan.run(&mut state, &cpu()).unwrap();
     }
@@ -252,26 +195,12 @@ fn random_rounding_moves_parameters_by_the_update_on_average() {
 #[test]
 fn seeds_and_steps_draw_apart_and_the_order_of_launches_does_not() {
     let case = Case::new([3000, 70_000, 5], DType::BF16);
-    let of = |seed| {
-        precision(
-            Master::None,
-            StateDType::Bf16,
-            Rounding::Stochastic { seed },
-        )
-    };
+    let of = |seed| precision(Master::None, StateDType::Bf16, Rounding::Stochastic { seed });
     let bits = |seed, limits| {
         let planner = Planner::new(Optimizer::Adam(adam())).precision(of(seed));
-        outcome(
-            &planner.limits(limits).plan(&case.params).unwrap(),
-            &case,
-            &cpu(),
-        )
+        outcome(&planner.limits(limits).plan(&case.params).unwrap(), &case, &cpu())
     };
-    let small = LaunchLimits {
-        argument_bytes: 400,
-        chunk_elements: 64,
-        chunks_per_launch: 7,
-    };
+    let small = LaunchLimits { argument_bytes: 400, chunk_elements: 64, chunks_per_launch: 7 };
     assert!(bits(1, LaunchLimits::default()) == bits(1, small));
     assert!(bits(1, small) != bits(2, small));
 }
@@ -296,9 +225,7 @@ fn a_saved_state_goes_on_with_the_same_bits_in_every_format() {
         for param in &case.params {
             let len_bytes = param.numel() as usize * dtype.len_bytes();
             let bytes = read(&first, Role::Param, &param.name, len_bytes);
-            second
-                .write(&cpu(), Role::Param, &param.name, &bytes)
-                .unwrap();
+            second.write(&cpu(), Role::Param, &param.name, &bytes).unwrap();
         }
         if !load_first {
             second.load(&cpu(), &path).unwrap();
@@ -309,10 +236,7 @@ fn a_saved_state_goes_on_with_the_same_bits_in_every_format() {
                 let width = straight.dtype(role, &param.name).unwrap().len_bytes();
                 let len_bytes = param.numel() as usize * width;
                 let bytes = |state| read(state, role, &param.name, len_bytes);
-                assert!(
-                    bytes(&straight) == bytes(&second),
-                    "{dtype}, {precision}: {role}"
-                );
+                assert!(bytes(&straight) == bytes(&second), "{dtype}, {precision}: {role}");
             }
         }
     }
@@ -324,17 +248,11 @@ fn a_parameter_written_through_a_view_reaches_its_master() {
     let master = precision(Master::F32, StateDType::Compute, Rounding::Nearest);
     let (plan, mut state) = ready(&case, master);
     run(&case, &plan, &mut state, 1..=1);
-    state
-        .view_mut::<bf16>(Role::Param, "tensor.0")
-        .unwrap()
-        .fill(bf16::from_f32(2.0));
+    state.view_mut::<bf16>(Role::Param, "tensor.0").unwrap().fill(bf16::from_f32(2.0));
     state.grad_mut::<bf16>("tensor.0").unwrap().fill(bf16::ZERO);
     plan.run(&mut state, &cpu()).unwrap();
     let params: &[bf16] = state.param("tensor.0").unwrap();
-    assert!(
-        params.iter().all(|p| (p.to_f32() - 2.0).abs() < 0.05),
-        "{params:?}"
-    );
+    assert!(params.iter().all(|p| (p.to_f32() - 2.0).abs() < 0.05), "{params:?}");
 }
 
 #[test]
@@ -348,11 +266,7 @@ fn traffic_is_that_of_the_lists() {
     ] {
         let case = Case::new([100], dtype);
         let (plan, _) = ready(&case, precision(master, state, Rounding::Nearest));
-        assert_eq!(
-            plan.traffic_bytes(),
-            100 * bytes,
-            "{dtype} {master:?} {state:?}"
-        );
+        assert_eq!(plan.traffic_bytes(), 100 * bytes, "{dtype} {master:?} {state:?}");
     }
 }
 
@@ -375,13 +289,9 @@ fn what_cannot_be_kept_is_refused_by_name() {
         text.contains("bf16 parameters: master weights f32, state as computed, rounded to nearest"),
         "{text}"
     );
-    assert!(
-        text.contains("param bf16, grad bf16, moment1 f32, moment2 f32, master f32"),
-        "{text}"
-    );
-    let borrowed = Planner::new(Optimizer::Adam(adam()))
-        .precision(master)
-        .tensors(Tensors::Borrowed);
+    assert!(text.contains("param bf16, grad bf16, moment1 f32, moment2 f32, master f32"), "{text}");
+    let borrowed =
+        Planner::new(Optimizer::Adam(adam())).precision(master).tensors(Tensors::Borrowed);
     let plan = borrowed.plan(&case.params[..1]).unwrap();
     let mut state = plan.allocate(&cpu()).unwrap();
     let step = |state: &mut State| plan.run_borrowed(state, &mut LendsNothing(cpu()));

@@ -38,16 +38,8 @@ impl Settings {
             eps: self.eps,
             momentum: self.momentum,
             weight_decay: self.weight_decay,
-            centering: if self.centered {
-                Centering::Centered
-            } else {
-                Centering::MeanSquare
-            },
-            objective: if self.maximize {
-                Objective::Maximize
-            } else {
-                Objective::Minimize
-            },
+            centering: if self.centered { Centering::Centered } else { Centering::MeanSquare },
+            objective: if self.maximize { Objective::Maximize } else { Objective::Minimize },
         }
     }
 }
@@ -60,10 +52,7 @@ fn ten_steps_agree_with_pytorch() {
 #[test]
 fn the_golden_comparison_can_fail() {
     let right = RmsProp::default();
-    let wrong = RmsProp {
-        alpha: 0.9901,
-        ..right
-    };
+    let wrong = RmsProp { alpha: 0.9901, ..right };
     assert!(differ_from_golden::<f32>(GOLDEN, "rmsprop", right.into(), 257) <= 1e-5);
     assert!(differ_from_golden::<f32>(GOLDEN, "rmsprop", wrong.into(), 257) > 1e-5);
     assert!(differ_from_golden::<f64>(GOLDEN, "rmsprop", wrong.into(), 257) > 1e-12);
@@ -71,12 +60,8 @@ fn the_golden_comparison_can_fail() {
 
 #[test]
 fn without_memory_the_centered_variance_is_0_and_eps_divides() {
-    let rmsprop = RmsProp {
-        alpha: 0.0,
-        eps: 1.0,
-        centering: Centering::Centered,
-        ..RmsProp::default()
-    };
+    let rmsprop =
+        RmsProp { alpha: 0.0, eps: 1.0, centering: Centering::Centered, ..RmsProp::default() };
     let mut trained = Trained::new(rmsprop.into(), &[1.0f32; 512]);
     let grads: Vec<f32> = (0..512).map(|i| 1.0 + i as f32 / 511.0).collect();
     trained.step(&grads);
@@ -88,11 +73,7 @@ fn without_memory_the_centered_variance_is_0_and_eps_divides() {
 /// PyTorch takes the root of the negative number, and the parameter is NaN from then on.
 #[test]
 fn a_variance_that_rounds_below_0_is_0() {
-    let centered = RmsProp {
-        eps: 1e-3,
-        centering: Centering::Centered,
-        ..RmsProp::default()
-    };
+    let centered = RmsProp { eps: 1e-3, centering: Centering::Centered, ..RmsProp::default() };
     // Equal gradients for long: v and a² both tend to g², from both sides of it.
     let mut trained = Trained::new(centered.into(), &[0.5f32; 64]);
     let grads: Vec<f32> = (0..64).map(|i| 0.7 + i as f32 * 0.01).collect();
@@ -104,12 +85,7 @@ fn a_variance_that_rounds_below_0_is_0() {
         below += v.iter().zip(a).filter(|(v, a)| **v < *a * *a).count();
     }
     assert!(below > 0, "no variance rounded below 0");
-    assert!(
-        trained
-            .list::<f32>(Role::Param)
-            .iter()
-            .all(|p| p.is_finite())
-    );
+    assert!(trained.list::<f32>(Role::Param).iter().all(|p| p.is_finite()));
 }
 
 /// Units in the last place that `steps` f32 steps may be away from the reference; `README.md` of
@@ -138,10 +114,7 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
         }
     }
     let errors = all.into_iter().map(|rmsprop| {
-        let element = |param| Element {
-            param,
-            ..Element::default()
-        };
+        let element = |param| Element { param, ..Element::default() };
         let next = |_, element, grad| update(&rmsprop, element, grad);
         let errors = errors_in_units(rmsprop.into(), element, next, |element| element.param);
         (format!("{rmsprop:?}"), errors)
@@ -159,11 +132,7 @@ fn slices_give_the_bits_of_a_plan_with_any_team() {
         (Centering::Centered, 0.0),
         (Centering::Centered, 0.9),
     ] {
-        let rmsprop = RmsProp {
-            centering,
-            momentum,
-            ..RmsProp::default()
-        };
+        let rmsprop = RmsProp { centering, momentum, ..RmsProp::default() };
         let mut expected = Vec::<u8>::new();
         for index in 0..case.params.len() {
             let mut param: Vec<f32> = pod_collect_to_vec(&case.param_bytes(index));
@@ -203,46 +172,18 @@ fn tensor<'a>(
     grad: &'a [f32],
     moment2: &'a mut [f32],
 ) -> RmsPropTensors<'a, f32> {
-    RmsPropTensors {
-        param,
-        grad,
-        moment2,
-        moment1: None,
-        velocity: None,
-    }
+    RmsPropTensors { param, grad, moment2, moment1: None, velocity: None }
 }
 
 #[test]
 fn what_does_not_fit_is_named_and_nothing_is_written() {
     let good = RmsProp::default();
-    let centered = RmsProp {
-        centering: Centering::Centered,
-        momentum: 0.9,
-        ..good
-    };
+    let centered = RmsProp { centering: Centering::Centered, momentum: 0.9, ..good };
     let bad = RmsProp { eps: -1.0, ..good };
     for (rmsprop, step, grad, moment2, message) in [
-        (
-            good,
-            1,
-            4,
-            5,
-            "grad of tensor 1: expected 5 elements, found 4",
-        ),
-        (
-            good,
-            1,
-            5,
-            0,
-            "moment2 of tensor 1: expected 5 elements, found 0",
-        ),
-        (
-            good,
-            0,
-            5,
-            5,
-            "step: expected at least 1, found 0; steps count from 1",
-        ),
+        (good, 1, 4, 5, "grad of tensor 1: expected 5 elements, found 4"),
+        (good, 1, 5, 0, "moment2 of tensor 1: expected 5 elements, found 0"),
+        (good, 0, 5, 5, "step: expected at least 1, found 0; steps count from 1"),
         (
             centered,
             1,
@@ -250,20 +191,12 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             5,
             "moment1 of tensor 0: expected a slice, because the step is centered, found none",
         ),
-        (
-            bad,
-            1,
-            5,
-            5,
-            "eps: expected a finite value of at least 0, found -1",
-        ),
+        (bad, 1, 5, 5, "eps: expected a finite value of at least 0, found -1"),
     ] {
         let (mut first, mut second, mut own) = ([1.0f32; 3], [1.0f32; 5], [0.5f32; 3]);
         let (grads, mut other) = (vec![0.25f32; grad], vec![0.5f32; moment2]);
-        let mut tensors = [
-            tensor(&mut first, &[0.25; 3], &mut own),
-            tensor(&mut second, &grads, &mut other),
-        ];
+        let mut tensors =
+            [tensor(&mut first, &[0.25; 3], &mut own), tensor(&mut second, &grads, &mut other)];
         let error = rmsprop.step(step, &mut tensors).unwrap_err();
         assert_eq!(error.to_string(), message);
         assert_eq!((first, second, own), ([1.0; 3], [1.0; 5], [0.5; 3]));

@@ -40,10 +40,7 @@ fn differences(name: &str, schedule: &Schedule, base: f64) -> (f64, f64) {
         let differences = rates.map(|(step, lr)| (rate(step) - lr).abs() / base);
         Some(differences.fold(0.0, f64::max))
     };
-    (
-        largest("closed").unwrap_or(0.0),
-        largest("chained").unwrap(),
-    )
+    (largest("closed").unwrap_or(0.0), largest("chained").unwrap())
 }
 
 #[test]
@@ -57,10 +54,7 @@ fn rates_are_those_of_pytorch_at_every_step() {
         };
         let case: Golden = serde_json::from_str(&text).unwrap();
         let (closed, chained) = differences(name, &case.schedule.parse().unwrap(), case.base);
-        assert!(
-            closed <= 4.0 * f64::EPSILON,
-            "{name}: {closed} of the base rate"
-        );
+        assert!(closed <= 4.0 * f64::EPSILON, "{name}: {closed} of the base rate");
         assert!(chained <= 1e-12, "{name}: {chained} of the base rate");
         cases += 1;
     }
@@ -89,9 +83,7 @@ fn start(plan: &Plan, case: &Case, backend: &CpuBackend) -> State {
     let mut state = plan.allocate(backend).unwrap();
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.param_bytes(index);
-        state
-            .write(backend, Role::Param, &param.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Param, &param.name, &bytes).unwrap();
     }
     state
 }
@@ -100,9 +92,7 @@ fn start(plan: &Plan, case: &Case, backend: &CpuBackend) -> State {
 fn step(plan: &Plan, state: &mut State, case: &Case, backend: &CpuBackend, number: u64) {
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.grad_bytes(index, number);
-        state
-            .write(backend, Role::Grad, &param.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
     }
     plan.run(state, backend).unwrap();
 }
@@ -119,9 +109,7 @@ fn steps_take_the_rates_of_the_schedule_whatever_the_rule() {
     let (case, backend) = (case(), backend());
     let schedule: Schedule = SCHEDULE.parse().unwrap();
     for rule in each_rule() {
-        let scheduled = Planner::new(rule)
-            .schedule(schedule.clone())
-            .plan(&case.params);
+        let scheduled = Planner::new(rule).schedule(schedule.clone()).plan(&case.params);
         if matches!(scheduled, Err(PlanError::Conflict { .. })) {
             continue;
         }
@@ -144,10 +132,7 @@ fn steps_take_the_rates_of_the_schedule_whatever_the_rule() {
 #[test]
 fn groups_keep_their_own_base_rates_and_every_backend_has_the_same_bits() {
     let case = case();
-    let slow = Sgd {
-        lr: 1e-3,
-        ..Sgd::default()
-    };
+    let slow = Sgd { lr: 1e-3, ..Sgd::default() };
     let planner = Planner::new(Adam::default().into())
         .group(["tensor.1"], slow.into())
         .schedule(Schedule::warmup(4));
@@ -177,9 +162,7 @@ fn a_step_that_is_skipped_does_not_move_the_schedule() {
     let mut state = start(&plan, &case, &backend);
     let rate = state.lr();
     let infinite = f32::INFINITY.to_le_bytes().repeat(3);
-    state
-        .write(&backend, Role::Grad, "tensor.1", &infinite)
-        .unwrap();
+    state.write(&backend, Role::Grad, "tensor.1", &infinite).unwrap();
     assert!(plan.run(&mut state, &backend).unwrap().skipped);
     assert_eq!(state.lr(), rate);
     step(&plan, &mut state, &case, &backend, 1);
@@ -191,36 +174,19 @@ fn plans_show_their_schedule_and_refuse_what_has_no_meaning() {
     let params = case().params;
     let planner = |text: &str| Planner::new(Adam::default().into()).schedule(text.parse().unwrap());
     let plan = planner(SCHEDULE).plan(&params).unwrap();
-    assert!(
-        plan.to_string()
-            .contains(&format!("learning rates follow {SCHEDULE}\n"))
-    );
+    assert!(plan.to_string().contains(&format!("learning rates follow {SCHEDULE}\n")));
     assert!(plan.to_html().contains(SCHEDULE));
     let shown = plan.summary().schedule.unwrap();
     assert_eq!(shown.parse(), Ok(plan.schedule().unwrap().clone()));
     let another = planner("warmup:4").plan(&params).unwrap();
     assert_ne!(plan.hash(), another.hash());
-    let bad = fusestep_planner::Phase::Cosine {
-        steps: 9,
-        floor: -1.0,
-    };
-    let bad = Planner::new(Adam::default().into())
-        .schedule(bad.into())
-        .plan(&params);
+    let bad = fusestep_planner::Phase::Cosine { steps: 9, floor: -1.0 };
+    let bad = Planner::new(Adam::default().into()).schedule(bad.into()).plan(&params);
     let error = bad.unwrap_err().to_string();
-    assert!(
-        error.contains("floor of cosine: expected a number from 0 to 1"),
-        "{error}"
-    );
+    assert!(error.contains("floor of cosine: expected a number from 0 to 1"), "{error}");
     let rule = ScheduleFree::default().into();
-    let own = Planner::new(rule)
-        .schedule(Schedule::cosine(5))
-        .plan(&params);
-    assert!(
-        own.unwrap_err()
-            .to_string()
-            .contains("its average takes the place")
-    );
+    let own = Planner::new(rule).schedule(Schedule::cosine(5)).plan(&params);
+    assert!(own.unwrap_err().to_string().contains("its average takes the place"));
 }
 
 /// A run of this schedule up to a step, from the folder's checkpoint if there is one; saves then.
@@ -240,13 +206,7 @@ fn run(folder: &Path, schedule: Option<&str>, until: u64) -> Result<Vec<u8>, Pla
         step(&plan, &mut state, &case, &backend, number);
     }
     let mut solo = Solo::new();
-    plan.save(
-        &state,
-        &backend,
-        &mut Comms::direct(&mut solo),
-        folder,
-        BTreeMap::new(),
-    )?;
+    plan.save(&state, &backend, &mut Comms::direct(&mut solo), folder, BTreeMap::new())?;
     Ok(bits(&state, &backend))
 }
 
@@ -271,13 +231,8 @@ fn a_resumed_run_goes_on_in_its_schedule_and_another_schedule_is_refused_by_name
 fn a_run_without_a_schedule_can_be_given_one_for_what_is_left() {
     let folder = tempfile::tempdir().unwrap();
     run(folder.path(), None, 4).unwrap();
-    let error = run(folder.path(), Some("cosine:5"), 8)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("found `none`: another rate at step 2"),
-        "{error}"
-    );
+    let error = run(folder.path(), Some("cosine:5"), 8).unwrap_err().to_string();
+    assert!(error.contains("found `none`: another rate at step 2"), "{error}");
     run(folder.path(), Some("constant:4,cosine:5"), 8).unwrap();
 }
 

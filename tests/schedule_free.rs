@@ -51,10 +51,7 @@ fn ten_steps_agree_with_the_authors_package() {
 #[test]
 fn the_golden_comparison_can_fail() {
     let right = ScheduleFree::default();
-    let wrong = ScheduleFree {
-        beta1: 0.901,
-        ..right
-    };
+    let wrong = ScheduleFree { beta1: 0.901, ..right };
     assert!(differ_from_golden::<f32>(GOLDEN, "schedule_free", right.into(), 257) <= 1e-5);
     assert!(differ_from_golden::<f32>(GOLDEN, "schedule_free", wrong.into(), 257) > 1e-5);
     assert!(differ_from_golden::<f64>(GOLDEN, "schedule_free", wrong.into(), 257) > 1e-12);
@@ -89,10 +86,7 @@ fn averages_agree_with_the_authors_package() {
 
 #[test]
 fn the_first_step_starts_z_at_the_parameter_whatever_it_was() {
-    let rule = ScheduleFree {
-        lr: 0.0,
-        ..ScheduleFree::default()
-    };
+    let rule = ScheduleFree { lr: 0.0, ..ScheduleFree::default() };
     let mut trained = Trained::new(rule.into(), &[0.75f32; 5]);
     trained.step(&[1.0f32; 5]);
     assert_eq!(trained.list::<f32>(Role::Base), [0.75; 5]);
@@ -123,10 +117,7 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
         }
     }
     let errors = all.into_iter().map(|rule| {
-        let element = |param| Element {
-            param,
-            ..Element::default()
-        };
+        let element = |param| Element { param, ..Element::default() };
         let next = |step, element, grad| update(&rule, step, element, grad);
         let errors = errors_in_units(rule.into(), element, next, |element| element.param);
         (format!("{rule:?}"), errors)
@@ -138,11 +129,7 @@ fn errors_against_the_reference_stay_within_the_stated_bound() {
 fn slices_give_the_bits_of_a_plan_with_any_team() {
     let case = Case::new(EDGE_NUMELS, DType::F32);
     let pool = Pool::new(std::num::NonZeroUsize::new(3).unwrap());
-    let rule = ScheduleFree {
-        warmup_steps: 2,
-        weight_decay: 0.1,
-        ..ScheduleFree::default()
-    };
+    let rule = ScheduleFree { warmup_steps: 2, weight_decay: 0.1, ..ScheduleFree::default() };
     let mut expected = Vec::<u8>::new();
     for index in 0..case.params.len() {
         let mut param: Vec<f32> = pod_collect_to_vec(&case.param_bytes(index));
@@ -175,27 +162,9 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
     let good = ScheduleFree::default();
     let bad = ScheduleFree { beta1: 0.0, ..good };
     for (rule, step, grad, base, message) in [
-        (
-            good,
-            1,
-            4,
-            5,
-            "grad of tensor 0: expected 5 elements, found 4",
-        ),
-        (
-            good,
-            1,
-            5,
-            0,
-            "base of tensor 0: expected 5 elements, found 0",
-        ),
-        (
-            good,
-            0,
-            5,
-            5,
-            "step: expected at least 1, found 0; steps count from 1",
-        ),
+        (good, 1, 4, 5, "grad of tensor 0: expected 5 elements, found 4"),
+        (good, 1, 5, 0, "base of tensor 0: expected 5 elements, found 0"),
+        (good, 0, 5, 5, "step: expected at least 1, found 0; steps count from 1"),
         (bad, 1, 5, 5, "beta1: expected a value in (0, 1), found 0"),
     ] {
         let (mut param, mut moment2) = ([1.0f32; 5], [0.5f32; 5]);

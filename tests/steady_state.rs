@@ -98,11 +98,7 @@ fn a_step_with_an_unchanged_plan_allocates_nothing_that_grows_with_it() {
     const MOST: u64 = 6;
     let cases = [case(100), case(400)];
     for planner in planners() {
-        let count = |threads| {
-            cases
-                .each_ref()
-                .map(|case| allocations(&planner, case, threads))
-        };
+        let count = |threads| cases.each_ref().map(|case| allocations(&planner, case, threads));
         assert_eq!(count(1), [0, 0], "{planner:?}, one thread");
         for threads in [2, 3] {
             let counts = count(threads);

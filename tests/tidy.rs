@@ -29,11 +29,7 @@ fn root() -> PathBuf {
 fn files() -> Vec<String> {
     let mut found = Vec::new();
     walk(&root(), "", &mut found);
-    assert!(
-        found.len() > 50,
-        "the workspace lies at {}",
-        root().display()
-    );
+    assert!(found.len() > 50, "the workspace lies at {}", root().display());
     found.sort();
     found
 }
@@ -61,9 +57,7 @@ fn read(path: &str) -> String {
 /// Requires that no file with one of these endings violates the rule.
 fn require(endings: &[&str], rule: impl Fn(&str, &str) -> Vec<String>) {
     let all = files();
-    let matching = all
-        .iter()
-        .filter(|path| endings.iter().any(|ending| path.ends_with(ending)));
+    let matching = all.iter().filter(|path| endings.iter().any(|ending| path.ends_with(ending)));
     let found: Vec<String> = matching.flat_map(|path| rule(path, &read(path))).collect();
     assert!(found.is_empty(), "\n{}\n", found.join("\n"));
 }
@@ -87,19 +81,14 @@ fn unsafe_code_is_confined_and_explained() {
 #[test]
 fn lines_are_at_most_100_columns_wide() {
     require(&[".rs"], widths::violations);
-    require(
-        &[".cu", ".cuh", ".hpp", ".cpp"],
-        widths::violations_of_comments,
-    );
+    require(&[".cu", ".cuh", ".hpp", ".cpp"], widths::violations_of_comments);
     require(&[".md"], widths::violations_of_prose);
 }
 
 #[test]
 fn what_pages_name_is_there() {
     let exists = |path: &str| root().join(path).exists();
-    require(&[".md"], |path, text| {
-        documents::dead_links(path, text, &exists)
-    });
+    require(&[".md"], |path, text| documents::dead_links(path, text, &exists));
     let sources: Vec<String> = files()
         .into_iter()
         .filter(|path| {
@@ -111,9 +100,7 @@ fn what_pages_name_is_there() {
         .collect();
     let words = sources.iter().flat_map(|text| documents::words(text));
     let words = words.collect();
-    require(&[".md"], |path, text| {
-        documents::unknown_names(path, text, &words)
-    });
+    require(&[".md"], |path, text| documents::unknown_names(path, text, &words));
 }
 
 #[test]
@@ -133,10 +120,7 @@ fn a_type_has_its_methods_in_few_files() {
 
 #[test]
 fn branches_and_comments_are_plain() {
-    require(
-        &[".rs", ".cu", ".cuh", ".hpp", ".cpp"],
-        sentences::violations,
-    );
+    require(&[".rs", ".cu", ".cuh", ".hpp", ".cpp"], sentences::violations);
 }
 
 #[test]
@@ -148,21 +132,16 @@ fn every_kernel_has_all_its_parts() {
         (!stem.contains('/')).then_some(stem)
     });
     let exists = |path: &str| all.iter().any(|found| found == path);
-    let found: Vec<String> = kernels
-        .flat_map(|stem| stems::violations(stem, &exists, &docs))
-        .collect();
+    let found: Vec<String> =
+        kernels.flat_map(|stem| stems::violations(stem, &exists, &docs)).collect();
     assert!(found.is_empty(), "\n{}\n", found.join("\n"));
 }
 
 #[test]
 fn every_element_wise_rule_has_the_same_files() {
     let all = files();
-    let folders = all
-        .iter()
-        .filter_map(|path| path.strip_suffix("/src/rule.rs"));
-    let rules: Vec<&str> = folders
-        .filter(|&folder| folder != "crates/launch")
-        .collect();
+    let folders = all.iter().filter_map(|path| path.strip_suffix("/src/rule.rs"));
+    let rules: Vec<&str> = folders.filter(|&folder| folder != "crates/launch").collect();
     assert!(rules.len() >= 5, "{rules:?}");
     for folder in rules {
         let found: Vec<&str> = all

@@ -46,9 +46,6 @@ fn simulated_runs_end_in_the_bits_of_runs_without_faults() {
 #[test]
 fn a_seed_replays() {
     for seed in [3, 77] {
-        assert_eq!(
-            fusestep_testkit::simulate(seed),
-            fusestep_testkit::simulate(seed)
-        );
+        assert_eq!(fusestep_testkit::simulate(seed), fusestep_testkit::simulate(seed));
     }
 }

@@ -56,11 +56,8 @@ pub(crate) fn parse(words: impl Iterator<Item = String>) -> Result<Asked, String
     };
     let mut words = words;
     while let Some(word) = words.next() {
-        let mut value = || {
-            words
-                .next()
-                .ok_or_else(|| format!("{word}: expected a value, found none"))
-        };
+        let mut value =
+            || words.next().ok_or_else(|| format!("{word}: expected a value, found none"));
         match word.as_str() {
             "--list" => return Ok(Asked::List),
             "--warm" => asked.warm = Some(value()?),
@@ -90,17 +87,12 @@ fn known_sets(list: &str) -> Result<Vec<String>, String> {
         if sets::NAMES.contains(&name) {
             Ok(name.to_owned())
         } else {
-            Err(format!(
-                "--sets: expected some of {}, found {name}",
-                sets::NAMES.join(", ")
-            ))
+            Err(format!("--sets: expected some of {}, found {name}", sets::NAMES.join(", ")))
         }
     });
     names.collect()
 }
 
 fn number<T: std::str::FromStr>(word: &str, value: &str) -> Result<T, String> {
-    value
-        .parse()
-        .map_err(|_| format!("{word}: expected a whole number above 0, found {value}"))
+    value.parse().map_err(|_| format!("{word}: expected a whole number above 0, found {value}"))
 }

@@ -33,11 +33,7 @@ pub(crate) struct Bench<'a> {
 impl<'a> Bench<'a> {
     /// A bench that counts its time from `begun`.
     pub(crate) fn new(backend: &'a CudaBackend, arguments: &'a Arguments, begun: Instant) -> Self {
-        Self {
-            backend,
-            arguments,
-            begun,
-        }
+        Self { backend, arguments, begun }
     }
 
     /// Whether no further line is to be begun.
@@ -138,14 +134,7 @@ impl Ready {
         }
         let first = params.first().ok_or("the set has no tensor")?;
         let before = bytes[..first.numel() as usize * first.dtype.len_bytes()].to_vec();
-        Ok(Self {
-            plan,
-            done: vec![0; states.len()],
-            states,
-            graphs,
-            before,
-            next: 0,
-        })
+        Ok(Self { plan, done: vec![0; states.len()], states, graphs, before, next: 0 })
     }
 
     fn step(&mut self, backend: &CudaBackend, way: Way) -> Result<(), PlanError> {
@@ -186,9 +175,9 @@ impl Ready {
 fn bytes_of(dtype: DType, numel: u64) -> Vec<u8> {
     let values = values().take(numel as usize);
     match dtype {
-        DType::BF16 => values
-            .flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes())
-            .collect(),
+        DType::BF16 => {
+            values.flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes()).collect()
+        }
         _ => values.flat_map(f32::to_le_bytes).collect(),
     }
 }
@@ -198,9 +187,9 @@ fn is_finite(dtype: DType, bytes: &[u8]) -> bool {
         DType::BF16 => bytes
             .chunks_exact(2)
             .all(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16).is_finite()),
-        _ => bytes
-            .chunks_exact(4)
-            .all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite()),
+        _ => {
+            bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite())
+        }
     }
 }
 
@@ -214,8 +203,6 @@ pub(crate) fn one_step(planner: Planner) -> Result<String, Box<dyn Error>> {
     plan.run(&mut state, &backend)?;
     backend.synchronize()?;
     let loaded = backend.loaded_entries().into_iter();
-    let loaded: Vec<_> = loaded
-        .map(|(entry, code)| format!("{entry} from {code}"))
-        .collect();
+    let loaded: Vec<_> = loaded.map(|(entry, code)| format!("{entry} from {code}")).collect();
     Ok(loaded.join(", "))
 }

@@ -71,11 +71,7 @@ impl<'a> Copies<'a> {
             fill(backend, pair[0].as_mut())?;
             pairs.push(pair);
         }
-        Ok(Self {
-            backend,
-            pairs,
-            next: 0,
-        })
+        Ok(Self { backend, pairs, next: 0 })
     }
 
     /// Times copies that read and write `traffic_bytes` bytes together.

@@ -29,15 +29,9 @@ pub(crate) fn measure(bench: &mut Bench<'_>, report: &mut Report) -> Result<(), 
     let kernel = norm_kernel(DType::F32)?;
     let batches = batches_of(kernel.as_ref(), numel, backend.limits())?;
     let chunks: u64 = batches.iter().map(|batch| u64::from(batch.chunks)).sum();
-    let mut list = ListBuffer {
-        list: kernel.list(),
-        buffer: backend.allocate(bytes as usize)?,
-    };
+    let mut list = ListBuffer { list: kernel.list(), buffer: backend.allocate(bytes as usize)? };
     fill(backend, list.buffer.as_mut())?;
-    let rule = GradientRule {
-        max_norm: MaxNorm::new(1.0)?,
-        loss_scale: LossScale::unscaled(),
-    };
+    let rule = GradientRule { max_norm: MaxNorm::new(1.0)?, loss_scale: LossScale::unscaled() };
     let scalars = rule.scalars();
     let mut memory = Memory::new(backend, chunks, &rule)?;
     let mut copies = Copies::new(backend, bytes, bench.arguments.scale)?;
@@ -73,10 +67,7 @@ pub(crate) fn measure(bench: &mut Bench<'_>, report: &mut Report) -> Result<(), 
         Ok(())
     };
     let line = bench.line(subject, &mut copies, &mut step)?;
-    check(
-        &ControlBlock::read(backend, memory.control.as_ref())?,
-        numel,
-    )?;
+    check(&ControlBlock::read(backend, memory.control.as_ref())?, numel)?;
     report.add(line);
     Ok(())
 }
@@ -87,16 +78,8 @@ fn batches_of(
     numel: u64,
     limits: LaunchLimits,
 ) -> Result<Vec<Batch>, LaunchError> {
-    let limits = LaunchLimits {
-        chunk_elements: kernel.chunk_elements(),
-        ..limits
-    };
-    let tensor = Batchable {
-        tensor: 0,
-        first_element: 0,
-        numel,
-        group: 0,
-    };
+    let limits = LaunchLimits { chunk_elements: kernel.chunk_elements(), ..limits };
+    let tensor = Batchable { tensor: 0, first_element: 0, numel, group: 0 };
     let layout = kernel.argument_layout();
     batches(kernel.entry(), [tensor], layout, limits)
 }

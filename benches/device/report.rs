@@ -67,10 +67,7 @@ impl Line {
         Self {
             steps: steps.get(),
             device_ns,
-            device_ns_least: times
-                .iter()
-                .map(DeviceTime::device_ns)
-                .fold(f64::INFINITY, f64::min),
+            device_ns_least: times.iter().map(DeviceTime::device_ns).fold(f64::INFINITY, f64::min),
             wall_ns: median(times.iter().map(DeviceTime::wall_ns)),
             gb_per_s: rate(device_ns),
             copy_gb_per_s: rate(copy_ns),

@@ -49,10 +49,7 @@ impl Kept {
             Kept::Bf16Master => Master::F32,
             Kept::Bf16Remainder => Master::Remainder,
         };
-        Precision {
-            master,
-            ..Precision::default()
-        }
+        Precision { master, ..Precision::default() }
     }
 }
 
@@ -117,14 +114,12 @@ impl Entrant {
         } else {
             TableKind::Resident
         };
-        let planner = Planner::new(self.rule)
-            .precision(self.kept.precision())
-            .table(table);
+        let planner = Planner::new(self.rule).precision(self.kept.precision()).table(table);
         match self.before {
             Before::Nothing => planner,
-            Before::ClipAndScale => planner
-                .with(ClipByGlobalNorm::new(1.0))
-                .with(LossScaling::fixed(1024.0)),
+            Before::ClipAndScale => {
+                planner.with(ClipByGlobalNorm::new(1.0)).with(LossScaling::fixed(1024.0))
+            }
         }
     }
 }
@@ -132,13 +127,7 @@ impl Entrant {
 impl fmt::Display for Entrant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ways: Vec<_> = self.ways.iter().map(|way| way.name()).collect();
-        write!(
-            f,
-            "{} {} ({})",
-            self.name(),
-            self.kept.name(),
-            ways.join(", ")
-        )
+        write!(f, "{} {} ({})", self.name(), self.kept.name(), ways.join(", "))
     }
 }
 
@@ -147,16 +136,8 @@ pub(crate) fn entrants() -> Vec<Entrant> {
     const ARGUMENTS: &[Way] = &[Way::Arguments];
     const RESIDENT: &[Way] = &[Way::Resident, Way::Graph];
     let adam = || Optimizer::from(Adam::default());
-    let plain = |rule, kept, ways| Entrant {
-        rule,
-        before: Before::Nothing,
-        kept,
-        ways,
-    };
-    let tail = Entrant {
-        before: Before::ClipAndScale,
-        ..plain(adam(), Kept::F32, RESIDENT)
-    };
+    let plain = |rule, kept, ways| Entrant { rule, before: Before::Nothing, kept, ways };
+    let tail = Entrant { before: Before::ClipAndScale, ..plain(adam(), Kept::F32, RESIDENT) };
     vec![
         plain(adam(), Kept::F32, RESIDENT),
         plain(adam(), Kept::F32, ARGUMENTS),

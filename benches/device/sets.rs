@@ -13,16 +13,8 @@ pub(crate) const NORM: &str = "norm_1e9";
 pub(crate) const NORM_ELEMENTS: u64 = 1_000_000_000;
 
 /// Every set, in the order of the table.
-pub(crate) const NAMES: [&str; 8] = [
-    "10x16.8M",
-    "200x1.05M",
-    "10000x64",
-    "1000x1024",
-    "resnet50",
-    "gpt2",
-    "bert_large",
-    NORM,
-];
+pub(crate) const NAMES: [&str; 8] =
+    ["10x16.8M", "200x1.05M", "10000x64", "1000x1024", "resnet50", "gpt2", "bert_large", NORM];
 
 /// Names and element counts.
 #[derive(Debug)]
@@ -40,11 +32,7 @@ impl Set {
 
     /// Elements of the largest tensor.
     pub(crate) fn most_elements(&self) -> u64 {
-        self.tensors
-            .iter()
-            .map(|tensor| tensor.1)
-            .max()
-            .unwrap_or(0)
+        self.tensors.iter().map(|tensor| tensor.1).max().unwrap_or(0)
     }
 
     /// The parameters, of one dtype.
@@ -91,8 +79,5 @@ pub(crate) fn set(name: &str, shapes: &Path, scale: u64) -> Result<Set, Box<dyn 
             tensors.collect()
         }
     };
-    Ok(Set {
-        name: name.to_owned(),
-        tensors,
-    })
+    Ok(Set { name: name.to_owned(), tensors })
 }

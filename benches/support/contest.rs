@@ -58,10 +58,7 @@ impl Ready {
 /// One tensor of as many elements as [`tiny`] has.
 fn tiny_flat() -> Set {
     let shape = Shape::new([tiny().elements()]).expect("a count is a shape");
-    Set {
-        name: "tiny_flat",
-        params: vec![ParamDesc::new("flat", shape, DType::F32)],
-    }
+    Set { name: "tiny_flat", params: vec![ParamDesc::new("flat", shape, DType::F32)] }
 }
 
 /// Times a rule on 10,000 tiny tensors and one of as many elements, ResNet-50 and GPT-2: fused,
@@ -75,19 +72,13 @@ pub(crate) fn contest(
     after_first_step: f64,
 ) {
     for set in [tiny_flat(), tiny(), model("resnet50"), model("gpt2")] {
-        let kernel = rule
-            .rule()
-            .kernel(DType::F32, Precision::default())
-            .expect("an f32 kernel");
+        let kernel = rule.rule().kernel(DType::F32, Precision::default()).expect("an f32 kernel");
         let bytes = kernel.traffic_bytes() * set.elements();
         let mut group = group(criterion, &format!("{name}/{}", set.name));
         group.throughput(Throughput::Bytes(bytes));
         for threads in thread_counts() {
             let backend = CpuBackend::new(threads);
-            let planners = [
-                ("fused", Planner::new(rule)),
-                ("naive", Planner::new(rule).naive()),
-            ];
+            let planners = [("fused", Planner::new(rule)), ("naive", Planner::new(rule).naive())];
             for (kind, planner) in planners {
                 let mut ready = Ready::new(&set, &planner, &backend);
                 let expected = after_first_step - 1e-6..after_first_step + 1e-6;

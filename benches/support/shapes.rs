@@ -36,21 +36,13 @@ pub(crate) fn model(model: &'static str) -> Set {
     let path = folder.join(format!("{model}.json"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let shapes: Vec<NamedShape> = serde_json::from_str(&text).expect("a list of named shapes");
-    let params = shapes
-        .into_iter()
-        .map(|s| ParamDesc::new(s.name, s.shape, DType::F32));
-    Set {
-        name: model,
-        params: params.collect(),
-    }
+    let params = shapes.into_iter().map(|s| ParamDesc::new(s.name, s.shape, DType::F32));
+    Set { name: model, params: params.collect() }
 }
 
 /// 10,000 tensors of 64 to 512 elements.
 pub(crate) fn tiny() -> Set {
-    Set {
-        name: "tiny_10000",
-        params: params((0..10_000).map(|i| 64 + i * 7 % 449)),
-    }
+    Set { name: "tiny_10000", params: params((0..10_000).map(|i| 64 + i * 7 % 449)) }
 }
 
 fn params(numels: impl IntoIterator<Item = u64>) -> Vec<ParamDesc> {

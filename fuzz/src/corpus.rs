@@ -102,13 +102,7 @@ fn checkpoint(folder: &Path) -> Result<()> {
     let state = plan.allocate(&backend)?;
     let one = folder.join("one");
     let texts = BTreeMap::from([("at".to_owned(), "0".to_owned())]);
-    plan.save(
-        &state,
-        &backend,
-        &mut Comms::direct(&mut comm),
-        one.as_path(),
-        texts,
-    )?;
+    plan.save(&state, &backend, &mut Comms::direct(&mut comm), one.as_path(), texts)?;
     Manifest::read(&one)?.reshard(one.as_path(), folder, 2)?;
     Ok(())
 }

@@ -4,10 +4,7 @@
 
 mod corpus;
 #[path = "../../crates/cli/src/inputs.rs"]
-#[expect(
-    dead_code,
-    reason = "only the parser of shapes is fuzzed through this file"
-)]
+#[expect(dead_code, reason = "only the parser of shapes is fuzzed through this file")]
 mod inputs;
 mod mutate;
 mod targets {
@@ -90,9 +87,7 @@ fn tried(target: Target, input: &[u8]) -> Outcome {
         Ok(said) if said.chars().count() > MOST_CHARS => {
             let (length, begin) = (said.chars().count(), said.chars().take(300));
             let begin = String::from_iter(begin);
-            Err(format!(
-                "expected at most {MOST_CHARS} characters, found {length}: {begin}"
-            ))
+            Err(format!("expected at most {MOST_CHARS} characters, found {length}: {begin}"))
         }
         outcome => outcome,
     }
@@ -101,11 +96,7 @@ fn tried(target: Target, input: &[u8]) -> Outcome {
 fn fuzz(name: &str, target: Target, time: Duration, seed: u64) -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut corpus = read_corpus(&root.join("corpus").join(name))?;
-    ensure!(
-        !corpus.is_empty(),
-        "no inputs in {}",
-        root.join("corpus").join(name).display()
-    );
+    ensure!(!corpus.is_empty(), "no inputs in {}", root.join("corpus").join(name).display());
     let mut mutator = Mutator::new(seed);
     let (mut known, begun, mut inputs) = (HashSet::new(), Instant::now(), 0u64);
     let given = corpus.len();
@@ -204,12 +195,7 @@ mod tests {
         // A mark goes by the list and a list by the mark, for each of two generations.
         for (file, expected) in [
             ("own", ["removed", "refused", "removed", "kept"].as_slice()),
-            (
-                "list",
-                &[
-                    "refused", "refused", "refused", "kept", "removed", "removed",
-                ],
-            ),
+            ("list", &["refused", "refused", "refused", "kept", "removed", "removed"]),
         ] {
             let input = fs::read(folder.join(file)).unwrap();
             let said = tried(super::targets::mark::run, &input).unwrap();
@@ -239,19 +225,10 @@ mod tests {
             format!("/c/{name}/shard-1: `header`: expected checksum b92{name}, found {found}")
         };
         let kind = kind_of(&place("step-0", "b93"));
-        assert_eq!(
-            kind.split_whitespace().collect::<Vec<_>>(),
-            ["expected", "checksum"]
-        );
+        assert_eq!(kind.split_whitespace().collect::<Vec<_>>(), ["expected", "checksum"]);
         assert_eq!(kind, kind_of(&place("st p\u{7f}-9", "what ever")));
-        assert_ne!(
-            kind,
-            kind_of("/c/step-0: `header`: expected bytes, found 3")
-        );
-        assert_eq!(
-            kind_of("input: `a`b`: expected none"),
-            kind_of("input: `\"`: expected none")
-        );
+        assert_ne!(kind, kind_of("/c/step-0: `header`: expected bytes, found 3"));
+        assert_eq!(kind_of("input: `a`b`: expected none"), kind_of("input: `\"`: expected none"));
         assert_ne!(kind_of("one: a\none: b"), kind_of("one: a\none: c"));
     }
 }

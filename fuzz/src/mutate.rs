@@ -54,9 +54,7 @@ pub(crate) struct Mutator {
 
 impl Mutator {
     pub(crate) fn new(seed: u64) -> Self {
-        Self {
-            rng: ChaCha8Rng::seed_from_u64(seed),
-        }
+        Self { rng: ChaCha8Rng::seed_from_u64(seed) }
     }
 
     fn below(&mut self, end: usize) -> usize {
@@ -108,16 +106,13 @@ impl Mutator {
 
     /// Puts another number in place of one that stands there as text.
     fn change_number(&mut self, input: &mut Vec<u8>) {
-        let digits: Vec<usize> = (0..input.len())
-            .filter(|&at| input[at].is_ascii_digit())
-            .collect();
+        let digits: Vec<usize> =
+            (0..input.len()).filter(|&at| input[at].is_ascii_digit()).collect();
         if digits.is_empty() {
             return;
         }
         let at = digits[self.below(digits.len())];
-        let end = (at..input.len())
-            .find(|&at| !input[at].is_ascii_digit())
-            .unwrap_or(input.len());
+        let end = (at..input.len()).find(|&at| !input[at].is_ascii_digit()).unwrap_or(input.len());
         let word = WORDS[self.below(13)].bytes();
         input.splice(at..end, word);
     }

@@ -35,11 +35,7 @@ pub(crate) fn entries(bundle: &[u8]) -> Option<Vec<Packed<'_>>> {
             let len_bytes = words.next()?.parse().ok()?;
             let (bytes, behind) = rest.split_at_checked(words.next()?.parse().ok()?)?;
             rest = behind;
-            Some(Packed {
-                entry,
-                len_bytes,
-                bytes,
-            })
+            Some(Packed { entry, len_bytes, bytes })
         })
         .collect();
     entries.filter(|_| rest.is_empty())

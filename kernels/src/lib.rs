@@ -105,11 +105,7 @@ pub fn headers() -> &'static [(&'static str, &'static str)] {
 /// The kernel whose PTX holds `entry`, such as `fused_adam_f32`, as its stem; none if no kernel has
 /// it.
 pub fn stem_of_entry(entry: &str) -> Option<&'static str> {
-    stems().find(|stem| {
-        entry
-            .strip_prefix(stem)
-            .is_some_and(|dtype| dtype.starts_with('_'))
-    })
+    stems().find(|stem| entry.strip_prefix(stem).is_some_and(|dtype| dtype.starts_with('_')))
 }
 
 /// All entries of a kernel as its PTX names them.

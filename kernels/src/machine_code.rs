@@ -34,10 +34,7 @@ pub fn machine_code(entry: &str, capability: (u32, u32)) -> Option<MachineCode> 
     let entries = bundle::entries(bundle).expect("an embedded bundle is whole");
     let packed = entries.into_iter().find(|packed| packed.entry == entry)?;
     let image = packed.unpacked();
-    Some(MachineCode {
-        target,
-        image: image.expect("what is embedded unpacks to its length"),
-    })
+    Some(MachineCode { target, image: image.expect("what is embedded unpacks to its length") })
 }
 
 /// The newest bundle whose code runs on a device.
@@ -79,10 +76,7 @@ mod tests {
         let section = format!("\0.text.{entry}\0");
         code.image.starts_with(b"\x7fELF")
             && code.image[at] == device
-            && code
-                .image
-                .windows(section.len())
-                .any(|bytes| bytes == section.as_bytes())
+            && code.image.windows(section.len()).any(|bytes| bytes == section.as_bytes())
     }
 
     #[test]

@@ -19,22 +19,16 @@ fn every_source_has_its_ptx_and_both_are_embedded() {
     let embedded: BTreeSet<String> = stems().map(str::to_owned).collect();
     assert_eq!(files_with_extension(root, "cu"), embedded);
     assert_eq!(files_with_extension(&root.join("ptx"), "ptx"), embedded);
-    let embedded: BTreeSet<String> = headers()
-        .iter()
-        .map(|(name, _)| name.trim_end_matches(".cuh").to_owned())
-        .collect();
+    let embedded: BTreeSet<String> =
+        headers().iter().map(|(name, _)| name.trim_end_matches(".cuh").to_owned()).collect();
     assert_eq!(files_with_extension(root, "cuh"), embedded);
 }
 
 /// The names of `formats` in the table of entries.
 fn formats() -> Vec<&'static str> {
-    let (_, table) = headers()
-        .iter()
-        .find(|(name, _)| *name == "entries.cuh")
-        .unwrap();
-    let names = table
-        .lines()
-        .filter_map(|line| line.strip_prefix("typedef storage::")?.rsplit_once(' '));
+    let (_, table) = headers().iter().find(|(name, _)| *name == "entries.cuh").unwrap();
+    let names =
+        table.lines().filter_map(|line| line.strip_prefix("typedef storage::")?.rsplit_once(' '));
     names.map(|(_, name)| name.trim_end_matches(';')).collect()
 }
 

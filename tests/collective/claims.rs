@@ -10,10 +10,7 @@ use super::worlds::world_with;
 #[test]
 fn the_bits_do_not_depend_on_how_much_is_claimed() {
     for claim_bytes in [0, 1, 64, 65, 1000, 512 << 10, usize::MAX] {
-        let options = Options {
-            claim_bytes,
-            ..Options::default()
-        };
+        let options = Options { claim_bytes, ..Options::default() };
         for ranks in [1, 2, 3, 5] {
             claimed::<f32>(ranks, 5003, &options);
             claimed::<bf16>(ranks, 5003, &options);
@@ -36,26 +33,14 @@ fn claimed<T: Number>(ranks: usize, numel: usize, options: &Options) {
         let mut buffer = own.clone();
         in_place(comm, Operation::AllReduce(ReduceOp::Sum), None, &mut buffer);
         same(&buffer, &expected, &format!("all-reduce, {what}"));
-        let blocks = Blocks {
-            numel,
-            world_size: ranks,
-            counts: Some(&counts),
-        };
+        let blocks = Blocks { numel, world_size: ranks, counts: Some(&counts) };
         let block = blocks.of(comm.rank());
         let (mut buffer, mut result) = (own.clone(), vec![T::default(); block.len()]);
         let operation = Operation::ReduceScatter(ReduceOp::Sum);
         in_place(comm, operation, Some(&counts), &mut buffer);
         out_of_place(comm, operation, Some(&counts), &own, &mut result);
-        same(
-            &result,
-            &expected[block.clone()],
-            &format!("reduce-scatter, {what}"),
-        );
-        same(
-            &buffer[block.clone()],
-            &result,
-            &format!("reduce-scatter in place, {what}"),
-        );
+        same(&result, &expected[block.clone()], &format!("reduce-scatter, {what}"));
+        same(&buffer[block.clone()], &result, &format!("reduce-scatter in place, {what}"));
         // What is not this rank's stays.
         same(&buffer[..block.start], &own[..block.start], &what);
         same(&buffer[block.end..], &own[block.end..], &what);

@@ -21,11 +21,7 @@ fn run(
     culprit: usize,
     kind: FaultKind,
 ) -> Vec<std::thread::Result<(Duration, Result<(), CollectiveError>)>> {
-    let scenario = [Fault {
-        rank: culprit,
-        call: 2,
-        kind,
-    }];
+    let scenario = [Fault { rank: culprit, call: 2, kind }];
     threads(3, TIMEOUT_MS, |comm| {
         let mut comm = Faulty::new(comm, &scenario);
         comm.barrier().unwrap();
@@ -45,10 +41,8 @@ fn each_collective_and_culprit(
             scope.spawn(move || {
                 for culprit in 0..3 {
                     let outcomes = run(collective, culprit, kind);
-                    let survivors = outcomes
-                        .into_iter()
-                        .enumerate()
-                        .filter(|(rank, _)| *rank != culprit);
+                    let survivors =
+                        outcomes.into_iter().enumerate().filter(|(rank, _)| *rank != culprit);
                     let mut errors = Vec::new();
                     for (rank, outcome) in survivors {
                         let (elapsed, outcome) = outcome.unwrap();
@@ -109,11 +103,7 @@ fn a_rank_that_fails_in_any_collective_is_named_at_once() {
 
 #[test]
 fn a_delay_below_the_deadline_does_no_damage_and_names_the_straggler() {
-    let scenario = [Fault {
-        rank: 1,
-        call: 2,
-        kind: FaultKind::DelayMs(100),
-    }];
+    let scenario = [Fault { rank: 1, call: 2, kind: FaultKind::DelayMs(100) }];
     let stragglers = all(threads(3, 20_000, |comm| {
         let mut comm = Faulty::new(comm, &scenario);
         comm.barrier().unwrap();
@@ -123,16 +113,8 @@ fn a_delay_below_the_deadline_does_no_damage_and_names_the_straggler() {
         let last = comm.recorder().calls().last().unwrap();
         (last.straggler, last.waited_ns)
     }));
-    assert!(
-        stragglers
-            .iter()
-            .all(|(straggler, _)| *straggler == Some(1)),
-        "{stragglers:?}"
-    );
-    assert!(
-        stragglers[0].1 > 50_000_000 && stragglers[1].1 == 0,
-        "{stragglers:?}"
-    );
+    assert!(stragglers.iter().all(|(straggler, _)| *straggler == Some(1)), "{stragglers:?}");
+    assert!(stragglers[0].1 > 50_000_000 && stragglers[1].1 == 0, "{stragglers:?}");
 }
 
 #[test]
@@ -143,8 +125,7 @@ fn every_scenario_ends_as_it_says() {
             let mut comm = Faulty::new(comm, &faults);
             for _ in 0..2 {
                 let mut buffer = [1.0f32; 100];
-                comm.all_reduce(&mut buffer, ReduceOp::Sum)
-                    .map_err(|error| error.to_string())?;
+                comm.all_reduce(&mut buffer, ReduceOp::Sum).map_err(|error| error.to_string())?;
                 if buffer != [3.0; 100] {
                     return Err("corrupted".to_owned());
                 }
@@ -158,10 +139,7 @@ fn every_scenario_ends_as_it_says() {
                 (Ok(found), None) => assert_eq!(found, Ok(())),
                 (Ok(found), Some(expected)) => {
                     let found = found.unwrap_err();
-                    assert!(
-                        found.starts_with(expected),
-                        "expected `{expected}`, found `{found}`"
-                    );
+                    assert!(found.starts_with(expected), "expected `{expected}`, found `{found}`");
                 }
             }
         }
@@ -185,10 +163,7 @@ fn an_abort_from_another_thread_frees_all_who_wait_and_may_come_twice() {
             }
             comm.barrier()
         }));
-        let expected = CollectiveError::Aborted {
-            rank: 2,
-            reason: "enough".to_owned(),
-        };
+        let expected = CollectiveError::Aborted { rank: 2, reason: "enough".to_owned() };
         assert_eq!(errors, vec![Err(expected); 3]);
     });
 }
@@ -236,17 +211,11 @@ fn flight_recorders_are_on_disk_after_an_error() {
         comm.broadcast(&mut [0u8; 2], 1).unwrap_err();
         let dumped = comm.recorder().dumped();
         assert!(dumped.is_some_and(Result::is_ok), "{dumped:?}");
-        comm.recorder()
-            .calls()
-            .map(|call| call.state.clone())
-            .collect::<Vec<_>>()
+        comm.recorder().calls().map(|call| call.state.clone()).collect::<Vec<_>>()
     })
     .unwrap());
     for (rank, states) in states.iter().enumerate() {
-        assert_eq!(
-            states[..3],
-            [CallState::Done, CallState::Done, CallState::Done]
-        );
+        assert_eq!(states[..3], [CallState::Done, CallState::Done, CallState::Done]);
         assert!(
             matches!(&states[3], CallState::Failed(text) if text.contains("found none of [1]")),
             "{states:?}"

@@ -14,9 +14,7 @@ fn each_field_on_each_rank_gives_the_same_error_everywhere_and_moves_nothing() {
     use Field::{Bucket, Counts, DType, Numel, Operation, PlanHash, ReduceOp, Root};
     for ranks in [2, 3, 4] {
         for odd in 0..ranks {
-            for field in [
-                Operation, ReduceOp, DType, Numel, Root, Counts, Bucket, PlanHash,
-            ] {
+            for field in [Operation, ReduceOp, DType, Numel, Root, Counts, Bucket, PlanHash] {
                 let errors = all(threads(ranks, 20_000, |mut comm| {
                     comm.barrier().unwrap();
                     let own = comm.rank();
@@ -41,11 +39,7 @@ fn each_field_on_each_rank_gives_the_same_error_everywhere_and_moves_nothing() {
                 };
                 assert_eq!((*named, *sequence), (field, 2), "{}", errors[0]);
                 assert_ne!(expected, found);
-                let sides = if ranks == 2 {
-                    (0, 1)
-                } else {
-                    (usize::from(odd == 0), odd)
-                };
+                let sides = if ranks == 2 { (0, 1) } else { (usize::from(odd == 0), odd) };
                 assert_eq!((*expected_rank, *found_rank), sides, "{}", errors[0]);
             }
         }
@@ -62,10 +56,7 @@ fn transfers_are_compared_too() {
         }));
         for error in errors {
             let text = error.unwrap_err().to_string();
-            assert!(
-                text.contains("expected `3` as on rank 1, found `4` on rank 2"),
-                "{text}"
-            );
+            assert!(text.contains("expected `3` as on rank 1, found `4` on rank 2"), "{text}");
         }
     });
 }
@@ -91,14 +82,8 @@ fn calls_that_cannot_be_made_are_refused_on_all_ranks() {
             |comm| comm.all_gather_counts(&[1], &[0u8], &mut [0]),
             "counts: expected 2, one for each rank, found 1",
         ),
-        (
-            |comm| comm.all_gather_counts(&[usize::MAX, 2], &[0u8], &mut [0]),
-            "found an overflow",
-        ),
-        (
-            |comm| comm.send(&[0u8], comm.rank()),
-            "expected another rank as the peer",
-        ),
+        (|comm| comm.all_gather_counts(&[usize::MAX, 2], &[0u8], &mut [0]), "found an overflow"),
+        (|comm| comm.send(&[0u8], comm.rank()), "expected another rank as the peer"),
         (
             |comm| {
                 let buffers = Buffers::InPlace(&mut [0; 7]);
@@ -122,19 +107,13 @@ fn calls_that_cannot_be_made_are_refused_on_all_ranks() {
         });
         assert_eq!(errors[0], errors[1]);
         let text = errors[0].clone().unwrap_err().to_string();
-        let expected = if expected == "all-rank" {
-            "expected a rank below 2, found 2"
-        } else {
-            expected
-        };
+        let expected =
+            if expected == "all-rank" { "expected a rank below 2, found 2" } else { expected };
         assert!(text.contains(expected) && text.contains("rank 1"), "{text}");
     }
     let mut solo = Solo::new();
     assert!(solo.broadcast(&mut [1u8], 1).is_err());
-    assert!(
-        solo.barrier().is_err(),
-        "an error is the last word in a world of one, too"
-    );
+    assert!(solo.barrier().is_err(), "an error is the last word in a world of one, too");
 }
 
 #[test]
@@ -143,14 +122,8 @@ fn lengths_beyond_32_bits_are_counted_not_cut() {
         operation: Operation::AllGather,
         dtype: DType::F32,
         counts: Some(&[3 << 32, 0]),
-        buffers: Buffers::OutOfPlace {
-            send: &[],
-            receive: &mut [],
-        },
+        buffers: Buffers::OutOfPlace { send: &[], receive: &mut [] },
     };
     let text = call.blocks(1, 2).unwrap_err().to_string();
-    assert!(
-        text.contains("receive: expected 12884901888 elements, found 0"),
-        "{text}"
-    );
+    assert!(text.contains("receive: expected 12884901888 elements, found 0"), "{text}");
 }

@@ -20,11 +20,7 @@ pub(crate) trait Number: Element {
     fn sample(rank: usize, index: usize) -> Self {
         let mixed = (index as u64 * 8 + rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let unit = mixed as f64 / (1u64 << 24) as f64;
-        if Self::FLOATING {
-            Self::of(unit * 4.0 - 2.0)
-        } else {
-            Self::of((unit * 250.0).floor())
-        }
+        if Self::FLOATING { Self::of(unit * 4.0 - 2.0) } else { Self::of((unit * 250.0).floor()) }
     }
 }
 
@@ -118,9 +114,7 @@ integer!(i32, i64, u16, u8);
 
 /// The reductions that a type has.
 pub(crate) fn ops<T: Number>() -> impl Iterator<Item = ReduceOp> {
-    ReduceOp::ALL
-        .into_iter()
-        .filter(|op| T::FLOATING || *op != ReduceOp::Average)
+    ReduceOp::ALL.into_iter().filter(|op| T::FLOATING || *op != ReduceOp::Average)
 }
 
 /// The reduction of all ranks' samples: the plain loop, itself compared with f64.
@@ -131,18 +125,11 @@ pub(crate) fn reduced<T: Number>(op: ReduceOp, ranks: usize, numel: usize) -> Ve
         if T::FLOATING {
             let values = inputs.iter().map(|x| x.value());
             let (exact, scale) = match op {
-                ReduceOp::Sum => (
-                    values.clone().sum::<f64>(),
-                    values.map(f64::abs).sum::<f64>(),
-                ),
-                ReduceOp::Average => (
-                    values.clone().sum::<f64>() / ranks as f64,
-                    values.map(f64::abs).sum::<f64>(),
-                ),
-                ReduceOp::Prod => (
-                    values.clone().product(),
-                    values.map(f64::abs).product::<f64>(),
-                ),
+                ReduceOp::Sum => (values.clone().sum::<f64>(), values.map(f64::abs).sum::<f64>()),
+                ReduceOp::Average => {
+                    (values.clone().sum::<f64>() / ranks as f64, values.map(f64::abs).sum::<f64>())
+                }
+                ReduceOp::Prod => (values.clone().product(), values.map(f64::abs).product::<f64>()),
                 ReduceOp::Max => (values.fold(f64::NEG_INFINITY, f64::max), 0.0),
                 ReduceOp::Min => (values.fold(f64::INFINITY, f64::min), 0.0),
             };

@@ -44,12 +44,7 @@ pub(crate) fn in_place<T: Element>(
     buffer: &mut [T],
 ) {
     let buffers = Buffers::InPlace(bytemuck::cast_slice_mut(buffer));
-    let call = Call {
-        operation,
-        dtype: T::DTYPE,
-        counts,
-        buffers,
-    };
+    let call = Call { operation, dtype: T::DTYPE, counts, buffers };
     comm.execute(call).unwrap();
 }
 
@@ -64,12 +59,7 @@ pub(crate) fn out_of_place<T: Element>(
         send: bytemuck::cast_slice(send),
         receive: bytemuck::cast_slice_mut(receive),
     };
-    let call = Call {
-        operation,
-        dtype: T::DTYPE,
-        counts,
-        buffers,
-    };
+    let call = Call { operation, dtype: T::DTYPE, counts, buffers };
     comm.execute(call).unwrap();
 }
 
@@ -78,17 +68,12 @@ pub(crate) fn out_of_place<T: Element>(
 pub(crate) fn same<T: Element>(found: &[T], expected: &[T], what: &str) {
     let (found, expected): (&[u8], &[u8]) =
         (bytemuck::cast_slice(found), bytemuck::cast_slice(expected));
-    assert!(
-        found == expected,
-        "{what}, {}: not the expected bits",
-        T::DTYPE
-    );
+    assert!(found == expected, "{what}, {}: not the expected bits", T::DTYPE);
 }
 
 fn reduces<T: Number>(ranks: usize, numel: usize) {
-    let expected: Vec<(ReduceOp, Vec<T>)> = ops::<T>()
-        .map(|op| (op, reduced(op, ranks, numel)))
-        .collect();
+    let expected: Vec<(ReduceOp, Vec<T>)> =
+        ops::<T>().map(|op| (op, reduced(op, ranks, numel))).collect();
     let counts: Vec<usize> = even_counts(numel, ranks).into_iter().rev().collect();
     world(ranks, |comm| {
         let own: Vec<T> = input(comm.rank(), numel);
@@ -106,19 +91,12 @@ fn reduces<T: Number>(ranks: usize, numel: usize) {
                 let on_root = if root == comm.rank() { expected } else { &own };
                 same(&buffer, on_root, &format!("reduce in place, {what}"));
                 out_of_place(comm, operation, None, &own, &mut result);
-                let on_root = if root == comm.rank() {
-                    expected.clone()
-                } else {
-                    vec![T::default(); numel]
-                };
+                let on_root =
+                    if root == comm.rank() { expected.clone() } else { vec![T::default(); numel] };
                 same(&result, &on_root, &format!("reduce, {what}"));
             }
             for counts in [None, Some(&counts[..])] {
-                let blocks = Blocks {
-                    numel,
-                    world_size: ranks,
-                    counts,
-                };
+                let blocks = Blocks { numel, world_size: ranks, counts };
                 let block = blocks.of(comm.rank());
                 let (mut buffer, mut result) = (own.clone(), vec![T::default(); block.len()]);
                 in_place(comm, Operation::ReduceScatter(*op), counts, &mut buffer);
@@ -127,18 +105,8 @@ fn reduces<T: Number>(ranks: usize, numel: usize) {
                     &expected[block.clone()],
                     &format!("reduce-scatter in place, {what}"),
                 );
-                out_of_place(
-                    comm,
-                    Operation::ReduceScatter(*op),
-                    counts,
-                    &own,
-                    &mut result,
-                );
-                same(
-                    &result,
-                    &expected[block],
-                    &format!("reduce-scatter, {what}"),
-                );
+                out_of_place(comm, Operation::ReduceScatter(*op), counts, &own, &mut result);
+                same(&result, &expected[block], &format!("reduce-scatter, {what}"));
             }
         }
     });
@@ -158,32 +126,17 @@ fn moves<T: Number>(ranks: usize, numel: usize) {
             let (mut buffer, mut result) = (own.clone(), vec![T::default(); numel]);
             in_place(comm, Operation::Broadcast { root }, None, &mut buffer);
             out_of_place(comm, Operation::Broadcast { root }, None, own, &mut result);
-            same(
-                &buffer,
-                &inputs[root],
-                &format!("broadcast in place, {what}"),
-            );
+            same(&buffer, &inputs[root], &format!("broadcast in place, {what}"));
             same(&result, &inputs[root], &format!("broadcast, {what}"));
         }
         for counts in [None, Some(&counts[..])] {
-            let blocks = Blocks {
-                numel,
-                world_size: ranks,
-                counts,
-            };
+            let blocks = Blocks { numel, world_size: ranks, counts };
             let block = blocks.of(comm.rank());
-            let joined: Vec<T> = (0..ranks)
-                .flat_map(|rank| inputs[rank][blocks.of(rank)].to_vec())
-                .collect();
+            let joined: Vec<T> =
+                (0..ranks).flat_map(|rank| inputs[rank][blocks.of(rank)].to_vec()).collect();
             let (mut buffer, mut result) = (own.clone(), vec![T::default(); numel]);
             in_place(comm, Operation::AllGather, counts, &mut buffer);
-            out_of_place(
-                comm,
-                Operation::AllGather,
-                counts,
-                &own[block.clone()],
-                &mut result,
-            );
+            out_of_place(comm, Operation::AllGather, counts, &own[block.clone()], &mut result);
             same(&buffer, &joined, &format!("all-gather in place, {what}"));
             same(&result, &joined, &format!("all-gather, {what}"));
             for root in [0, ranks - 1] {
@@ -192,10 +145,8 @@ fn moves<T: Number>(ranks: usize, numel: usize) {
         }
         let equal = numel - numel % ranks;
         let each = equal / ranks;
-        let exchanged: Vec<T> = inputs
-            .iter()
-            .flat_map(|from| from[each * comm.rank()..][..each].to_vec())
-            .collect();
+        let exchanged: Vec<T> =
+            inputs.iter().flat_map(|from| from[each * comm.rank()..][..each].to_vec()).collect();
         let (mut buffer, mut result) = (own[..equal].to_vec(), vec![T::default(); equal]);
         in_place(comm, Operation::AllToAll, None, &mut buffer);
         out_of_place(comm, Operation::AllToAll, None, &own[..equal], &mut result);
@@ -213,47 +164,23 @@ fn gathers_and_scatters<T: Number>(
 ) {
     let (root, counts) = how;
     let (own, ranks, numel) = (&inputs[comm.rank()], inputs.len(), joined.len());
-    let blocks = Blocks {
-        numel,
-        world_size: ranks,
-        counts,
-    };
+    let blocks = Blocks { numel, world_size: ranks, counts };
     let block = blocks.of(comm.rank());
     let mut buffer = own.clone();
     in_place(comm, Operation::Gather { root }, counts, &mut buffer);
-    same(
-        &buffer,
-        if root == comm.rank() { joined } else { own },
-        "gather in place",
-    );
+    same(&buffer, if root == comm.rank() { joined } else { own }, "gather in place");
     let mut buffer = own.clone();
     in_place(comm, Operation::Scatter { root }, counts, &mut buffer);
-    same(
-        &buffer[block.clone()],
-        &inputs[root][block.clone()],
-        "scatter in place",
-    );
+    same(&buffer[block.clone()], &inputs[root][block.clone()], "scatter in place");
     if counts.is_none() && numel % ranks != 0 {
         return;
     }
     let at_root = if root == comm.rank() { numel } else { 0 };
     let mut result = vec![T::default(); at_root];
-    out_of_place(
-        comm,
-        Operation::Gather { root },
-        counts,
-        &own[block.clone()],
-        &mut result,
-    );
+    out_of_place(comm, Operation::Gather { root }, counts, &own[block.clone()], &mut result);
     same(&result, &joined[..at_root], "gather");
     let mut result = vec![T::default(); block.len()];
-    out_of_place(
-        comm,
-        Operation::Scatter { root },
-        counts,
-        &own[..at_root],
-        &mut result,
-    );
+    out_of_place(comm, Operation::Scatter { root }, counts, &own[..at_root], &mut result);
     same(&result, &inputs[root][block], "scatter");
 }
 
@@ -272,8 +199,7 @@ fn transfers_go_between_any_two_ranks_in_both_directions() {
                     for to in (0..ranks).filter(|&to| to != from) {
                         let mut received = vec![0i32; numel];
                         if own == from {
-                            comm.send(&vec![(10 * from + to) as i32; numel], to)
-                                .unwrap();
+                            comm.send(&vec![(10 * from + to) as i32; numel], to).unwrap();
                         } else if own == to {
                             comm.receive(&mut received, from).unwrap();
                             assert_eq!(received, vec![(10 * from + to) as i32; numel]);
@@ -291,8 +217,7 @@ fn some_ranks_in_place_and_some_apart_agree() {
     world(3, |comm| {
         let (mut own, mut result) = (input::<f32>(comm.rank(), 1000), vec![0.0; 1000]);
         if comm.rank() == 1 {
-            comm.all_reduce_into(&own, &mut result, ReduceOp::Sum)
-                .unwrap();
+            comm.all_reduce_into(&own, &mut result, ReduceOp::Sum).unwrap();
             own = result;
         } else {
             comm.all_reduce(&mut own, ReduceOp::Sum).unwrap();
@@ -314,11 +239,7 @@ fn nan_wins_and_of_equal_values_the_lowest_ranks() {
             comm.all_reduce(&mut buffer, op).unwrap();
             assert!(buffer[0].is_nan() && buffer[1].is_nan());
             if op != ReduceOp::Sum {
-                let expected = if op == ReduceOp::Max {
-                    f32::INFINITY
-                } else {
-                    2.0
-                };
+                let expected = if op == ReduceOp::Max { f32::INFINITY } else { 2.0 };
                 let bits = buffer[2..].iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                 assert_eq!(bits, [expected, 0.0, -0.0].map(f32::to_bits));
             }
@@ -330,22 +251,14 @@ fn every_level<T: Number>() {
     for numel in [1, 63, 4099] {
         let inputs: Vec<Vec<T>> = (0..3).map(|rank| input(rank, numel)).collect();
         // One byte further on, so that nothing is aligned.
-        let shifted: Vec<Vec<u8>> = inputs
-            .iter()
-            .map(|x| [&[0u8], bytemuck::cast_slice(x)].concat())
-            .collect();
+        let shifted: Vec<Vec<u8>> =
+            inputs.iter().map(|x| [&[0u8], bytemuck::cast_slice(x)].concat()).collect();
         for op in ops::<T>() {
             let expected: Vec<T> = reduced(op, 3, numel);
             for level in Level::available() {
                 let mut result = vec![T::default(); numel];
                 let aligned: Vec<&[u8]> = inputs.iter().map(|x| bytemuck::cast_slice(x)).collect();
-                reduce_slices(
-                    level,
-                    T::DTYPE,
-                    op,
-                    &aligned,
-                    bytemuck::cast_slice_mut(&mut result),
-                );
+                reduce_slices(level, T::DTYPE, op, &aligned, bytemuck::cast_slice_mut(&mut result));
                 same(&result, &expected, &format!("{op} at {level}"));
                 let odd: Vec<&[u8]> = shifted.iter().map(|x| &x[1..]).collect();
                 let mut result = vec![0u8; 1 + numel * T::DTYPE.len_bytes()];

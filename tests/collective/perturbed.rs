@@ -17,11 +17,7 @@ pub(crate) fn call(
     let counts = if odd { [3, 4, 0, 0] } else { [4, 3, 0, 0] };
     let reduce = if odd { ReduceOp::Max } else { ReduceOp::Sum };
     let context = CallContext {
-        plan_hash: if odd && field == Field::PlanHash {
-            0xabc
-        } else {
-            0xdef
-        },
+        plan_hash: if odd && field == Field::PlanHash { 0xabc } else { 0xdef },
         bucket: Some(if odd && field == Field::Bucket { 8 } else { 7 }),
     };
     comm.set_context(context);
@@ -35,11 +31,7 @@ pub(crate) fn call(
     let counts = (field == Field::Counts).then(|| &counts[..comm.world_size()]);
     comm.execute(Call {
         operation,
-        dtype: if odd && field == Field::DType {
-            DType::I32
-        } else {
-            DType::F32
-        },
+        dtype: if odd && field == Field::DType { DType::I32 } else { DType::F32 },
         counts,
         buffers: Buffers::InPlace(bytemuck::cast_slice_mut(&mut buffer[..numel])),
     })

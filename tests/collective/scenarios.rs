@@ -8,30 +8,16 @@ pub(crate) type Collective = fn(&mut dyn Communicator) -> Result<(), CollectiveE
 
 /// One call of each, for three ranks.
 pub(crate) const COLLECTIVES: [(&str, Collective); 11] = [
-    ("all-reduce", |comm| {
-        comm.all_reduce(&mut [1.0f32; 10], ReduceOp::Sum)
-    }),
-    ("reduce", |comm| {
-        comm.reduce(&mut [1.0f32; 10], ReduceOp::Max, 1)
-    }),
+    ("all-reduce", |comm| comm.all_reduce(&mut [1.0f32; 10], ReduceOp::Sum)),
+    ("reduce", |comm| comm.reduce(&mut [1.0f32; 10], ReduceOp::Max, 1)),
     ("broadcast", |comm| comm.broadcast(&mut [1i32; 10], 2)),
     ("all-gather", |comm| comm.all_gather(&[1u8; 3], &mut [0; 9])),
-    ("reduce-scatter", |comm| {
-        comm.reduce_scatter(&[1i64; 9], &mut [0; 3], ReduceOp::Prod)
-    }),
+    ("reduce-scatter", |comm| comm.reduce_scatter(&[1i64; 9], &mut [0; 3], ReduceOp::Prod)),
     ("scatter", |comm| {
-        comm.scatter(
-            &[1.0f64; 9][..if comm.rank() == 0 { 9 } else { 0 }],
-            &mut [0.0; 3],
-            0,
-        )
+        comm.scatter(&[1.0f64; 9][..if comm.rank() == 0 { 9 } else { 0 }], &mut [0.0; 3], 0)
     }),
     ("gather", |comm| {
-        comm.gather(
-            &[1.0f64; 3],
-            &mut [0.0; 9][..if comm.rank() == 0 { 9 } else { 0 }],
-            0,
-        )
+        comm.gather(&[1.0f64; 3], &mut [0.0; 9][..if comm.rank() == 0 { 9 } else { 0 }], 0)
     }),
     ("all-to-all", |comm| comm.all_to_all(&[1u8; 9], &mut [0; 9])),
     ("barrier", |comm| comm.barrier()),

@@ -63,16 +63,11 @@ fn dropping_a_pending_call_closes_the_stream_on_all_ranks() {
                 std::thread::sleep(Duration::from_millis(50));
             }
             let _ = one[0].start("wait", (), |comm, ()| comm.barrier()).wait();
-            let last = one[0]
-                .start("all-reduce", (), |comm, ()| comm.barrier())
-                .wait();
+            let last = one[0].start("all-reduce", (), |comm, ()| comm.barrier()).wait();
             comm.barrier().unwrap();
             last
         }));
-        let dropped = CollectiveError::Dropped {
-            rank: 1,
-            operation: "all-reduce",
-        };
+        let dropped = CollectiveError::Dropped { rank: 1, operation: "all-reduce" };
         assert_eq!(errors, vec![Err(dropped); 2]);
     });
 }
@@ -88,11 +83,7 @@ fn a_panic_in_a_stream_reaches_whoever_waits_and_the_other_ranks() {
             });
             outcome.wait().unwrap_err()
         }));
-        assert!(
-            matches!(errors[0], CollectiveError::Panicked { rank: 1, .. }),
-            "{}",
-            errors[0]
-        );
+        assert!(matches!(errors[0], CollectiveError::Panicked { rank: 1, .. }), "{}", errors[0]);
         assert!(errors[1].to_string().contains("panicked"), "{}", errors[1]);
     });
 }
@@ -104,17 +95,12 @@ fn a_rank_that_panics_beside_its_streams_is_reported_as_panicked() {
             let rank = comm.rank();
             let one = comm_streams(&mut comm, 1).unwrap();
             assert!(rank == 0, "rank 1 fails beside its communication stream");
-            one[0]
-                .start("all-reduce", (), |comm, ()| comm.barrier())
-                .wait()
+            one[0].start("all-reduce", (), |comm, ()| comm.barrier()).wait()
         });
         let mut outcomes = outcomes.unwrap();
         assert!(outcomes.remove(1).is_err());
         let error = outcomes.remove(0).unwrap().unwrap_err();
-        assert!(
-            matches!(error, CollectiveError::Panicked { rank: 1, .. }),
-            "{error}"
-        );
+        assert!(matches!(error, CollectiveError::Panicked { rank: 1, .. }), "{error}");
     });
 }
 
@@ -125,10 +111,7 @@ fn subgroups_have_their_own_ranks_and_calls() {
         // 0, 2, 4 in reverse; 1 alone; 3 in none.
         let membership = match own {
             3 => None,
-            _ => Some(Membership {
-                colour: (own % 2) as u32,
-                key: 10 - own as u32,
-            }),
+            _ => Some(Membership { colour: (own % 2) as u32, key: 10 - own as u32 }),
         };
         for _ in 0..3 {
             let joined = comm.split(membership).unwrap();
@@ -152,20 +135,14 @@ fn subgroups_have_their_own_ranks_and_calls() {
 fn breaking_a_group_off_breaks_its_subgroups_off() {
     within(30, || {
         let errors = all(threads(2, 60_000, |mut comm| {
-            let mut group = comm
-                .split(Some(Membership { colour: 0, key: 0 }))
-                .unwrap()
-                .unwrap();
+            let mut group = comm.split(Some(Membership { colour: 0, key: 0 })).unwrap().unwrap();
             if comm.rank() == 0 {
                 std::thread::sleep(Duration::from_millis(50));
                 comm.aborter().abort("all of it");
             }
             group.barrier()
         }));
-        let aborted = CollectiveError::Aborted {
-            rank: 0,
-            reason: "all of it".to_owned(),
-        };
+        let aborted = CollectiveError::Aborted { rank: 0, reason: "all of it".to_owned() };
         assert_eq!(errors, vec![Err(aborted); 2]);
     });
 }

@@ -19,10 +19,7 @@ pub(crate) fn world<R: Send>(
     if ranks == 1 {
         body(&mut Solo::new());
     }
-    let options = Options {
-        claim_bytes: 4 << 10,
-        ..Options::default()
-    };
+    let options = Options { claim_bytes: 4 << 10, ..Options::default() };
     world_with(ranks, &options, body)
 }
 
@@ -41,10 +38,7 @@ pub(crate) fn threads<R: Send>(
     timeout_ms: u64,
     body: impl Fn(ThreadCommunicator) -> R + Sync,
 ) -> Vec<std::thread::Result<R>> {
-    let options = Options {
-        timeout: Duration::from_millis(timeout_ms),
-        ..Options::default()
-    };
+    let options = Options { timeout: Duration::from_millis(timeout_ms), ..Options::default() };
     run_ranks(ranks, &options, body).unwrap()
 }
 

@@ -20,10 +20,7 @@ fn every(steps: u64) -> LocalSgd {
 }
 
 fn case(rule: Optimizer, master: Master) -> Case {
-    let precision = Precision {
-        master,
-        ..Precision::default()
-    };
+    let precision = Precision { master, ..Precision::default() };
     Case {
         rule,
         numels: vec![130, 1_001, 0, 3],
@@ -50,9 +47,7 @@ fn values(trained: &Trained, param: usize) -> Vec<f32> {
         }
         (_, Some((_, low))) => {
             let high = halves(&trained.params[param]).into_iter();
-            high.zip(halves(low))
-                .map(|(high, low)| join_bf16(high, low))
-                .collect()
+            high.zip(halves(low)).map(|(high, low)| join_bf16(high, low)).collect()
         }
         (None, None) => panic!("a master or a residual"),
     }
@@ -106,23 +101,14 @@ fn averages_are_those_of_masters_and_residuals_and_parameters_follow() {
 fn what_rounds_away_in_parameters_is_not_lost_in_averages() {
     // Steps of 1e-6 are far below half a unit of bf16 parameters near 0.1; masters and residuals
     // add them up over averages.
-    let rule = Adam {
-        lr: 1e-6,
-        ..Adam::default()
-    };
+    let rule = Adam { lr: 1e-6, ..Adam::default() };
     for master in [Master::F32, Master::Remainder] {
-        let case = Case {
-            steps: 8,
-            ..case(rule.into(), master)
-        };
+        let case = Case { steps: 8, ..case(rule.into(), master) };
         let found = train(&case, &case.planner().with(every(1)));
         let first = halves(&case.first_values(1)).into_iter();
         let first = first.map(|bits| f32::from_bits(u32::from(bits) << 16));
         let last = values(&found[2], 1).into_iter();
-        let moved = first
-            .zip(last)
-            .filter(|(first, last)| first != last)
-            .count();
+        let moved = first.zip(last).filter(|(first, last)| first != last).count();
         assert!(moved > 990, "{moved} of 1001 values moved, {master:?}");
     }
 }
@@ -132,10 +118,7 @@ fn state_is_averaged_only_where_it_is_asked_for() {
     for averaged in [Averaged::Params, Averaged::ParamsAndState] {
         for master in [Master::None, Master::F32, Master::Remainder] {
             let case = case(Adam::default().into(), master);
-            let rule = LocalSgd {
-                averaged,
-                ..every(1)
-            };
+            let rule = LocalSgd { averaged, ..every(1) };
             let found = train(&case, &case.planner().with(rule));
             assert!(found[0].params == found[1].params && found[1].params == found[2].params);
             let kept = [Role::Master, Role::Remainder];
@@ -151,10 +134,7 @@ fn state_is_averaged_only_where_it_is_asked_for() {
 
 #[test]
 fn a_gradient_that_is_not_finite_on_one_rank_skips_all_and_scales_stay_equal() {
-    let policy = ScalePolicy {
-        growth_interval: 2,
-        ..ScalePolicy::default()
-    };
+    let policy = ScalePolicy { growth_interval: 2, ..ScalePolicy::default() };
     let scaling = || LossScaling::from(LossScale::with_policy(64.0, policy).unwrap());
     for (local, clip) in [(every(1), None), (every(3), Some(1.0)), (every(100), None)] {
         for bad in 0..3 {

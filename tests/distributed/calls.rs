@@ -15,12 +15,7 @@ use fusestep_planner::{
 use crate::run::{Case, Measured, Mixed};
 use crate::train::{backend, on_ranks, push, start};
 
-const STAGES: [ZeroStage; 4] = [
-    ZeroStage::None,
-    ZeroStage::One,
-    ZeroStage::Two,
-    ZeroStage::Three,
-];
+const STAGES: [ZeroStage; 4] = [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
 fn case(world: usize, zero: ZeroStage) -> Case {
     Case {
@@ -72,18 +67,11 @@ fn as_listed(case: &Case, planner: &Planner) {
                 }
                 let at = step * u64::from(case.merge) + micro_step;
                 push(case, &plan, (&mut state, &backend), &mut comms, at);
-                averaged |= plan
-                    .step(&mut state, &backend, &mut comms)
-                    .unwrap()
-                    .averaged;
+                averaged |= plan.step(&mut state, &backend, &mut comms).unwrap().averaged;
             }
             let now = (comms.calls(), comms.bytes_sent());
             let found = (now.0 - made.0, now.1 - made.1);
-            assert_eq!(
-                found,
-                listed(&plan, averaged),
-                "step {step}, {topology:?}: {case:?}"
-            );
+            assert_eq!(found, listed(&plan, averaged), "step {step}, {topology:?}: {case:?}");
             made = now;
         }
     });
@@ -108,12 +96,7 @@ fn each(test: impl Fn(Case)) {
 fn steps_at_every_stage_make_the_calls_that_are_listed() {
     each(|case| {
         for (cap, streams) in [(None, 0), (Some(1 << 20), 0), (Some(40_000), 2)] {
-            let case = Case {
-                cap,
-                streams,
-                mixed: Mixed::Yes,
-                ..case.clone()
-            };
+            let case = Case { cap, streams, mixed: Mixed::Yes, ..case.clone() };
             as_listed(&case, &case.planner());
         }
     });
@@ -122,16 +105,10 @@ fn steps_at_every_stage_make_the_calls_that_are_listed() {
 #[test]
 fn norms_clipping_and_measured_updates_make_the_calls_that_are_listed() {
     each(|case| {
-        for (clip, measured) in [
-            (Some(1.0), Measured::No),
-            (None, Measured::Yes),
-            (Some(1.0), Measured::Yes),
-        ] {
-            let case = Case {
-                clip,
-                measured,
-                ..case.clone()
-            };
+        for (clip, measured) in
+            [(Some(1.0), Measured::No), (None, Measured::Yes), (Some(1.0), Measured::Yes)]
+        {
+            let case = Case { clip, measured, ..case.clone() };
             as_listed(&case, &case.planner());
         }
     });
@@ -142,11 +119,7 @@ fn layerwise_rules_make_the_calls_that_are_listed() {
     each(|case| {
         for rule in [Optimizer::from(Lars::default()), Lamb::default().into()] {
             for clip in [None, Some(1.0)] {
-                let case = Case {
-                    rule,
-                    clip,
-                    ..case.clone()
-                };
+                let case = Case { rule, clip, ..case.clone() };
                 as_listed(&case, &case.planner());
             }
         }
@@ -157,11 +130,7 @@ fn layerwise_rules_make_the_calls_that_are_listed() {
 fn micro_steps_make_the_calls_that_are_listed() {
     each(|case| {
         for reduced in [ReducedWhen::PerWindow, ReducedWhen::PerMicroStep] {
-            let case = Case {
-                merge: 3,
-                reduced,
-                ..case.clone()
-            };
+            let case = Case { merge: 3, reduced, ..case.clone() };
             as_listed(&case, &case.planner());
         }
     });
@@ -170,16 +139,9 @@ fn micro_steps_make_the_calls_that_are_listed() {
 #[test]
 fn fused_reductions_and_broadcasts_make_the_calls_that_are_listed() {
     each(|case| {
-        let case = Case {
-            mixed: Mixed::Yes,
-            ..case
-        };
+        let case = Case { mixed: Mixed::Yes, ..case };
         as_listed(&case, &case.planner().with(FuseReduceIntoUpdate));
-        let owned = Case {
-            ownership: Ownership::Tensors,
-            broadcast_cap: Some(10_000),
-            ..case
-        };
+        let owned = Case { ownership: Ownership::Tensors, broadcast_cap: Some(10_000), ..case };
         as_listed(&owned, &owned.planner());
     });
 }
@@ -199,11 +161,7 @@ fn shard_groups_and_slices_make_the_calls_that_are_listed() {
     }
     for zero in [ZeroStage::None, ZeroStage::Two] {
         for clip in [None, Some(1.0)] {
-            let case = Case {
-                clip,
-                measured: Measured::Yes,
-                ..case(3, zero)
-            };
+            let case = Case { clip, measured: Measured::Yes, ..case(3, zero) };
             let slices = Distributed::params(["layer2.weight4", "layer1.weight3"]);
             as_listed(&case, &case.planner().with(slices));
         }
@@ -213,18 +171,12 @@ fn shard_groups_and_slices_make_the_calls_that_are_listed() {
 #[test]
 fn averages_of_parameters_make_the_calls_that_are_listed() {
     let every = |steps| LocalSgd::every(NonZeroU64::new(steps).unwrap());
-    let with_state = LocalSgd {
-        averaged: Averaged::ParamsAndState,
-        ..every(2)
-    };
+    let with_state = LocalSgd { averaged: Averaged::ParamsAndState, ..every(2) };
     for world in 2..=4 {
         for rule in [every(1), every(2), with_state] {
             for master in [Master::None, Master::F32, Master::Remainder] {
                 for clip in [None, Some(1.0)] {
-                    let precision = Precision {
-                        master,
-                        ..Precision::default()
-                    };
+                    let precision = Precision { master, ..Precision::default() };
                     let case = Case {
                         rule: Adam::default().into(),
                         local_sgd: Some(rule),
@@ -243,11 +195,7 @@ fn averages_of_parameters_make_the_calls_that_are_listed() {
 #[test]
 fn an_interval_that_follows_the_loss_asks_for_it_at_every_average() {
     let rule = LocalSgd::every(NonZeroU64::new(2).unwrap()).adaptive();
-    let case = Case {
-        local_sgd: Some(rule),
-        steps: 6,
-        ..case(3, ZeroStage::None)
-    };
+    let case = Case { local_sgd: Some(rule), steps: 6, ..case(3, ZeroStage::None) };
     on_ranks(3, |comm| {
         let backend = backend();
         let plan = case.planner().plan_for(&case.params(), Topology::of(comm));
@@ -279,10 +227,7 @@ fn updates_in_backward_make_the_calls_that_are_listed() {
     for world in 2..=4 {
         for zero in &STAGES[..3] {
             for streams in [0, 2] {
-                let case = Case {
-                    streams,
-                    ..case(world, *zero)
-                };
+                let case = Case { streams, ..case(world, *zero) };
                 let in_backward = || case.planner().with(UpdateInBackward::default());
                 as_listed(&case, &in_backward());
                 as_listed(&case, &in_backward().with(FuseReduceIntoUpdate));

@@ -16,10 +16,7 @@ use crate::run::{Case, Mixed, whole_params};
 /// Runs the steps `from..to` of a case; loads before if `from` is above 0, and saves after.
 fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
     let outcomes = run_ranks(case.world, &Options::default(), |mut comm| {
-        let plan = case
-            .planner()
-            .plan_for(&case.params(), Topology::of(&comm))
-            .unwrap();
+        let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
@@ -28,9 +25,7 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
             assert_eq!(caller["at"], from.to_string());
         } else {
             for (param, desc) in plan.params().iter().enumerate() {
-                state
-                    .write(&backend, Role::Param, &desc.name, &case.first_values(param))
-                    .unwrap();
+                state.write(&backend, Role::Param, &desc.name, &case.first_values(param)).unwrap();
             }
         }
         for step in from..to {
@@ -39,15 +34,13 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
                 // there are.
                 if !case.lacks_gradient(0, step, param) {
                     let bytes = case.gradient(0, step, param);
-                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
-                        .unwrap();
+                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
                 }
             }
             plan.step(&mut state, &backend, &mut comms).unwrap();
         }
         let caller = BTreeMap::from([("at".to_owned(), to.to_string())]);
-        plan.save(&state, &backend, &mut comms, folder, caller)
-            .unwrap();
+        plan.save(&state, &backend, &mut comms, folder, caller).unwrap();
         whole_params(&plan, &state, &backend, &mut comms)
     });
     let last = outcomes.unwrap().pop().unwrap();
@@ -75,21 +68,14 @@ fn a_run_saved_on_4_ranks_goes_on_exactly_on_1_2_4_and_5() {
             (4, ZeroStage::None),
             (5, ZeroStage::One),
         ] {
-            let other = Case {
-                world,
-                zero,
-                ..base.clone()
-            };
+            let other = Case { world, zero, ..base.clone() };
             let whole = tempfile::tempdir().unwrap();
             // World sizes are powers of two but the last, whose mean of equal gradients may round.
             let copy = tempfile::tempdir().unwrap();
             copy_all(folder.path(), copy.path());
             let resumed = part(&other, copy.path(), 2, 4);
             if world != 5 {
-                assert!(
-                    resumed == part(&other, whole.path(), 0, 4),
-                    "{world} {zero:?}"
-                );
+                assert!(resumed == part(&other, whole.path(), 0, 4), "{world} {zero:?}");
             }
         }
     }
@@ -109,13 +95,7 @@ fn copy_all(from: &Path, to: &Path) {
 }
 
 fn small(world: usize) -> Case {
-    Case {
-        numels: vec![40, 3, 0, 9],
-        world,
-        zero: ZeroStage::Two,
-        steps: 1,
-        ..Case::default()
-    }
+    Case { numels: vec![40, 3, 0, 9], world, zero: ZeroStage::Two, steps: 1, ..Case::default() }
 }
 
 fn load(case: &Case, folder: &Path) -> Result<(), PlanError> {
@@ -126,11 +106,7 @@ fn load(case: &Case, folder: &Path) -> Result<(), PlanError> {
     let before = format!("{:?}", state);
     let outcome = plan.load(&mut state, &backend, folder);
     if outcome.is_err() {
-        assert_eq!(
-            format!("{:?}", state),
-            before,
-            "a load that failed has changed the state"
-        );
+        assert_eq!(format!("{:?}", state), before, "a load that failed has changed the state");
     }
     outcome.map(drop)
 }
@@ -142,30 +118,21 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
     part(&case, folder.path(), 0, 1);
     load(&case, folder.path()).unwrap();
     let manifest = Manifest::read(folder.path()).unwrap();
-    let shard = folder
-        .path()
-        .join(&manifest.generation)
-        .join("shard-00001.safetensors");
+    let shard = folder.path().join(&manifest.generation).join("shard-00001.safetensors");
     let intact = fs::read(&shard).unwrap();
     let header = 8 + u64::from_le_bytes(intact[..8].try_into().unwrap()) as usize;
     assert!(header > 8 && header < intact.len());
     for length in (0..=header).chain([intact.len() / 2, intact.len() - 1]) {
         fs::write(&shard, &intact[..length]).unwrap();
         let error = load(&case, folder.path()).unwrap_err().to_string();
-        assert!(
-            error.contains("shard-00001") && error.contains("length"),
-            "{error}"
-        );
+        assert!(error.contains("shard-00001") && error.contains("length"), "{error}");
     }
     for bit in (0..intact.len() * 8).step_by(37) {
         let mut damaged = intact.clone();
         damaged[bit / 8] ^= 1 << (bit % 8);
         fs::write(&shard, damaged).unwrap();
         let error = load(&case, folder.path()).unwrap_err().to_string();
-        assert!(
-            error.contains("shard-00001") && error.contains("checksum"),
-            "{error}"
-        );
+        assert!(error.contains("shard-00001") && error.contains("checksum"), "{error}");
     }
     let mut last = intact.clone();
     *last.last_mut().unwrap() ^= 1;
@@ -173,19 +140,11 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
     let error = load(&case, folder.path()).unwrap_err().to_string();
     assert!(error.contains('@'), "the tensor is named: {error}");
     fs::remove_file(&shard).unwrap();
-    assert!(
-        load(&case, folder.path())
-            .unwrap_err()
-            .to_string()
-            .contains("shard-00001")
-    );
+    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("shard-00001"));
     let foreign = tempfile::tempdir().unwrap();
     part(&case, foreign.path(), 0, 2);
     let other = Manifest::read(foreign.path()).unwrap();
-    let other = foreign
-        .path()
-        .join(&other.generation)
-        .join("shard-00001.safetensors");
+    let other = foreign.path().join(&other.generation).join("shard-00001.safetensors");
     fs::copy(other, &shard).unwrap();
     let error = load(&case, folder.path()).unwrap_err().to_string();
     assert!(
@@ -240,29 +199,13 @@ fn manifests_without_a_checksum_are_held_to_what_can_be() {
     load(&case, folder.path()).unwrap();
     for (from, to, named) in [
         ("\"version\": 1", "\"version\": 6", "newer fusestep"),
-        (
-            "\"step\": 1",
-            "\"step\": 18446744073709551615",
-            "9007199254740992 at most",
-        ),
+        ("\"step\": 1", "\"step\": 18446744073709551615", "9007199254740992 at most"),
         ("fusestep-checkpoint", "something-else", "format"),
         ("\"optimizer\": \"", "\"optimizer\": \"un", "optimizer"),
         ("shard-00001", "../shard-00001", "file name"),
-        (
-            "layer0.weight0@moment1",
-            "layer9.weight0@moment1",
-            "layer0.weight0@moment1",
-        ),
-        (
-            "\"steps_of\": {}",
-            "\"steps_of\": {\"nobody\": 1}",
-            "nobody",
-        ),
-        (
-            "\"steps_of\": {}",
-            "\"steps_of\": {\"layer0.weight0\": 9}",
-            "at most the 1",
-        ),
+        ("layer0.weight0@moment1", "layer9.weight0@moment1", "layer0.weight0@moment1"),
+        ("\"steps_of\": {}", "\"steps_of\": {\"nobody\": 1}", "nobody"),
+        ("\"steps_of\": {}", "\"steps_of\": {\"layer0.weight0\": 9}", "at most the 1"),
     ] {
         assert!(text.contains(from), "{from}");
         fs::write(&path, text.replace(from, to)).unwrap();
@@ -270,12 +213,7 @@ fn manifests_without_a_checksum_are_held_to_what_can_be() {
         assert!(error.contains(named), "{named}: {error}");
     }
     fs::remove_file(&path).unwrap();
-    assert!(
-        load(&case, folder.path())
-            .unwrap_err()
-            .to_string()
-            .contains("manifest")
-    );
+    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("manifest"));
 }
 
 #[test]
@@ -284,28 +222,17 @@ fn a_checkpoint_of_another_model_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
     for (numels, named) in [
-        (
-            vec![40, 4, 0, 9],
-            ["layer0.weight1@moment1", "[3]", "layer0.weight1@param"],
-        ),
-        (
-            vec![40, 3, 0],
-            ["layer1.weight3@moment1", "no such tensor", "2 others"],
-        ),
+        (vec![40, 4, 0, 9], ["layer0.weight1@moment1", "[3]", "layer0.weight1@param"]),
+        (vec![40, 3, 0], ["layer1.weight3@moment1", "no such tensor", "2 others"]),
     ] {
-        let other = Case {
-            numels,
-            ..case.clone()
-        };
+        let other = Case { numels, ..case.clone() };
         let error = load(&other, folder.path()).unwrap_err().to_string();
         for part in named {
             assert!(error.contains(part), "{part}: {error}");
         }
     }
     let rule = fusestep_lion::Lion::default().into();
-    let error = load(&Case { rule, ..case }, folder.path())
-        .unwrap_err()
-        .to_string();
+    let error = load(&Case { rule, ..case }, folder.path()).unwrap_err().to_string();
     assert!(error.contains("optimizer"), "{error}");
 }
 
@@ -318,9 +245,7 @@ fn resharded_checkpoints_hold_the_same_tensors() {
     let tensors = manifest.read_tensors(folder.path()).unwrap();
     for count in [1, 2, 7] {
         let other = tempfile::tempdir().unwrap();
-        manifest
-            .reshard(folder.path(), other.path(), count)
-            .unwrap();
+        manifest.reshard(folder.path(), other.path(), count).unwrap();
         let again = Manifest::read(other.path()).unwrap();
         // The model's file beside them.
         assert_eq!(again.shards.len(), count + 1);
@@ -337,19 +262,14 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
     let old = Manifest::read(folder.path()).unwrap();
     // What a killed run leaves behind: a marked generation without a manifest, on the list of those
     // that were begun. What others leave is not on it and stays.
-    let (half, foreign) = (
-        folder.path().join("step-00000002-a"),
-        folder.path().join("step-00000009-a"),
-    );
+    let (half, foreign) =
+        (folder.path().join("step-00000002-a"), folder.path().join("step-00000009-a"));
     for half in [&half, &foreign] {
         fs::create_dir(half).unwrap();
         fs::write(half.join("shard-00007.safetensors"), b"half").unwrap();
     }
-    fs::copy(
-        folder.path().join(&old.generation).join("mark.json"),
-        half.join("mark.json"),
-    )
-    .unwrap();
+    fs::copy(folder.path().join(&old.generation).join("mark.json"), half.join("mark.json"))
+        .unwrap();
     let list = |sum: &str| {
         let (id, name) = (&old.checkpoint, "step-00000002-a");
         let what = r#""format":"fusestep-generations","version":1"#;
@@ -366,10 +286,7 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
         !half.join("shard-00007.safetensors").exists()
             && foreign.join("shard-00007.safetensors").exists()
     );
-    assert!(
-        !folder.path().join(&old.generation).exists(),
-        "the old one is gone"
-    );
+    assert!(!folder.path().join(&old.generation).exists(), "the old one is gone");
     load(&case, folder.path()).unwrap();
 }
 
@@ -381,23 +298,12 @@ fn saving_twice_at_one_step_never_writes_over_the_files_that_count() {
     let first = Manifest::read(folder.path()).unwrap();
     // No step in between, and other ranks: the pieces differ, so one file of each kind would be a
     // mixture.
-    part(
-        &Case {
-            world: 3,
-            ..case.clone()
-        },
-        folder.path(),
-        1,
-        1,
-    );
+    part(&Case { world: 3, ..case.clone() }, folder.path(), 1, 1);
     let second = Manifest::read(folder.path()).unwrap();
     assert_eq!(first.step, second.step);
     assert_ne!(first.generation, second.generation);
     part(&case, folder.path(), 1, 1);
-    assert_eq!(
-        Manifest::read(folder.path()).unwrap().generation,
-        first.generation
-    );
+    assert_eq!(Manifest::read(folder.path()).unwrap().generation, first.generation);
     load(&case, folder.path()).unwrap();
 }
 
@@ -410,10 +316,7 @@ fn a_manifest_cannot_ask_for_more_memory_than_its_files() {
     for spec in manifest.tensors.values_mut() {
         spec.shape = fusestep_tensor::Shape::new([1 << 50]).unwrap();
     }
-    let error = manifest
-        .read_tensors(folder.path())
-        .unwrap_err()
-        .to_string();
+    let error = manifest.read_tensors(folder.path()).unwrap_err().to_string();
     assert!(error.contains("at most the"), "{error}");
 }
 
@@ -428,31 +331,19 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
         fs::write(folder.path().join(turn), b"in the way").unwrap();
     }
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
-        let plan = case
-            .planner()
-            .plan_for(&case.params(), Topology::of(&comm))
-            .unwrap();
+        let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
         plan.load(&mut state, &backend, folder.path()).unwrap();
         let bytes = case.gradient(0, 1, 0);
-        plan.push_grad(&mut state, &backend, &mut comms, "layer0.weight0", &bytes)
-            .unwrap();
+        plan.push_grad(&mut state, &backend, &mut comms, "layer0.weight0", &bytes).unwrap();
         plan.step(&mut state, &backend, &mut comms).unwrap();
         let saved = plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new());
         saved.unwrap_err().to_string()
     });
-    let errors: Vec<String> = outcomes
-        .unwrap()
-        .into_iter()
-        .map(|error| error.unwrap())
-        .collect();
-    assert!(
-        errors[0].contains("step-00000002-a and step-00000002-b"),
-        "{}",
-        errors[0]
-    );
+    let errors: Vec<String> = outcomes.unwrap().into_iter().map(|error| error.unwrap()).collect();
+    assert!(errors[0].contains("step-00000002-a and step-00000002-b"), "{}", errors[0]);
     assert_eq!(errors[1], format!("rank 0: {}", errors[0]));
     assert_eq!(Manifest::read(folder.path()).unwrap(), old);
     load(&case, folder.path()).unwrap();

@@ -30,22 +30,13 @@ fn case(world: usize) -> Case {
 }
 
 fn shared(world: usize) -> Topology {
-    Topology {
-        reach: Reach::SharedMemory,
-        ..Topology::new(0, world).unwrap()
-    }
+    Topology { reach: Reach::SharedMemory, ..Topology::new(0, world).unwrap() }
 }
 
 /// Rules that need no sums over whole tensors.
 fn elementwise() -> Vec<Optimizer> {
-    let plain = Sgd {
-        momentum: 0.0,
-        ..Sgd::default()
-    };
-    let l2 = Adam {
-        weight_decay: WeightDecay::L2(0.1),
-        ..Adam::default()
-    };
+    let plain = Sgd { momentum: 0.0, ..Sgd::default() };
+    let l2 = Adam { weight_decay: WeightDecay::L2(0.1), ..Adam::default() };
     let others = [plain.into(), l2.into()];
     let layerwise = |rule: &Optimizer| matches!(rule, Optimizer::Lars(_) | Optimizer::Lamb(_));
     let known = each_rule().into_iter().filter(|rule| !layerwise(rule));
@@ -62,9 +53,7 @@ fn assert_same(found: &[Trained], expected: &[Trained], text: &str) {
         assert!(found.bits() == expected.bits(), "rank {rank}: {text}");
         let alike = |trained: &Trained| -> Vec<_> {
             let updates = trained.reports.iter().filter_map(|report| report.update);
-            updates
-                .map(|update| (update.step, update.without_gradient))
-                .collect()
+            updates.map(|update| (update.step, update.without_gradient)).collect()
         };
         assert_eq!(alike(found), alike(expected), "rank {rank}: {text}");
     }
@@ -72,17 +61,10 @@ fn assert_same(found: &[Trained], expected: &[Trained], text: &str) {
 
 /// Requires the fused run to be that without the pass, and the naive one.
 fn same_fused(base: &Case) {
-    let naive = Case {
-        cap: None,
-        zero: ZeroStage::None,
-        ..base.clone()
-    };
+    let naive = Case { cap: None, zero: ZeroStage::None, ..base.clone() };
     let naive = train(base, &naive.planner());
     for zero in [ZeroStage::None, ZeroStage::One] {
-        let case = Case {
-            zero,
-            ..base.clone()
-        };
+        let case = Case { zero, ..base.clone() };
         let planner = case.planner().with(FuseReduceIntoUpdate);
         let plan = planner.plan_for(&case.params(), shared(case.world));
         assert!(is_fused(&plan.unwrap()), "{case:?}");
@@ -101,10 +83,7 @@ fn same_fused(base: &Case) {
 fn every_rule_and_world_gives_the_bits_of_reducing_and_updating_apart() {
     for world in 2..=5 {
         for rule in elementwise() {
-            let base = Case {
-                rule,
-                ..case(world)
-            };
+            let base = Case { rule, ..case(world) };
             same_fused(&base);
         }
     }
@@ -112,11 +91,7 @@ fn every_rule_and_world_gives_the_bits_of_reducing_and_updating_apart() {
 
 #[test]
 fn bf16_with_masters_residuals_and_rounding_at_random_gives_the_same_bits() {
-    let precision = |master, state, rounding| Precision {
-        master,
-        state,
-        rounding,
-    };
+    let precision = |master, state, rounding| Precision { master, state, rounding };
     let nearest = Rounding::default();
     let random = Rounding::Stochastic { seed: 7 };
     for world in 2..=5 {
@@ -156,9 +131,7 @@ fn micro_steps_absent_gradients_and_streams_change_no_bit() {
                 let report = train(&base, &base.planner().with(FuseReduceIntoUpdate));
                 let updates = report[0].reports.iter().filter_map(|report| report.update);
                 assert_eq!(
-                    updates
-                        .map(|update| update.without_gradient)
-                        .collect::<Vec<_>>(),
+                    updates.map(|update| update.without_gradient).collect::<Vec<_>>(),
                     [0, 1, 0]
                 );
             }
@@ -174,9 +147,7 @@ fn slices_of_a_ranks_own_are_updated_beside_fused_buckets() {
         case.planner().with(Distributed::params(names))
     };
     let fused = slices().with(FuseReduceIntoUpdate);
-    assert!(is_fused(
-        &fused.plan_for(&case.params(), shared(3)).unwrap()
-    ));
+    assert!(is_fused(&fused.plan_for(&case.params(), shared(3)).unwrap()));
     let found = train(&case, &fused);
     assert_same(&found, &train(&case, &slices()), "slices");
     assert!(found[0].params[4] != found[1].params[4]);
@@ -212,15 +183,9 @@ fn refused(planner: impl Fn() -> Planner, topology: Topology, why: &str) {
     let plan = planner().with(FuseReduceIntoUpdate);
     let plan = plan.plan_for(&params, topology).unwrap();
     assert!(!is_fused(&plan), "{why}");
-    assert_eq!(
-        (plan.stages(), plan.hash()),
-        (plain.stages(), plain.hash()),
-        "{why}"
-    );
+    assert_eq!((plan.stages(), plan.hash()), (plain.stages(), plain.hash()), "{why}");
     let notes = plan.explain().iter();
-    let own: Vec<_> = notes
-        .filter(|note| note.pass == "fuse_reduce_into_update")
-        .collect();
+    let own: Vec<_> = notes.filter(|note| note.pass == "fuse_reduce_into_update").collect();
     assert_eq!(own.len(), 1, "{why}");
     assert_eq!(own[0].verdict, Verdict::Refused, "{why}");
     assert!(own[0].reason.contains(why), "{why}: {}", own[0].reason);
@@ -230,16 +195,8 @@ fn refused(planner: impl Fn() -> Planner, topology: Topology, why: &str) {
 fn steps_in_which_something_has_to_be_known_of_all_gradients_first_are_refused() {
     let adam = || Planner::new(Adam::default().into()).with(FuseAllReduce::of_bytes(8_000));
     let two = shared(2);
-    refused(
-        || adam().with(ClipByGlobalNorm::new(1.0)),
-        two,
-        "norm of all gradients",
-    );
-    refused(
-        || adam().with(LossScaling::dynamic()),
-        two,
-        "norm of all gradients",
-    );
+    refused(|| adam().with(ClipByGlobalNorm::new(1.0)), two, "norm of all gradients");
+    refused(|| adam().with(LossScaling::dynamic()), two, "norm of all gradients");
     for rule in [Lars::default().into(), Lamb::default().into()] {
         refused(|| Planner::new(rule), two, "sums over whole tensors");
     }
@@ -248,11 +205,7 @@ fn steps_in_which_something_has_to_be_known_of_all_gradients_first_are_refused()
         let rule = GradientAccumulation::every(NonZeroU32::new(every).unwrap());
         rule.reduced(ReducedWhen::PerMicroStep)
     };
-    refused(
-        || adam().with(each(2)),
-        two,
-        "micro-steps that update nothing",
-    );
+    refused(|| adam().with(each(2)), two, "micro-steps that update nothing");
     let local = LocalSgd::every(NonZeroU64::MIN);
     refused(|| adam().with(local), two, "reduce no gradients");
 }
@@ -265,11 +218,7 @@ fn ranks_without_common_memory_or_with_shared_out_gradients_are_refused() {
     refused(adam, calls, "do not see each other's memory");
     refused(adam, shared(1), "1 rank");
     for zero in [ZeroStage::Two, ZeroStage::Three] {
-        refused(
-            || adam().with(Shard::new(zero)),
-            shared(2),
-            "as soon as they are reduced",
-        );
+        refused(|| adam().with(Shard::new(zero)), shared(2), "as soon as they are reduced");
     }
     let group = NonZeroUsize::new(2).unwrap();
     let groups = || adam().with(Shard::new(ZeroStage::One).group(group));
@@ -282,25 +231,14 @@ fn ranks_without_common_memory_or_with_shared_out_gradients_are_refused() {
 
 #[test]
 fn owners_of_whole_tensors_fuse_too_and_have_nothing_left_to_broadcast() {
-    let case = Case {
-        zero: ZeroStage::One,
-        ownership: Ownership::Tensors,
-        mixed: Mixed::Yes,
-        ..case(3)
-    };
-    let planner = case
-        .planner()
-        .with(FuseBroadcast::of_bytes(1 << 20))
-        .with(FuseReduceIntoUpdate);
+    let case =
+        Case { zero: ZeroStage::One, ownership: Ownership::Tensors, mixed: Mixed::Yes, ..case(3) };
+    let planner = case.planner().with(FuseBroadcast::of_bytes(1 << 20)).with(FuseReduceIntoUpdate);
     let plan = planner.plan_for(&case.params(), shared(3)).unwrap();
     assert!(is_fused(&plan));
     let gathers = |stage: &Stage| matches!(stage, Stage::Gather(_));
     assert!(!plan.stages().iter().any(gathers));
-    assert_same(
-        &train(&case, &planner),
-        &train(&case, &case.planner()),
-        "tensors",
-    );
+    assert_same(&train(&case, &planner), &train(&case, &case.planner()), "tensors");
 }
 
 /// Calls of a step that move gradients, parameters or state.
@@ -315,10 +253,7 @@ fn one_pass_costs_fewer_bytes_and_no_more_calls_whatever_the_shapes_ranks_and_st
     let shapes: [&[u64]; 4] = [&[1], &[3, 0, 17], &[5_000, 257, 64], &[131_072, 70_001]];
     let precisions = [
         None,
-        Some(Precision {
-            master: Master::F32,
-            ..Precision::default()
-        }),
+        Some(Precision { master: Master::F32, ..Precision::default() }),
         Some(Precision {
             master: Master::None,
             state: StateDType::Bf16,
@@ -337,20 +272,13 @@ fn one_pass_costs_fewer_bytes_and_no_more_calls_whatever_the_shapes_ranks_and_st
                 let case = Case {
                     rule,
                     numels: numels.clone(),
-                    mixed: if precision.is_some() {
-                        Mixed::Yes
-                    } else {
-                        Mixed::No
-                    },
+                    mixed: if precision.is_some() { Mixed::Yes } else { Mixed::No },
                     zero,
                     precision,
                     ..case(world)
                 };
                 let plan_of = |planner: Planner, rank| {
-                    let topology = Topology {
-                        rank,
-                        ..shared(world)
-                    };
+                    let topology = Topology { rank, ..shared(world) };
                     planner.plan_for(&case.params(), topology).unwrap()
                 };
                 let separate = plan_of(case.planner(), 0);
@@ -365,11 +293,7 @@ fn one_pass_costs_fewer_bytes_and_no_more_calls_whatever_the_shapes_ranks_and_st
                     prices[0], prices[1]
                 );
                 let says = |note: &Note| note.reason.contains(&said);
-                assert_eq!(
-                    notes.filter(|note| says(note)).count(),
-                    1,
-                    "{said}: {case:?}"
-                );
+                assert_eq!(notes.filter(|note| says(note)).count(), 1, "{said}: {case:?}");
                 if precision.is_none() && world <= 4 {
                     // What each rank is said to read and write adds up to that price.
                     let fused = || case.planner().with(FuseReduceIntoUpdate);
@@ -385,31 +309,14 @@ fn one_pass_costs_fewer_bytes_and_no_more_calls_whatever_the_shapes_ranks_and_st
 #[test]
 fn adamw_takes_the_bytes_that_the_documents_say() {
     let prices = |zero, world| {
-        let case = Case {
-            zero,
-            ..case(world)
-        };
+        let case = Case { zero, ..case(world) };
         let of = |planner: Planner| {
             let plan = planner.plan_for(&case.params(), shared(world)).unwrap();
             plan.bytes_per_element()
         };
-        (
-            of(case.planner().with(FuseReduceIntoUpdate)),
-            of(case.planner()),
-        )
+        (of(case.planner().with(FuseReduceIntoUpdate)), of(case.planner()))
     };
-    let found = [2, 4, 8].map(|world| {
-        (
-            prices(ZeroStage::None, world),
-            prices(ZeroStage::One, world),
-        )
-    });
-    assert_eq!(
-        found,
-        [
-            ((44, 72), (36, 48)),
-            ((76, 144), (52, 72)),
-            ((140, 288), (84, 120)),
-        ]
-    );
+    let found =
+        [2, 4, 8].map(|world| (prices(ZeroStage::None, world), prices(ZeroStage::One, world)));
+    assert_eq!(found, [((44, 72), (36, 48)), ((76, 144), (52, 72)), ((140, 288), (84, 120)),]);
 }

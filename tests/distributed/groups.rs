@@ -35,29 +35,12 @@ fn every_stage_and_any_buckets_give_the_bits_of_means_of_means() {
             (ZeroStage::Two, None, 0),
             (ZeroStage::Three, Some(100_000), 1),
         ] {
-            let case = Case {
-                zero,
-                cap,
-                streams,
-                ..base.clone()
-            };
-            assert!(
-                case.run().params == expected,
-                "{world} {group} {zero:?} {cap:?} {streams}"
-            );
+            let case = Case { zero, cap, streams, ..base.clone() };
+            assert!(case.run().params == expected, "{world} {group} {zero:?} {cap:?} {streams}");
         }
     }
-    let (one_group, world) = (
-        grouped(4, 4).by_hand(),
-        Case {
-            shard_group: None,
-            ..grouped(4, 4)
-        },
-    );
-    assert!(
-        one_group.params == world.run().params,
-        "a group of all ranks is no group"
-    );
+    let (one_group, world) = (grouped(4, 4).by_hand(), Case { shard_group: None, ..grouped(4, 4) });
+    assert!(one_group.params == world.run().params, "a group of all ranks is no group");
 }
 
 #[test]
@@ -75,11 +58,7 @@ fn every_rule_merges_and_skips_alike_in_groups() {
         let expected = base.run();
         assert_eq!(expected.skipped, 1);
         for zero in [ZeroStage::Two, ZeroStage::Three] {
-            let found = Case {
-                zero,
-                ..base.clone()
-            }
-            .run();
+            let found = Case { zero, ..base.clone() }.run();
             assert!(found.params == expected.params, "{} {zero:?}", rule.name());
         }
     }
@@ -98,26 +77,19 @@ fn one_group_saves_and_any_world_goes_on() {
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
             let values = case.first_values(param);
-            state
-                .write(&backend, Role::Param, &desc.name, &values)
-                .unwrap();
+            state.write(&backend, Role::Param, &desc.name, &values).unwrap();
             let bytes = case.gradient(topology.rank, 0, param);
-            plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
-                .unwrap();
+            plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
         }
         plan.step(&mut state, &backend, &mut comms).unwrap();
-        plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new())
-            .unwrap();
+        plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
         whole_params(&plan, &state, &backend, &mut comms)
     });
     let whole = whole.unwrap().pop().unwrap().unwrap();
     // Those of the first group, and the model's.
     assert_eq!(Manifest::read(folder.path()).unwrap().shards.len(), 3);
     for (world, group) in [(1, 1), (2, 1), (3, 3), (4, 2)] {
-        let case = Case {
-            world,
-            ..grouped(4, group)
-        };
+        let case = Case { world, ..grouped(4, group) };
         let found = run_ranks(world, &Options::default(), |mut comm| {
             let topology = Topology::of(&comm);
             let plan = case.planner().plan_for(&case.params(), topology).unwrap();
@@ -154,21 +126,12 @@ fn a_rank_keeps_its_groups_part_and_sends_less_within_it() {
     even(state(4), 2 * state(8));
     even(state(1), 8 * state(8));
     let (world, groups) = (plan(8), plan(4));
-    assert_eq!(
-        (groups.shard_place().rank, groups.shard_place().world),
-        (1, 4)
-    );
+    assert_eq!((groups.shard_place().rank, groups.shard_place().world), (1, 4));
     assert_ne!(world.hash(), groups.hash());
-    let link = fusestep_collective::Link {
-        alpha_seconds: 1e-5,
-        beta_bytes_per_second: 1e9,
-    };
+    let link = fusestep_collective::Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
     let summary = |plan: &fusestep_planner::Plan| plan.rank_summary(CostModel::from(link));
     let buckets = summary(&world).buckets as u64;
-    assert_eq!(
-        summary(&groups).collectives,
-        summary(&world).collectives + buckets
-    );
+    assert_eq!(summary(&groups).collectives, summary(&world).collectives + buckets);
     // In slots of 64 elements: 70,016 and 64 and 5,056 and 320. The same elements as in a plain
     // reduce-scatter and all-gather, a group's at a time, and the mean over two groups of the
     // shard, whose elements have two moments each; besides, 8 ranks tell each other which of 5
@@ -184,21 +147,14 @@ fn a_rank_keeps_its_groups_part_and_sends_less_within_it() {
 fn groups_that_do_not_fit_are_refused() {
     let case = grouped(3, 2);
     let topology = Topology::new(0, 3).unwrap();
-    let error = case
-        .planner()
-        .plan_for(&case.params(), topology)
-        .unwrap_err()
-        .to_string();
+    let error = case.planner().plan_for(&case.params(), topology).unwrap_err().to_string();
     assert!(
         error.contains("multiple of a shard group's 2 ranks") && error.contains("3 ranks"),
         "{error}"
     );
     let case = grouped(4, 2);
     let errors = run_ranks(4, &Options::default(), |mut comm| {
-        let plan = case
-            .planner()
-            .plan_for(&case.params(), Topology::of(&comm))
-            .unwrap();
+        let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).unwrap();
         let error = Comms::in_groups(&mut comm, NonZeroUsize::new(3).unwrap(), 0).unwrap_err();
@@ -209,10 +165,7 @@ fn groups_that_do_not_fit_are_refused() {
     });
     for error in errors.unwrap() {
         let error = error.unwrap();
-        assert!(
-            error.contains("in_groups") && error.contains("2 ranks"),
-            "{error}"
-        );
+        assert!(error.contains("in_groups") && error.contains("2 ranks"), "{error}");
     }
 }
 
@@ -230,10 +183,7 @@ fn one_step(
     (streams, timeout_ms): (usize, u64),
     (absent, absence): (&[usize], Absence),
 ) -> Vec<(usize, String)> {
-    let options = Options {
-        timeout: Duration::from_millis(timeout_ms),
-        ..Options::default()
-    };
+    let options = Options { timeout: Duration::from_millis(timeout_ms), ..Options::default() };
     let ended = run_ranks(4, &options, |mut comm| {
         let case = grouped(4, 2);
         let topology = Topology::of(&comm);
@@ -266,10 +216,8 @@ fn one_step(
 
 #[test]
 fn every_rank_of_every_group_names_the_rank_of_the_world_that_is_gone() {
-    for (absence, words) in [
-        (Absence::Panics, "rank 2 panicked"),
-        (Absence::Leaves, "rank 2 left"),
-    ] {
+    for (absence, words) in [(Absence::Panics, "rank 2 panicked"), (Absence::Leaves, "rank 2 left")]
+    {
         for streams in [0, 2] {
             for (rank, error) in one_step((streams, 20_000), (&[2], absence)) {
                 assert!(error.contains(words), "{streams}, rank {rank}: {error}");

@@ -29,9 +29,7 @@ fn outcomes(
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
             let values = case.first_values(param);
-            state
-                .write(&backend, Role::Param, &desc.name, &values)
-                .unwrap();
+            state.write(&backend, Role::Param, &desc.name, &values).unwrap();
         }
         let seed = caller[usize::from(odd)].to_owned();
         let mut comms = Comms::direct(&mut comm);
@@ -56,21 +54,13 @@ fn outcomes(
 }
 
 fn adam(lr: f64) -> Planner {
-    let rule = Adam {
-        lr,
-        ..Adam::default()
-    };
+    let rule = Adam { lr, ..Adam::default() };
     Planner::new(rule.into()).with(FuseAllReduce::default())
 }
 
 fn assert_differs(outcomes: Vec<Result<(), PlanError>>, field: &str, values: [&str; 2]) {
     for outcome in outcomes {
-        let Err(PlanError::RanksDiffer {
-            field: found_field,
-            expected,
-            rank,
-            found,
-        }) = &outcome
+        let Err(PlanError::RanksDiffer { field: found_field, expected, rank, found }) = &outcome
         else {
             panic!("expected ranks that differ, found {outcome:?}");
         };
@@ -95,18 +85,9 @@ fn the_field_and_both_values_are_named_on_every_rank() {
     assert_differs(all, "seed", ["1", "2"]);
     let clipped = || adam(0.1).with(ClipByGlobalNorm::new(1.0));
     let other = || adam(0.1).with(ClipByGlobalNorm::new(2.0));
-    assert_differs(
-        outcomes(&clipped, &other, ["1", "1"]),
-        "clip_by_global_norm",
-        ["1", "2"],
-    );
+    assert_differs(outcomes(&clipped, &other, ["1", "1"]), "clip_by_global_norm", ["1", "2"]);
     let local = |begin| {
-        move || {
-            adam(0.1).with(LocalSgd {
-                begin,
-                ..LocalSgd::every(std::num::NonZeroU64::MIN)
-            })
-        }
+        move || adam(0.1).with(LocalSgd { begin, ..LocalSgd::every(std::num::NonZeroU64::MIN) })
     };
     assert_differs(
         outcomes(&local(0), &local(7), ["1", "1"]),
@@ -117,27 +98,13 @@ fn the_field_and_both_values_are_named_on_every_rank() {
     assert_differs(
         outcomes(&|| adam(0.1), &merged, ["1", "1"]),
         "accumulate",
-        [
-            "1 micro-step",
-            "2 micro-steps, their mean, reduced once per update",
-        ],
+        ["1 micro-step", "2 micro-steps, their mean, reduced once per update"],
     );
-    let naive = || {
-        Planner::new(
-            Adam {
-                lr: 0.1,
-                ..Adam::default()
-            }
-            .into(),
-        )
-    };
+    let naive = || Planner::new(Adam { lr: 0.1, ..Adam::default() }.into());
     assert_differs(
         outcomes(&|| adam(0.1), &naive, ["1", "1"]),
         "buckets",
-        [
-            "at most 26214400 bytes, longer tensors cut",
-            "one for each tensor",
-        ],
+        ["at most 26214400 bytes, longer tensors cut", "one for each tensor"],
     );
     let scaled = || adam(0.1).with(LossScaling::dynamic());
     assert_differs(
@@ -160,10 +127,7 @@ fn fields_of_the_caller_alone_are_compared() {
         let mut comms = Comms::direct(&mut comm);
         comms.compare(&[("streams", "2".to_owned())]).unwrap();
         let streams = if odd { "1" } else { "2" };
-        comms.compare(&[
-            ("saves", "none".to_owned()),
-            ("streams", streams.to_owned()),
-        ])
+        comms.compare(&[("saves", "none".to_owned()), ("streams", streams.to_owned())])
     });
     let outcomes = ranks.unwrap().into_iter().map(Result::unwrap);
     assert_differs(outcomes.collect(), "streams", ["2", "1"]);
@@ -182,17 +146,13 @@ fn values_are_compared_by_hash() {
         let mut comms = Comms::direct(&mut comm);
         let different = plan.compare_parameters(&state, &backend, &mut comms);
         let different = different.unwrap_err().to_string();
-        plan.broadcast_parameters(&mut state, &backend, &mut comms, 0)
-            .unwrap();
+        plan.broadcast_parameters(&mut state, &backend, &mut comms, 0).unwrap();
         plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
         different
     });
     for different in ranks.unwrap() {
         let different = different.unwrap();
-        assert!(
-            different.starts_with("values of `w`: expected hash "),
-            "{different}"
-        );
+        assert!(different.starts_with("values of `w`: expected hash "), "{different}");
         assert!(different.contains("on rank 1"), "{different}");
     }
 }

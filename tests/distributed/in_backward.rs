@@ -56,20 +56,11 @@ fn assert_same(found: &[Trained], expected: &[Trained], text: &str) {
 /// Requires a run that updates in backward to be the one that does not, fused and apart.
 fn same(base: &Case, with: impl Fn(Planner) -> Planner) {
     for zero in STAGES {
-        let case = Case {
-            zero,
-            ..base.clone()
-        };
+        let case = Case { zero, ..base.clone() };
         let plain = train(&case, &with(case.planner()));
         let separate = with(case.planner()).with(in_backward());
-        assert_same(
-            &train(&case, &separate),
-            &plain,
-            &format!("apart, {case:?}"),
-        );
-        let fused = with(case.planner())
-            .with(FuseReduceIntoUpdate)
-            .with(in_backward());
+        assert_same(&train(&case, &separate), &plain, &format!("apart, {case:?}"));
+        let fused = with(case.planner()).with(FuseReduceIntoUpdate).with(in_backward());
         assert_same(&train(&case, &fused), &plain, &format!("fused, {case:?}"));
     }
 }
@@ -82,11 +73,7 @@ fn every_rule_stage_and_world_gives_the_bits_of_updates_in_the_step() {
                 continue;
             }
             for streams in [0, 2] {
-                let base = Case {
-                    rule,
-                    streams,
-                    ..case(world)
-                };
+                let base = Case { rule, streams, ..case(world) };
                 same(&base, |planner| planner);
             }
         }
@@ -112,26 +99,14 @@ fn micro_steps_and_absent_gradients_change_no_bit() {
 
 #[test]
 fn bf16_with_masters_and_rounding_at_random_changes_no_bit() {
-    let precision = |master, state, rounding| Precision {
-        master,
-        state,
-        rounding,
-    };
+    let precision = |master, state, rounding| Precision { master, state, rounding };
     for world in 1..=3 {
         for precision in [
             precision(Master::F32, StateDType::Compute, Rounding::default()),
-            precision(
-                Master::None,
-                StateDType::Bf16,
-                Rounding::Stochastic { seed: 7 },
-            ),
+            precision(Master::None, StateDType::Bf16, Rounding::Stochastic { seed: 7 }),
         ] {
-            let base = Case {
-                mixed: Mixed::Yes,
-                merge: 2,
-                precision: Some(precision),
-                ..case(world)
-            };
+            let base =
+                Case { mixed: Mixed::Yes, merge: 2, precision: Some(precision), ..case(world) };
             same(&base, |planner| planner);
         }
     }
@@ -140,10 +115,7 @@ fn bf16_with_masters_and_rounding_at_random_changes_no_bit() {
 #[test]
 fn one_call_for_each_tensor_gives_the_bits_of_updates_in_the_step() {
     for world in 1..=3 {
-        let naive = Case {
-            cap: None,
-            ..case(world)
-        };
+        let naive = Case { cap: None, ..case(world) };
         same(&naive, |planner| planner);
     }
 }
@@ -162,9 +134,7 @@ fn slices_of_a_ranks_own_and_local_steps_are_updated_in_backward_too() {
 /// A run in which every rank gives its gradients in an order of its own, with shard groups.
 fn in_own_order(case: &Case, planner: &Planner) -> Vec<Vec<Vec<u8>>> {
     on_ranks(case.world, |comm| {
-        let plan = planner
-            .plan_for(&case.params(), Topology::of(comm))
-            .unwrap();
+        let plan = planner.plan_for(&case.params(), Topology::of(comm)).unwrap();
         let backend = backend();
         let mut comms = match case.shard_group {
             Some(group) => Comms::in_groups(comm, group, case.streams).unwrap(),
@@ -176,8 +146,7 @@ fn in_own_order(case: &Case, planner: &Planner) -> Vec<Vec<Vec<u8>>> {
             for at in 0..count {
                 let param = (at * (rank + 1) + rank) % count;
                 let (name, bytes) = (&plan.params()[param].name, case.gradient(rank, step, param));
-                plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
-                    .unwrap();
+                plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
             }
             plan.step(&mut state, &backend, &mut comms).unwrap();
         }
@@ -189,12 +158,7 @@ fn in_own_order(case: &Case, planner: &Planner) -> Vec<Vec<Vec<u8>>> {
 fn ranks_that_give_gradients_in_other_orders_make_their_calls_in_one() {
     for (world, group) in [(3, None), (4, NonZeroUsize::new(2))] {
         for streams in [0, 2] {
-            let case = Case {
-                streams,
-                zero: ZeroStage::One,
-                shard_group: group,
-                ..case(world)
-            };
+            let case = Case { streams, zero: ZeroStage::One, shard_group: group, ..case(world) };
             let expected = in_own_order(&case, &case.planner());
             let found = in_own_order(&case, &case.planner().with(in_backward()));
             assert!(found == expected, "{case:?}");
@@ -224,17 +188,10 @@ fn a_bucket_is_updated_by_the_call_that_gives_its_last_gradient() {
     for world in 1..=3 {
         for zero in STAGES {
             for fused in [false, true] {
-                let case = Case {
-                    zero,
-                    ..case(world)
-                };
+                let case = Case { zero, ..case(world) };
                 on_ranks(world, |comm| {
                     let planner = case.planner().with(in_backward());
-                    let planner = if fused {
-                        planner.with(FuseReduceIntoUpdate)
-                    } else {
-                        planner
-                    };
+                    let planner = if fused { planner.with(FuseReduceIntoUpdate) } else { planner };
                     let plan = plan_of(&case, planner, comm);
                     let (backend, rank) = (backend(), plan.topology().rank);
                     let mut comms = Comms::direct(comm);
@@ -243,8 +200,7 @@ fn a_bucket_is_updated_by_the_call_that_gives_its_last_gradient() {
                     for param in (0..case.numels.len()).rev() {
                         let bytes = case.gradient(rank, 0, param);
                         let name = &plan.params()[param].name;
-                        plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
-                            .unwrap();
+                        plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
                         let moved = moved(&case, &plan, &state);
                         seen.push(moved.into_iter().filter(|&moved| moved).count());
                     }
@@ -274,11 +230,7 @@ fn a_second_gradient_and_settings_between_are_refused_and_change_nothing() {
         let twice = plan.push_grad(&mut state, &backend, &mut comms, name, &bytes);
         let name = name.clone();
         assert_eq!(twice, Err(PlanError::GradientTwice { name }));
-        let refused = |what| PlanError::StepUnderWay {
-            what,
-            step: step + 1,
-            updated: 6,
-        };
+        let refused = |what| PlanError::StepUnderWay { what, step: step + 1, updated: 6 };
         assert_eq!(state.set_lr(1.0), Err(refused("learning rate")));
         let other = Adam::default().into();
         assert_eq!(state.set_optimizer(other), Err(refused("optimizer")));
@@ -296,10 +248,7 @@ fn a_second_gradient_and_settings_between_are_refused_and_change_nothing() {
 
 #[test]
 fn a_rank_that_fails_half_way_leaves_a_state_that_refuses_to_go_on() {
-    let case = Case {
-        zero: ZeroStage::One,
-        ..case(2)
-    };
+    let case = Case { zero: ZeroStage::One, ..case(2) };
     on_ranks(2, |comm| {
         let plan = plan_of(&case, case.planner().with(in_backward()), comm);
         let (backend, rank) = (backend(), plan.topology().rank);
@@ -317,10 +266,7 @@ fn a_rank_that_fails_half_way_leaves_a_state_that_refuses_to_go_on() {
             let given = plan.push_grad(&mut state, &backend, &mut comms, name, &bytes);
             failed = failed.or(given.err());
         }
-        assert!(
-            matches!(failed, Some(PlanError::Collective(_))),
-            "{failed:?}"
-        );
+        assert!(matches!(failed, Some(PlanError::Collective(_))), "{failed:?}");
         let step = plan.step(&mut state, &backend, &mut comms);
         assert_eq!(step, Err(PlanError::Poisoned { step: 1 }));
     });
@@ -328,10 +274,7 @@ fn a_rank_that_fails_half_way_leaves_a_state_that_refuses_to_go_on() {
 
 /// Requires a plan to be refused, by a message that names both passes.
 fn refused(planner: Planner, world: usize, names: [&str; 2]) {
-    let topology = Topology {
-        reach: Reach::SharedMemory,
-        ..Topology::new(0, world).unwrap()
-    };
+    let topology = Topology { reach: Reach::SharedMemory, ..Topology::new(0, world).unwrap() };
     let planner = planner.with(in_backward());
     let error = planner.plan_for(&case(world).params(), topology);
     let error = error.unwrap_err();
@@ -358,18 +301,11 @@ fn what_needs_all_gradients_first_is_refused_when_the_plan_is_made() {
     let each = GradientAccumulation::every(NonZeroU32::new(2).unwrap());
     let each = each.reduced(ReducedWhen::PerMicroStep);
     refused(adam().with(each), 2, ["every micro-step", own]);
-    refused(
-        adam().with(Shard::new(ZeroStage::Three)),
-        2,
-        ["zero stage 3", own],
-    );
+    refused(adam().with(Shard::new(ZeroStage::Three)), 2, ["zero stage 3", own]);
     let borrowed = Planner::new(Adam::default().into()).tensors(Tensors::Borrowed);
     refused(borrowed, 1, ["borrowed tensors", own]);
     let twice = adam().with(in_backward()).with(in_backward());
-    assert_eq!(
-        twice.plan(&case(1).params()).unwrap_err(),
-        PlanError::PassTwice { pass: own }
-    );
+    assert_eq!(twice.plan(&case(1).params()).unwrap_err(), PlanError::PassTwice { pass: own });
 }
 
 #[test]
@@ -377,47 +313,23 @@ fn a_plan_says_that_it_updates_in_backward_and_ranks_that_differ_do_not_fit() {
     let case = case(2);
     let topology = Topology::new(0, 2).unwrap();
     let plan = |planner: Planner| planner.plan_for(&case.params(), topology).unwrap();
-    let (plain, found) = (
-        plan(case.planner()),
-        plan(case.planner().with(in_backward())),
-    );
+    let (plain, found) = (plan(case.planner()), plan(case.planner().with(in_backward())));
     assert_ne!(plain.hash(), found.hash());
     assert!(found.updates_in_backward() && !plain.updates_in_backward());
-    assert!(
-        found
-            .stages()
-            .iter()
-            .all(|stage| found.when(stage) == When::Ready)
-    );
-    let note = found
-        .explain()
-        .iter()
-        .find(|note| note.pass == "update_in_backward");
+    assert!(found.stages().iter().all(|stage| found.when(stage) == When::Ready));
+    let note = found.explain().iter().find(|note| note.pass == "update_in_backward");
     let note = note.unwrap();
     assert_eq!(note.verdict, Verdict::Applied);
-    assert!(
-        note.reason.contains("no longer read") && note.reason.contains("buckets"),
-        "{note}"
-    );
+    assert!(note.reason.contains("no longer read") && note.reason.contains("buckets"), "{note}");
     let text = found.to_string();
-    assert!(
-        text.contains("as soon as their gradients are given"),
-        "{text}"
-    );
+    assert!(text.contains("as soon as their gradients are given"), "{text}");
     assert!(found.summary().update_in_backward);
 }
 
 #[test]
 fn a_step_that_is_left_half_way_is_forgotten_when_a_checkpoint_is_loaded() {
-    for (world, zero) in [
-        (1, ZeroStage::None),
-        (2, ZeroStage::One),
-        (2, ZeroStage::Two),
-    ] {
-        let case = Case {
-            zero,
-            ..case(world)
-        };
+    for (world, zero) in [(1, ZeroStage::None), (2, ZeroStage::One), (2, ZeroStage::Two)] {
+        let case = Case { zero, ..case(world) };
         let expected = train(&case, &case.planner());
         let folder = tempfile::tempdir().unwrap();
         let found = on_ranks(world, |comm| {
@@ -426,23 +338,18 @@ fn a_step_that_is_left_half_way_is_forgotten_when_a_checkpoint_is_loaded() {
             let mut comms = Comms::direct(comm);
             let mut state = start(&case, &plan, &backend);
             let nothing = std::collections::BTreeMap::new();
-            plan.save(&state, &backend, &mut comms, folder.path(), nothing)
-                .unwrap();
+            plan.save(&state, &backend, &mut comms, folder.path(), nothing).unwrap();
             // The first two buckets of four, with gradients of another step.
             for param in (3..case.numels.len()).rev() {
                 let bytes = case.gradient(rank, 7, param);
                 let name = &plan.params()[param].name;
-                plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
-                    .unwrap();
+                plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
             }
             let begun = moved(&case, &plan, &state);
             assert_eq!(begun.into_iter().filter(|&moved| moved).count(), 4);
             let nothing = std::collections::BTreeMap::new();
             let saved = plan.save(&state, &backend, &mut comms, folder.path(), nothing);
-            assert!(
-                matches!(saved, Err(PlanError::Conflict { .. })),
-                "{saved:?}"
-            );
+            assert!(matches!(saved, Err(PlanError::Conflict { .. })), "{saved:?}");
             plan.load(&mut state, &backend, folder.path()).unwrap();
             assert!(moved(&case, &plan, &state).into_iter().all(|moved| !moved));
             for step in 0..case.steps {

@@ -13,19 +13,11 @@ use fusestep_testkit::each_rule;
 
 use crate::run::{Case, Measured, Mixed, whole_params};
 
-const STAGES: [ZeroStage; 4] = [
-    ZeroStage::None,
-    ZeroStage::One,
-    ZeroStage::Two,
-    ZeroStage::Three,
-];
+const STAGES: [ZeroStage; 4] = [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
 fn assert_same(case: &Case, expected: &crate::run::Outcome) {
     let found = case.run();
-    assert!(
-        found.params == expected.params,
-        "other parameters: {case:?}"
-    );
+    assert!(found.params == expected.params, "other parameters: {case:?}");
     for (found, expected) in found.reports.iter().zip(&expected.reports) {
         assert_eq!(found.skipped, expected.skipped, "{case:?}");
         assert_eq!(
@@ -38,20 +30,14 @@ fn assert_same(case: &Case, expected: &crate::run::Outcome) {
             expected.update_norm.map(f64::to_bits),
             "{case:?}"
         );
-        assert_eq!(
-            found.without_gradient, expected.without_gradient,
-            "{case:?}"
-        );
+        assert_eq!(found.without_gradient, expected.without_gradient, "{case:?}");
     }
     assert_eq!(found.update_norms, expected.update_norms, "{case:?}");
 }
 
 fn same_at_every_stage(base: &Case, expected: &crate::run::Outcome) {
     for zero in STAGES {
-        let case = Case {
-            zero,
-            ..base.clone()
-        };
+        let case = Case { zero, ..base.clone() };
         assert_same(&case, expected);
     }
 }
@@ -59,10 +45,7 @@ fn same_at_every_stage(base: &Case, expected: &crate::run::Outcome) {
 #[test]
 fn every_stage_and_world_gives_the_bits_of_a_mean_taken_by_hand() {
     for world in 1..=5 {
-        let base = Case {
-            world,
-            ..Case::default()
-        };
+        let base = Case { world, ..Case::default() };
         let expected = base.by_hand();
         same_at_every_stage(&base, &expected);
     }
@@ -70,11 +53,7 @@ fn every_stage_and_world_gives_the_bits_of_a_mean_taken_by_hand() {
 
 #[test]
 fn buckets_streams_and_the_lack_of_them_change_no_bit() {
-    let base = Case {
-        world: 3,
-        steps: 2,
-        ..Case::default()
-    };
+    let base = Case { world: 3, steps: 2, ..Case::default() };
     let expected = base.by_hand();
     for zero in STAGES {
         for (cap, streams) in [
@@ -90,13 +69,7 @@ fn buckets_streams_and_the_lack_of_them_change_no_bit() {
                 Some(1) => vec![5, 1, 3],
                 _ => base.numels.clone(),
             };
-            let case = Case {
-                zero,
-                cap,
-                streams,
-                numels,
-                ..base.clone()
-            };
+            let case = Case { zero, cap, streams, numels, ..base.clone() };
             match cap {
                 Some(1) => assert_same(&case, &case.by_hand()),
                 _ => assert_same(&case, &expected),
@@ -109,23 +82,10 @@ fn buckets_streams_and_the_lack_of_them_change_no_bit() {
 fn every_rule_clipped_gives_its_unsharded_bits() {
     for rule in each_rule() {
         for clip in [None, Some(0.5)] {
-            let base = Case {
-                rule,
-                clip,
-                world: 3,
-                steps: 2,
-                ..Case::default()
-            };
+            let base = Case { rule, clip, world: 3, steps: 2, ..Case::default() };
             let expected = base.by_hand();
             for zero in STAGES {
-                assert_same(
-                    &Case {
-                        zero,
-                        streams: 1,
-                        ..base.clone()
-                    },
-                    &expected,
-                );
+                assert_same(&Case { zero, streams: 1, ..base.clone() }, &expected);
             }
         }
     }
@@ -135,24 +95,11 @@ fn every_rule_clipped_gives_its_unsharded_bits() {
 fn chunks_that_lie_in_many_shards_are_summed_as_one() {
     for world in 2..=5 {
         let numels = vec![9, 200_000, 1, 65_536, 65_537, 2];
-        let base = Case {
-            numels,
-            world,
-            steps: 1,
-            clip: Some(1e-3),
-            ..Case::default()
-        };
+        let base = Case { numels, world, steps: 1, clip: Some(1e-3), ..Case::default() };
         let expected = base.by_hand();
         for zero in STAGES {
             for ownership in [Ownership::Elements, Ownership::Tensors] {
-                assert_same(
-                    &Case {
-                        zero,
-                        ownership,
-                        ..base.clone()
-                    },
-                    &expected,
-                );
+                assert_same(&Case { zero, ownership, ..base.clone() }, &expected);
             }
         }
     }
@@ -180,13 +127,8 @@ fn norms_of_updates_are_those_of_one_rank() {
         }
     }
     for (ownership, streams) in [(Ownership::Elements, 2), (Ownership::Tensors, 1)] {
-        let base = Case {
-            world: 3,
-            measured: Measured::Yes,
-            ownership,
-            streams,
-            ..Case::default()
-        };
+        let base =
+            Case { world: 3, measured: Measured::Yes, ownership, streams, ..Case::default() };
         same_at_every_stage(&base, &base.by_hand());
     }
 }
@@ -197,22 +139,14 @@ fn norms_of_updates_are_the_same_at_every_stage_in_mixed_dtypes_and_groups() {
         mixed: Mixed::Yes,
         world: 4,
         measured: Measured::Yes,
-        precision: Some(Precision {
-            master: Master::Remainder,
-            ..Precision::default()
-        }),
+        precision: Some(Precision { master: Master::Remainder, ..Precision::default() }),
         ..Case::default()
     };
     same_at_every_stage(&base, &base.run());
     let group = NonZeroUsize::new(2);
     for zero in [ZeroStage::One, ZeroStage::Three] {
-        let case = Case {
-            mixed: Mixed::No,
-            precision: None,
-            shard_group: group,
-            zero,
-            ..base.clone()
-        };
+        let case =
+            Case { mixed: Mixed::No, precision: None, shard_group: group, zero, ..base.clone() };
         assert_same(&case, &case.by_hand());
     }
 }
@@ -221,13 +155,8 @@ fn norms_of_updates_are_the_same_at_every_stage_in_mixed_dtypes_and_groups() {
 fn fewer_parameters_than_ranks_leave_some_shards_empty() {
     for numels in [vec![1], vec![2, 1], vec![0], vec![0, 3]] {
         for rule in each_rule() {
-            let base = Case {
-                rule,
-                numels: numels.clone(),
-                world: 5,
-                clip: Some(0.1),
-                ..Case::default()
-            };
+            let base =
+                Case { rule, numels: numels.clone(), world: 5, clip: Some(0.1), ..Case::default() };
             let expected = base.by_hand();
             same_at_every_stage(&base, &expected);
         }
@@ -236,24 +165,11 @@ fn fewer_parameters_than_ranks_leave_some_shards_empty() {
 
 #[test]
 fn mixed_dtypes_give_the_same_bits_at_every_stage() {
-    let base = Case {
-        mixed: Mixed::Yes,
-        world: 4,
-        cap: None,
-        clip: Some(0.5),
-        ..Case::default()
-    };
+    let base = Case { mixed: Mixed::Yes, world: 4, cap: None, clip: Some(0.5), ..Case::default() };
     let expected = base.run();
     for zero in STAGES {
         for cap in [None, Some(50_000)] {
-            assert_same(
-                &Case {
-                    zero,
-                    cap,
-                    ..base.clone()
-                },
-                &expected,
-            );
+            assert_same(&Case { zero, cap, ..base.clone() }, &expected);
         }
     }
 }
@@ -261,19 +177,11 @@ fn mixed_dtypes_give_the_same_bits_at_every_stage() {
 #[test]
 fn a_gradient_that_is_infinite_on_one_rank_skips_the_step_on_all() {
     let infinite = Some((2, 1, 4));
-    let base = Case {
-        world: 3,
-        infinite,
-        scaled: Some(1024.0),
-        ..Case::default()
-    };
+    let base = Case { world: 3, infinite, scaled: Some(1024.0), ..Case::default() };
     let expected = base.by_hand();
     assert_eq!((expected.skipped, expected.reports[1].skipped), (1, true));
     for zero in STAGES {
-        let case = Case {
-            zero,
-            ..base.clone()
-        };
+        let case = Case { zero, ..base.clone() };
         assert_same(&case, &expected);
         assert_eq!(case.run().skipped, 1);
     }
@@ -284,21 +192,12 @@ fn a_gradient_missing_on_one_rank_is_zero_there_and_one_missing_on_all_is_left_o
     let mut without_gradient = vec![(0, 0, 4), (2, 1, 0)];
     without_gradient.extend((0..3).map(|rank| (rank, 1, 5)));
     without_gradient.extend((0..8).map(|param| (1, 2, param)));
-    let base = Case {
-        world: 3,
-        without_gradient,
-        clip: Some(1.0),
-        ..Case::default()
-    };
+    let base = Case { world: 3, without_gradient, clip: Some(1.0), ..Case::default() };
     let expected = base.by_hand();
     assert_eq!(expected.reports[1].without_gradient, 1);
     for zero in STAGES {
         for streams in [0, 2] {
-            let case = Case {
-                zero,
-                streams,
-                ..base.clone()
-            };
+            let case = Case { zero, streams, ..base.clone() };
             assert_same(&case, &expected);
         }
     }
@@ -306,18 +205,10 @@ fn a_gradient_missing_on_one_rank_is_zero_there_and_one_missing_on_all_is_left_o
 
 #[test]
 fn with_streams_a_full_bucket_starts_before_the_last_gradient_is_given() {
-    let case = Case {
-        world: 2,
-        streams: 2,
-        cap: Some(1_000),
-        numels: vec![200; 6],
-        ..Case::default()
-    };
+    let case =
+        Case { world: 2, streams: 2, cap: Some(1_000), numels: vec![200; 6], ..Case::default() };
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
-        let plan = case
-            .planner()
-            .plan_for(&case.params(), Topology::of(&comm))
-            .unwrap();
+        let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let rank = comm.rank();
         let mut comms = Comms::with_streams(&mut comm, 2).unwrap();
@@ -326,8 +217,7 @@ fn with_streams_a_full_bucket_starts_before_the_last_gradient_is_given() {
         for param in (0..6).rev() {
             let bytes = case.gradient(rank, 0, param);
             let name = &plan.params()[param].name;
-            plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
-                .unwrap();
+            plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
             started.push(state.segments_started());
         }
         let twice = plan.push_grad(
@@ -349,24 +239,14 @@ fn with_streams_a_full_bucket_starts_before_the_last_gradient_is_given() {
 #[test]
 fn parameters_broadcast_by_their_owners_have_the_bits_of_gathered_ones() {
     for rule in [Adam::default().into(), Lars::default().into()] {
-        for (ownership, zero) in [
-            (Ownership::Tensors, ZeroStage::Two),
-            (Ownership::Tensors, ZeroStage::One),
-        ] {
-            let case = Case {
-                rule,
-                world: 3,
-                zero,
-                ownership,
-                mixed: Mixed::Yes,
-                ..Case::default()
-            };
+        for (ownership, zero) in
+            [(Ownership::Tensors, ZeroStage::Two), (Ownership::Tensors, ZeroStage::One)]
+        {
+            let case =
+                Case { rule, world: 3, zero, ownership, mixed: Mixed::Yes, ..Case::default() };
             let expected = case.run();
             for cap in [1, 300_000, 1 << 30] {
-                let fused = Case {
-                    broadcast_cap: Some(cap),
-                    ..case.clone()
-                };
+                let fused = Case { broadcast_cap: Some(cap), ..case.clone() };
                 assert!(fused.run().params == expected.params, "{fused:?}");
             }
         }
@@ -376,17 +256,9 @@ fn parameters_broadcast_by_their_owners_have_the_bits_of_gathered_ones() {
 #[test]
 fn parameters_of_one_rank_come_to_all() {
     for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two] {
-        let case = Case {
-            world: 3,
-            zero,
-            cap: Some(1_000),
-            ..Case::default()
-        };
+        let case = Case { world: 3, zero, cap: Some(1_000), ..Case::default() };
         let outcomes = run_ranks(3, &Options::default(), |mut comm| {
-            let plan = case
-                .planner()
-                .plan_for(&case.params(), Topology::of(&comm))
-                .unwrap();
+            let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
             let backend = CpuBackend::new(NonZeroUsize::MIN);
             let rank = comm.rank();
             let mut comms = Comms::direct(&mut comm);
@@ -398,13 +270,11 @@ fn parameters_of_one_rank_come_to_all() {
                         .unwrap();
                 }
             }
-            plan.broadcast_parameters(&mut state, &backend, &mut comms, 1)
-                .unwrap();
+            plan.broadcast_parameters(&mut state, &backend, &mut comms, 1).unwrap();
             whole_params(&plan, &state, &backend, &mut comms)
         });
-        let expected: Vec<Vec<u8>> = (0..case.numels.len())
-            .map(|param| case.first_values(param))
-            .collect();
+        let expected: Vec<Vec<u8>> =
+            (0..case.numels.len()).map(|param| case.first_values(param)).collect();
         for params in outcomes.unwrap() {
             assert!(params.unwrap() == expected, "{zero:?}");
         }
@@ -432,11 +302,7 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
         (ZeroStage::Three, None, 2, false),
         (ZeroStage::Three, None, 0, false),
     ] {
-        let case = Case {
-            zero,
-            shard_group: group,
-            ..base.clone()
-        };
+        let case = Case { zero, shard_group: group, ..base.clone() };
         let peaks = run_ranks(2, &Options::default(), |mut comm| {
             let rank = comm.rank();
             let plan = case.planner().plan_for(&case.params(), Topology::of(&comm));
@@ -449,17 +315,14 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
             let mut state = plan.allocate(&backend).unwrap();
             for (param, desc) in plan.params().iter().enumerate() {
                 let values = case.first_values(param);
-                state
-                    .write(&backend, Role::Param, &desc.name, &values)
-                    .unwrap();
+                state.write(&backend, Role::Param, &desc.name, &values).unwrap();
             }
             let mut peaks = Vec::new();
             for step in 0..case.steps {
                 for param in (0..16).rev() {
                     let bytes = case.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
-                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
-                        .unwrap();
+                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
                     // A backward pass that takes longer than the calls.
                     while !all && plan.take_reduced(&mut state, &backend).unwrap() > 0 {
                         std::thread::yield_now();

@@ -63,10 +63,7 @@ fn shards_by_elements_give_the_bits_of_one_rank_with_the_mean_gradient() {
                 };
                 let expected = base.by_hand();
                 for zero in SHARED {
-                    let case = Case {
-                        zero,
-                        ..base.clone()
-                    };
+                    let case = Case { zero, ..base.clone() };
                     assert!(owners(&case) > 1, "a tensor has several owners: {case:?}");
                     let found = case.run();
                     assert!(found.params == expected.params, "{case:?}");
@@ -87,12 +84,7 @@ fn every_cut_gives_the_same_bits() {
         let expected = base.by_hand();
         for cap in [None, Some(4_096), Some(20_000), Some(1 << 20)] {
             for ownership in [Ownership::Elements, Ownership::Tensors] {
-                let case = Case {
-                    cap,
-                    ownership,
-                    zero: ZeroStage::Two,
-                    ..base.clone()
-                };
+                let case = Case { cap, ownership, zero: ZeroStage::Two, ..base.clone() };
                 assert!(case.run().params == expected.params, "{case:?}");
             }
         }
@@ -107,11 +99,7 @@ fn masters_and_residuals_of_bf16_tensors_give_the_same_bits_in_shards() {
             (Master::F32, StateDType::Bf16),
             (Master::Remainder, StateDType::Compute),
         ] {
-            let precision = Precision {
-                master,
-                state,
-                ..Precision::default()
-            };
+            let precision = Precision { master, state, ..Precision::default() };
             for world in [2, 3, 5] {
                 let base = Case {
                     mixed: Mixed::Yes,
@@ -121,10 +109,7 @@ fn masters_and_residuals_of_bf16_tensors_give_the_same_bits_in_shards() {
                 };
                 let expected = base.run();
                 for zero in SHARED {
-                    let case = Case {
-                        zero,
-                        ..base.clone()
-                    };
+                    let case = Case { zero, ..base.clone() };
                     assert!(case.run().params == expected.params, "{case:?}");
                 }
             }
@@ -135,17 +120,11 @@ fn masters_and_residuals_of_bf16_tensors_give_the_same_bits_in_shards() {
 #[test]
 fn a_tensor_whose_norm_is_not_finite_is_left_alone_on_all_ranks() {
     for rule in layerwise() {
-        let base = Case {
-            infinite: Some((1, 1, 0)),
-            ..case(rule, 3)
-        };
+        let base = Case { infinite: Some((1, 1, 0)), ..case(rule, 3) };
         let expected = base.by_hand();
         assert_eq!(expected.reports[1].tensors_skipped, 1);
         for zero in SHARED {
-            let case = Case {
-                zero,
-                ..base.clone()
-            };
+            let case = Case { zero, ..base.clone() };
             let found = case.run();
             assert!(found.params == expected.params, "{case:?}");
             // Rank 0 has a part of the tensor.

@@ -23,10 +23,7 @@ fn as_many_tensors_as_are_named_are_planned_for_many_ranks_in_seconds() {
     // Storages and buckets are gone through side by side, not each for each.
     let start = Instant::now();
     let plan = naive.plan_for(&params, of(2)).unwrap();
-    let link = Link {
-        alpha_seconds: 1e-5,
-        beta_bytes_per_second: 1e10,
-    };
+    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e10 };
     assert_eq!(plan.rank_summary(link).buckets, params.len());
     assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
 }

@@ -20,19 +20,9 @@ fn every(steps: u64) -> LocalSgd {
 
 fn same_at_every_stage(base: &Case) {
     let expected = base.run();
-    for zero in [
-        ZeroStage::None,
-        ZeroStage::One,
-        ZeroStage::Two,
-        ZeroStage::Three,
-    ] {
+    for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
         for (cap, streams) in [(Some(40_000), 0), (Some(1 << 20), 2)] {
-            let case = Case {
-                zero,
-                cap,
-                streams,
-                ..base.clone()
-            };
+            let case = Case { zero, cap, streams, ..base.clone() };
             assert!(case.run().params == expected.params, "{case:?}");
         }
     }
@@ -101,10 +91,7 @@ fn reduced_per_micro_step_or_per_window_sums_are_the_same_where_they_are_exact()
             without_gradient: vec![(0, 1, 3), (0, 5, 4)],
             ..Case::default()
         };
-        let each = Case {
-            reduced: ReducedWhen::PerMicroStep,
-            ..once.clone()
-        };
+        let each = Case { reduced: ReducedWhen::PerMicroStep, ..once.clone() };
         assert!(each.run().params == once.run().params, "{world} ranks");
     }
 }
@@ -120,10 +107,7 @@ fn weights_that_ranks_do_not_share_are_refused_by_all_of_them() {
             ..Case::default()
         };
         let outcomes = run_ranks(2, &Options::default(), |mut comm| {
-            let plan = case
-                .planner()
-                .plan_for(&case.params(), Topology::of(&comm))
-                .unwrap();
+            let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
             let backend = CpuBackend::with_all_threads();
             let rank = comm.rank();
             let mut comms = Comms::direct(&mut comm);
@@ -165,29 +149,19 @@ fn updates(planner: Planner, dtype: DType, micro_steps: &[Option<(f32, f64)>]) -
                 DType::BF16 => half::bf16::from_f32(*value).to_le_bytes().repeat(3),
                 _ => value.to_le_bytes().repeat(3),
             };
-            plan.push_grad(&mut state, &backend, &mut comms, "w", &bytes)
-                .unwrap();
+            plan.push_grad(&mut state, &backend, &mut comms, "w", &bytes).unwrap();
         }
         plan.step(&mut state, &backend, &mut comms).unwrap();
         found.push(-read(&state));
     }
-    if plan
-        .flush(&mut state, &backend, &mut comms)
-        .unwrap()
-        .update
-        .is_some()
-    {
+    if plan.flush(&mut state, &backend, &mut comms).unwrap().update.is_some() {
         found.push(-read(&state));
     }
     found
 }
 
 fn sgd() -> Planner {
-    let rule = Sgd {
-        lr: 1.0,
-        momentum: 0.0,
-        ..Sgd::default()
-    };
+    let rule = Sgd { lr: 1.0, momentum: 0.0, ..Sgd::default() };
     Planner::new(rule.into())
 }
 
@@ -199,89 +173,46 @@ fn merge(every: u32) -> GradientAccumulation {
 fn means_sums_weights_and_short_windows() {
     let give = |value| Some((value, 1.0));
     let steps = [give(1.0), give(2.0), give(6.0), give(5.0), give(7.0)];
-    assert_eq!(
-        updates(sgd().with(merge(3)), DType::F32, &steps),
-        [0.0, 0.0, 3.0, 3.0, 3.0, 9.0]
-    );
+    assert_eq!(updates(sgd().with(merge(3)), DType::F32, &steps), [0.0, 0.0, 3.0, 3.0, 3.0, 9.0]);
     assert_eq!(
         updates(sgd().with(merge(3).sum()), DType::F32, &steps),
         [0.0, 0.0, 9.0, 9.0, 9.0, 21.0]
     );
-    assert_eq!(
-        updates(sgd().with(merge(1)), DType::F32, &steps[..2]),
-        [1.0, 3.0]
-    );
+    assert_eq!(updates(sgd().with(merge(1)), DType::F32, &steps[..2]), [1.0, 3.0]);
     let weighted = [Some((1.0, 3.0)), Some((5.0, 1.0))];
-    assert_eq!(
-        updates(sgd().with(merge(2)), DType::F32, &weighted),
-        [0.0, 2.0]
-    );
+    assert_eq!(updates(sgd().with(merge(2)), DType::F32, &weighted), [0.0, 2.0]);
     // A micro-step without a gradient counts as zero; a window without any leaves the parameter
     // alone.
     let gaps = [None, give(4.0), give(4.0), None, None, None];
-    assert_eq!(
-        updates(sgd().with(merge(2)), DType::F32, &gaps),
-        [0.0, 2.0, 2.0, 4.0, 4.0, 4.0]
-    );
+    assert_eq!(updates(sgd().with(merge(2)), DType::F32, &gaps), [0.0, 2.0, 2.0, 4.0, 4.0, 4.0]);
 }
 
 #[test]
 fn narrow_gradients_are_added_wide() {
     // 256 + 1 is 256 in bf16; in f32 four ones are not lost.
-    let steps: Vec<_> = [256.0, 1.0, 1.0, 1.0, 1.0]
-        .map(|value| Some((value, 1.0)))
-        .into();
+    let steps: Vec<_> = [256.0, 1.0, 1.0, 1.0, 1.0].map(|value| Some((value, 1.0))).into();
     let found = updates(sgd().with(merge(5).sum()), DType::BF16, &steps);
     assert_eq!(found.last(), Some(&260.0));
 }
 
 #[test]
 fn local_sgd_of_interval_1_averages_parameters_each_step() {
-    let base = Case {
-        world: 3,
-        local_sgd: Some(every(1)),
-        ..Case::default()
-    };
+    let base = Case { world: 3, local_sgd: Some(every(1)), ..Case::default() };
     let expected = base.run();
-    let begin = LocalSgd {
-        begin: 100,
-        ..every(7)
-    };
-    let case = Case {
-        local_sgd: Some(begin),
-        ..base.clone()
-    };
+    let begin = LocalSgd { begin: 100, ..every(7) };
+    let case = Case { local_sgd: Some(begin), ..base.clone() };
     assert!(case.run().params == expected.params);
-    let separate = Case {
-        local_sgd: Some(every(3)),
-        ..base
-    };
+    let separate = Case { local_sgd: Some(every(3)), ..base };
     assert!(separate.run().params != expected.params);
 }
 
 #[test]
 fn local_sgd_of_plain_sgd_is_data_parallel_within_rounding() {
-    let rule = Sgd {
-        lr: 0.1,
-        momentum: 0.9,
-        ..Sgd::default()
-    }
-    .into();
-    let averaged = LocalSgd {
-        averaged: Averaged::ParamsAndState,
-        ..every(1)
-    };
-    let case = Case {
-        rule,
-        world: 4,
-        ..Case::default()
-    };
+    let rule = Sgd { lr: 0.1, momentum: 0.9, ..Sgd::default() }.into();
+    let averaged = LocalSgd { averaged: Averaged::ParamsAndState, ..every(1) };
+    let case = Case { rule, world: 4, ..Case::default() };
     let expected = case.run();
-    let found = Case {
-        local_sgd: Some(averaged),
-        ..case
-    }
-    .run();
+    let found = Case { local_sgd: Some(averaged), ..case }.run();
     for (found, expected) in found.params.iter().zip(&expected.params) {
         for (a, b) in found.chunks_exact(4).zip(expected.chunks_exact(4)) {
             let (a, b) = (
@@ -324,10 +255,7 @@ fn an_adaptive_interval_follows_the_mean_loss_on_all_ranks_alike() {
         ..Case::default()
     };
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
-        let plan = case
-            .planner()
-            .plan_for(&case.params(), Topology::of(&comm))
-            .unwrap();
+        let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();
         let backend = CpuBackend::with_all_threads();
         let rank = comm.rank();
         let mut comms = Comms::direct(&mut comm);
@@ -345,8 +273,7 @@ fn an_adaptive_interval_follows_the_mean_loss_on_all_ranks_alike() {
             }
             let grad = case.gradient(rank, step, 0);
             let name = &plan.params()[0].name;
-            plan.push_grad(&mut state, &backend, &mut comms, name, &grad)
-                .unwrap();
+            plan.push_grad(&mut state, &backend, &mut comms, name, &grad).unwrap();
             let report = plan.step(&mut state, &backend, &mut comms).unwrap();
             found.push((report.averaged, state.local_interval()));
         }
@@ -378,11 +305,7 @@ fn passes_that_contradict_each_other_are_both_named() {
         error.to_string(),
         "zero stage 2 and local_sgd both decide how gradients are reduced; remove one"
     );
-    let error = sgd()
-        .with(merge(2))
-        .with(merge(3))
-        .plan_for(&params, two)
-        .unwrap_err();
+    let error = sgd().with(merge(2)).with(merge(3)).plan_for(&params, two).unwrap_err();
     assert_eq!(error, PlanError::PassTwice { pass: "accumulate" });
     assert!(Topology::new(2, 2).is_err());
 }

@@ -37,9 +37,7 @@ fn part_with(
             None => {
                 for (param, desc) in plan.params().iter().enumerate() {
                     let values = case.first_values(param);
-                    state
-                        .write(&backend, Role::Param, &desc.name, &values)
-                        .unwrap();
+                    state.write(&backend, Role::Param, &desc.name, &values).unwrap();
                 }
             }
         }
@@ -51,16 +49,14 @@ fn part_with(
                 let rank = of(topology.rank, step);
                 if !case.lacks_gradient(rank, step, param) {
                     let bytes = case.gradient(rank, step, param);
-                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)
-                        .unwrap();
+                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
                 }
             }
             state.set_loss(1.0 + step as f64 + topology.rank as f64);
             plan.step(&mut state, &backend, &mut comms).unwrap();
         }
         if let Some(folder) = folder {
-            plan.save(&state, &backend, &mut comms, folder, BTreeMap::new())
-                .unwrap();
+            plan.save(&state, &backend, &mut comms, folder, BTreeMap::new()).unwrap();
         }
         whole_params(&plan, &state, &backend, &mut comms)
     });
@@ -77,11 +73,7 @@ fn refusal(case: &Case, folder: &Path) -> String {
     let mut state = plan.allocate(&backend).unwrap();
     let before = format!("{state:?}");
     let error = plan.load(&mut state, &backend, folder).unwrap_err();
-    assert_eq!(
-        format!("{state:?}"),
-        before,
-        "a load that failed has changed the state"
-    );
+    assert_eq!(format!("{state:?}"), before, "a load that failed has changed the state");
     error.to_string()
 }
 
@@ -105,16 +97,8 @@ fn a_run_saved_within_a_window_goes_on_bit_for_bit() {
         for mixed in [Mixed::No, Mixed::Yes] {
             let base = merging(reduced, mixed);
             let whole = part(&base, None, 0, 9);
-            for zero in [
-                ZeroStage::None,
-                ZeroStage::One,
-                ZeroStage::Two,
-                ZeroStage::Three,
-            ] {
-                let case = Case {
-                    zero,
-                    ..base.clone()
-                };
+            for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+                let case = Case { zero, ..base.clone() };
                 for at in [1, 4, 5, 8] {
                     let folder = tempfile::tempdir().unwrap();
                     part(&case, Some(folder.path()), 0, at);
@@ -143,10 +127,7 @@ fn one_saves_twice_within_a_window_and_the_newer_counts() {
     part(&case, Some(folder.path()), 0, 4);
     part(&case, Some(folder.path()), 4, 5);
     let manifest = Manifest::read(folder.path()).unwrap();
-    assert_eq!(
-        (manifest.step, manifest.generation.as_str()),
-        (1, "step-00000001-b")
-    );
+    assert_eq!((manifest.step, manifest.generation.as_str()), (1, "step-00000001-b"));
     let found = part(&case, Some(folder.path()), 5, 9);
     assert!(found == part(&case, None, 0, 9));
     let manifest = Manifest::read(folder.path()).unwrap();
@@ -159,32 +140,11 @@ fn an_open_window_is_refused_where_it_does_not_fit() {
     let folder = tempfile::tempdir().unwrap();
     part(&case, Some(folder.path()), 0, 4);
     let others = [
+        (Case { world: 2, ..case.clone() }, ["2 ranks", "flush"]),
+        (Case { merge: 4, ..case.clone() }, ["windows of 4", "windows of 3"]),
+        (Case { merge: 1, ..case.clone() }, ["no merge", "windows of 3"]),
         (
-            Case {
-                world: 2,
-                ..case.clone()
-            },
-            ["2 ranks", "flush"],
-        ),
-        (
-            Case {
-                merge: 4,
-                ..case.clone()
-            },
-            ["windows of 4", "windows of 3"],
-        ),
-        (
-            Case {
-                merge: 1,
-                ..case.clone()
-            },
-            ["no merge", "windows of 3"],
-        ),
-        (
-            Case {
-                reduced: ReducedWhen::PerMicroStep,
-                ..case.clone()
-            },
+            Case { reduced: ReducedWhen::PerMicroStep, ..case.clone() },
             ["reduced in every one", "once per window"],
         ),
     ];
@@ -214,16 +174,10 @@ fn local_sgd_goes_on_bit_for_bit_between_averages() {
     let rule = LocalSgd::every(NonZeroU64::new(4).unwrap());
     for rule in [rule, rule.adaptive()] {
         for merge in [1, 2] {
-            let case = Case {
-                merge,
-                ..averaging(rule)
-            };
+            let case = Case { merge, ..averaging(rule) };
             let whole = part(&case, None, 0, 22);
             let fixed = rule.interval == Interval::Fixed;
-            assert!(
-                !fixed || whole[0] != whole[1],
-                "ranks differ between averages"
-            );
+            assert!(!fixed || whole[0] != whole[1], "ranks differ between averages");
             for at in [1, 3, 5, 12] {
                 let folder = tempfile::tempdir().unwrap();
                 part(&case, Some(folder.path()), 0, at);
@@ -239,33 +193,15 @@ fn a_local_sgd_run_is_refused_by_other_ranks_and_other_plans() {
     let case = averaging(LocalSgd::every(NonZeroU64::new(4).unwrap()));
     let folder = tempfile::tempdir().unwrap();
     part(&case, Some(folder.path()), 0, 3);
-    let error = refusal(
-        &Case {
-            world: 2,
-            ..case.clone()
-        },
-        folder.path(),
-    );
-    assert!(
-        error.contains("2 ranks") && error.contains("average them"),
-        "{error}"
-    );
-    let plain = Case {
-        local_sgd: None,
-        ..case.clone()
-    };
+    let error = refusal(&Case { world: 2, ..case.clone() }, folder.path());
+    assert!(error.contains("2 ranks") && error.contains("average them"), "{error}");
+    let plain = Case { local_sgd: None, ..case.clone() };
     let error = refusal(&plain, folder.path());
-    assert!(
-        error.contains("no averages") && error.contains("every 4 steps"),
-        "{error}"
-    );
+    assert!(error.contains("no averages") && error.contains("every 4 steps"), "{error}");
     let other = tempfile::tempdir().unwrap();
     part(&plain, Some(other.path()), 0, 3);
     let error = refusal(&case, other.path());
-    assert!(
-        error.contains("local_sgd") && error.contains("no averages"),
-        "{error}"
-    );
+    assert!(error.contains("local_sgd") && error.contains("no averages"), "{error}");
 }
 
 /// Own gradients in the micro-steps before 6, rank 0's on all ranks from then on: their mean is
@@ -291,26 +227,16 @@ fn the_mean_of_an_open_window_goes_on_with_any_number_of_ranks() {
         let expected = part_with(&case, None, (0, 12), own_then_first);
         let folder = tempfile::tempdir().unwrap();
         part(&case, Some(folder.path()), 0, 6);
-        let two = Case {
-            world: 2,
-            ..case.clone()
-        };
+        let two = Case { world: 2, ..case.clone() };
         let error = refusal(&two, folder.path());
-        assert!(
-            error.contains("--average") && error.contains("@window"),
-            "{error}"
-        );
+        assert!(error.contains("--average") && error.contains("@window"), "{error}");
         let mean = tempfile::tempdir().unwrap();
         let manifest = Manifest::read(folder.path()).unwrap();
         let written = manifest.average(folder.path(), mean.path(), 3).unwrap();
         assert_eq!(written.open.as_ref().unwrap().ranks, 1);
         for world in [1, 2, 4] {
             for zero in [ZeroStage::None, ZeroStage::Two, ZeroStage::Three] {
-                let other = Case {
-                    world,
-                    zero,
-                    ..case.clone()
-                };
+                let other = Case { world, zero, ..case.clone() };
                 let folder = tempfile::tempdir().unwrap();
                 written.reshard(mean.path(), folder.path(), 1).unwrap();
                 let found = part_with(&other, Some(folder.path()), (6, 12), own_then_first);
@@ -327,11 +253,7 @@ fn a_window_reduced_in_every_micro_step_goes_on_with_any_number_of_ranks_as_it_i
     for world in [1, 2] {
         let folder = tempfile::tempdir().unwrap();
         part(&case, Some(folder.path()), 0, 6);
-        let other = Case {
-            world,
-            zero: ZeroStage::One,
-            ..case.clone()
-        };
+        let other = Case { world, zero: ZeroStage::One, ..case.clone() };
         let found = part_with(&other, Some(folder.path()), (6, 12), own_then_first);
         assert!(found[0] == expected[0], "{world}");
     }
@@ -339,8 +261,7 @@ fn a_window_reduced_in_every_micro_step_goes_on_with_any_number_of_ranks_as_it_i
 
 fn floats(bytes: &[u8]) -> Vec<f32> {
     let four = bytes.chunks_exact(4);
-    four.map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-        .collect()
+    four.map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
 fn mean_of(ranks: &[&[u8]]) -> Vec<f32> {
@@ -357,15 +278,9 @@ fn a_local_sgd_run_goes_on_with_other_ranks_once_it_has_been_averaged() {
     let case = averaging(LocalSgd::every(NonZeroU64::new(4).unwrap()));
     let folder = tempfile::tempdir().unwrap();
     let ranks = part(&case, Some(folder.path()), 0, 7);
-    let two = Case {
-        world: 2,
-        ..case.clone()
-    };
+    let two = Case { world: 2, ..case.clone() };
     let error = refusal(&two, folder.path());
-    assert!(
-        error.contains("3 ranks") && error.contains("--average"),
-        "{error}"
-    );
+    assert!(error.contains("3 ranks") && error.contains("--average"), "{error}");
     let mean = tempfile::tempdir().unwrap();
     let manifest = Manifest::read(folder.path()).unwrap();
     let written = manifest.average(folder.path(), mean.path(), 2).unwrap();
@@ -379,10 +294,7 @@ fn a_local_sgd_run_goes_on_with_other_ranks_once_it_has_been_averaged() {
         assert!(!averaged.contains_key(&key(1)));
     }
     for world in [1, 2, 5] {
-        let other = Case {
-            world,
-            ..case.clone()
-        };
+        let other = Case { world, ..case.clone() };
         let folder = tempfile::tempdir().unwrap();
         written.reshard(mean.path(), folder.path(), 1).unwrap();
         let found = part(&other, Some(folder.path()), 7, 7);
@@ -403,42 +315,20 @@ fn a_local_sgd_run_goes_on_with_other_ranks_once_it_has_been_averaged() {
 #[test]
 fn what_ranks_have_alike_at_an_average_any_number_of_them_loads() {
     let rule = LocalSgd::every(NonZeroU64::new(4).unwrap());
-    let alike = Case {
-        infinite: None,
-        scaled: None,
-        ..averaging(rule)
-    };
-    let no_state = Sgd {
-        momentum: 0.0,
-        ..Sgd::default()
-    };
-    let plain = Case {
-        rule: no_state.into(),
-        ..alike.clone()
-    };
+    let alike = Case { infinite: None, scaled: None, ..averaging(rule) };
+    let no_state = Sgd { momentum: 0.0, ..Sgd::default() };
+    let plain = Case { rule: no_state.into(), ..alike.clone() };
     let with_state = Case {
-        local_sgd: Some(LocalSgd {
-            averaged: fusestep_planner::Averaged::ParamsAndState,
-            ..rule
-        }),
+        local_sgd: Some(LocalSgd { averaged: fusestep_planner::Averaged::ParamsAndState, ..rule }),
         ..alike.clone()
     };
-    for (case, at, loads) in [
-        (&plain, 4, true),
-        (&plain, 5, false),
-        (&with_state, 4, true),
-        (&alike, 4, false),
-    ] {
-        let case = Case {
-            without_gradient: Vec::new(),
-            ..case.clone()
-        };
+    for (case, at, loads) in
+        [(&plain, 4, true), (&plain, 5, false), (&with_state, 4, true), (&alike, 4, false)]
+    {
+        let case = Case { without_gradient: Vec::new(), ..case.clone() };
         let folder = tempfile::tempdir().unwrap();
         let ranks = part(&case, Some(folder.path()), 0, at);
-        let other = Case {
-            world: 2,
-            ..case.clone()
-        };
+        let other = Case { world: 2, ..case.clone() };
         if loads {
             let found = part(&other, Some(folder.path()), at, at);
             assert!(found[0] == ranks[0] && found[1] == ranks[2]);
@@ -449,10 +339,7 @@ fn what_ranks_have_alike_at_an_average_any_number_of_them_loads() {
         assert!(error.contains(differs), "{error}");
     }
     let folder = tempfile::tempdir().unwrap();
-    let closed = Case {
-        local_sgd: None,
-        ..alike
-    };
+    let closed = Case { local_sgd: None, ..alike };
     part(&closed, Some(folder.path()), 0, 2);
     let manifest = Manifest::read(folder.path()).unwrap();
     let out = tempfile::tempdir().unwrap();

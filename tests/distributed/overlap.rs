@@ -51,18 +51,14 @@ impl Network {
             let value = |element| noise([3, at as u64, element]) * scale;
             let values: Vec<f32> = (0..desc.numel()).map(value).collect();
             let bytes = bytemuck::cast_slice(&values);
-            state
-                .write(backend, Role::Param, &desc.name, bytes)
-                .unwrap();
+            state.write(backend, Role::Param, &desc.name, bytes).unwrap();
         }
         state
     }
 
     fn input(self, rank: usize, step: u64) -> Vec<f32> {
         let elements = 0..(self.samples * self.width) as u64;
-        elements
-            .map(|element| noise([rank as u64 + 11, step, element]))
-            .collect()
+        elements.map(|element| noise([rank as u64 + 11, step, element])).collect()
     }
 
     /// Activations before and behind every layer.
@@ -174,19 +170,13 @@ fn train(
     let (rank, mut started) = (plan.topology().rank, Vec::new());
     for step in 0..3 {
         let activations = network.forward(&state, &plan, network.input(rank, step));
-        network.backward(
-            (&mut state, &plan),
-            &activations,
-            reads,
-            |state, name, grad| {
-                if name == plan.params()[0].name {
-                    started.push(state.segments_started());
-                }
-                let bytes = bytemuck::cast_slice(grad);
-                plan.push_grad(state, &backend, &mut comms, name, bytes)
-                    .unwrap();
-            },
-        );
+        network.backward((&mut state, &plan), &activations, reads, |state, name, grad| {
+            if name == plan.params()[0].name {
+                started.push(state.segments_started());
+            }
+            let bytes = bytemuck::cast_slice(grad);
+            plan.push_grad(state, &backend, &mut comms, name, bytes).unwrap();
+        });
         plan.step(&mut state, &backend, &mut comms).unwrap();
     }
     (whole_params(&plan, &state, &backend, &mut comms), started)
@@ -194,19 +184,13 @@ fn train(
 
 #[test]
 fn calls_and_updates_beside_a_backward_pass_that_computes_have_begun_and_change_no_bit() {
-    let network = Network {
-        layers: 5,
-        width: 40,
-        samples: 3,
-    };
+    let network = Network { layers: 5, width: 40, samples: 3 };
     // A bucket for each layer.
     let cap = 4 * 40 * 40;
     for world in 1..=3 {
         for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two] {
             let run = |planner: Planner, streams, reads| {
-                on_ranks(world, |comm| {
-                    train(network, &planner, (comm, streams), reads)
-                })
+                on_ranks(world, |comm| train(network, &planner, (comm, streams), reads))
             };
             let of = |streams| run(planner(cap, zero), streams, Reads::BeforeGiving);
             let expected = of(0);
@@ -217,11 +201,7 @@ fn calls_and_updates_beside_a_backward_pass_that_computes_have_begun_and_change_
                 of(2),
                 run(in_backward(), 0, Reads::BeforeGiving),
                 run(in_backward(), 2, Reads::BeforeGiving),
-                run(
-                    in_backward().with(FuseReduceIntoUpdate),
-                    0,
-                    Reads::BeforeGiving,
-                ),
+                run(in_backward().with(FuseReduceIntoUpdate), 0, Reads::BeforeGiving),
             ];
             for (way, found) in ways.iter().enumerate() {
                 for ((found, started), (expected, _)) in found.iter().zip(&expected) {
@@ -260,8 +240,7 @@ fn time(
         let mut give = |state: &mut State, name: &str, grad: &[f32]| {
             if steps {
                 let bytes = bytemuck::cast_slice(grad);
-                plan.push_grad(state, &backend, &mut comms, name, bytes)
-                    .unwrap();
+                plan.push_grad(state, &backend, &mut comms, name, bytes).unwrap();
             }
         };
         if computes {
@@ -277,10 +256,7 @@ fn time(
         }
         let mut slowest = [begun.elapsed().as_secs_f64()];
         let largest = fusestep_collective::ReduceOp::Max;
-        comms
-            .communicator()
-            .all_reduce(&mut slowest, largest)
-            .unwrap();
+        comms.communicator().all_reduce(&mut slowest, largest).unwrap();
         best = best.min(slowest[0]);
     }
     best
@@ -293,11 +269,7 @@ fn time(
 #[test]
 #[ignore = "prints times, which other work on the machine changes"]
 fn times_of_a_step_beside_a_backward_pass_that_computes() {
-    let network = Network {
-        layers: 12,
-        width: 768,
-        samples: 24,
-    };
+    let network = Network { layers: 12, width: 768, samples: 24 };
     for world in [1, 2] {
         for zero in [ZeroStage::None, ZeroStage::One] {
             let cap = 4 << 20;
@@ -315,20 +287,14 @@ fn times_of_a_step_beside_a_backward_pass_that_computes() {
                 ("2 communication streams", plain(), 2, both),
                 ("updates in backward", plain().with(early()), 0, both),
                 ("updates in backward, fused", fused().with(early()), 0, both),
-                (
-                    "updates in backward, 2 streams",
-                    plain().with(early()),
-                    2,
-                    both,
-                ),
+                ("updates in backward, 2 streams", plain().with(early()), 2, both),
             ];
             let mut best = [f64::INFINITY; 10];
             // In turn, so that a machine that grows slower does so for all.
             for _ in 0..3 {
                 for (best, (_, planner, streams, parts)) in best.iter_mut().zip(&rows) {
-                    let times = on_ranks(world, |comm| {
-                        time(network, planner, (comm, *streams), *parts)
-                    });
+                    let times =
+                        on_ranks(world, |comm| time(network, planner, (comm, *streams), *parts));
                     *best = best.min(1e3 * times[0]);
                 }
             }

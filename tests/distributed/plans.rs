@@ -36,10 +36,7 @@ fn buckets(plan: &Plan) -> Vec<(String, Vec<u64>)> {
             plan.params()[param].name.as_str()
         });
         let numels = plan.buckets()[segment.buckets.clone()].iter();
-        (
-            names.collect(),
-            numels.map(|bucket| bucket.numel()).collect(),
-        )
+        (names.collect(), numels.map(|bucket| bucket.numel()).collect())
     };
     plan.segments().iter().map(of_segment).collect()
 }
@@ -69,20 +66,13 @@ fn caps_are_exact_in_bytes_with_padding_and_in_count() {
     let named = |segments: &[(&str, &[u64])]| -> Vec<(String, Vec<u64>)> {
         let segments = segments.iter();
         let numels = |slots: &[u64]| slots.iter().map(|slots| slots * SLOT).collect();
-        segments
-            .map(|(names, slots)| ((*names).to_owned(), numels(slots)))
-            .collect()
+        segments.map(|(names, slots)| ((*names).to_owned(), numels(slots))).collect()
     };
     // From the plan's end; `d` and `a` are cut at exactly the cap, and `c` and `b` are exactly as
     // long.
     assert_eq!(
         found(FuseAllReduce::of_bytes(slots(15))),
-        named(&[
-            ("e", &[1]),
-            ("d", &[15, 15, 10]),
-            ("cb", &[15]),
-            ("a", &[15, 5])
-        ])
+        named(&[("e", &[1]), ("d", &[15, 15, 10]), ("cb", &[15]), ("a", &[15, 5])])
     );
     // One byte less, and the padding behind `c` is too much.
     let less = found(FuseAllReduce::of_bytes(slots(15) - 1));
@@ -91,10 +81,7 @@ fn caps_are_exact_in_bytes_with_padding_and_in_count() {
     let alone = FuseAllReduce::of_bytes(slots(32))
         .oversize(Oversize::Alone)
         .ready_order(vec![0, 1, 2, 3, 4]);
-    assert_eq!(
-        found(alone),
-        named(&[("ab", &[30]), ("c", &[5]), ("d", &[40]), ("e", &[1])])
-    );
+    assert_eq!(found(alone), named(&[("ab", &[30]), ("c", &[5]), ("d", &[40]), ("e", &[1])]));
     let all = found(FuseAllReduce::of_bytes(slots(76)));
     assert_eq!(all, named(&[("edcba", &[76])]));
     assert_eq!(found(FuseAllReduce::of_bytes(slots(76) - 1)).len(), 2);
@@ -107,11 +94,7 @@ fn buckets_of_one_tensor_end_with_leaves_where_norms_are_taken() {
     let params = params(&[("a", 5_000, DType::F32), ("b", 700, DType::F32)]);
     let numels = |cap_bytes, clipped: bool| -> Vec<u64> {
         let planner = planner(FuseAllReduce::of_bytes(cap_bytes));
-        let planner = if clipped {
-            planner.with(ClipByGlobalNorm::new(1.0))
-        } else {
-            planner
-        };
+        let planner = if clipped { planner.with(ClipByGlobalNorm::new(1.0)) } else { planner };
         let plan = planner.plan_for(&params, Topology::new(0, 2).unwrap());
         let plan = plan.unwrap();
         plan.buckets().iter().map(|bucket| bucket.numel()).collect()
@@ -166,25 +149,14 @@ fn updated_parameters_come_in_one_call_for_each_owner_bucket_and_cap() {
         |cap_bytes: u64| broadcasts(&plan(ZeroStage::One, Ownership::Tensors, cap_bytes, 2));
     let named = |groups: &[(usize, &str)]| -> Vec<(usize, String)> {
         let groups = groups.iter();
-        groups
-            .map(|(owner, names)| (*owner, (*names).to_owned()))
-            .collect()
+        groups.map(|(owner, names)| (*owner, (*names).to_owned())).collect()
     };
     // From the plan's end 76 MiB; half of them lies in `d`, nearer to its end, so rank 0 owns `e`
     // and `d`, 41 MiB. The half of `h` is as near to its start as to its end; rank 1 owns it.
-    assert_eq!(
-        groups(32 << 20),
-        named(&[(0, "e"), (0, "d"), (1, "cb"), (1, "a"), (1, "h")])
-    );
+    assert_eq!(groups(32 << 20), named(&[(0, "e"), (0, "d"), (1, "cb"), (1, "a"), (1, "h")]));
     // 5, 10 and 20 MiB are exactly 35.
-    assert_eq!(
-        groups(35 << 20),
-        named(&[(0, "e"), (0, "d"), (1, "cba"), (1, "h")])
-    );
-    assert_eq!(
-        groups((35 << 20) - 1)[2..],
-        named(&[(1, "cb"), (1, "a"), (1, "h")])
-    );
+    assert_eq!(groups(35 << 20), named(&[(0, "e"), (0, "d"), (1, "cba"), (1, "h")]));
+    assert_eq!(groups((35 << 20) - 1)[2..], named(&[(1, "cb"), (1, "a"), (1, "h")]));
     assert_eq!(groups(41 << 20), named(&[(0, "ed"), (1, "cba"), (1, "h")]));
     assert_eq!(groups(1).len(), params.len());
     for (zero, ownership, world, why) in [
@@ -202,22 +174,15 @@ fn updated_parameters_come_in_one_call_for_each_owner_bucket_and_cap() {
 
 #[test]
 fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
-    let params = params(&[
-        ("a", 10_007, DType::F32),
-        ("b", 3, DType::F32),
-        ("c", 60_000, DType::F32),
-    ]);
+    let params =
+        params(&[("a", 10_007, DType::F32), ("b", 3, DType::F32), ("c", 60_000, DType::F32)]);
     // In slots 10,048, 64 and 60,032 elements, of two moments.
     let all = 8 * 70_144;
     for zero in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
         for world in [1usize, 2, 3, 4, 7] {
             let planner = planner(FuseAllReduce::default()).with(Shard::new(zero));
             let plans: Vec<Plan> = (0..world)
-                .map(|rank| {
-                    planner
-                        .plan_for(&params, Topology::new(rank, world).unwrap())
-                        .unwrap()
-                })
+                .map(|rank| planner.plan_for(&params, Topology::new(rank, world).unwrap()).unwrap())
                 .collect();
             assert!(plans.iter().all(|plan| plan.hash() == plans[0].hash()));
             let bytes = plans.iter().map(Plan::state_bytes);
@@ -241,22 +206,13 @@ fn ranks_agree_on_the_plan_and_hold_their_share_of_the_state() {
 fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
     let params = params(&[("a", 1 << 20, DType::F32), ("b", 3 << 20, DType::F32)]);
     let plan = plan(&params, FuseAllReduce::of_bytes(1 << 20), 2);
-    let link = Link {
-        alpha_seconds: 1e-5,
-        beta_bytes_per_second: 1e9,
-    };
-    let model = |comm_streams| CostModel {
-        backward_seconds: 0.1,
-        comm_streams,
-        ..CostModel::from(link)
-    };
+    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
+    let model =
+        |comm_streams| CostModel { backward_seconds: 0.1, comm_streams, ..CostModel::from(link) };
     let [after, beside, two] = [0, 1, 2].map(|streams| plan.rank_summary(model(streams)));
     // 16 calls of 1 MiB: latency and bytes of all of them, or of the last.
     let call = 1e-5 + f64::from(1 << 20) / 1e9;
-    assert!(
-        (after.exposed_ns / 1e9 - 16.0 * call).abs() < 1e-9,
-        "{after:?}"
-    );
+    assert!((after.exposed_ns / 1e9 - 16.0 * call).abs() < 1e-9, "{after:?}");
     assert!((beside.exposed_ns / 1e9 - call).abs() < 1e-9, "{beside:?}");
     assert!(two.exposed_ns <= beside.exposed_ns * 1.000_001);
     assert!((after.predicted_step_ns - after.exposed_ns - 1e8).abs() < 1.0);
@@ -268,16 +224,9 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
     // √(16 MiB · 10 µs · 1 GB/s)
     assert_eq!(after.proposed_bucket_cap_bytes, 409_600);
     let timeline = plan.timeline(&model(1));
-    let reduces = timeline
-        .iter()
-        .filter(|event| event.kind == EventKind::Reduce);
+    let reduces = timeline.iter().filter(|event| event.kind == EventKind::Reduce);
     assert_eq!(reduces.clone().count(), 16);
-    assert!(
-        reduces
-            .clone()
-            .zip(reduces.skip(1))
-            .all(|(a, b)| a.end <= b.start + 1e-12)
-    );
+    assert!(reduces.clone().zip(reduces.skip(1)).all(|(a, b)| a.end <= b.start + 1e-12));
     let page = plan.ranks_to_html(&model(1));
     assert!(page.matches("<rect").count() >= 17 && page.contains("bucket 15"));
 }
@@ -286,15 +235,9 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
 fn an_update_takes_as_long_as_its_bytes() {
     // 2 Mi elements in one bucket; SGD without momentum reads two tensors and writes one.
     let params = params(&[("a", 1 << 20, DType::F32), ("b", 1 << 20, DType::F32)]);
-    let rule = Sgd {
-        momentum: 0.0,
-        ..Sgd::default()
-    };
+    let rule = Sgd { momentum: 0.0, ..Sgd::default() };
     let bytes = f64::from(8 << 20);
-    let link = |beta_bytes_per_second| Link {
-        alpha_seconds: 0.0,
-        beta_bytes_per_second,
-    };
+    let link = |beta_bytes_per_second| Link { alpha_seconds: 0.0, beta_bytes_per_second };
     let model = CostModel {
         scatter: Some(link(4e9)),
         gather: Some(link(5e9)),
@@ -328,23 +271,12 @@ fn an_update_takes_as_long_as_its_bytes() {
     let merged = plan(ZeroStage::None, 3);
     near(merged.rank_summary(model).exposed_ns, 1.0 / 1e9);
     let merged = merged.timeline(&model);
-    assert_eq!(
-        merged
-            .iter()
-            .filter(|event| event.kind == EventKind::Backward)
-            .count(),
-        3
-    );
+    assert_eq!(merged.iter().filter(|event| event.kind == EventKind::Backward).count(), 3);
     let timeline = plan(ZeroStage::Two, 1).timeline(&model);
     let kinds: Vec<EventKind> = timeline.iter().map(|event| event.kind).collect();
     assert_eq!(
         kinds,
-        [
-            EventKind::Backward,
-            EventKind::Reduce,
-            EventKind::Update,
-            EventKind::Gather
-        ]
+        [EventKind::Backward, EventKind::Reduce, EventKind::Update, EventKind::Gather]
     );
     let without = plan(ZeroStage::None, 1).rank_summary(link(1e9));
     assert_eq!(without.local_ns, 0.0);
@@ -363,15 +295,10 @@ fn segments_that_were_given_back_are_allocated_anew_and_fewer_with_streams() {
     };
     let model = |comm_streams| CostModel {
         comm_streams,
-        ..CostModel::from(Link {
-            alpha_seconds: 0.0,
-            beta_bytes_per_second: 1e9,
-        })
+        ..CostModel::from(Link { alpha_seconds: 0.0, beta_bytes_per_second: 1e9 })
     };
-    let fresh = |comm_streams| CostModel {
-        fresh_bytes_per_second: Some(2e9),
-        ..model(comm_streams)
-    };
+    let fresh =
+        |comm_streams| CostModel { fresh_bytes_per_second: Some(2e9), ..model(comm_streams) };
     let shared = plan(ZeroStage::Two);
     // 8 segments of 1 MiB: one that is being filled, and one for each stream.
     for (streams, mib) in [(0, 1.0), (1, 2.0), (2, 3.0), (9, 8.0)] {
@@ -411,11 +338,8 @@ fn predicted_memory_is_what_a_state_holds_per_stage() {
 
 #[test]
 fn a_plan_says_how_many_gradients_are_reduced_in_how_many_calls() {
-    let params = params(&[
-        ("a", 3 * SLOT, DType::F32),
-        ("nothing", 0, DType::F32),
-        ("b", SLOT, DType::F32),
-    ]);
+    let params =
+        params(&[("a", 3 * SLOT, DType::F32), ("nothing", 0, DType::F32), ("b", SLOT, DType::F32)]);
     let told = |cap_bytes| {
         let plan = plan(&params, FuseAllReduce::of_bytes(cap_bytes), 2);
         let mut notes = plan.explain().iter();
@@ -432,17 +356,10 @@ fn a_plan_says_how_many_gradients_are_reduced_in_how_many_calls() {
 fn a_world_of_one_is_told_that_it_has_nothing_to_reduce() {
     let params = params(&[("a", 5, DType::F32)]);
     let plan = plan(&params, FuseAllReduce::default(), 1);
-    let link = Link {
-        alpha_seconds: 1e-5,
-        beta_bytes_per_second: 1e9,
-    };
+    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
     let summary = plan.rank_summary(link);
     assert_eq!((summary.collectives, summary.bytes_on_wire), (0, 0));
-    assert!(
-        plan.explain()
-            .iter()
-            .any(|note| note.reason.contains("nothing to reduce"))
-    );
+    assert!(plan.explain().iter().any(|note| note.reason.contains("nothing to reduce")));
 }
 
 #[test]
@@ -470,13 +387,8 @@ fn a_model_of_7_billion_on_1024_ranks_is_planned_within_a_second() {
     let planner = Planner::new(Adam::default().into())
         .with(FuseAllReduce::default())
         .with(Shard::new(ZeroStage::Three));
-    let plan = planner
-        .plan_for(&params, Topology::new(0, 1024).unwrap())
-        .unwrap();
-    let link = Link {
-        alpha_seconds: 1e-5,
-        beta_bytes_per_second: 1e10,
-    };
+    let plan = planner.plan_for(&params, Topology::new(0, 1024).unwrap()).unwrap();
+    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e10 };
     assert!(plan.rank_summary(link).collectives > 100);
     assert!(start.elapsed().as_millis() < 1_000, "{:?}", start.elapsed());
 }

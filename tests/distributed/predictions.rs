@@ -56,8 +56,7 @@ fn line(
         comms.communicator().barrier().unwrap();
         let start = Instant::now();
         for (param, grad) in params.iter().zip(&grads).rev() {
-            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad)
-                .unwrap();
+            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad).unwrap();
         }
         let report = plan.step(&mut state, &backend, &mut comms).unwrap();
         // The first touches memory for the first time.
@@ -108,8 +107,7 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
         for (param, grad) in params.iter().zip(&grads).rev() {
             std::thread::sleep(std::time::Duration::from_nanos(12 * param.numel()));
             let start = Instant::now();
-            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad)
-                .unwrap();
+            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad).unwrap();
             seconds += start.elapsed().as_secs_f64();
         }
         let start = Instant::now();
@@ -131,10 +129,7 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
 #[ignore = "prints times, which say something on a machine that does nothing else"]
 fn predictions_beside_what_is_measured() {
     let params = params();
-    let sgd = Sgd {
-        momentum: 0.0,
-        ..Sgd::default()
-    };
+    let sgd = Sgd { momentum: 0.0, ..Sgd::default() };
     for ranks in [2, 4] {
         let lines = run_ranks(ranks, &Options::default(), |mut comm| {
             let costs = measure(&mut comm).unwrap();
@@ -143,12 +138,7 @@ fn predictions_beside_what_is_measured() {
                 lines.push(peak(&mut comm, &params, cap_bytes));
             }
             for rule in [Optimizer::from(sgd), Adam::default().into()] {
-                for zero in [
-                    ZeroStage::None,
-                    ZeroStage::One,
-                    ZeroStage::Two,
-                    ZeroStage::Three,
-                ] {
+                for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
                     lines.push(line(&mut comm, &params, (rule, zero, costs)));
                 }
             }

@@ -36,9 +36,7 @@ fn start(case: &Case, comm: &dyn Communicator, backend: &CpuBackend) -> (Plan, S
     let mut state = plan.allocate(backend).unwrap();
     for (param, desc) in plan.params().iter().enumerate() {
         let values = case.first_values(param);
-        state
-            .write(backend, Role::Param, &desc.name, &values)
-            .unwrap();
+        state.write(backend, Role::Param, &desc.name, &values).unwrap();
     }
     (plan, state)
 }
@@ -82,19 +80,11 @@ fn asking_ahead_changes_no_bit_whatever_gradients_ranks_give_meanwhile() {
     for world in 1..=5 {
         // One rank gives nothing at all, so it starts its buckets long after the others.
         let without_gradient = (0..6).map(|param| (world - 1, 1, param)).collect();
-        let base = Case {
-            without_gradient,
-            ..case(world)
-        };
+        let base = Case { without_gradient, ..case(world) };
         let expected = base.run().params;
         for (streams, group) in [(0, None), (1, None), (2, None), (1, NonZeroUsize::new(2))] {
             let shard_group = group.filter(|group| world.is_multiple_of(group.get()));
-            let case = Case {
-                streams,
-                shard_group,
-                cap: Some(4_000),
-                ..base.clone()
-            };
+            let case = Case { streams, shard_group, cap: Some(4_000), ..base.clone() };
             let expected = match shard_group {
                 Some(_) => case.by_hand().params,
                 None => expected.clone(),
@@ -111,18 +101,8 @@ fn asking_ahead_changes_no_bit_whatever_gradients_ranks_give_meanwhile() {
 
 #[test]
 fn several_dtypes_come_in_one_go_and_other_stages_copy() {
-    for zero in [
-        ZeroStage::None,
-        ZeroStage::One,
-        ZeroStage::Two,
-        ZeroStage::Three,
-    ] {
-        let case = Case {
-            zero,
-            streams: 1,
-            mixed: Mixed::Yes,
-            ..case(3)
-        };
+    for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+        let case = Case { zero, streams: 1, mixed: Mixed::Yes, ..case(3) };
         let ranks = run_ranks(3, &Options::default(), |mut comm| {
             let backend = CpuBackend::new(NonZeroUsize::MIN);
             let (plan, state) = start(&case, &comm, &backend);
@@ -157,14 +137,10 @@ fn parameters_that_change_on_the_way_are_refused_and_the_stream_goes_on() {
             let name = plan.params()[0].name.as_str();
             let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
             let gradient = case.gradient(0, 0, 0);
-            plan.push_grad(&mut state, &backend, &mut comms, name, &gradient)
-                .unwrap();
+            plan.push_grad(&mut state, &backend, &mut comms, name, &gradient).unwrap();
             plan.step(&mut state, &backend, &mut comms).unwrap();
             let error = pending.unwrap().wait(&state).unwrap_err();
-            assert!(
-                matches!(error, PlanError::StaleParams { changes: 1 }),
-                "{error}"
-            );
+            assert!(matches!(error, PlanError::StaleParams { changes: 1 }), "{error}");
             let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
             let other = plan.allocate(&backend).unwrap();
             let error = pending.unwrap().wait(&other).unwrap_err();
@@ -182,10 +158,7 @@ fn parameters_that_change_on_the_way_are_refused_and_the_stream_goes_on() {
 
 #[test]
 fn parameters_given_up_on_their_way_close_the_stream_with_an_error_that_names_the_rank() {
-    let case = Case {
-        streams: 1,
-        ..case(3)
-    };
+    let case = Case { streams: 1, ..case(3) };
     let errors = run_ranks(3, &Options::default(), |mut comm| {
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let (plan, state) = start(&case, &comm, &backend);
@@ -203,10 +176,7 @@ fn parameters_given_up_on_their_way_close_the_stream_with_an_error_that_names_th
     });
     for error in errors.unwrap() {
         let error = error.unwrap();
-        assert!(
-            error.contains("rank 1") && error.contains("prefetch"),
-            "{error}"
-        );
+        assert!(error.contains("rank 1") && error.contains("prefetch"), "{error}");
     }
 }
 
@@ -254,24 +224,14 @@ impl<C: Communicator> Communicator for StreamFaults<C> {
 
 #[test]
 fn a_rank_that_fails_dies_or_stalls_on_the_way_ends_all_ranks_with_an_error_that_names_it() {
-    let options = Options {
-        timeout: Duration::from_millis(400),
-        ..Options::default()
-    };
+    let options = Options { timeout: Duration::from_millis(400), ..Options::default() };
     for kind in [FaultKind::Fail, FaultKind::Kill, FaultKind::StallMs(1_500)] {
         for call in [1, 4, 9] {
             let (rank, world) = (call as usize % 3, 3);
             let fault = Fault { rank, call, kind };
-            let case = Case {
-                streams: 2,
-                ..case(world)
-            };
+            let case = Case { streams: 2, ..case(world) };
             let ended = run_ranks(world, &options, |comm| {
-                let mut comm = StreamFaults {
-                    inner: comm,
-                    splits: 0,
-                    fault,
-                };
+                let mut comm = StreamFaults { inner: comm, splits: 0, fault };
                 train_ahead(&case, &mut comm).map(drop)
             });
             let errors: Vec<String> = ended
@@ -289,10 +249,7 @@ fn a_rank_that_fails_dies_or_stalls_on_the_way_ends_all_ranks_with_an_error_that
 
 #[test]
 fn a_rank_whose_own_code_fails_while_parameters_are_on_their_way_ends_the_others_too() {
-    let case = Case {
-        streams: 1,
-        ..case(3)
-    };
+    let case = Case { streams: 1, ..case(3) };
     let errors = run_ranks(3, &Options::default(), |mut comm| {
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let (plan, state) = start(&case, &comm, &backend);

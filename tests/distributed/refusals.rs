@@ -28,14 +28,8 @@ fn case(rule: Optimizer, world: usize) -> Case {
 
 /// Rules that no state of the first goes on with, and whether it is for other tensors.
 fn strangers() -> Vec<(Optimizer, Optimizer, bool)> {
-    let sgd = Sgd {
-        momentum: 0.9,
-        ..Sgd::default()
-    };
-    let plain = Sgd {
-        momentum: 0.0,
-        ..sgd
-    };
+    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    let plain = Sgd { momentum: 0.0, ..sgd };
     let (adam, lamb) = (Optimizer::from(Adam::default()), Lamb::default().into());
     let lars = Lars::default().into();
     vec![
@@ -83,14 +77,7 @@ fn a_rule_of_other_scalars_or_tensors_is_an_error_and_changes_nothing() {
 
 #[test]
 fn a_rule_of_other_values_is_taken_up_by_all_ranks_alike() {
-    let (slow, fast) = (
-        Adam::default(),
-        Adam {
-            lr: 0.5,
-            beta1: 0.5,
-            ..Adam::default()
-        },
-    );
+    let (slow, fast) = (Adam::default(), Adam { lr: 0.5, beta1: 0.5, ..Adam::default() });
     let run = |from: Adam, to: Option<Adam>, world| {
         let case = case(from.into(), world);
         let ranks = on_ranks(world, |comm| {

@@ -20,11 +20,7 @@ fn case() -> Case {
 }
 
 fn at_random(seed: u64, master: Master, state: StateDType) -> Precision {
-    Precision {
-        master,
-        state,
-        rounding: Rounding::Stochastic { seed },
-    }
+    Precision { master, state, rounding: Rounding::Stochastic { seed } }
 }
 
 #[test]
@@ -37,19 +33,10 @@ fn shards_round_at_random_as_whole_tensors_do() {
     for rule in each_rule() {
         for precision in precisions {
             for world in 1..=4 {
-                let whole = Case {
-                    rule,
-                    world,
-                    precision: Some(precision),
-                    ..case()
-                };
+                let whole = Case { rule, world, precision: Some(precision), ..case() };
                 let expected = whole.run();
                 for zero in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
-                    let found = Case {
-                        zero,
-                        ..whole.clone()
-                    }
-                    .run();
+                    let found = Case { zero, ..whole.clone() }.run();
                     assert!(
                         found.params == expected.params,
                         "{} {precision:?} {world} {zero:?}",
@@ -65,13 +52,7 @@ fn shards_round_at_random_as_whole_tensors_do() {
 fn owners_of_whole_tensors_round_as_well_and_seeds_draw_apart() {
     let run = |seed, zero, ownership| {
         let precision = Some(at_random(seed, Master::None, StateDType::Compute));
-        let case = Case {
-            world: 3,
-            precision,
-            zero,
-            ownership,
-            ..case()
-        };
+        let case = Case { world: 3, precision, zero, ownership, ..case() };
         case.run().params
     };
     let whole = run(5, ZeroStage::None, Ownership::Elements);

@@ -18,10 +18,7 @@ fn case(world: usize) -> Case {
         numels: vec![70_001, 3, 0, 1, 5_003, 130, 2_257],
         world,
         clip: Some(CLIP),
-        without_gradient: (0..world)
-            .map(|rank| (rank, 1, 4))
-            .chain([(0, 2, 6)])
-            .collect(),
+        without_gradient: (0..world).map(|rank| (rank, 1, 4)).chain([(0, 2, 6)]).collect(),
         ..Case::default()
     }
 }
@@ -31,10 +28,7 @@ fn lars() -> Lars {
 }
 
 fn adamw() -> Adam {
-    Adam {
-        lr: 0.01,
-        ..Adam::default()
-    }
+    Adam { lr: 0.01, ..Adam::default() }
 }
 
 fn names(case: &Case) -> Vec<String> {
@@ -53,26 +47,14 @@ fn planner(case: &Case, zero: ZeroStage) -> Planner {
 /// All parameters by either rule alone: the gradients, so their norm and the factor, are those of
 /// the two together.
 fn by_hand(case: &Case) -> (Vec<Vec<u8>>, Vec<Option<u64>>) {
-    let of = |rule| {
-        Case {
-            rule,
-            ..case.clone()
-        }
-        .by_hand()
-    };
+    let of = |rule| Case { rule, ..case.clone() }.by_hand();
     let (lars, adamw) = (of(lars().into()), of(adamw().into()));
     let norms = |outcome: &crate::run::Outcome| -> Vec<Option<u64>> {
         let reports = outcome.reports.iter();
-        reports
-            .map(|report| report.grad_norm.map(f64::to_bits))
-            .collect()
+        reports.map(|report| report.grad_norm.map(f64::to_bits)).collect()
     };
     assert_eq!(norms(&lars), norms(&adamw));
-    assert!(
-        lars.reports
-            .iter()
-            .all(|report| report.grad_norm > Some(CLIP))
-    );
+    assert!(lars.reports.iter().all(|report| report.grad_norm > Some(CLIP)));
     let both = (0..case.numels.len()).map(|param| {
         let from = if LARS.contains(&param) { &lars } else { &adamw };
         from.params[param].clone()
@@ -82,9 +64,7 @@ fn by_hand(case: &Case) -> (Vec<Vec<u8>>, Vec<Option<u64>>) {
 
 fn norms(trained: &Trained) -> Vec<Option<u64>> {
     let updates = trained.reports.iter().map(|report| report.update.unwrap());
-    updates
-        .map(|update| update.grad_norm.map(f64::to_bits))
-        .collect()
+    updates.map(|update| update.grad_norm.map(f64::to_bits)).collect()
 }
 
 #[test]
@@ -92,12 +72,7 @@ fn groups_have_the_bits_of_their_own_rules_under_one_norm() {
     for world in [1, 3] {
         let case = case(world);
         let (expected, expected_norms) = by_hand(&case);
-        for zero in [
-            ZeroStage::None,
-            ZeroStage::One,
-            ZeroStage::Two,
-            ZeroStage::Three,
-        ] {
+        for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
             for trained in train(&case, &planner(&case, zero)) {
                 assert!(trained.params == expected, "{world} {zero:?}");
                 assert_eq!(norms(&trained), expected_norms, "{world} {zero:?}");
@@ -107,10 +82,7 @@ fn groups_have_the_bits_of_their_own_rules_under_one_norm() {
             .naive()
             .group(names(&case), lars().into())
             .with(ClipByGlobalNorm::new(CLIP));
-        assert!(
-            train(&case, &naive)[world - 1].params == expected,
-            "{world}"
-        );
+        assert!(train(&case, &naive)[world - 1].params == expected, "{world}");
     }
 }
 
@@ -123,11 +95,7 @@ fn groups_split_storages_and_launches_and_the_plan_says_so() {
         let plan = plan.unwrap();
         assert_eq!(plan.storages().len(), 2);
         for (param, desc) in plan.params().iter().enumerate() {
-            let rule = if LARS.contains(&param) {
-                lars().into()
-            } else {
-                adamw().into()
-            };
+            let rule = if LARS.contains(&param) { lars().into() } else { adamw().into() };
             assert_eq!(plan.optimizer_of(param), &rule, "{}", desc.name);
             let own =
                 |spec: &&fusestep_planner::StorageSpec| spec.members.contains(&(param as u32));
@@ -144,10 +112,7 @@ fn groups_split_storages_and_launches_and_the_plan_says_so() {
         assert!(split("coalesce_gradients", "a launch has one rule"));
         assert!(split("fuse_optimizer", "run apart"));
         let text = plan.to_string();
-        assert!(
-            text.contains("adam") && text.contains("  and lars"),
-            "{text}"
-        );
+        assert!(text.contains("adam") && text.contains("  and lars"), "{text}");
     }
 }
 
@@ -176,27 +141,16 @@ fn names_that_are_unknown_or_in_two_groups_are_refused() {
         .group(["layer0.weight0"], lars().into())
         .group(["layer0.weight0"], Adam::default().into());
     let error = twice.plan(&case.params()).unwrap_err().to_string();
-    assert!(
-        error.contains("`layer0.weight0`: the group of lars"),
-        "{error}"
-    );
-    let wrong = Lars {
-        lr: f64::NAN,
-        ..lars()
-    };
+    assert!(error.contains("`layer0.weight0`: the group of lars"), "{error}");
+    let wrong = Lars { lr: f64::NAN, ..lars() };
     let wrong = Planner::new(adamw().into()).group(["layer0.weight0"], wrong.into());
     assert!(wrong.plan(&case.params()).is_err());
 }
 
 #[test]
 fn each_group_has_a_learning_rate_of_its_own() {
-    let case = Case {
-        without_gradient: Vec::new(),
-        ..case(1)
-    };
-    let plan = planner(&case, ZeroStage::None)
-        .plan(&case.params())
-        .unwrap();
+    let case = Case { without_gradient: Vec::new(), ..case(1) };
+    let plan = planner(&case, ZeroStage::None).plan(&case.params()).unwrap();
     let backend = backend();
     let step = |rates: [Option<f64>; 2]| -> Vec<Vec<u8>> {
         let mut state = start(&case, &plan, &backend);
@@ -226,8 +180,5 @@ fn each_group_has_a_learning_rate_of_its_own() {
     }
     let mut state = start(&case, &plan, &backend);
     let error = state.set_lr_of(2, 0.1).unwrap_err();
-    assert!(
-        matches!(error, PlanError::UnknownRule { rule: 2, count: 2 }),
-        "{error}"
-    );
+    assert!(matches!(error, PlanError::UnknownRule { rule: 2, count: 2 }), "{error}");
 }

@@ -201,9 +201,7 @@ impl Case {
         if wide {
             values.flat_map(f32::to_le_bytes).collect()
         } else {
-            values
-                .flat_map(|v| bf16::from_f32(v).to_le_bytes())
-                .collect()
+            values.flat_map(|v| bf16::from_f32(v).to_le_bytes()).collect()
         }
     }
 
@@ -257,9 +255,7 @@ impl Case {
         };
         let mut state = plan.allocate(backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
-            state
-                .write(backend, Role::Param, &desc.name, &self.first_values(param))
-                .unwrap();
+            state.write(backend, Role::Param, &desc.name, &self.first_values(param)).unwrap();
         }
         let (mut reports, mut update_norms) = (Vec::new(), Vec::new());
         for step in 0..self.steps * u64::from(self.merge) {
@@ -273,8 +269,7 @@ impl Case {
                 if !self.lacks_gradient(rank, step, param) {
                     let bytes = self.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
-                    plan.push_grad(&mut state, backend, &mut comms, name, &bytes)
-                        .unwrap();
+                    plan.push_grad(&mut state, backend, &mut comms, name, &bytes).unwrap();
                 }
             }
             let report = plan.step(&mut state, backend, &mut comms).unwrap();
@@ -316,9 +311,7 @@ impl Case {
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
-            state
-                .write(&backend, Role::Param, &desc.name, &self.first_values(param))
-                .unwrap();
+            state.write(&backend, Role::Param, &desc.name, &self.first_values(param)).unwrap();
         }
         let (mut reports, mut update_norms) = (Vec::new(), Vec::new());
         for step in 0..self.steps {
@@ -326,9 +319,7 @@ impl Case {
                 let (sum, any) = self.mean_gradient(step, param);
                 if any || self.numels[param] == 0 {
                     let bytes: Vec<u8> = sum.into_iter().flat_map(f32::to_le_bytes).collect();
-                    state
-                        .write(&backend, Role::Grad, &desc.name, &bytes)
-                        .unwrap();
+                    state.write(&backend, Role::Grad, &desc.name, &bytes).unwrap();
                 } else {
                     state.set_without_gradient(&desc.name).unwrap()
                 }
@@ -338,17 +329,10 @@ impl Case {
         }
         let params = plan.params().iter().map(|desc| {
             let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
-            state
-                .read(&backend, Role::Param, &desc.name, &mut bytes)
-                .unwrap();
+            state.read(&backend, Role::Param, &desc.name, &mut bytes).unwrap();
             bytes
         });
-        Outcome {
-            params: params.collect(),
-            skipped: state.skipped(),
-            reports,
-            update_norms,
-        }
+        Outcome { params: params.collect(), skipped: state.skipped(), reports, update_norms }
     }
 
     /// The mean of all ranks' gradients, of means of groups, and whether any rank has one.
@@ -389,15 +373,9 @@ pub(crate) fn whole_params(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
 ) -> Vec<Vec<u8>> {
-    let names: Vec<&str> = plan
-        .params()
-        .iter()
-        .map(|param| param.name.as_str())
-        .collect();
+    let names: Vec<&str> = plan.params().iter().map(|param| param.name.as_str()).collect();
     let gathered = plan.gather(state, backend, comms, &names).unwrap();
-    (0..names.len())
-        .map(|at| gathered.bytes(at).to_vec())
-        .collect()
+    (0..names.len()).map(|at| gathered.bytes(at).to_vec()).collect()
 }
 
 /// A number from −1 to 1 that depends on the key alone.

@@ -37,18 +37,9 @@ impl<'a> Rank<'a> {
         let mut state = plan.allocate(&backend).unwrap();
         for (param, desc) in plan.params().iter().enumerate() {
             let first = case.first_values(param);
-            state
-                .write(&backend, Role::Param, &desc.name, &first)
-                .unwrap();
+            state.write(&backend, Role::Param, &desc.name, &first).unwrap();
         }
-        Self {
-            case,
-            plan,
-            backend,
-            state,
-            comms: Comms::direct(comm),
-            steps: 0,
-        }
+        Self { case, plan, backend, state, comms: Comms::direct(comm), steps: 0 }
     }
 
     /// One micro-step with gradients of this rank's own.
@@ -57,9 +48,7 @@ impl<'a> Rank<'a> {
         let (state, comms) = (&mut self.state, &mut self.comms);
         for (param, desc) in self.plan.params().iter().enumerate() {
             let bytes = self.case.gradient(rank, self.steps, param);
-            let pushed = self
-                .plan
-                .push_grad(state, &self.backend, comms, &desc.name, &bytes);
+            let pushed = self.plan.push_grad(state, &self.backend, comms, &desc.name, &bytes);
             pushed.unwrap();
         }
         self.plan.step(state, &self.backend, comms).unwrap();
@@ -68,23 +57,14 @@ impl<'a> Rank<'a> {
 
     fn save<'f>(&mut self, folder: impl Into<CheckpointFolder<'f>>) -> Result<(), PlanError> {
         let caller = texts(self.steps);
-        let run = RunToSave {
-            state: &self.state,
-            backend: &self.backend,
-            params: None,
-        };
+        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         self.plan.save_run(run, &mut self.comms, folder, caller)
     }
 
     fn begin(&mut self, saves: &mut Saves, folder: &Path) -> Result<(), PlanError> {
         let caller = texts(self.steps);
-        let run = RunToSave {
-            state: &self.state,
-            backend: &self.backend,
-            params: None,
-        };
-        self.plan
-            .save_behind(run, &mut self.comms, saves, folder, caller)
+        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
+        self.plan.save_behind(run, &mut self.comms, saves, folder, caller)
     }
 
     /// Begins a save whose caller has done seven steps.
@@ -93,11 +73,7 @@ impl<'a> Rank<'a> {
         checkpoints: &mut Checkpoints,
         folder: &Path,
     ) -> Result<(), PlanError> {
-        let run = RunToSave {
-            state: &self.state,
-            backend: &self.backend,
-            params: None,
-        };
+        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         checkpoints.begin(&self.plan, run, &mut self.comms, (folder, 7))
     }
 
@@ -140,13 +116,7 @@ fn on_ranks<R: Send>(case: &Case, body: impl Fn(usize, Rank<'_>) -> R + Sync) ->
 }
 
 fn small(world: usize, zero: ZeroStage) -> Case {
-    Case {
-        numels: vec![400, 3, 0, 90],
-        mixed: Mixed::Yes,
-        world,
-        zero,
-        ..Case::default()
-    }
+    Case { numels: vec![400, 3, 0, 90], mixed: Mixed::Yes, world, zero, ..Case::default() }
 }
 
 /// The tensors and the caller's texts of a checkpoint.
@@ -164,10 +134,7 @@ fn a_save_behind_holds_what_was_there_when_it_was_begun() {
         (4, ZeroStage::Two, 2),
         (4, ZeroStage::Three, 1),
     ] {
-        let case = Case {
-            merge,
-            ..small(world, zero)
-        };
+        let case = Case { merge, ..small(world, zero) };
         let (line, behind) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let saved = on_ranks(&case, |_, mut rank| {
             let mut saves = Saves::new();
@@ -188,11 +155,7 @@ fn a_save_behind_holds_what_was_there_when_it_was_begun() {
         // In a merge window of two, three micro-steps are one update and a half.
         let updates = 3 / u64::from(merge);
         assert_eq!(saved, vec![Some(updates); world]);
-        assert_eq!(
-            read(line.path()),
-            read(behind.path()),
-            "{world} {zero:?} {merge}"
-        );
+        assert_eq!(read(line.path()), read(behind.path()), "{world} {zero:?} {merge}");
     }
 }
 
@@ -344,12 +307,9 @@ fn check_model(case: &Case, folder: &Path, params: &[Vec<u8>]) {
 
 #[test]
 fn the_model_is_a_plain_file_of_whole_parameters() {
-    for (world, zero) in [
-        (1, ZeroStage::None),
-        (2, ZeroStage::One),
-        (4, ZeroStage::Two),
-        (2, ZeroStage::Three),
-    ] {
+    for (world, zero) in
+        [(1, ZeroStage::None), (2, ZeroStage::One), (4, ZeroStage::Two), (2, ZeroStage::Three)]
+    {
         let case = small(world, zero);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
@@ -385,22 +345,12 @@ fn ranks_go_on_from_one_checkpoint_or_none_of_them_does() {
         assert_eq!(finished, Some(Saved { step: 1 }));
         rank.step();
         let before = rank.params();
-        let seen = if own == 0 {
-            folder.path()
-        } else {
-            empty.path()
-        };
+        let seen = if own == 0 { folder.path() } else { empty.path() };
         let error = rank.resume(&mut checkpoints, seen).unwrap_err().to_string();
         assert!(error.contains("none on rank 1"), "{error}");
-        assert!(
-            rank.params() == before,
-            "a resume that failed changed values"
-        );
+        assert!(rank.params() == before, "a resume that failed changed values");
         assert_eq!(rank.resume(&mut checkpoints, empty.path()).unwrap(), None);
-        assert_eq!(
-            rank.resume(&mut checkpoints, folder.path()).unwrap(),
-            Some(7)
-        );
+        assert_eq!(rank.resume(&mut checkpoints, folder.path()).unwrap(), Some(7));
         assert!(rank.params() != before);
     });
 }

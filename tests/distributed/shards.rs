@@ -25,10 +25,7 @@ fn model(model: &str) -> Vec<ParamDesc> {
 }
 
 fn worst_over_mean(plan: &Plan, of: fn(&RankBytes) -> u64) -> f64 {
-    let link = Link {
-        alpha_seconds: 1e-5,
-        beta_bytes_per_second: 1e9,
-    };
+    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
     let summary = plan.rank_summary(link);
     of(&summary.worst_rank) as f64 / of(&summary.mean_rank) as f64
 }
@@ -40,9 +37,8 @@ fn layerwise_rules_share_known_models_out_evenly() {
         for rule in [Optimizer::from(Lars::default()), Lamb::default().into()] {
             for world in [8, 64] {
                 for zero in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
-                    let planner = Planner::new(rule)
-                        .with(FuseAllReduce::default())
-                        .with(Shard::new(zero));
+                    let planner =
+                        Planner::new(rule).with(FuseAllReduce::default()).with(Shard::new(zero));
                     let plan = planner.plan_for(&params, Topology::new(0, world).unwrap());
                     let plan = plan.unwrap();
                     let text = format!("{name} {} {world} {zero:?}", rule.name());
@@ -68,10 +64,7 @@ fn the_worst_rank_of_a_summary_is_that_of_all_plans() {
             planner.plan_for(&params, topology).unwrap()
         };
         let plans: Vec<Plan> = (0..8).map(plan).collect();
-        let link = Link {
-            alpha_seconds: 1e-5,
-            beta_bytes_per_second: 1e9,
-        };
+        let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
         let summary = plans[3].rank_summary(link);
         let memory = plans.iter().map(Plan::memory_bytes);
         assert_eq!(Some(summary.worst_rank.memory_bytes), memory.clone().max());
@@ -128,12 +121,7 @@ fn parts_cover_every_bucket_and_end_where_sums_may_be_taken_apart() {
                 ParamDesc::new(format!("layer.{at}"), shape, DType::F32)
             })
             .collect();
-        for asked in [
-            Asked::Nothing,
-            Asked::Clipped,
-            Asked::Measured,
-            Asked::Tensors,
-        ] {
+        for asked in [Asked::Nothing, Asked::Clipped, Asked::Measured, Asked::Tensors] {
             let world = 2 + (seed as usize % 7);
             let planner = Planner::new(Adam::default().into())
                 .with(FuseAllReduce::of_bytes(1 << (10 + seed % 12)));

@@ -47,18 +47,12 @@ fn slices_of(param: usize, world: usize) -> usize {
 
 fn bytes(param: usize, key: [u64; 2]) -> Vec<u8> {
     let value = |element| noise([key[0], key[1], (param as u64) << 32 | element]);
-    (0..NUMELS[param])
-        .flat_map(|element| value(element).to_le_bytes())
-        .collect()
+    (0..NUMELS[param]).flat_map(|element| value(element).to_le_bytes()).collect()
 }
 
 /// First values: one for all ranks, or the rank's own.
 fn first(param: usize, rank: usize) -> Vec<u8> {
-    let own = if SLICES.contains(&param) {
-        rank as u64 + 1
-    } else {
-        0
-    };
+    let own = if SLICES.contains(&param) { rank as u64 + 1 } else { 0 };
     bytes(param, [100, own])
 }
 
@@ -80,9 +74,7 @@ fn start(plan: &Plan, backend: &CpuBackend) -> State {
     let mut state = plan.allocate(backend).unwrap();
     for param in 0..NUMELS.len() {
         let value = first(param, plan.topology().rank);
-        state
-            .write(backend, Role::Param, &name(param), &value)
-            .unwrap();
+        state.write(backend, Role::Param, &name(param), &value).unwrap();
     }
     state
 }
@@ -95,10 +87,7 @@ struct Norms {
 }
 
 fn norms_of(report: &StepReport) -> Norms {
-    Norms {
-        grad: report.grad_norm,
-        update: report.update_norm,
-    }
+    Norms { grad: report.grad_norm, update: report.update_norm }
 }
 
 /// Norms of gradients have the bits of one rank; those of updates are added slice by slice.
@@ -124,8 +113,7 @@ fn steps(
     let norms = steps.map(|step| {
         for param in 0..NUMELS.len() {
             let grad = bytes(param, [step, rank]);
-            plan.push_grad(state, backend, comms, &name(param), &grad)
-                .unwrap();
+            plan.push_grad(state, backend, comms, &name(param), &grad).unwrap();
         }
         let report = plan.step(state, backend, comms).unwrap();
         norms_of(&report.update.unwrap())
@@ -137,9 +125,7 @@ fn all(plan: &Plan, state: &State, backend: &CpuBackend, comms: &mut Comms<'_>) 
     let names: Vec<String> = (0..NUMELS.len()).map(name).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let gathered = plan.gather(state, backend, comms, &names).unwrap();
-    (0..names.len())
-        .map(|at| gathered.bytes(at).to_vec())
-        .collect()
+    (0..names.len()).map(|at| gathered.bytes(at).to_vec()).collect()
 }
 
 /// What one rank with everything comes to: shared parameters with the mean of gradients, and the
@@ -153,20 +139,13 @@ struct ByHand {
 
 impl ByHand {
     fn of(world: usize, group: usize) -> (Vec<Vec<Vec<u8>>>, Vec<Norms>) {
-        let by_hand = Self {
-            rule: Adam::default().into(),
-            clip: Some(1.0),
-            world,
-            group,
-        };
+        let by_hand = Self { rule: Adam::default().into(), clip: Some(1.0), world, group };
         by_hand.run()
     }
 
     /// The parts of all ranks, one behind the other.
     fn whole(&self, param: usize, of_rank: impl Fn(usize) -> Vec<u8>) -> Vec<u8> {
-        (0..slices_of(param, self.world))
-            .flat_map(of_rank)
-            .collect()
+        (0..slices_of(param, self.world)).flat_map(of_rank).collect()
     }
 
     /// Each rank's parameters, and the norms of each step.
@@ -180,9 +159,7 @@ impl ByHand {
         let mut state = plan.allocate(&backend).unwrap();
         for param in 0..NUMELS.len() {
             let value = self.whole(param, |rank| first(param, rank));
-            state
-                .write(&backend, Role::Param, &name(param), &value)
-                .unwrap();
+            state.write(&backend, Role::Param, &name(param), &value).unwrap();
         }
         let mut norms = Vec::new();
         for step in 0..STEPS {
@@ -192,9 +169,7 @@ impl ByHand {
                 } else {
                     mean(param, step, self.world, self.group)
                 };
-                state
-                    .write(&backend, Role::Grad, &name(param), &grad)
-                    .unwrap();
+                state.write(&backend, Role::Grad, &name(param), &grad).unwrap();
             }
             let report = plan.run(&mut state, &backend).unwrap();
             norms.push(norms_of(&report));
@@ -202,9 +177,7 @@ impl ByHand {
         let read = |param: usize, rank: usize| {
             let len_bytes = NUMELS[param] as usize * 4;
             let mut whole = vec![0; len_bytes * slices_of(param, self.world)];
-            state
-                .read(&backend, Role::Param, &name(param), &mut whole)
-                .unwrap();
+            state.read(&backend, Role::Param, &name(param), &mut whole).unwrap();
             let at = rank.min(slices_of(param, self.world) - 1) * len_bytes;
             whole[at..at + len_bytes].to_vec()
         };
@@ -215,9 +188,7 @@ impl ByHand {
 
 /// The mean over groups of the means within them, in rank order.
 fn mean(param: usize, step: u64, world: usize, group: usize) -> Vec<u8> {
-    let grads: Vec<Vec<u8>> = (0..world)
-        .map(|rank| bytes(param, [step, rank as u64]))
-        .collect();
+    let grads: Vec<Vec<u8>> = (0..world).map(|rank| bytes(param, [step, rank as u64])).collect();
     let value = |grad: &Vec<u8>, at: usize| {
         f32::from_le_bytes(grad[4 * at..4 * at + 4].try_into().unwrap())
     };
@@ -230,23 +201,16 @@ fn mean(param: usize, step: u64, world: usize, group: usize) -> Vec<u8> {
         let means = grads.chunks(group).map(of_group).collect();
         sum(means).unwrap() / (world / group) as f32
     };
-    (0..NUMELS[param] as usize)
-        .flat_map(|at| mean(at).to_le_bytes())
-        .collect()
+    (0..NUMELS[param] as usize).flat_map(|at| mean(at).to_le_bytes()).collect()
 }
 
 #[test]
 fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
     let (expected, norms) = ByHand::of(WORLD, WORLD);
-    for (at, zero) in [
-        ZeroStage::None,
-        ZeroStage::One,
-        ZeroStage::Two,
-        ZeroStage::Three,
-        ZeroStage::Three,
-    ]
-    .into_iter()
-    .enumerate()
+    for (at, zero) in
+        [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three, ZeroStage::Three]
+            .into_iter()
+            .enumerate()
     {
         // The last one alone does not measure: its shards end inside chunks.
         let planner = planner(zero).with(ClipByGlobalNorm::new(1.0));
@@ -275,11 +239,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
     for (world, group) in [(4, 2), (6, 3), (3, 1)] {
         let (expected, norms) = ByHand::of(world, group);
         let group = NonZeroUsize::new(group).unwrap();
-        for (zero, streams) in [
-            (ZeroStage::One, 0),
-            (ZeroStage::Two, 1),
-            (ZeroStage::Three, 2),
-        ] {
+        for (zero, streams) in [(ZeroStage::One, 0), (ZeroStage::Two, 1), (ZeroStage::Three, 2)] {
             let planner = Planner::new(Optimizer::from(Adam::default()))
                 .with(FuseAllReduce::of_bytes(100_000))
                 .with(Distributed::params(SLICES.map(name)))
@@ -294,8 +254,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
                 let mut state = start(&plan, &backend);
                 let mut found = steps(&plan, &mut state, &backend, &mut comms, 0..1);
                 let caller = BTreeMap::new();
-                plan.save(&state, &backend, &mut comms, folder.path(), caller)
-                    .unwrap();
+                plan.save(&state, &backend, &mut comms, folder.path(), caller).unwrap();
                 // The rest of the run goes on from what was saved.
                 let mut state = plan.allocate(&backend).unwrap();
                 plan.load(&mut state, &backend, folder.path()).unwrap();
@@ -304,11 +263,7 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
             });
             for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
                 let (found, found_norms) = outcome.unwrap();
-                assert_alike(
-                    &found_norms,
-                    &norms,
-                    &format!("{zero:?}, {world} in {group}s"),
-                );
+                assert_alike(&found_norms, &norms, &format!("{zero:?}, {world} in {group}s"));
                 assert!(found == expected[rank], "{zero:?}, rank {rank} of {world}");
             }
         }
@@ -319,19 +274,9 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
 fn a_tensor_that_is_split_trains_as_the_whole_one_under_rules_with_norms() {
     for rule in [Optimizer::from(Lars::default()), Lamb::default().into()] {
         for (world, clip) in [(2, None), (3, Some(0.5)), (4, None), (4, Some(0.5))] {
-            let by_hand = ByHand {
-                rule,
-                clip,
-                world,
-                group: world,
-            };
+            let by_hand = ByHand { rule, clip, world, group: world };
             let (expected, norms) = by_hand.run();
-            for zero in [
-                ZeroStage::None,
-                ZeroStage::One,
-                ZeroStage::Two,
-                ZeroStage::Three,
-            ] {
+            for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
                 let mut planner = planner_of(rule, zero).with(UpdateNorms);
                 if let Some(norm) = clip {
                     planner = planner.with(ClipByGlobalNorm::new(norm));
@@ -365,14 +310,12 @@ fn slices_are_neither_broadcast_nor_averaged() {
         let rank = comm.rank();
         let mut comms = Comms::direct(&mut comm);
         let mut state = start(&plan, &backend);
-        plan.broadcast_parameters(&mut state, &backend, &mut comms, 1)
-            .unwrap();
+        plan.broadcast_parameters(&mut state, &backend, &mut comms, 1).unwrap();
         let begun = all(&plan, &state, &backend, &mut comms);
         assert!((0..4).all(|param| begun[param] == first(param, rank)));
         steps(&plan, &mut state, &backend, &mut comms, 0..1);
         let caller = BTreeMap::new();
-        plan.save(&state, &backend, &mut comms, folder.path(), caller)
-            .unwrap();
+        plan.save(&state, &backend, &mut comms, folder.path(), caller).unwrap();
         all(&plan, &state, &backend, &mut comms)
     });
     let manifest = Manifest::read(folder.path()).unwrap();
@@ -394,35 +337,24 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
     for zero in [ZeroStage::None, ZeroStage::Two] {
         let folder = tempfile::tempdir().unwrap();
         let outcomes = run_ranks(WORLD, &Options::default(), |mut comm| {
-            let plan = planner(zero)
-                .plan_for(&params(), Topology::of(&comm))
-                .unwrap();
+            let plan = planner(zero).plan_for(&params(), Topology::of(&comm)).unwrap();
             let backend = CpuBackend::new(NonZeroUsize::MIN);
             let mut comms = Comms::direct(&mut comm);
             let mut state = start(&plan, &backend);
             steps(&plan, &mut state, &backend, &mut comms, 0..1);
             let caller = BTreeMap::new();
-            plan.save(&state, &backend, &mut comms, folder.path(), caller)
-                .unwrap();
+            plan.save(&state, &backend, &mut comms, folder.path(), caller).unwrap();
             steps(&plan, &mut state, &backend, &mut comms, 1..3);
             let mut again = plan.allocate(&backend).unwrap();
             plan.load(&mut again, &backend, folder.path()).unwrap();
             steps(&plan, &mut again, &backend, &mut comms, 1..3);
             all(&plan, &state, &backend, &mut comms) == all(&plan, &again, &backend, &mut comms)
         });
-        assert!(
-            outcomes.unwrap().into_iter().all(Result::unwrap),
-            "{zero:?}"
-        );
-        let two = planner(zero)
-            .plan_for(&params(), Topology::new(0, 2).unwrap())
-            .unwrap();
+        assert!(outcomes.unwrap().into_iter().all(Result::unwrap), "{zero:?}");
+        let two = planner(zero).plan_for(&params(), Topology::new(0, 2).unwrap()).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = two.allocate(&backend).unwrap();
-        let error = two
-            .load(&mut state, &backend, folder.path())
-            .unwrap_err()
-            .to_string();
+        let error = two.load(&mut state, &backend, folder.path()).unwrap_err().to_string();
         assert!(error.contains("#2"), "{error}");
     }
 }
@@ -430,9 +362,7 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
 #[test]
 fn what_slices_cannot_do_is_refused() {
     let two = Topology::new(0, 2).unwrap();
-    let unknown = planner(ZeroStage::None)
-        .plan_for(&params()[..3], two)
-        .unwrap_err();
+    let unknown = planner(ZeroStage::None).plan_for(&params()[..3], two).unwrap_err();
     assert!(unknown.to_string().contains("layer3"), "{unknown}");
     let local =
         planner_of(Lars::default().into(), ZeroStage::None).with(LocalSgd::every(NonZeroU64::MIN));
@@ -443,12 +373,6 @@ fn what_slices_cannot_do_is_refused() {
         .with(ClipByGlobalNorm::new(1.0));
     let error = averaged.plan_for(&params(), two).unwrap_err().to_string();
     assert!(error.contains("local_sgd"), "{error}");
-    let solo = planner(ZeroStage::None)
-        .plan_for(&params(), Topology::SOLO)
-        .unwrap();
-    assert!(
-        solo.explain()
-            .iter()
-            .any(|note| note.reason.contains("every slice"))
-    );
+    let solo = planner(ZeroStage::None).plan_for(&params(), Topology::SOLO).unwrap();
+    assert!(solo.explain().iter().any(|note| note.reason.contains("every slice")));
 }

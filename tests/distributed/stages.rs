@@ -18,9 +18,7 @@ const BLESS: &str = "FUSESTEP_BLESS";
 fn params() -> Vec<ParamDesc> {
     let describe =
         |(name, numel): (&str, u64)| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32);
-    [("a", 5_000), ("b", 64), ("c", 3), ("d", 1_000)]
-        .map(describe)
-        .to_vec()
+    [("a", 5_000), ("b", 64), ("c", 3), ("d", 1_000)].map(describe).to_vec()
 }
 
 fn names(plan: &Plan, update: &Optimize) -> String {
@@ -34,17 +32,12 @@ fn names(plan: &Plan, update: &Optimize) -> String {
 
 fn of_bucket(plan: &Plan, index: usize) -> String {
     let bucket = &plan.buckets()[index];
-    format!(
-        "bucket {index} of storage {}, elements {:?}",
-        bucket.storage, bucket.elements
-    )
+    format!("bucket {index} of storage {}, elements {:?}", bucket.storage, bucket.elements)
 }
 
 fn text_of(plan: &Plan, stage: &Stage) -> String {
     let update = |what: &str, update: &Optimize| {
-        let bucket = update
-            .bucket
-            .map_or(String::new(), |b| format!(" bucket {b},"));
+        let bucket = update.bucket.map_or(String::new(), |b| format!(" bucket {b},"));
         let names = names(plan, update);
         format!(
             "{what}{bucket} storage {}, {names}, elements {:?}, {}",
@@ -58,11 +51,7 @@ fn text_of(plan: &Plan, stage: &Stage) -> String {
             format!("accumulate {} micro-steps", accumulate.rule.every)
         }
         Stage::Reduce(reduce) => {
-            format!(
-                "reduce, {:?}: {}",
-                reduce.result,
-                of_bucket(plan, reduce.bucket)
-            )
+            format!("reduce, {:?}: {}", reduce.result, of_bucket(plan, reduce.bucket))
         }
         Stage::Norm(norm) => {
             let reads = norm.reads.iter().map(|read| format!("{:?}", read.elements));
@@ -133,39 +122,26 @@ fn passes() -> Vec<(&'static str, Base, With)> {
         ),
         ("fuse_all_reduce", default, |p| p.with(in_buckets())),
         ("shard", bucketed, |p| p.with(Shard::new(ZeroStage::Two))),
-        ("fuse_broadcast", owned, |p| {
-            p.with(FuseBroadcast::of_bytes(4 * 1_100))
-        }),
+        ("fuse_broadcast", owned, |p| p.with(FuseBroadcast::of_bytes(4 * 1_100))),
         ("accumulate", bucketed, |p| {
             p.with(GradientAccumulation::every(NonZeroU32::new(4).unwrap()))
         }),
-        ("local_sgd", bucketed, |p| {
-            p.with(LocalSgd::every(NonZeroU64::new(8).unwrap()))
-        }),
-        ("clip_by_global_norm", bucketed, |p| {
-            p.with(ClipByGlobalNorm::new(1.0))
-        }),
+        ("local_sgd", bucketed, |p| p.with(LocalSgd::every(NonZeroU64::new(8).unwrap()))),
+        ("clip_by_global_norm", bucketed, |p| p.with(ClipByGlobalNorm::new(1.0))),
         ("loss_scaling", bucketed, |p| p.with(LossScaling::dynamic())),
-        ("fuse_reduce_into_update", bucketed, |p| {
-            p.with(FuseReduceIntoUpdate)
-        }),
+        ("fuse_reduce_into_update", bucketed, |p| p.with(FuseReduceIntoUpdate)),
         (
             "update_in_backward",
             || bucketed().with(FuseReduceIntoUpdate),
             |p| p.with(UpdateInBackward::default()),
         ),
-        ("update_in_backward", local, |p| {
-            p.with(UpdateInBackward::of_bytes(4 * 6_000))
-        }),
+        ("update_in_backward", local, |p| p.with(UpdateInBackward::of_bytes(4 * 6_000))),
     ]
 }
 
 #[test]
 fn stages_before_and_after_every_pass_are_as_written_down() {
-    let topology = Topology {
-        reach: Reach::SharedMemory,
-        ..Topology::new(1, 2).unwrap()
-    };
+    let topology = Topology { reach: Reach::SharedMemory, ..Topology::new(1, 2).unwrap() };
     let plan = |planner: Planner| planner.plan_for(&params(), topology).unwrap();
     let mut text =
         String::from("Stages of rank 1 of 2; tensors a, b, c and d of 5000, 64, 3 and 1000 f32.\n");

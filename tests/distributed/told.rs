@@ -13,9 +13,7 @@ use fusestep_tensor::{DType, ParamDesc, Shape};
 fn params() -> Vec<ParamDesc> {
     let describe =
         |(name, numel): (&str, u64)| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32);
-    [("a", 300), ("nothing", 0), ("b", 200)]
-        .map(describe)
-        .into()
+    [("a", 300), ("nothing", 0), ("b", 200)].map(describe).into()
 }
 
 fn planner() -> Planner {
@@ -48,24 +46,12 @@ fn bytes_of_an_element_are_those_of_its_passes() {
         // In one pass: all read, state of one rank or of all, parameters of all written.
         (planner().with(FuseReduceIntoUpdate), 2, 8 + 3 * 12),
         (planner().with(FuseReduceIntoUpdate), 3, 12 + 4 * 12),
-        (
-            sharded(ZeroStage::One).with(FuseReduceIntoUpdate),
-            2,
-            8 + 2 * 8 + 4 + 2 * 4,
-        ),
-        (
-            sharded(ZeroStage::One).with(FuseReduceIntoUpdate),
-            3,
-            12 + 2 * 8 + 4 + 3 * 4,
-        ),
+        (sharded(ZeroStage::One).with(FuseReduceIntoUpdate), 2, 8 + 2 * 8 + 4 + 2 * 4),
+        (sharded(ZeroStage::One).with(FuseReduceIntoUpdate), 3, 12 + 2 * 8 + 4 + 3 * 4),
     ] {
         let plan = plan(planner, world);
         let zero = plan.zero();
-        assert_eq!(
-            plan.bytes_per_element(),
-            expected,
-            "{world} ranks, {zero:?}"
-        );
+        assert_eq!(plan.bytes_per_element(), expected, "{world} ranks, {zero:?}");
     }
 }
 
@@ -104,27 +90,19 @@ fn updates_in_backward_say_what_they_do_with_buckets() {
     let plain = with(None, 2, Reach::SharedMemory);
     assert!(says(&plain, "1 bucket is reduced and updated as soon"));
     let sharded = with(Some(ZeroStage::One), 2, Reach::SharedMemory);
-    assert!(says(
-        &sharded,
-        "1 bucket is reduced, updated and gathered as soon"
-    ));
+    assert!(says(&sharded, "1 bucket is reduced, updated and gathered as soon"));
     // Only of many ranks, and only where streams call.
     let alone = with(None, 1, Reach::Calls);
     assert!(says(&alone, "2 updates run as soon"));
-    for (plan, streams) in [
-        (&plain, false),
-        (&alone, false),
-        (&with(None, 2, Reach::Calls), true),
-    ] {
+    for (plan, streams) in [(&plain, false), (&alone, false), (&with(None, 2, Reach::Calls), true)]
+    {
         let told = says(plan, "where a communication stream reduces them");
         assert_eq!(told, streams);
     }
     // A bucket that is reduced is updated whole.
     let updates = |plan: &Plan| {
         let stages = plan.stages().iter();
-        stages
-            .filter(|stage| matches!(stage, Stage::Optimize(_)))
-            .count()
+        stages.filter(|stage| matches!(stage, Stage::Optimize(_))).count()
     };
     assert_eq!((updates(&plain), updates(&alone)), (1, 2));
 }
@@ -142,11 +120,7 @@ fn norms_of_updates_are_named_in_notes_and_refusals() {
 #[test]
 fn a_loss_scale_that_can_change_says_how() {
     let told = |growth, backoff| {
-        let policy = ScalePolicy {
-            growth,
-            backoff,
-            ..ScalePolicy::default()
-        };
+        let policy = ScalePolicy { growth, backoff, ..ScalePolicy::default() };
         let scale = LossScale::with_policy(8.0, policy).unwrap();
         let plan = planner().with(LossScaling::from(scale));
         plan_says_it_stays(&self::plan(plan, 1))

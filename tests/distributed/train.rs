@@ -60,9 +60,7 @@ pub(crate) fn start(case: &Case, plan: &Plan, backend: &CpuBackend) -> State {
     let mut state = plan.allocate(backend).unwrap();
     for (param, desc) in plan.params().iter().enumerate() {
         let values = case.first_values(param);
-        state
-            .write(backend, Role::Param, &desc.name, &values)
-            .unwrap();
+        state.write(backend, Role::Param, &desc.name, &values).unwrap();
     }
     state
 }
@@ -86,9 +84,7 @@ pub(crate) fn push(
 }
 
 fn rank(case: &Case, planner: &Planner, comm: &mut dyn Communicator) -> Trained {
-    let plan = planner
-        .plan_for(&case.params(), Topology::of(comm))
-        .unwrap();
+    let plan = planner.plan_for(&case.params(), Topology::of(comm)).unwrap();
     let backend = backend();
     let mut comms = Comms::with_streams(comm, case.streams).unwrap();
     let mut state = start(case, &plan, &backend);

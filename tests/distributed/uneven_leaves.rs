@@ -43,8 +43,7 @@ fn train(
     state.write(backend, Role::Param, "head", &first).unwrap();
     for step in 0..STEPS {
         let grad = values(step, own.clone());
-        plan.push_grad(&mut state, backend, comms, "head", &grad)
-            .unwrap();
+        plan.push_grad(&mut state, backend, comms, "head", &grad).unwrap();
         plan.step(&mut state, backend, comms).unwrap();
     }
     state.param::<f32>("head").unwrap().to_vec()

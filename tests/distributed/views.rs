@@ -9,12 +9,7 @@ use half::bf16;
 use crate::run::{Case, Mixed, whole_params};
 use crate::train::{backend, on_ranks, start};
 
-const STAGES: [ZeroStage; 4] = [
-    ZeroStage::None,
-    ZeroStage::One,
-    ZeroStage::Two,
-    ZeroStage::Three,
-];
+const STAGES: [ZeroStage; 4] = [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
 /// Which gradients are written through views.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -65,9 +60,7 @@ fn run(case: &Case, viewed: Viewed, weighed: Weighed) -> Vec<Vec<Vec<u8>>> {
     on_ranks(case.world, |comm| {
         let backend = backend();
         let planner = case.planner().with(FuseReduceIntoUpdate);
-        let plan = planner
-            .plan_for(&case.params(), Topology::of(comm))
-            .unwrap();
+        let plan = planner.plan_for(&case.params(), Topology::of(comm)).unwrap();
         let rank = comm.rank();
         let mut comms = Comms::with_streams(comm, case.streams).unwrap();
         let mut state = start(case, &plan, &backend);
@@ -83,13 +76,11 @@ fn run(case: &Case, viewed: Viewed, weighed: Weighed) -> Vec<Vec<Vec<u8>>> {
                 if viewed.is(step, param) {
                     write_view(&mut state, &desc.name, case, &bytes, param);
                     if viewed == Viewed::Given {
-                        plan.give_view(&mut state, &backend, &mut comms, &desc.name)
-                            .unwrap();
+                        plan.give_view(&mut state, &backend, &mut comms, &desc.name).unwrap();
                     }
                 } else {
                     let name = &desc.name;
-                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)
-                        .unwrap();
+                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
                 }
             }
             plan.step(&mut state, &backend, &mut comms).unwrap();
@@ -128,11 +119,7 @@ fn views_are_pushed_gradients_at_every_stage() {
         for mixed in [Mixed::No, Mixed::Yes] {
             for zero in STAGES {
                 for streams in [0, 2] {
-                    let case = Case {
-                        zero,
-                        streams,
-                        ..case(world, mixed, 1)
-                    };
+                    let case = Case { zero, streams, ..case(world, mixed, 1) };
                     same_in_views(&case, Weighed::No);
                 }
             }
@@ -147,11 +134,7 @@ fn views_of_micro_steps_are_added_as_pushed_gradients_are() {
             for zero in STAGES {
                 for reduced in [ReducedWhen::PerWindow, ReducedWhen::PerMicroStep] {
                     for weighed in [Weighed::No, Weighed::Yes] {
-                        let case = Case {
-                            zero,
-                            reduced,
-                            ..case(world, mixed, 3)
-                        };
+                        let case = Case { zero, reduced, ..case(world, mixed, 3) };
                         same_in_views(&case, weighed);
                     }
                 }
@@ -164,12 +147,7 @@ fn views_of_micro_steps_are_added_as_pushed_gradients_are() {
 fn views_go_on_with_clipping_and_streams_where_micro_steps_are_added() {
     for mixed in [Mixed::No, Mixed::Yes] {
         for zero in STAGES {
-            let case = Case {
-                zero,
-                streams: 2,
-                clip: Some(0.5),
-                ..case(3, mixed, 2)
-            };
+            let case = Case { zero, streams: 2, clip: Some(0.5), ..case(3, mixed, 2) };
             same_in_views(&case, Weighed::No);
         }
     }
@@ -182,17 +160,10 @@ fn both_ways(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, case: &Case)
     let error = plan.push_grad(state, &backend, comms, name, &bytes);
     assert!(matches!(error, Err(PlanError::GradientTwice { .. })));
     // A view may be asked for again: it is the same memory.
-    assert!(
-        state
-            .grad_mut::<f32>(name)
-            .unwrap()
-            .iter()
-            .all(|&g| g == 1.0)
-    );
+    assert!(state.grad_mut::<f32>(name).unwrap().iter().all(|&g| g == 1.0));
     let other = plan.params()[1].name.as_str();
     let bytes = case.gradient(0, 0, 1);
-    plan.push_grad(state, &backend, comms, other, &bytes)
-        .unwrap();
+    plan.push_grad(state, &backend, comms, other, &bytes).unwrap();
     let error = state.grad_mut::<f32>(other).unwrap_err();
     assert!(matches!(error, PlanError::GradientTwice { .. }));
     let error = plan.give_view(state, &backend, comms, other);
@@ -207,10 +178,7 @@ fn both_ways(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, case: &Case)
 #[test]
 fn a_gradient_given_in_both_ways_is_refused() {
     for zero in STAGES {
-        let case = Case {
-            zero,
-            ..case(2, Mixed::No, 1)
-        };
+        let case = Case { zero, ..case(2, Mixed::No, 1) };
         on_ranks(2, |comm| {
             let backend = backend();
             let plan = case.planner().plan_for(&case.params(), Topology::of(comm));
@@ -226,10 +194,7 @@ fn a_gradient_given_in_both_ways_is_refused() {
 #[test]
 fn what_has_no_elements_has_an_empty_view() {
     for zero in STAGES {
-        let case = Case {
-            zero,
-            ..case(2, Mixed::No, 1)
-        };
+        let case = Case { zero, ..case(2, Mixed::No, 1) };
         on_ranks(2, |comm| {
             let backend = backend();
             let mut params = case.params();

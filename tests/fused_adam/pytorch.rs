@@ -38,16 +38,8 @@ impl Settings {
                 "l2" => WeightDecay::L2(self.weight_decay),
                 other => panic!("unknown decay `{other}`"),
             },
-            second_moment: if self.amsgrad {
-                SecondMoment::Largest
-            } else {
-                SecondMoment::Running
-            },
-            objective: if self.maximize {
-                Objective::Maximize
-            } else {
-                Objective::Minimize
-            },
+            second_moment: if self.amsgrad { SecondMoment::Largest } else { SecondMoment::Running },
+            objective: if self.maximize { Objective::Maximize } else { Objective::Minimize },
         }
     }
 }
@@ -121,25 +113,14 @@ fn ten_steps_agree_with_pytorch() {
             worst = (worst.0.max(single), worst.1.max(double));
         }
     }
-    println!(
-        "largest relative difference: f32 {:e}, f64 {:e}",
-        worst.0, worst.1
-    );
-    assert_eq!(
-        cases,
-        9,
-        "the script's cases; {:?}",
-        metadata.get("versions")
-    );
+    println!("largest relative difference: f32 {:e}, f64 {:e}", worst.0, worst.1);
+    assert_eq!(cases, 9, "the script's cases; {:?}", metadata.get("versions"));
 }
 
 #[test]
 fn the_golden_comparison_can_fail() {
     let golden = SafeTensors::deserialize(GOLDEN).unwrap();
-    let wrong = Adam {
-        lr: 1.00002e-3,
-        ..Adam::default()
-    };
+    let wrong = Adam { lr: 1.00002e-3, ..Adam::default() };
     assert!(differ_from_golden::<f32>(&golden, "adamw", Adam::default(), 257) <= 1e-5);
     assert!(differ_from_golden::<f32>(&golden, "adamw", wrong, 257) > 1e-5);
     assert!(differ_from_golden::<f64>(&golden, "adamw", wrong, 257) > 1e-12);

@@ -101,10 +101,7 @@ fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() 
         (DType::BF16, Master::F32, Some(Role::Master)),
         (DType::BF16, Master::Remainder, Some(Role::Remainder)),
     ] {
-        let precision = Precision {
-            master,
-            ..Precision::default()
-        };
+        let precision = Precision { master, ..Precision::default() };
         let writes = [Between::Copied(Role::Param), Between::InPlace];
         let writes = writes.into_iter().chain(beside.map(Between::Copied));
         let after =
@@ -117,10 +114,7 @@ fn norms_carried_from_the_update_before_are_those_of_what_the_parameters_hold() 
             // before the update.
             for max_norm in [None, Some(1e30)] {
                 let cached = after(between, max_norm, false);
-                assert!(
-                    cached == anew,
-                    "{dtype}, {precision}, {between:?}, {max_norm:?}"
-                );
+                assert!(cached == anew, "{dtype}, {precision}, {between:?}, {max_norm:?}");
             }
         }
         let clipped = [false, true].map(|anew| after(Between::Nothing, Some(1e-3), anew));
@@ -137,13 +131,7 @@ fn after_one_step(given: Option<f64>, pool: Option<&Pool>) -> Vec<f32> {
     let mut scalars = vec![0; layout.scalar_bytes];
     let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = GroupValues {
-        lr: 0.5,
-        lr_scale: 1.0,
-        weight_decay: None,
-        trust: None,
-        step: 1,
-    };
+    let values = GroupValues { lr: 0.5, lr_scale: 1.0, weight_decay: None, trust: None, step: 1 };
     kernel.write_step_scalars(values, &mut step_scalars);
     let mut p: Vec<f32> = (0..200_001).map(|i| (i % 97) as f32 * 0.01).collect();
     let g: Vec<f32> = (0..200_001).map(|i| (i % 89) as f32 - 40.0).collect();

@@ -74,9 +74,7 @@ pub(crate) fn step(
                 bytes = bytemuck::pod_collect_to_vec(&values);
             }
         }
-        state
-            .write(backend, Role::Grad, &param.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
     }
     plan.run(state, backend).unwrap()
 }
@@ -101,9 +99,7 @@ pub(crate) fn started(case: &Case, planner: &Planner, backend: &dyn Backend) -> 
     let mut state = plan.allocate(backend).unwrap();
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.param_bytes(index);
-        state
-            .write(backend, Role::Param, &param.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Param, &param.name, &bytes).unwrap();
     }
     (plan, state)
 }
@@ -118,22 +114,14 @@ fn scaled_gradients_with_the_scale_taken_out_are_unscaled_gradients() {
         for k in 1..=case.steps {
             step((&plan, &mut state, &backend), (&case, k), &|_, _, g| g);
         }
-        let (expected, norms) = (
-            contents(&case, &state, &backend),
-            state.grad_norms(&backend),
-        );
+        let (expected, norms) = (contents(&case, &state, &backend), state.grad_norms(&backend));
         for scale in [2.0f64, 1024.0, 65_536.0] {
             let planner = clip().with(LossScaling::fixed(scale));
             let (plan, mut state) = started(&case, &planner, &backend);
             for k in 1..=case.steps {
-                step((&plan, &mut state, &backend), (&case, k), &|_, _, g| {
-                    g * scale
-                });
+                step((&plan, &mut state, &backend), (&case, k), &|_, _, g| g * scale);
             }
-            assert!(
-                contents(&case, &state, &backend) == expected,
-                "scale {scale}"
-            );
+            assert!(contents(&case, &state, &backend) == expected, "scale {scale}");
             assert_eq!(state.grad_norms(&backend), norms, "scale {scale}");
         }
     }
@@ -175,28 +163,16 @@ fn skip(rule: Optimizer, backend: &dyn Backend, name: &str) {
     let scaled = |_, _, g| g * 65_536.0;
     step((&plan, &mut state, backend), (&case, 1), &scaled);
     let before = contents(&case, &state, backend);
-    for (skipped, (tensor, element)) in [(0, 0), (2, 999), (3, 65_536), (3, 69_999), (5, 0)]
-        .into_iter()
-        .enumerate()
+    for (skipped, (tensor, element)) in
+        [(0, 0), (2, 999), (3, 65_536), (3, 69_999), (5, 0)].into_iter().enumerate()
     {
         let bad = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY][skipped % 3];
         let spoiled = |index, at, g| {
-            if (index, at) == (tensor, element) {
-                bad
-            } else {
-                g
-            }
+            if (index, at) == (tensor, element) { bad } else { g }
         };
         let report = step((&plan, &mut state, backend), (&case, 2), &spoiled);
-        assert!(
-            report.skipped && report.non_finite == 1,
-            "{name}: {report:?}"
-        );
-        assert_eq!(
-            (report.step, report.elements, state.step()),
-            (1, 0, 1),
-            "{name}"
-        );
+        assert!(report.skipped && report.non_finite == 1, "{name}: {report:?}");
+        assert_eq!((report.step, report.elements, state.step()), (1, 0, 1), "{name}");
         let scale = 65_536.0 / f64::from(2u32 << skipped);
         assert_eq!(report.loss_scale, Some(scale), "{name}");
         assert_eq!(state.skipped(), skipped as u64 + 1, "{name}");

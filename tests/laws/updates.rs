@@ -20,11 +20,7 @@ const RANDOM: Rounding = Rounding::Stochastic { seed: 3 };
 
 /// Every way to keep a parameter, and both widths of state.
 fn formats() -> Vec<(DType, Precision)> {
-    let of = |master, state, rounding| Precision {
-        master,
-        state,
-        rounding,
-    };
+    let of = |master, state, rounding| Precision { master, state, rounding };
     let (own, state16) = (StateDType::Compute, StateDType::Bf16);
     vec![
         (DType::F64, Precision::default()),
@@ -47,10 +43,7 @@ fn measured_alike(rule: Optimizer, precision: Precision, case: &Case) {
     let plain = planner(Planner::new(rule)).plan(&case.params).unwrap();
     let plain = outcome(&plain, case, &cpu());
     let measured = check_bits(rule, case, &|own| planner(own).with(UpdateNorms));
-    assert!(
-        measured[..plain.len()] == plain,
-        "{rule}, {precision}: measuring changed a bit"
-    );
+    assert!(measured[..plain.len()] == plain, "{rule}, {precision}: measuring changed a bit");
     let norms = case.steps as usize * (1 + case.params.len()) * size_of::<f64>();
     assert_eq!(measured.len(), plain.len() + norms, "{rule}, {precision}");
 }
@@ -88,11 +81,7 @@ fn values(state: &State, backend: &dyn Backend, name: &str, numel: u64) -> Vec<f
         bytes
     };
     let roles = state.roles(name).unwrap();
-    let role = if roles.contains(&Role::Master) {
-        Role::Master
-    } else {
-        Role::Param
-    };
+    let role = if roles.contains(&Role::Master) { Role::Master } else { Role::Param };
     let bytes = read(role);
     if roles.contains(&Role::Remainder) {
         let params: Vec<u16> = bytemuck::pod_collect_to_vec(&bytes);
@@ -151,9 +140,7 @@ fn a_norm_is_that_of_what_changed() {
                 for k in 1..=2 {
                     for (index, param) in case.params.iter().enumerate() {
                         let bytes = case.grad_bytes(index, k);
-                        state
-                            .write(backend, Role::Grad, &param.name, &bytes)
-                            .unwrap();
+                        state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
                     }
                     let report = plan.run(&mut state, backend).unwrap();
                     let after = all_values(&case, &state, backend);
@@ -198,19 +185,11 @@ fn a_skipped_step_moves_nothing() {
             let good = step((&plan, &mut state, backend), (&case, 1), &|_, _, g| g);
             assert!(good.update_norm > Some(0.0), "{name}, {rule}");
             let spoil = |index, at, g| {
-                if (index, at) == (2, 65_540) {
-                    f64::NAN
-                } else {
-                    g
-                }
+                if (index, at) == (2, 65_540) { f64::NAN } else { g }
             };
             let report = step((&plan, &mut state, backend), (&case, 2), &spoil);
             assert_eq!(
-                (
-                    report.skipped,
-                    report.update_norm,
-                    state.update_norms(backend).unwrap()
-                ),
+                (report.skipped, report.update_norm, state.update_norms(backend).unwrap()),
                 (true, Some(0.0), Some(vec![0.0; 4])),
                 "{name}, {rule}"
             );
@@ -243,10 +222,7 @@ fn a_tensor_that_its_rule_skips_did_not_move() {
 
 #[test]
 fn many_tensors_have_a_norm_each() {
-    let case = Case {
-        steps: 1,
-        ..Case::new((0..10_000).map(|i| i % 5), DType::F32)
-    };
+    let case = Case { steps: 1, ..Case::new((0..10_000).map(|i| i % 5), DType::F32) };
     let limits = LaunchLimits::with_argument_bytes(4096);
     let run = |planner: Planner| {
         let planner = planner.with(UpdateNorms);

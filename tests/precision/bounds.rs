@@ -74,16 +74,9 @@ impl Reference {
     /// is rounded at random.
     fn round(&mut self, draw: impl Fn(usize, usize) -> Option<u32>) {
         let alone = self.format.master() == Master::None;
-        let param = if alone {
-            self.format.param()
-        } else {
-            DType::F32
-        };
+        let param = if alone { self.format.param() } else { DType::F32 };
         let lists = std::iter::once((param, &mut self.param));
-        let state = self
-            .state
-            .iter_mut()
-            .map(|list| (self.format.state(), list));
+        let state = self.state.iter_mut().map(|list| (self.format.state(), list));
         for (list, (dtype, values)) in lists.chain(state).enumerate() {
             for (at, value) in values.iter_mut().enumerate() {
                 *value = match (dtype, draw(at, list)) {

@@ -59,9 +59,7 @@ pub(crate) fn ready(planner: Planner, case: &Case) -> (Plan, State) {
     let mut state = plan.allocate(&cpu()).unwrap();
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.param_bytes(index);
-        state
-            .write(&cpu(), Role::Param, &param.name, &bytes)
-            .unwrap();
+        state.write(&cpu(), Role::Param, &param.name, &bytes).unwrap();
     }
     (plan, state)
 }
@@ -100,15 +98,10 @@ fn an_overflow_leaves_every_bit_of_parameters_masters_remainders_and_state() {
                         };
                         bytes[at..].copy_from_slice(infinity);
                     }
-                    state
-                        .write(&cpu(), Role::Grad, &param.name, &bytes)
-                        .unwrap();
+                    state.write(&cpu(), Role::Grad, &param.name, &bytes).unwrap();
                 }
                 let report = plan.run(&mut state, &cpu()).unwrap();
-                assert_eq!(
-                    report.skipped, infinite,
-                    "{rule}, {dtype}, {precision}: {report:?}"
-                );
+                assert_eq!(report.skipped, infinite, "{rule}, {dtype}, {precision}: {report:?}");
                 snapshot(&state, &case)
             };
             let before = step(false, 1);
@@ -170,15 +163,12 @@ fn a_master_with_its_state_is_the_f32_rule_on_the_widened_gradients_bit_for_bit(
             let (wide_plan, mut wide) = ready(Planner::new(rule), &wide_case);
             for (index, param) in case.params.iter().enumerate() {
                 let bytes = widened(&case.param_bytes(index), dtype);
-                wide.write(&cpu(), Role::Param, &param.name, &bytes)
-                    .unwrap();
+                wide.write(&cpu(), Role::Param, &param.name, &bytes).unwrap();
             }
             for step in 1..=100 {
                 for (index, param) in case.params.iter().enumerate() {
                     let bytes = case.grad_bytes(index, step);
-                    state
-                        .write(&cpu(), Role::Grad, &param.name, &bytes)
-                        .unwrap();
+                    state.write(&cpu(), Role::Grad, &param.name, &bytes).unwrap();
                     let bytes = widened(&bytes, dtype);
                     wide.write(&cpu(), Role::Grad, &param.name, &bytes).unwrap();
                 }
@@ -199,16 +189,12 @@ fn same_values(state: &State, wide: &State, name: &str, dtype: DType) {
     for role in wide.roles(name).unwrap() {
         let expected = wide.view::<f32>(role, name).unwrap();
         let own = read(state, Role::Param, name, 2 * numel);
-        let own = own
-            .chunks_exact(2)
-            .map(|b| u16::from_le_bytes([b[0], b[1]]));
+        let own = own.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
         let found: Vec<f32> = match role {
             Role::Grad => continue,
             Role::Param if state.roles(name).unwrap().contains(&Role::Remainder) => {
                 let remainders = state.view::<u16>(Role::Remainder, name).unwrap();
-                own.zip(remainders)
-                    .map(|(param, &remainder)| join_bf16(param, remainder))
-                    .collect()
+                own.zip(remainders).map(|(param, &remainder)| join_bf16(param, remainder)).collect()
             }
             Role::Param => {
                 let masters = state.view::<f32>(Role::Master, name).unwrap();
@@ -224,10 +210,7 @@ fn same_values(state: &State, wide: &State, name: &str, dtype: DType) {
             state_role => state.view::<f32>(state_role, name).unwrap().to_vec(),
         };
         let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert!(
-            bits(&found) == bits(expected),
-            "{role} of `{name}`, {dtype}"
-        );
+        assert!(bits(&found) == bits(expected), "{role} of `{name}`, {dtype}");
     }
 }
 
@@ -240,10 +223,7 @@ fn bad_tensors_are_refused_by_name_under_every_rule() {
         let before = snapshot(&state, &case);
         let short = state.write(&cpu(), Role::Master, "tensor.0", &[0; 12]);
         let text = short.unwrap_err().to_string();
-        assert!(
-            text.contains("tensor.0") && text.contains("16") && text.contains("12"),
-            "{text}"
-        );
+        assert!(text.contains("tensor.0") && text.contains("16") && text.contains("12"), "{text}");
         let wrong = state.grad_mut::<f32>("tensor.0").map(drop).unwrap_err();
         let text = wrong.to_string();
         assert!(
@@ -256,21 +236,9 @@ fn bad_tensors_are_refused_by_name_under_every_rule() {
         let error = Planner::new(rule).precision(of).plan(&twice.params);
         assert!(error.unwrap_err().to_string().contains("tensor.0"));
         for (dtype, refused) in [
-            (
-                DType::F16,
-                Precision {
-                    master: Master::Remainder,
-                    ..of
-                },
-            ),
+            (DType::F16, Precision { master: Master::Remainder, ..of }),
             (DType::F32, of),
-            (
-                DType::F64,
-                Precision {
-                    state: StateDType::Bf16,
-                    ..Precision::default()
-                },
-            ),
+            (DType::F64, Precision { state: StateDType::Bf16, ..Precision::default() }),
         ] {
             let case = Case::new([4], dtype);
             let error = Planner::new(rule).precision(refused).plan(&case.params);

@@ -20,9 +20,7 @@ pub(crate) struct Settings(serde_json::Value);
 impl Settings {
     /// A number of the case.
     pub(crate) fn number(&self, key: &str) -> f64 {
-        self.0[key]
-            .as_f64()
-            .unwrap_or_else(|| panic!("no number `{key}` in {self:?}"))
+        self.0[key].as_f64().unwrap_or_else(|| panic!("no number `{key}` in {self:?}"))
     }
 }
 
@@ -85,10 +83,7 @@ fn compare(
     let bytes = |values: &[f64]| -> Vec<u8> {
         match dtype {
             DType::F64 => bytemuck::cast_slice(values).to_vec(),
-            _ => values
-                .iter()
-                .flat_map(|&x| (x as f32).to_le_bytes())
-                .collect(),
+            _ => values.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
         }
     };
     for name in names {
@@ -109,10 +104,7 @@ fn compare(
         state.read(&backend, Role::Param, name, &mut found).unwrap();
         let found: Vec<f64> = match dtype {
             DType::F64 => pod_collect_to_vec(&found),
-            _ => pod_collect_to_vec::<u8, f32>(&found)
-                .into_iter()
-                .map(f64::from)
-                .collect(),
+            _ => pod_collect_to_vec::<u8, f32>(&found).into_iter().map(f64::from).collect(),
         };
         let what = format!("{case}, {dtype}, tensor {name}");
         near(&what, [&first, &expected, &found], dtype, bound);

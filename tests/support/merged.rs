@@ -19,10 +19,7 @@ fn case(count: usize) -> Case {
         3 => SIZES[5],
         other => SIZES[other % 5],
     });
-    Case {
-        steps: 2,
-        ..Case::new(numels, DType::F32).with_groups()
-    }
+    Case { steps: 2, ..Case::new(numels, DType::F32).with_groups() }
 }
 
 /// Requires the same bits from one plan over all tensors, on every backend, as from a plan for each
@@ -36,10 +33,7 @@ pub(crate) fn merged_is_separate(optimizer: Optimizer) {
         let start: Vec<u8> = (0..count).flat_map(|i| case.param_bytes(i)).collect();
         assert!(count < 2 || expected != start, "nothing was done");
         for (name, backend) in backends() {
-            for limits in [
-                LaunchLimits::default(),
-                LaunchLimits::with_argument_bytes(4096),
-            ] {
+            for limits in [LaunchLimits::default(), LaunchLimits::with_argument_bytes(4096)] {
                 let plan = Planner::new(optimizer).limits(limits);
                 let plan = plan.plan(&case.params).unwrap();
                 let found = outcome(&plan, &case, backend.as_ref());
@@ -86,10 +80,7 @@ impl Backend for Forgetful {
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let kept = launch.batches.len().saturating_sub(1).max(1);
-        self.0.launch(Launch {
-            batches: &launch.batches[..kept],
-            ..launch
-        })
+        self.0.launch(Launch { batches: &launch.batches[..kept], ..launch })
     }
 
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {

@@ -36,11 +36,7 @@ impl Trained {
         let mut state = plan.allocate(&backend).unwrap();
         let param = state.view_mut(Role::Param, NAME).unwrap();
         param.copy_from_slice(start);
-        Self {
-            plan,
-            state,
-            backend,
-        }
+        Self { plan, state, backend }
     }
 
     pub(crate) fn step<T: Element>(&mut self, grad: &[T]) {
@@ -131,16 +127,8 @@ pub(crate) fn check_golden<Settings: DeserializeOwned>(
             worst = (worst.0.max(single), worst.1.max(double));
         }
     }
-    println!(
-        "largest relative difference: f32 {:e}, f64 {:e}",
-        worst.0, worst.1
-    );
-    assert_eq!(
-        found,
-        cases,
-        "the script's cases; {:?}",
-        metadata.get("versions")
-    );
+    println!("largest relative difference: f32 {:e}, f64 {:e}", worst.0, worst.1);
+    assert_eq!(found, cases, "the script's cases; {:?}", metadata.get("versions"));
 }
 
 /// Steps after which errors are measured.

@@ -13,16 +13,12 @@ pub(crate) fn a_backend_counts_what_it_left_as_it_was(optimizer: Optimizer) {
         let mut state = plan.allocate(backend.as_ref()).unwrap();
         for (index, param) in case.params.iter().enumerate() {
             let bytes = case.param_bytes(index);
-            state
-                .write(backend.as_ref(), Role::Param, &param.name, &bytes)
-                .unwrap();
+            state.write(backend.as_ref(), Role::Param, &param.name, &bytes).unwrap();
             let mut grad = case.grad_bytes(index, 1);
             if index != 1 {
                 grad[..4].copy_from_slice(&f32::NAN.to_le_bytes());
             }
-            state
-                .write(backend.as_ref(), Role::Grad, &param.name, &grad)
-                .unwrap();
+            state.write(backend.as_ref(), Role::Grad, &param.name, &grad).unwrap();
         }
         for _ in 0..3 {
             plan.run(&mut state, backend.as_ref()).unwrap();
@@ -30,9 +26,7 @@ pub(crate) fn a_backend_counts_what_it_left_as_it_was(optimizer: Optimizer) {
         assert_eq!(backend.take_skipped(), Ok(6), "{name}");
         assert_eq!(backend.take_skipped(), Ok(0), "{name}");
         let mut bytes = vec![0; 800_000];
-        state
-            .read(backend.as_ref(), Role::Param, "tensor.2", &mut bytes)
-            .unwrap();
+        state.read(backend.as_ref(), Role::Param, "tensor.2", &mut bytes).unwrap();
         assert!(bytes == case.param_bytes(2), "{name}");
     }
 }
@@ -49,8 +43,5 @@ pub(crate) fn any_plan_gives_the_bits_of_the_naive_plan(rules: [Optimizer; 2]) {
         }
     }
     // Many chunks: the pool sums them out of order, and they are still added in order.
-    check(
-        rules[0],
-        &Case::new([65_536 * 5 + 3, 7, 1 << 18], DType::F32),
-    );
+    check(rules[0], &Case::new([65_536 * 5 + 3, 7, 1 << 18], DType::F32));
 }

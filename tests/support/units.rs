@@ -12,10 +12,7 @@ pub(crate) struct Errors {
 impl Errors {
     /// A run that starts at these values.
     pub(crate) fn new(start: &[f64]) -> Self {
-        Self {
-            scales: start.iter().map(|x| x.abs()).collect(),
-            marked: Vec::new(),
-        }
+        Self { scales: start.iter().map(|x| x.abs()).collect(), marked: Vec::new() }
     }
 
     /// Notes the values of the reference after a step.

@@ -38,13 +38,7 @@ const LAYERS: [&[&str]; 9] = [
     ],
     // Below the other engines: ranks of an MPI job that share a machine use it.
     &["collective-processes"],
-    &[
-        "planner",
-        "cpu",
-        "cuda",
-        "collective-mpi",
-        "collective-nccl",
-    ],
+    &["planner", "cpu", "cuda", "collective-mpi", "collective-nccl"],
     &["candle", "models", "testkit"],
     &["fusestep"],
     &["cli", "python", "tests", "benches", "xtask", "fuzz"],
@@ -58,10 +52,7 @@ const ONLY_IN: [(&str, &[&str]); 11] = [
     ("nccl*", &["crates/collective-nccl"]),
     ("libloading", &["crates/collective-nccl", "crates/python"]),
     ("loom", &["crates/simd"]),
-    (
-        "candle-*",
-        &["crates/candle", "crates/cli", "crates/models"],
-    ),
+    ("candle-*", &["crates/candle", "crates/cli", "crates/models"]),
     ("pyo3*", &["crates/python"]),
     ("criterion", &["benches"]),
     ("clap", &["crates/cli"]),
@@ -82,9 +73,7 @@ pub(crate) fn violations(folder: &str, manifest: &str) -> Vec<String> {
     let mut found = Vec::new();
     let own = layer(folder.rsplit('/').next().unwrap_or(folder));
     if own.is_none() {
-        found.push(format!(
-            "{folder}: expected a layer in tests/tidy/dependencies.rs, found none"
-        ));
+        found.push(format!("{folder}: expected a layer in tests/tidy/dependencies.rs, found none"));
     }
     for dependency in dependencies(manifest) {
         let package = &dependency.package;
@@ -131,10 +120,7 @@ fn dependencies(manifest: &str) -> Vec<Dependency> {
             if let Some((kind, Some(name))) = &table {
                 found.insert(
                     (name.clone(), *kind as usize),
-                    Dependency {
-                        package: name.clone(),
-                        kind: *kind,
-                    },
+                    Dependency { package: name.clone(), kind: *kind },
                 );
             }
             continue;
@@ -148,23 +134,12 @@ fn dependencies(manifest: &str) -> Vec<Dependency> {
                 let name = key.split('.').next().unwrap_or(key).trim_matches('"');
                 let renamed = value.split_once("package").map(|(_, rest)| quoted(rest));
                 let package = renamed.unwrap_or_else(|| name.to_owned());
-                found.insert(
-                    (name.to_owned(), *kind as usize),
-                    Dependency {
-                        package,
-                        kind: *kind,
-                    },
-                );
+                found
+                    .insert((name.to_owned(), *kind as usize), Dependency { package, kind: *kind });
             }
             Some((kind, Some(name))) if key == "package" => {
                 let package = quoted(value);
-                found.insert(
-                    (name.clone(), *kind as usize),
-                    Dependency {
-                        package,
-                        kind: *kind,
-                    },
-                );
+                found.insert((name.clone(), *kind as usize), Dependency { package, kind: *kind });
             }
             _ => {}
         }
@@ -201,16 +176,9 @@ fn tables_of_every_form_are_read() {
     let manifest = "[package]\nname = \"x\"\n[dependencies]\na.workspace = true\nb = { version = \"1\", package = \"real-b\" }\n\
         # c = \"1\"\n[dev-dependencies.d]\nversion = \"1\"\n[target.'cfg(target_os = \"linux\")'.build-dependencies]\ne = \"1\"\n\
         [workspace.dependencies]\nf = \"1\"\n[features]\ng = []\n";
-    let found: Vec<_> = dependencies(manifest)
-        .into_iter()
-        .map(|d| (d.package, d.kind))
-        .collect();
-    let expected = [
-        ("a", Kind::Normal),
-        ("real-b", Kind::Normal),
-        ("d", Kind::Dev),
-        ("e", Kind::Build),
-    ];
+    let found: Vec<_> = dependencies(manifest).into_iter().map(|d| (d.package, d.kind)).collect();
+    let expected =
+        [("a", Kind::Normal), ("real-b", Kind::Normal), ("d", Kind::Dev), ("e", Kind::Build)];
     assert_eq!(found, expected.map(|(name, kind)| (name.to_owned(), kind)));
 }
 

@@ -4,12 +4,7 @@ use std::collections::HashSet;
 
 /// Pages that walk through the code. Others name tools, entries made from a table, or what other
 /// projects have.
-const WALKS: [&str; 4] = [
-    "README.md",
-    "docs/ARCHITECTURE.md",
-    "docs/TOUR.md",
-    "docs/numerics.md",
-];
+const WALKS: [&str; 4] = ["README.md", "docs/ARCHITECTURE.md", "docs/TOUR.md", "docs/numerics.md"];
 
 /// Names in quotes of code that stand for names of the code's.
 const PLACEHOLDERS: [&str; 1] = ["STEM_FORMAT"];
@@ -27,9 +22,7 @@ pub(crate) fn dead_links(path: &str, text: &str, exists: &dyn Fn(&str) -> bool) 
             }
             let leads_to = joined(folder, target);
             if !exists(&leads_to) {
-                found.push(format!(
-                    "{path}:{at}: expected {leads_to}, found no such file"
-                ));
+                found.push(format!("{path}:{at}: expected {leads_to}, found no such file"));
             }
         }
     }
@@ -47,9 +40,7 @@ pub(crate) fn unknown_names(path: &str, text: &str, words: &HashSet<&str>) -> Ve
         for quoted in line.split('`').skip(1).step_by(2) {
             let name = quoted.split_once('(').map_or(quoted, |(name, _)| name);
             let is_name = (name.contains("::") || name.contains('_'))
-                && name
-                    .chars()
-                    .all(|c| c.is_alphanumeric() || ":_".contains(c));
+                && name.chars().all(|c| c.is_alphanumeric() || ":_".contains(c));
             let mut parts = name.split("::");
             if is_name && !PLACEHOLDERS.contains(&name) && !parts.all(|part| words.contains(part)) {
                 found.push(format!(

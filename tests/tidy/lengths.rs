@@ -10,9 +10,7 @@ pub(crate) fn violations(path: &str, text: &str) -> Vec<String> {
     let mut found = Vec::new();
     let lines = text.lines().count();
     if lines > FILE_LINES {
-        found.push(format!(
-            "{path}: expected at most {FILE_LINES} lines, found {lines}; split it"
-        ));
+        found.push(format!("{path}: expected at most {FILE_LINES} lines, found {lines}; split it"));
     }
     let code = code_only(text);
     let functions = if path.ends_with(".rs") {

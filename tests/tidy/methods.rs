@@ -42,9 +42,7 @@ fn types_with_methods(text: &str) -> Vec<String> {
         .match_indices("#[cfg(test)]\nmod ")
         .filter_map(|(at, _)| {
             let open = at + code[at..].find(['{', ';'])?;
-            code[open..]
-                .starts_with('{')
-                .then(|| at..closing_brace(&code, open))
+            code[open..].starts_with('{').then(|| at..closing_brace(&code, open))
         })
         .collect();
     let blocks = words(&code, "impl").filter(|at| {
@@ -108,14 +106,9 @@ fn types_with_methods_in_many_files_are_found() {
     assert_eq!(scattered(sources().skip(1)).len(), 0);
     assert_eq!(
         scattered(sources()),
-        [
-            "crates/x/src: expected methods of `Plan` in at most 4 files, found them in 5: a.rs, \
-          b.rs, c.rs, d.rs, e.rs"
-        ]
+        ["crates/x/src: expected methods of `Plan` in at most 4 files, found them in 5: a.rs, \
+          b.rs, c.rs, d.rs, e.rs"]
     );
     let test = "crates/x/src/tests/f.rs";
-    assert_eq!(
-        scattered(sources().skip(1).chain([(test, own[0])])).len(),
-        0
-    );
+    assert_eq!(scattered(sources().skip(1).chain([(test, own[0])])).len(), 0);
 }

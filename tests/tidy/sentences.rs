@@ -54,18 +54,14 @@ pub(crate) fn violations(path: &str, text: &str) -> Vec<String> {
         let sentence = comment.trim_start_matches(['/', '!']).trim_start();
         if begins && sentence.starts_with("The same") {
             let line = at + 1;
-            found.push(format!(
-                "{path}:{line}: expected what it is, found \"The same\""
-            ));
+            found.push(format!("{path}:{line}: expected what it is, found \"The same\""));
         }
     }
     if path.ends_with(".rs") {
         for (word, expected) in RETIRED {
             for at in source::words(&code, word) {
                 let line = source::line_of(&code, at);
-                found.push(format!(
-                    "{path}:{line}: expected `{expected}`, found `{word}`"
-                ));
+                found.push(format!("{path}:{line}: expected `{expected}`, found `{word}`"));
             }
         }
     }

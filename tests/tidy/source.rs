@@ -29,12 +29,7 @@ pub(crate) fn code_only(text: &str) -> String {
 /// The end of the comment, string or character literal that starts at `at`, if one does.
 fn literal_end(chars: &[char], at: usize) -> Option<usize> {
     let starts = |pattern: &str| {
-        chars[at..]
-            .iter()
-            .copied()
-            .zip(pattern.chars())
-            .filter(|(a, b)| a == b)
-            .count()
+        chars[at..].iter().copied().zip(pattern.chars()).filter(|(a, b)| a == b).count()
             == pattern.len()
     };
     if starts("//") {
@@ -94,11 +89,7 @@ fn raw_string_end(chars: &[char], at: usize) -> Option<usize> {
     }
     let mut at = at + 2 + hashes;
     while at < chars.len() {
-        let closing = chars[at..]
-            .iter()
-            .skip(1)
-            .take_while(|&&c| c == '#')
-            .count();
+        let closing = chars[at..].iter().skip(1).take_while(|&&c| c == '#').count();
         if chars[at] == '"' && closing >= hashes {
             return Some(at + 1 + hashes);
         }
@@ -132,10 +123,7 @@ pub(crate) fn closing_brace(code: &str, open: usize) -> usize {
 
 /// The line, counted from 1, of a byte index.
 pub(crate) fn line_of(code: &str, index: usize) -> usize {
-    1 + code.as_bytes()[..index]
-        .iter()
-        .filter(|&&b| b == b'\n')
-        .count()
+    1 + code.as_bytes()[..index].iter().filter(|&&b| b == b'\n').count()
 }
 
 /// Byte indices at which `word` stands in `code` as a whole word.

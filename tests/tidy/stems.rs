@@ -6,10 +6,7 @@
 const OF_OTHERS: [(&str, &[&str]); 4] = [
     (
         "accumulate",
-        &[
-            "crates/planner/src/absorb.rs",
-            "crates/cuda/tests/every_entry/accumulate.rs",
-        ],
+        &["crates/planner/src/absorb.rs", "crates/cuda/tests/every_entry/accumulate.rs"],
     ),
     (
         "rank_order",
@@ -21,18 +18,9 @@ const OF_OTHERS: [(&str, &[&str]); 4] = [
     ),
     (
         "tensor_sums",
-        &[
-            "crates/planner/src/exchange.rs",
-            "crates/cuda/tests/every_entry/tensor_sums.rs",
-        ],
+        &["crates/planner/src/exchange.rs", "crates/cuda/tests/every_entry/tensor_sums.rs"],
     ),
-    (
-        "update_sums",
-        &[
-            "crates/elementwise/src/tally.rs",
-            "crates/cuda/tests/measured.rs",
-        ],
-    ),
+    ("update_sums", &["crates/elementwise/src/tally.rs", "crates/cuda/tests/measured.rs"]),
 ];
 
 /// The files of a rule that updates every element on its own: its licences, its page, its
@@ -79,25 +67,12 @@ pub(crate) fn violations(stem: &str, exists: &dyn Fn(&str) -> bool, docs: &str) 
 #[test]
 fn each_missing_part_is_named() {
     let docs = "# Kernels\n## fused-adam\n";
-    assert_eq!(
-        violations("fused_adam", &|_| true, docs),
-        Vec::<String>::new()
-    );
+    assert_eq!(violations("fused_adam", &|_| true, docs), Vec::<String>::new());
     assert_eq!(violations("fused_sgd", &|_| true, docs).len(), 1);
     let found = violations("fused_adam", &|path| !path.starts_with("benches"), docs);
-    assert_eq!(
-        found,
-        ["kernels/fused_adam.cu: expected benches/fused_adam.rs, found none"]
-    );
+    assert_eq!(found, ["kernels/fused_adam.cu: expected benches/fused_adam.rs, found none"]);
     assert_eq!(violations("fused_sgd", &|_| false, "").len(), 5);
     assert_eq!(violations("rank_order", &|_| false, "").len(), 5);
-    let found = violations(
-        "rank_order",
-        &|path| !path.starts_with("tests"),
-        "## rank-order\n",
-    );
-    assert_eq!(
-        found,
-        ["kernels/rank_order.cu: expected tests/collective/numbers.rs, found none"]
-    );
+    let found = violations("rank_order", &|path| !path.starts_with("tests"), "## rank-order\n");
+    assert_eq!(found, ["kernels/rank_order.cu: expected tests/collective/numbers.rs, found none"]);
 }

@@ -88,21 +88,13 @@ fn unsafe_code_in_the_wrong_place_or_without_a_reason_is_found() {
     let cases: [(&str, &str, usize); 9] = [
         ("crates/tensor/src/lib.rs", &forbidden, 0),
         ("crates/tensor/src/lib.rs", "//! What.\n", 1),
-        (
-            "crates/tensor/src/main.rs",
-            "// #![forbid(unsafe_code)]\n",
-            1,
-        ),
+        ("crates/tensor/src/main.rs", "// #![forbid(unsafe_code)]\n", 1),
         ("crates/simd/src/lib.rs", "//! What.\n", 0),
         ("crates/simd/src/a.rs", block, 0),
         ("crates/simd/src/a.rs", bare, 1),
         ("crates/tensor/src/a.rs", block, 1),
         ("crates/simd/src/a.rs", "unsafe impl Send for X {}\n", 1),
-        (
-            "crates/tensor/src/a.rs",
-            "// unsafe { }\nlet x = \"unsafe { }\";\n",
-            0,
-        ),
+        ("crates/tensor/src/a.rs", "// unsafe { }\nlet x = \"unsafe { }\";\n", 0),
     ];
     for (path, text, expected) in cases {
         let found = violations(path, text);

@@ -21,18 +21,12 @@ pub(crate) fn violations(path: &str, text: &str) -> Vec<String> {
 pub(crate) fn violations_of_comments(path: &str, text: &str) -> Vec<String> {
     let lines = text.lines().enumerate();
     let comments = lines.filter(|(_, line)| line.trim_start().starts_with("//"));
-    comments
-        .filter_map(|(at, line)| too_wide(path, at, line.chars().count()))
-        .collect()
+    comments.filter_map(|(at, line)| too_wide(path, at, line.chars().count())).collect()
 }
 
 fn too_wide(path: &str, at: usize, columns: usize) -> Option<String> {
-    (columns > COLUMNS).then(|| {
-        format!(
-            "{path}:{}: expected at most {COLUMNS} columns, found {columns}",
-            at + 1
-        )
-    })
+    (columns > COLUMNS)
+        .then(|| format!("{path}:{}: expected at most {COLUMNS} columns, found {columns}", at + 1))
 }
 
 /// Columns of a line whose literals and comments are blank, without its indentation.

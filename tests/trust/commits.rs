@@ -56,11 +56,7 @@ fn an_error_anywhere_leaves_both_old() {
                 break;
             }
             let expected = if outcome.is_ok() { "new" } else { before };
-            assert_eq!(
-                found.as_deref(),
-                Some(expected),
-                "fault at call {at}: {outcome:?}"
-            );
+            assert_eq!(found.as_deref(), Some(expected), "fault at call {at}: {outcome:?}");
             refused += usize::from(outcome.is_err());
             // What the fault left behind must not decide what comes later.
             write(&disk, "next").unwrap();
@@ -97,19 +93,13 @@ fn a_loss_of_power_anywhere_leaves_both_old_or_both_new() {
                     (Err(_), true) => &["old", "new"],
                     (Err(_), false) => &["", "new"],
                 };
-                assert!(
-                    expected.contains(&found.as_str()),
-                    "call {at}, seed {seed}: {found:?}"
-                );
+                assert!(expected.contains(&found.as_str()), "call {at}, seed {seed}: {found:?}");
                 kept += usize::from(found != "new");
                 write(&disk, "next").unwrap();
                 assert_eq!(both(&disk).as_deref(), Some("next"));
             }
         }
-        assert!(
-            kept > 100 && finished > 100,
-            "{kept} kept, {finished} finished"
-        );
+        assert!(kept > 100 && finished > 100, "{kept} kept, {finished} finished");
     }
 }
 
@@ -121,11 +111,7 @@ fn a_full_disk_leaves_both_old_and_no_parts() {
         disk.add_fault(calls + at, Fault::Full);
         let outcome = write(&disk, "new");
         let expected = if outcome.is_ok() { "new" } else { "old" };
-        assert_eq!(
-            both(&disk).as_deref(),
-            Some(expected),
-            "full from call {at} on"
-        );
+        assert_eq!(both(&disk).as_deref(), Some(expected), "full from call {at} on");
         assert_eq!(disk.files().len(), PLACES.len(), "{:?}", disk.files());
     }
 }
@@ -134,11 +120,7 @@ fn a_full_disk_leaves_both_old_and_no_parts() {
 fn a_journal_that_is_damaged_moves_nothing_and_says_so() {
     let disk = disk(0, true);
     let path = Path::new("/run/.fusestep-p.journal");
-    for text in [
-        "",
-        "{}",
-        r#"{"format":"fusestep-journal","version":1,"moves":[],"xxh3":"0"}"#,
-    ] {
+    for text in ["", "{}", r#"{"format":"fusestep-journal","version":1,"moves":[],"xxh3":"0"}"#] {
         disk.write_new(path, text.as_bytes()).unwrap();
         let error = finish_interrupted_in(&disk, Path::new(PLACES[0])).unwrap_err();
         assert!(error.to_string().contains(".fusestep-p.journal"), "{error}");

@@ -13,9 +13,7 @@ use fusestep_tensor::{DType, ParamDesc, Shape};
 fn start() -> (Plan, State, CpuBackend) {
     let params = ["a", "b"].map(|name| ParamDesc::new(name, Shape::new([3]).unwrap(), DType::F32));
     let planner = Planner::new(Adam::default().into()).with(LossScaling::dynamic());
-    let plan = planner
-        .plan_for(&params, Topology::new(0, 1).unwrap())
-        .unwrap();
+    let plan = planner.plan_for(&params, Topology::new(0, 1).unwrap()).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let state = plan.allocate(&backend).unwrap();
     (plan, state, backend)
@@ -48,8 +46,7 @@ fn skipped_steps_missed_steps_and_the_scale_come_back() {
         (state.step(), state.skipped(), steps, scale)
     };
     let (plan, state, backend) = &run;
-    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new())
-        .unwrap();
+    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
     let expected = counts(state);
     assert_eq!(expected, (2, 1, [2, 1], (32_768.0, 1, 0)));
     let (plan, mut state, backend) = start();
@@ -69,6 +66,5 @@ fn gradients_of_a_micro_step_under_way_are_not_lost_in_silence() {
     let error = saved.unwrap_err().to_string();
     assert!(error.contains("end the micro-step"), "{error}");
     plan.step(state, backend, &mut comms).unwrap();
-    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new())
-        .unwrap();
+    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
 }

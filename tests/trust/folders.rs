@@ -42,37 +42,25 @@ impl Run {
         let plan = plan(topology);
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let state = plan.allocate(&backend).unwrap();
-        Self {
-            plan,
-            state,
-            backend,
-        }
+        Self { plan, state, backend }
     }
 
     fn step(&mut self, comms: &mut Comms<'_>) {
         for (name, numel) in PARAMS {
-            let bytes: Vec<u8> = (0..numel)
-                .flat_map(|at| (at as f32 - 2.5).to_le_bytes())
-                .collect();
-            self.plan
-                .push_grad(&mut self.state, &self.backend, comms, name, &bytes)
-                .unwrap();
+            let bytes: Vec<u8> =
+                (0..numel).flat_map(|at| (at as f32 - 2.5).to_le_bytes()).collect();
+            self.plan.push_grad(&mut self.state, &self.backend, comms, name, &bytes).unwrap();
         }
-        self.plan
-            .step(&mut self.state, &self.backend, comms)
-            .unwrap();
+        self.plan.step(&mut self.state, &self.backend, comms).unwrap();
     }
 
     fn save(&self, comms: &mut Comms<'_>, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
-        self.plan
-            .save(&self.state, &self.backend, comms, folder, BTreeMap::new())
+        self.plan.save(&self.state, &self.backend, comms, folder, BTreeMap::new())
     }
 
     fn value(&self) -> Vec<u8> {
         let mut bytes = vec![0; 4 * PARAMS[0].1 as usize];
-        self.state
-            .read(&self.backend, Role::Param, "a", &mut bytes)
-            .unwrap();
+        self.state.read(&self.backend, Role::Param, "a", &mut bytes).unwrap();
         bytes
     }
 }
@@ -82,23 +70,15 @@ pub(crate) fn step_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), Stri
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
         let mut run = Run::new(Topology::of(&comm));
         let mut comms = Comms::direct(&mut comm);
-        if Manifest::read_if_any(folder)
-            .map_err(|error| error.to_string())?
-            .is_some()
-        {
+        if Manifest::read_if_any(folder).map_err(|error| error.to_string())?.is_some() {
             run.plan
                 .load(&mut run.state, &run.backend, folder)
                 .map_err(|error| error.to_string())?;
         }
         run.step(&mut comms);
-        run.save(&mut comms, folder)
-            .map_err(|error| error.to_string())
+        run.save(&mut comms, folder).map_err(|error| error.to_string())
     });
-    outcomes
-        .unwrap()
-        .into_iter()
-        .map(|outcome| outcome.unwrap())
-        .collect()
+    outcomes.unwrap().into_iter().map(|outcome| outcome.unwrap()).collect()
 }
 
 /// The step that the checkpoint has, which must be whole, and the values there; 0 without one.
@@ -161,32 +141,21 @@ fn nothing_of_others_is_written_over_or_removed() {
         assert_eq!(fs::read_to_string(at(name)).unwrap(), name);
     }
     assert_eq!(bytes(), before);
-    assert_eq!(
-        Manifest::read(folder.path()).unwrap().generation,
-        "step-00000003-b"
-    );
+    assert_eq!(Manifest::read(folder.path()).unwrap().generation, "step-00000003-b");
     // One that a stranger has put into a generation stays as well, and so does the way to save.
     let generation = Manifest::read(folder.path()).unwrap().generation;
     fs::write(at(&generation).join("mine"), "x").unwrap();
     for _ in 0..2 {
         expect_saved(step_and_save(folder.path().into()));
     }
-    assert_eq!(
-        fs::read_to_string(at(&generation).join("mine")).unwrap(),
-        "x"
-    );
+    assert_eq!(fs::read_to_string(at(&generation).join("mine")).unwrap(), "x");
     assert!(!at(&generation).join("shard-00000.safetensors").exists());
     assert_eq!(held(folder.path().into()).0, 5);
 }
 
 #[test]
 fn another_programs_or_a_damaged_manifest_is_not_replaced() {
-    for text in [
-        "{}",
-        "{\"weights\": 3}",
-        "not JSON",
-        "{\"format\": \"pt\", \"version\": 1}",
-    ] {
+    for text in ["{}", "{\"weights\": 3}", "not JSON", "{\"format\": \"pt\", \"version\": 1}"] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("manifest.json");
         fs::write(&path, text).unwrap();
@@ -194,9 +163,7 @@ fn another_programs_or_a_damaged_manifest_is_not_replaced() {
             let mut run = Run::new(Topology::of(&comm));
             let mut comms = Comms::direct(&mut comm);
             run.step(&mut comms);
-            run.save(&mut comms, folder.path().into())
-                .unwrap_err()
-                .to_string()
+            run.save(&mut comms, folder.path().into()).unwrap_err().to_string()
         });
         for (rank, error) in outcomes.unwrap().into_iter().enumerate() {
             let error = error.unwrap();
@@ -216,9 +183,7 @@ fn ranks_that_do_not_see_one_folder_are_told_so() {
         let mut run = Run::new(topology);
         let mut comms = Comms::direct(&mut comm);
         run.step(&mut comms);
-        run.save(&mut comms, folders[topology.rank].path().into())
-            .unwrap_err()
-            .to_string()
+        run.save(&mut comms, folders[topology.rank].path().into()).unwrap_err().to_string()
     });
     for (rank, error) in outcomes.unwrap().into_iter().enumerate() {
         let error = error.unwrap();
@@ -238,14 +203,8 @@ fn ranks_that_do_not_see_one_folder_are_told_so_behind_training() {
         let mut comms = Comms::direct(&mut comm);
         run.step(&mut comms);
         let (mut saves, own) = (Saves::new(), folders[topology.rank].path());
-        let to_save = RunToSave {
-            state: &run.state,
-            backend: &run.backend,
-            params: None,
-        };
-        let begun = run
-            .plan
-            .save_behind(to_save, &mut comms, &mut saves, own, BTreeMap::new());
+        let to_save = RunToSave { state: &run.state, backend: &run.backend, params: None };
+        let begun = run.plan.save_behind(to_save, &mut comms, &mut saves, own, BTreeMap::new());
         begun.unwrap();
         let error = run.plan.finish_saves(&mut comms, &mut saves).unwrap_err();
         assert!(!saves.in_flight());
@@ -267,18 +226,11 @@ fn overlapping_ranges_with_a_hole_are_refused() {
     expect_saved(step_and_save(folder.path().into()));
     let manifest = Manifest::read(folder.path()).unwrap();
     // The model's file is the first.
-    let path = |shard: usize| {
-        folder
-            .path()
-            .join(&manifest.generation)
-            .join(&manifest.shards[shard].file)
-    };
+    let path =
+        |shard: usize| folder.path().join(&manifest.generation).join(&manifest.shards[shard].file);
     let length = |shard: usize| {
         let file = TensorFile::read(&path(shard)).unwrap();
-        file.entries()
-            .values()
-            .map(|entry| entry.shape.numel())
-            .sum::<u64>()
+        file.entries().values().map(|entry| entry.shape.numel()).sum::<u64>()
     };
     assert_eq!(length(1), length(2));
     let mut short = manifest.clone();
@@ -290,10 +242,7 @@ fn overlapping_ranges_with_a_hole_are_refused() {
     let second = TensorFile::read(&path(2)).unwrap();
     fs::copy(path(1), path(2)).unwrap();
     let error = copied.read_tensors(folder.path()).unwrap_err().to_string();
-    assert!(
-        error.contains("once") || error.contains("in all shards"),
-        "{error}"
-    );
+    assert!(error.contains("once") || error.contains("in all shards"), "{error}");
     assert!(error.contains('@'), "the tensor is named: {error}");
     // The second file without its last range: nothing is twice, but a tensor's end is missing.
     let entries = second.entries().iter();
@@ -306,10 +255,7 @@ fn overlapping_ranges_with_a_hole_are_refused() {
     short.shards[2].len_bytes = bytes.len() as u64;
     short.shards[2].xxh3 = format!("{:016x}", xxh3_64(&bytes));
     let error = short.read_tensors(folder.path()).unwrap_err().to_string();
-    assert!(
-        error.contains("b@moment1") && error.contains("in all shards"),
-        "{error}"
-    );
+    assert!(error.contains("b@moment1") && error.contains("in all shards"), "{error}");
 }
 
 #[test]
@@ -377,10 +323,7 @@ fn a_save_cut_off_or_refused_anywhere_keeps_the_old_checkpoint_or_has_made_the_n
             }
         }
     }
-    assert!(
-        old > 100 && new > 100 && refused > 100,
-        "{old} old, {new} new, {refused} refused"
-    );
+    assert!(old > 100 && new > 100 && refused > 100, "{old} old, {new} new, {refused} refused");
 }
 
 /// Saves of one step take turns in two folders, so what the save before has left undone decides
@@ -412,10 +355,7 @@ fn saves_of_one_step_never_write_over_what_a_loss_of_power_brings_back() {
             let generation = |folder| Manifest::read(folder).unwrap().generation;
             let before = generation(folder);
             let saved = save();
-            assert!(
-                saved.is_ok() || disk.is_dead(),
-                "{fault:?} at {at}: {saved:?}"
-            );
+            assert!(saved.is_ok() || disk.is_dead(), "{fault:?} at {at}: {saved:?}");
             disk.restart();
             disk.clear_faults();
             assert_eq!(held(folder), first, "{fault:?} at {at}, power at {power}");
@@ -424,19 +364,13 @@ fn saves_of_one_step_never_write_over_what_a_loss_of_power_brings_back() {
             assert_eq!(held(folder), first, "{fault:?} at {at}, power at {power}");
         }
     }
-    assert!(
-        cut_off > 100 && brought_back > 10,
-        "{cut_off} cut off, {brought_back} brought back"
-    );
+    assert!(cut_off > 100 && brought_back > 10, "{cut_off} cut off, {brought_back} brought back");
 }
 
 /// One generation of two shards and a mark, and a manifest; parts of a save that was cut off are
 /// gone with its generation.
 fn break_if_leaking(disk: &SimulatedDisk) {
     let files = disk.files();
-    let generations = files
-        .iter()
-        .filter(|path| path.ends_with("mark.json"))
-        .count();
+    let generations = files.iter().filter(|path| path.ends_with("mark.json")).count();
     assert!(generations <= 2, "{files:?}");
 }

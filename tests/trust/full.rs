@@ -46,11 +46,7 @@ fn a_save_that_fails_on_a_full_disk_leaves_nothing_of_it() {
             break;
         }
         failed += 1;
-        assert_eq!(
-            names(&disk, FOLDER),
-            before,
-            "full at call {at}: {outcomes:?}"
-        );
+        assert_eq!(names(&disk, FOLDER), before, "full at call {at}: {outcomes:?}");
         disk.make_room();
         assert_eq!(held(place(&disk)).0, 1);
         expect_saved(step_and_save(place(&disk)));

@@ -39,11 +39,7 @@ fn a_generation_whose_manifest_was_moved_away_is_kept() {
     let before = files(folder.path());
     for (rank, outcome) in step_and_save(folder.path().into()).into_iter().enumerate() {
         let error = outcome.unwrap_err();
-        for part in [
-            "step-00000001-a and step-00000001-b",
-            "put it back",
-            "choose another",
-        ] {
+        for part in ["step-00000001-a and step-00000001-b", "put it back", "choose another"] {
             assert!(error.contains(part), "rank {rank}: {error}");
         }
     }
@@ -118,11 +114,7 @@ fn saves_that_die_before_the_first_manifest_do_not_stand_in_the_way_of_the_next(
             assert_eq!(held(folder).0, before + 1, "{fault:?} at {at}, seed {seed}");
             let files = disk.files();
             let marks = files.iter().filter(|path| path.ends_with("mark.json"));
-            assert_eq!(
-                marks.count(),
-                1,
-                "{fault:?} at {at}, seed {seed}: {files:?}"
-            );
+            assert_eq!(marks.count(), 1, "{fault:?} at {at}, seed {seed}: {files:?}");
         }
     }
     assert!(died > 200, "{died}");
@@ -136,18 +128,9 @@ fn marks_of_the_first_version_are_known_and_changed_or_newer_ones_are_strangers(
     type Change = fn(&mut serde_json::Map<String, serde_json::Value>);
     let changes: [(Change, bool); 4] = [
         (|_| {}, true),
-        (
-            |mark| mark.retain(|key, _| ["format", "checkpoint"].contains(&key.as_str())),
-            true,
-        ),
-        (
-            |mark| drop(mark.insert("note".to_owned(), "x".into())),
-            true,
-        ),
-        (
-            |mark| drop(mark.insert("version".to_owned(), 2.into())),
-            false,
-        ),
+        (|mark| mark.retain(|key, _| ["format", "checkpoint"].contains(&key.as_str())), true),
+        (|mark| drop(mark.insert("note".to_owned(), "x".into())), true),
+        (|mark| drop(mark.insert("version".to_owned(), 2.into())), false),
     ];
     for (change, ours) in changes {
         let manifest = Manifest::read(folder.path()).unwrap();
@@ -169,23 +152,13 @@ fn parts_of_dead_processes_in_a_checkpoints_folder_go_at_the_next_save() {
     child.wait().unwrap();
     // As this process names its parts, with the number of the one that has ended.
     let own = fusestep_tensor_file::Prepared::bytes(&folder.path().join("x"), b"x").unwrap();
-    let names = || {
-        fs::read_dir(folder.path())
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name())
-    };
+    let names = || fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
     let part = names().find_map(|name| {
         let name = name.into_string().unwrap();
-        let rest = name
-            .strip_prefix(".fusestep-")?
-            .split_once('-')?
-            .1
-            .to_owned();
+        let rest = name.strip_prefix(".fusestep-")?.split_once('-')?.1.to_owned();
         name.ends_with(".part").then_some(rest)
     });
-    let of_dead = folder
-        .path()
-        .join(format!(".fusestep-{}-{}", child.id(), part.unwrap()));
+    let of_dead = folder.path().join(format!(".fusestep-{}-{}", child.id(), part.unwrap()));
     fs::write(&of_dead, "half a manifest").unwrap();
     expect_saved(step_and_save(folder.path().into()));
     assert!(!of_dead.exists());

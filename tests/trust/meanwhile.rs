@@ -31,9 +31,7 @@ struct Shared<'a> {
 impl Shared<'_> {
     fn takes_one(&self) -> bool {
         let left = |saves: usize| saves.checked_sub(1);
-        let taken = self
-            .saves
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
+        let taken = self.saves.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left);
         taken.is_ok()
     }
 
@@ -46,10 +44,7 @@ impl Files for Shared<'_> {
     fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
         let shard = path.extension().is_some_and(|name| name == "safetensors");
         if shard && self.takes_one() {
-            expect_saved((self.save)(CheckpointFolder::of(
-                self.disk,
-                Path::new(FOLDER),
-            )));
+            expect_saved((self.save)(CheckpointFolder::of(self.disk, Path::new(FOLDER))));
         }
         self.disk.read(path)
     }
@@ -89,16 +84,9 @@ impl Files for Shared<'_> {
 fn a_reader_begins_again_when_a_run_has_saved() {
     for saves in [0, 1, 2, 5] {
         let disk = SimulatedDisk::new(1, []);
-        expect_saved(step_and_save(CheckpointFolder::of(
-            &disk,
-            Path::new(FOLDER),
-        )));
-        let shared = Shared {
-            disk: &disk,
-            saves: AtomicUsize::new(saves),
-            save: step_and_save,
-            hidden: "",
-        };
+        expect_saved(step_and_save(CheckpointFolder::of(&disk, Path::new(FOLDER))));
+        let shared =
+            Shared { disk: &disk, saves: AtomicUsize::new(saves), save: step_and_save, hidden: "" };
         let folder = CheckpointFolder::of(&shared, Path::new(FOLDER));
         let (manifest, _) = Manifest::read_whole(folder).unwrap();
         assert_eq!(shared.saves.load(Ordering::SeqCst), 0);
@@ -120,8 +108,7 @@ fn step_apart_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> 
         if Manifest::read_if_any(folder).unwrap().is_some() {
             plan.load(&mut state, &backend, folder).unwrap();
         }
-        plan.push_grad(&mut state, &backend, &mut comms, "a", &[1; 32])
-            .unwrap();
+        plan.push_grad(&mut state, &backend, &mut comms, "a", &[1; 32]).unwrap();
         plan.step(&mut state, &backend, &mut comms).unwrap();
         plan.save(&state, &backend, &mut comms, folder, BTreeMap::new())
             .map_err(|error| error.to_string())
@@ -132,19 +119,13 @@ fn step_apart_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> 
 
 #[test]
 fn resharding_begins_again_when_a_run_has_saved() {
-    for (average, save) in [
-        (false, step_and_save as fn(CheckpointFolder<'_>) -> _),
-        (true, step_apart_and_save),
-    ] {
+    for (average, save) in
+        [(false, step_and_save as fn(CheckpointFolder<'_>) -> _), (true, step_apart_and_save)]
+    {
         for saves in [0, 1, 3] {
             let disk = SimulatedDisk::new(1, []);
             expect_saved(save(CheckpointFolder::of(&disk, Path::new(FOLDER))));
-            let shared = Shared {
-                disk: &disk,
-                saves: AtomicUsize::new(saves),
-                save,
-                hidden: "",
-            };
+            let shared = Shared { disk: &disk, saves: AtomicUsize::new(saves), save, hidden: "" };
             let from = CheckpointFolder::of(&shared, Path::new(FOLDER));
             let to = CheckpointFolder::of(&disk, Path::new("/run/out"));
             let read = Manifest::read(from).unwrap();

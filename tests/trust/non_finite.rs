@@ -26,10 +26,7 @@ const GRADIENTS: [f32; 2] = [3e19, f32::NAN];
 const NUMEL: usize = 128;
 
 fn rules() -> [Optimizer; 2] {
-    let momentum = Sgd {
-        momentum: 0.9,
-        ..Sgd::default()
-    };
+    let momentum = Sgd { momentum: 0.9, ..Sgd::default() };
     [Adam::default().into(), momentum.into()]
 }
 
@@ -47,11 +44,7 @@ impl Run {
         let plan = planner.plan_for(&params, topology).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let state = plan.allocate(&backend).unwrap();
-        Self {
-            plan,
-            state,
-            backend,
-        }
+        Self { plan, state, backend }
     }
 
     fn alone(rule: Optimizer) -> Self {
@@ -113,14 +106,8 @@ fn a_state_file_that_is_not_finite_is_gone_on_from_to_the_same_bits() {
             for name in ["w", "b"] {
                 let mut bytes = vec![0; 4 * NUMEL];
                 let backend = &first.backend;
-                first
-                    .state
-                    .read(backend, Role::Param, name, &mut bytes)
-                    .unwrap();
-                other
-                    .state
-                    .write(backend, Role::Param, name, &bytes)
-                    .unwrap();
+                first.state.read(backend, Role::Param, name, &mut bytes).unwrap();
+                other.state.write(backend, Role::Param, name, &bytes).unwrap();
             }
             other.step(&mut Comms::direct(&mut Solo::default()), value);
             assert_eq!(one.values(), other.values(), "{} {value}", rule.name());
@@ -150,10 +137,7 @@ fn change(
         let mut bytes = file.bytes(name).unwrap().to_vec();
         values(name, &mut bytes);
         metadata.insert(format!("xxh3@{name}"), sum(&bytes));
-        let tensor = TensorBytes {
-            bytes: bytes.into(),
-            ..entry.with_bytes(&[])
-        };
+        let tensor = TensorBytes { bytes: bytes.into(), ..entry.with_bytes(&[]) };
         tensors.push((name.clone(), tensor));
     }
     let mut all = Vec::new();
@@ -194,10 +178,7 @@ fn a_state_file_that_does_not_say_so_is_refused() {
         let mut run = Run::alone(rule);
         let before = run.values();
         let outcome = run.state.load(&run.backend, &path);
-        assert!(
-            outcome.is_ok() || run.values() == before,
-            "changed all the same"
-        );
+        assert!(outcome.is_ok() || run.values() == before, "changed all the same");
         outcome
     };
     let refused = |named: &str| {
@@ -215,9 +196,7 @@ fn a_state_file_that_does_not_say_so_is_refused() {
     for value in [f32::NEG_INFINITY, -1.0] {
         saved(rule, 3e19, &path);
         change(&path, put(value), says("3"));
-        refused(&format!(
-            "`w@moment2`: expected values of at least 0, found {value} at element 5"
-        ));
+        refused(&format!("`w@moment2`: expected values of at least 0, found {value} at element 5"));
     }
     change(&path, put(1.0), says("two"));
     refused("`non_finite@w@moment2`: expected a count of values, found two");
@@ -252,9 +231,7 @@ fn ranks(
         }
         if let Some(folder) = folder {
             let (state, backend) = (&run.state, &run.backend);
-            let saved = run
-                .plan
-                .save(state, backend, &mut comms, folder, BTreeMap::new());
+            let saved = run.plan.save(state, backend, &mut comms, folder, BTreeMap::new());
             saved.unwrap();
         }
         if zero == ZeroStage::None {
@@ -264,11 +241,7 @@ fn ranks(
         values.truncate(1);
         values
     });
-    outcomes
-        .unwrap()
-        .into_iter()
-        .map(|values| values.unwrap())
-        .collect()
+    outcomes.unwrap().into_iter().map(|values| values.unwrap()).collect()
 }
 
 #[test]
@@ -282,20 +255,13 @@ fn a_checkpoint_that_is_not_finite_is_gone_on_from_to_the_same_bits() {
                 ranks(place, (1, value), Some(folder.path()));
                 let found = Manifest::verify(folder.path()).unwrap();
                 let moments = ["w@moment1", "w@moment2"];
-                let expected = if value.is_nan() {
-                    &moments[..]
-                } else {
-                    &moments[1..]
-                };
+                let expected = if value.is_nan() { &moments[..] } else { &moments[1..] };
                 assert_eq!(found.non_finite, expected, "{place:?} {value}");
                 let resharded = tempfile::tempdir().unwrap();
                 let manifest = found.manifest.reshard(folder.path(), resharded.path(), 3);
                 assert_eq!(manifest.unwrap().shards.len(), 4);
                 let again = Manifest::verify(resharded.path()).unwrap();
-                assert_eq!(
-                    (again.non_finite, again.tensors),
-                    (found.non_finite, found.tensors)
-                );
+                assert_eq!((again.non_finite, again.tensors), (found.non_finite, found.tensors));
                 for folder in [folder.path(), resharded.path()] {
                     let resumed = ranks(place, (1, value), Some(folder));
                     assert_eq!(whole, resumed, "{place:?} {value}");
@@ -327,9 +293,7 @@ fn a_checkpoint_that_does_not_say_so_is_refused_and_resharding_does_not_make_it_
     sign(manifest, folder.path());
     let resharded = tempfile::tempdir().unwrap();
     let manifest = Manifest::read(folder.path()).unwrap();
-    manifest
-        .reshard(folder.path(), resharded.path(), 1)
-        .unwrap();
+    manifest.reshard(folder.path(), resharded.path(), 1).unwrap();
     for folder in [folder.path(), resharded.path()] {
         let mut run = Run::alone(Adam::default().into());
         let loaded = run.plan.load(&mut run.state, &run.backend, folder);

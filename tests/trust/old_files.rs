@@ -14,9 +14,7 @@ use fusestep_planner::{Comms, LocalSgd, Manifest, Planner, Shard, State, Topolog
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
 fn old(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("trust/old")
-        .join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("trust/old").join(name)
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -33,11 +31,7 @@ fn copy(from: &Path, to: &Path) {
 }
 
 fn planner() -> Planner {
-    let rule = Sgd {
-        lr: 0.5,
-        momentum: 0.5,
-        ..Sgd::default()
-    };
+    let rule = Sgd { lr: 0.5, momentum: 0.5, ..Sgd::default() };
     Planner::new(rule.into())
 }
 
@@ -49,9 +43,8 @@ fn desc(name: &str, numel: u64) -> ParamDesc {
 fn expect(state: &State, backend: &CpuBackend, role: Role, factor: f32) {
     let mut bytes = [0; 20];
     state.read(backend, role, "a", &mut bytes).unwrap();
-    let expected: Vec<u8> = (1..=5u8)
-        .flat_map(|at| (f32::from(at) * factor).to_le_bytes())
-        .collect();
+    let expected: Vec<u8> =
+        (1..=5u8).flat_map(|at| (f32::from(at) * factor).to_le_bytes()).collect();
     assert_eq!(bytes.as_slice(), expected, "{role}");
 }
 
@@ -83,8 +76,7 @@ fn checkpoints_of_versions_1_and_2_are_read_and_the_next_save_replaces_them() {
             } else {
                 expect(&state, &backend, Role::Param, -1.25);
             }
-            plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new())
-                .unwrap();
+            plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
         });
         for outcome in outcomes.unwrap() {
             outcome.unwrap();

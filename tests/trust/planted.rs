@@ -51,10 +51,7 @@ fn a_pipe_in_the_lock_s_place_is_refused_at_once() {
     pipe(&folder.path().join("lock"));
     let path = folder.path().to_owned();
     let error = at_once(move || FolderLock::take(&path).unwrap_err().to_string());
-    assert!(
-        error.contains("lock") && error.contains("expected an empty file"),
-        "{error}"
-    );
+    assert!(error.contains("lock") && error.contains("expected an empty file"), "{error}");
 }
 
 /// A journal with right checksums of moves from one path to another.
@@ -78,17 +75,8 @@ fn a_journal_moves_only_what_a_commit_can_have_written() {
         (&[ours[0], ("/home/key", "/home/s")], false),
         (&[ours[0], ("/home/.fusestep-x.part", "/home/s")], false),
         (&[ours[0], (ELSEWHERE, "/other/s")], false),
-        (
-            &[ours[0], ("/home/.fusestep-1-m-5-0.ready", "/home/s")],
-            false,
-        ),
-        (
-            &[
-                ours[0],
-                ("/run/.fusestep-1-m-5-1.ready-elsewhere", "/run/s"),
-            ],
-            false,
-        ),
+        (&[ours[0], ("/home/.fusestep-1-m-5-0.ready", "/home/s")], false),
+        (&[ours[0], ("/run/.fusestep-1-m-5-1.ready-elsewhere", "/run/s")], false),
         // Of another first file than the one that is asked for.
         (&[(READY, "/run/q"), ours[1]], false),
         (&[ours[1], ours[0]], false),
@@ -146,13 +134,7 @@ fn a_newer_journal_says_that_a_newer_fusestep_wrote_it() {
     let disk = SimulatedDisk::new(1, []);
     disk.create_folder(Path::new("/run")).unwrap();
     let text = br#"{"format":"fusestep-journal","version":2,"steps":[]}"#;
-    disk.write_new(Path::new("/run/.fusestep-p.journal"), text)
-        .unwrap();
-    let error = finish_interrupted_in(&disk, Path::new("/run/p"))
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("newer fusestep") && error.contains("version 2"),
-        "{error}"
-    );
+    disk.write_new(Path::new("/run/.fusestep-p.journal"), text).unwrap();
+    let error = finish_interrupted_in(&disk, Path::new("/run/p")).unwrap_err().to_string();
+    assert!(error.contains("newer fusestep") && error.contains("version 2"), "{error}");
 }

@@ -28,14 +28,8 @@ fn expect_short(error: &str, named: &str) {
 fn a_manifest_of_long_values_is_refused_shortly() {
     let path = Path::new("manifest.json");
     for text in [
-        format!(
-            r#"{{"format":"fusestep-checkpoint","version":"{}"}}"#,
-            long()
-        ),
-        format!(
-            r#"{{"format":"fusestep-checkpoint","version":{{"{}":1}}}}"#,
-            long()
-        ),
+        format!(r#"{{"format":"fusestep-checkpoint","version":"{}"}}"#, long()),
+        format!(r#"{{"format":"fusestep-checkpoint","version":{{"{}":1}}}}"#, long()),
         format!(r#"{{"format":"{}","version":1}}"#, long()),
     ] {
         let error = Manifest::parse(path, text.as_bytes()).unwrap_err();

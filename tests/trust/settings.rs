@@ -33,8 +33,7 @@ fn save(planner: &Planner, folder: &Path) {
     state.save(&backend, &folder.join("state")).unwrap();
     let mut rank = Solo::default();
     let mut comms = Comms::direct(&mut rank);
-    plan.save(&state, &backend, &mut comms, folder, BTreeMap::new())
-        .unwrap();
+    plan.save(&state, &backend, &mut comms, folder, BTreeMap::new()).unwrap();
 }
 
 /// What loading the state file and the checkpoint comes to.
@@ -46,10 +45,7 @@ fn load(planner: &Planner, folder: &Path) -> [Result<(), PlanError>; 2] {
 }
 
 fn momentum(weight_decay: WeightDecay) -> Sgd {
-    Sgd {
-        weight_decay,
-        ..Sgd::with_momentum()
-    }
+    Sgd { weight_decay, ..Sgd::with_momentum() }
 }
 
 #[test]
@@ -59,19 +55,11 @@ fn other_settings_under_which_state_means_something_else_are_refused() {
     let cases: [(Optimizer, Optimizer, &str); 3] = [
         (
             free.into(),
-            ScheduleFree {
-                beta1: 0.95,
-                ..free
-            }
-            .into(),
+            ScheduleFree { beta1: 0.95, ..free }.into(),
             "`beta1`: expected 0.95, found 0.9",
         ),
         (
-            ScheduleFree {
-                warmup_steps: 10,
-                ..free
-            }
-            .into(),
+            ScheduleFree { warmup_steps: 10, ..free }.into(),
             free.into(),
             "`warmup_steps`: expected 0, found 10",
         ),
@@ -101,36 +89,11 @@ fn settings_under_which_state_means_the_same_may_change() {
     let cases: [(Optimizer, Optimizer); 4] = [
         (
             free.into(),
-            ScheduleFree {
-                lr: 1.0,
-                beta2: 0.5,
-                eps: 1.0,
-                weight_decay: 0.5,
-                ..free
-            }
-            .into(),
+            ScheduleFree { lr: 1.0, beta2: 0.5, eps: 1.0, weight_decay: 0.5, ..free }.into(),
         ),
-        (
-            l2.into(),
-            Sgd {
-                lr: 0.5,
-                momentum: 0.5,
-                dampening: 0.5,
-                rescale: 0.25,
-                ..l2
-            }
-            .into(),
-        ),
+        (l2.into(), Sgd { lr: 0.5, momentum: 0.5, dampening: 0.5, rescale: 0.25, ..l2 }.into()),
         (l2.into(), momentum(WeightDecay::L2(0.0)).into()),
-        (
-            Adam::default().into(),
-            Adam {
-                beta1: 0.5,
-                beta2: 0.5,
-                ..Adam::default()
-            }
-            .into(),
-        ),
+        (Adam::default().into(), Adam { beta1: 0.5, beta2: 0.5, ..Adam::default() }.into()),
     ];
     for (saved, other) in cases {
         let folder = tempfile::tempdir().unwrap();
@@ -144,10 +107,7 @@ fn settings_under_which_state_means_the_same_may_change() {
 #[test]
 fn settings_of_single_parameters_are_compared_too() {
     let planner = |beta1| {
-        let free = ScheduleFree {
-            beta1,
-            ..ScheduleFree::default()
-        };
+        let free = ScheduleFree { beta1, ..ScheduleFree::default() };
         Planner::new(Adam::default().into()).group(["b"], free.into())
     };
     let folder = tempfile::tempdir().unwrap();
@@ -157,10 +117,7 @@ fn settings_of_single_parameters_are_compared_too() {
     }
     for outcome in load(&planner(0.8), folder.path()) {
         let error = outcome.unwrap_err().to_string();
-        assert!(
-            error.contains("`beta1@b`: expected 0.8, found 0.9"),
-            "{error}"
-        );
+        assert!(error.contains("`beta1@b`: expected 0.8, found 0.9"), "{error}");
     }
 }
 
@@ -197,10 +154,7 @@ fn files_from_before_settings_were_in_them_are_read_under_any() {
     manifest.settings.clear();
     manifest.version = 4;
     sign(manifest, folder.path());
-    let other = ScheduleFree {
-        beta1: 0.5,
-        ..ScheduleFree::default()
-    };
+    let other = ScheduleFree { beta1: 0.5, ..ScheduleFree::default() };
     for outcome in load(&Planner::new(other.into()), folder.path()) {
         outcome.unwrap();
     }

@@ -45,16 +45,8 @@ fn change(folder: &Path, tensor: &str, value: f32) -> u64 {
 fn values_that_no_run_can_have_are_refused_whatever_their_checksums_say() {
     for (tensor, value, named) in [
         ("a@moment1", -1.0, None),
-        (
-            "a@moment2",
-            -1.0,
-            Some("finite values of at least 0, found -1"),
-        ),
-        (
-            "b@moment2",
-            f32::INFINITY,
-            Some("finite values of at least 0, found inf"),
-        ),
+        ("a@moment2", -1.0, Some("finite values of at least 0, found -1")),
+        ("b@moment2", f32::INFINITY, Some("finite values of at least 0, found inf")),
         ("b@moment1", f32::NAN, Some("finite values, found NaN")),
     ] {
         let folder = tempfile::tempdir().unwrap();

@@ -33,9 +33,7 @@ fn start(rule: Optimizer) -> (Plan, State, CpuBackend) {
 fn save(rule: Optimizer, path: &Path) {
     let (plan, mut state, backend) = start(rule);
     for (name, numel) in [("a", 5), ("b", 3)] {
-        let values: Vec<u8> = (0..numel)
-            .flat_map(|at| (at as f32 + 0.5).to_le_bytes())
-            .collect();
+        let values: Vec<u8> = (0..numel).flat_map(|at| (at as f32 + 0.5).to_le_bytes()).collect();
         for role in [Role::Param, Role::Grad] {
             state.write(&backend, role, name, &values).unwrap();
         }
@@ -51,28 +49,18 @@ fn load(rule: Optimizer, path: &Path) -> Result<Option<String>, PlanError> {
     let before = format!("{state:?}");
     let outcome = state.load(&backend, path);
     if outcome.is_err() {
-        assert_eq!(
-            format!("{state:?}"),
-            before,
-            "a load that failed has changed the state"
-        );
+        assert_eq!(format!("{state:?}"), before, "a load that failed has changed the state");
     }
     outcome
 }
 
 fn momentum() -> Sgd {
-    Sgd {
-        momentum: 0.9,
-        ..Sgd::default()
-    }
+    Sgd { momentum: 0.9, ..Sgd::default() }
 }
 
 /// Adam whose decay is part of the gradient.
 fn l2() -> Adam {
-    Adam {
-        weight_decay: WeightDecay::L2(0.01),
-        ..Adam::default()
-    }
+    Adam { weight_decay: WeightDecay::L2(0.01), ..Adam::default() }
 }
 
 #[test]
@@ -91,10 +79,7 @@ fn state_of_another_rule_or_direction_is_refused() {
         for other in rules {
             let outcome = load(other, &path);
             if saved == other {
-                assert!(
-                    outcome.unwrap().is_some(),
-                    "it says whose parameters it belongs to"
-                );
+                assert!(outcome.unwrap().is_some(), "it says whose parameters it belongs to");
                 continue;
             }
             let error = outcome.unwrap_err().to_string();
@@ -107,15 +92,9 @@ fn state_of_another_rule_or_direction_is_refused() {
         }
     }
     save(momentum().into(), &path);
-    let turned = Sgd {
-        objective: Objective::Maximize,
-        ..momentum()
-    };
+    let turned = Sgd { objective: Objective::Maximize, ..momentum() };
     let error = load(turned.into(), &path).unwrap_err().to_string();
-    assert!(
-        error.contains("expected maximize, found minimize"),
-        "{error}"
-    );
+    assert!(error.contains("expected maximize, found minimize"), "{error}");
 }
 
 /// A file read, changed and written again without its checksums, as a program would that knows
@@ -130,13 +109,7 @@ fn rewrite(
     for (name, entry) in file.entries() {
         let mut bytes = file.bytes(name).unwrap().to_vec();
         change(name, &mut bytes);
-        tensors.push((
-            name.clone(),
-            TensorBytes {
-                bytes: bytes.into(),
-                ..entry.with_bytes(&[])
-            },
-        ));
+        tensors.push((name.clone(), TensorBytes { bytes: bytes.into(), ..entry.with_bytes(&[]) }));
     }
     let mut texts = file.metadata().clone();
     metadata(&mut texts);
@@ -164,10 +137,7 @@ fn every_flipped_bit_is_noticed() {
             let whole = TensorFile::parse(&path, intact.clone()).unwrap();
             file.metadata() == whole.metadata() && file.entries() == whole.entries()
         });
-        assert!(
-            error.is_err() || (same && bit / 8 < 8 + header(&intact)),
-            "bit {bit}"
-        );
+        assert!(error.is_err() || (same && bit / 8 < 8 + header(&intact)), "bit {bit}");
     }
 }
 

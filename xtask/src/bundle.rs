@@ -96,11 +96,7 @@ fn strip_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
     let stripped = bin.join(&program.name);
     let path = program.path.as_os_str();
     succeed(Command::new("strip").arg("-o").arg(&stripped).arg(path))?;
-    let headers = output(
-        Command::new("readelf")
-            .args(["-W", "-d", "-V"])
-            .arg(&stripped),
-    )?;
+    let headers = output(Command::new("readelf").args(["-W", "-d", "-V"]).arg(&stripped))?;
     check_headers(&program.name, &headers)
 }
 
@@ -137,9 +133,7 @@ fn check_headers(name: &str, headers: &str) -> Result<(u32, u32)> {
             );
         }
         for version in line.split("GLIBC_").skip(1) {
-            let mut numbers = version
-                .split(|c: char| !c.is_ascii_digit())
-                .map(str::parse::<u32>);
+            let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
             if let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) {
                 newest = newest.max((major, minor));
             }
@@ -165,10 +159,8 @@ fn check_len_bytes(files: &[(PathBuf, u64)]) -> Result<()> {
     if found < MOST_BYTES {
         return Ok(());
     }
-    let largest = files
-        .iter()
-        .take(3)
-        .map(|(path, len_bytes)| format!("{} ({len_bytes})", path.display()));
+    let largest =
+        files.iter().take(3).map(|(path, len_bytes)| format!("{} ({len_bytes})", path.display()));
     let largest: Vec<_> = largest.collect();
     bail!(
         "the folder: expected less than {MOST_BYTES} bytes, found {found}; the largest files are \
@@ -187,10 +179,7 @@ mod tests {
         let plain = needed("libcuda.so.1") + &needed("ld-linux-x86-64.so.2");
         let versions = "  0x0: Name: GLIBC_2.9  Flags: none\n  0x1: Name: GLIBC_2.34  Flags: \
                         none\n  0x2: Name: GLIBC_2.2.5\n";
-        assert_eq!(
-            check_headers("laws", &(plain.clone() + versions)).unwrap(),
-            (2, 34)
-        );
+        assert_eq!(check_headers("laws", &(plain.clone() + versions)).unwrap(), (2, 34));
         let error = check_headers("laws", &(plain.clone() + &needed("libssl.so.3"))).unwrap_err();
         assert!(error.to_string().ends_with("found libssl.so.3"), "{error}");
         let runpath = plain + " 0x1d (RUNPATH)  Library runpath: [/here]\n";
@@ -208,9 +197,6 @@ mod tests {
     #[test]
     fn a_folder_in_use_is_refused_before_anything_is_built() {
         let error = pack(&workspace_root().join("xtask")).unwrap_err();
-        assert!(
-            error.to_string().contains("expected a new or empty folder"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("expected a new or empty folder"), "{error}");
     }
 }

@@ -17,10 +17,7 @@ const LIBRARIES: [&str; 5] = ["cublas", "cublasLt", "curand", "nvrtc", "cudart"]
 /// Builds the emulator and the toolkit, and runs candle's tests on a CUDA device.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let (own, test_arguments) = split(arguments);
-    ensure!(
-        own.is_empty(),
-        "expected `candle-cuda [-- TEST ARGUMENTS]`, found {own:?}"
-    );
+    ensure!(own.is_empty(), "expected `candle-cuda [-- TEST ARGUMENTS]`, found {own:?}");
     let root = workspace_root();
     let emulator = root.join("target/emulator");
     build(&root.join("kernels"), &emulator, &Options::default())?;

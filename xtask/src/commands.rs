@@ -39,17 +39,12 @@ pub(crate) fn succeed(command: &mut Command) -> Result<()> {
 /// Like [`succeed`], with standard output and standard error as text.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .output()
-        .with_context(|| format!("`{program}` does not start; install it"))?;
+    let output =
+        command.output().with_context(|| format!("`{program}` does not start; install it"))?;
     let text = [output.stdout, output.stderr].concat();
     let text = String::from_utf8_lossy(&text).into_owned();
     if !output.status.success() {
-        bail!(
-            "`{program}` ended with {}\n{}",
-            output.status,
-            text.trim_end()
-        );
+        bail!("`{program}` ended with {}\n{}", output.status, text.trim_end());
     }
     Ok(text)
 }
@@ -78,11 +73,7 @@ pub(crate) fn built(cargo: &mut Command) -> Result<Vec<Program>> {
         .stderr(Stdio::inherit())
         .output()
         .context("cannot start cargo")?;
-    ensure!(
-        output.status.success(),
-        "cannot be built: {:?}",
-        cargo.get_args()
-    );
+    ensure!(output.status.success(), "cannot be built: {:?}", cargo.get_args());
     let programs = programs(&String::from_utf8(output.stdout)?);
     ensure!(!programs.is_empty(), "cargo names no program that it built");
     Ok(programs)
@@ -90,9 +81,7 @@ pub(crate) fn built(cargo: &mut Command) -> Result<Vec<Program>> {
 
 /// The programs that cargo's messages name, one JSON object a line.
 fn programs(messages: &str) -> Vec<Program> {
-    let messages = messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let programs = messages.filter_map(|message| {
         Some(Program {
             name: message["target"]["name"].as_str()?.to_owned(),
@@ -127,10 +116,8 @@ not json
             path: path.into(),
             is_test,
         };
-        let expected = [
-            program("laws", "/t/laws-1", true),
-            program("fusestep", "/t/fusestep", false),
-        ];
+        let expected =
+            [program("laws", "/t/laws-1", true), program("fusestep", "/t/fusestep", false)];
         assert_eq!(programs(messages), expected);
     }
 }

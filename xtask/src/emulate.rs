@@ -24,10 +24,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         Sanitize::AddressAndUndefined => "emulator-sanitized",
     };
     let folder = root.join("target").join(name);
-    let options = Options {
-        sanitize,
-        ..Options::default()
-    };
+    let options = Options { sanitize, ..Options::default() };
     let library = build(&root.join("kernels"), &folder, &options)?;
     println!("emulator: {}", library.display());
     let mut environment = vec![("CUDA_LIBRARY_PATH".into(), folder.clone().into_os_string())];
@@ -88,9 +85,7 @@ pub(crate) const SUITE: [&str; 26] = [
 fn test(environment: &[(OsString, OsString)], test_arguments: &[String]) -> Result<()> {
     let mut command = cargo();
     command.arg("test").args(SUITE).arg("--");
-    command
-        .args(test_arguments)
-        .envs(environment.iter().cloned());
+    command.args(test_arguments).envs(environment.iter().cloned());
     let failed = format!("the CUDA tests failed: cargo test {}", SUITE.join(" "));
     must(&mut command, &failed)
 }
@@ -107,10 +102,7 @@ fn runner(folder: &Path, options: &Options) -> Result<(OsString, OsString)> {
         asan.is_absolute(),
         "the C++ compiler has no libasan.so; install its sanitizer libraries"
     );
-    let name = format!(
-        "CARGO_TARGET_{}_RUNNER",
-        host()?.replace('-', "_").to_uppercase()
-    );
+    let name = format!("CARGO_TARGET_{}_RUNNER", host()?.replace('-', "_").to_uppercase());
     // Leaks are not looked for: a fault leaves device memory behind, as on a device.
     let value = format!(
         "env ASAN_OPTIONS=detect_leaks=0 LD_LIBRARY_PATH={} LD_PRELOAD={}",

@@ -35,10 +35,7 @@ const EACH_ONCE: [Tests; 5] = [
             "excluded_tensors_take_the_rate_that_the_option_says",
         ],
     ),
-    (
-        "resident",
-        &["a_graph_replays_the_whole_tail_with_the_bits_of_plain_steps"],
-    ),
+    ("resident", &["a_graph_replays_the_whole_tail_with_the_bits_of_plain_steps"]),
     ("faults", &[]),
 ];
 
@@ -125,10 +122,7 @@ struct Suite {
 
 impl Suite {
     fn new(folder: &Path, counts: &Path) -> Self {
-        let mut suite = Self {
-            environment: Vec::new(),
-            programs: Vec::new(),
-        };
+        let mut suite = Self { environment: Vec::new(), programs: Vec::new() };
         suite.set("CUDA_LIBRARY_PATH", folder);
         suite.set("LD_LIBRARY_PATH", folder.join("lib64"));
         suite.set("FUSESTEP_EMULATOR_CODE", "ptx");
@@ -144,11 +138,7 @@ impl Suite {
     /// Has cargo build the programs of the suite.
     fn find_programs(&mut self) -> Result<()> {
         self.programs = built(
-            cargo()
-                .arg("test")
-                .args(SUITE)
-                .arg("--no-run")
-                .envs(self.environment.iter().cloned()),
+            cargo().arg("test").args(SUITE).arg("--no-run").envs(self.environment.iter().cloned()),
         )?;
         Ok(())
     }

@@ -45,10 +45,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
                 faults += 1;
             }
         }
-        ensure!(
-            calls > 5,
-            "{name}: expected calls that open or change files, found {calls}"
-        );
+        ensure!(calls > 5, "{name}: expected calls that open or change files, found {calls}");
         println!("faults: {name}: {calls} calls, {faults} faults, every end as promised");
         table.push((name, calls, faults));
     }
@@ -104,19 +101,14 @@ impl Bench {
 
     /// Runs the command with nothing in its way.
     fn plain(&self, folder: &Path, arguments: &[String]) -> Result<Output> {
-        Ok(Command::new(&self.program)
-            .args(placed(folder, arguments))
-            .output()?)
+        Ok(Command::new(&self.program).args(placed(folder, arguments)).output()?)
     }
 
     /// Runs the command likewise, which must end well; what it printed.
     fn must(&self, folder: &Path, arguments: &[String]) -> Result<String> {
         let output = self.plain(folder, arguments)?;
         let error = String::from_utf8_lossy(&output.stderr);
-        ensure!(
-            output.status.success(),
-            "{arguments:?} without faults: {error}"
-        );
+        ensure!(output.status.success(), "{arguments:?} without faults: {error}");
         Ok(String::from_utf8(output.stdout)?)
     }
 
@@ -177,10 +169,7 @@ impl Bench {
 
 fn placed(folder: &Path, arguments: &[String]) -> Vec<String> {
     let here = folder.to_string_lossy();
-    arguments
-        .iter()
-        .map(|text| text.replace(HERE, &here))
-        .collect()
+    arguments.iter().map(|text| text.replace(HERE, &here)).collect()
 }
 
 /// The arguments of a command line.
@@ -190,20 +179,14 @@ fn split(line: &str) -> Vec<String> {
 
 /// A safetensors file of one tensor.
 fn tensor_file(path: &Path, values: &[f32]) -> Result<()> {
-    let bytes: Vec<u8> = values
-        .iter()
-        .flat_map(|value| value.to_le_bytes())
-        .collect();
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     let header = format!(
         "{{\"a\":{{\"dtype\":\"F32\",\"shape\":[{}],\"data_offsets\":[0,{}]}}}}",
         values.len(),
         bytes.len()
     );
     let length = (header.len() as u64).to_le_bytes();
-    Ok(fs::write(
-        path,
-        [&length[..], header.as_bytes(), &bytes].concat(),
-    )?)
+    Ok(fs::write(path, [&length[..], header.as_bytes(), &bytes].concat())?)
 }
 
 /// Parameters and state replaced in place: both old or both new, and an error means old.
@@ -241,18 +224,11 @@ fn step(bench: &Bench) -> Result<Scenario> {
             steps.is_some_and(|steps| possible.contains(&steps)),
             "expected {possible:?} steps in parameters and state alike, found {steps:?}"
         );
-        let left: Vec<_> = fs::read_dir(folder)?
-            .flatten()
-            .map(|entry| entry.file_name())
-            .collect();
+        let left: Vec<_> = fs::read_dir(folder)?.flatten().map(|entry| entry.file_name()).collect();
         ensure!(left.len() == 3, "left behind: {left:?}");
         Ok(())
     });
-    Ok(Scenario {
-        template,
-        arguments,
-        judge,
-    })
+    Ok(Scenario { template, arguments, judge })
 }
 
 /// The arguments of a run of so many epochs, and its own flags.
@@ -290,19 +266,12 @@ fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge
     let folder = bench.fresh("run", template)?;
     let expected = hash(&bench.must(&folder, &next_run(&folder, epochs)?)?)?;
     let after = saved_steps(&folder)?;
-    ensure!(
-        after > before,
-        "expected steps beyond {before}, found {after}"
-    );
+    ensure!(after > before, "expected steps beyond {before}, found {after}");
     Ok(Box::new(move |bench, folder, output| {
         let found = saved_steps(folder)?;
         // A run that ends well has acknowledged its last save, any other has at least kept what it
         // began with.
-        let least = if output.status.success() {
-            after
-        } else {
-            before
-        };
+        let least = if output.status.success() { after } else { before };
         ensure!(
             (least..=after).contains(&found),
             "expected a checkpoint of {least} to {after} steps, found one of {found}"
@@ -312,10 +281,7 @@ fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge
         }
         let next = bench.must(folder, &next_run(folder, epochs)?);
         let found = hash(&next.context("the next run")?)?;
-        ensure!(
-            found == expected,
-            "expected parameters {expected}, found {found}"
-        );
+        ensure!(found == expected, "expected parameters {expected}, found {found}");
         bench.verify(folder)?;
         Ok(())
     }))
@@ -325,22 +291,14 @@ fn goes_on(bench: &Bench, template: &Path, epochs: &'static str) -> Result<Judge
 fn save(bench: &Bench) -> Result<Scenario> {
     let template = bench.empty("save")?;
     let judge = goes_on(bench, &template, "1")?;
-    Ok(Scenario {
-        template,
-        arguments: training("1", ""),
-        judge,
-    })
+    Ok(Scenario { template, arguments: training("1", ""), judge })
 }
 
 /// A run that goes on and replaces its checkpoint.
 fn resume(bench: &Bench) -> Result<Scenario> {
     let template = bench.trained("resume")?;
     let judge = goes_on(bench, &template, "2")?;
-    Ok(Scenario {
-        template,
-        arguments: training("2", "--resume"),
-        judge,
-    })
+    Ok(Scenario { template, arguments: training("2", "--resume"), judge })
 }
 
 /// A checkpoint written for other ranks: it is there and whole, or is not; the one it comes from
@@ -360,9 +318,5 @@ fn reshard(bench: &Bench) -> Result<Scenario> {
         ensure!(there || !output.status.success(), "done, and not there");
         Ok(())
     });
-    Ok(Scenario {
-        template,
-        arguments,
-        judge,
-    })
+    Ok(Scenario { template, arguments, judge })
 }

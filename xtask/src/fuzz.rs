@@ -16,17 +16,8 @@ const SECONDS: u64 = 60;
 const MEMORY_KIB: u64 = 4 << 20;
 
 /// The targets, a slow one and a fast one by turns.
-const TARGETS: [&str; 9] = [
-    "state",
-    "tensor_file",
-    "plan",
-    "shapes",
-    "packing",
-    "manifest",
-    "mark",
-    "journal",
-    "shards",
-];
+const TARGETS: [&str; 9] =
+    ["state", "tensor_file", "plan", "shapes", "packing", "manifest", "mark", "journal", "shards"];
 
 /// Targets that run at a time.
 const AT_A_TIME: usize = 2;
@@ -38,9 +29,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         let [flag, value] = pair else {
             bail!("{}: expected a number", pair[0]);
         };
-        let value: u64 = value
-            .parse()
-            .with_context(|| format!("{flag}: expected a number, found {value:?}"))?;
+        let value: u64 =
+            value.parse().with_context(|| format!("{flag}: expected a number, found {value:?}"))?;
         match flag.as_str() {
             "--seconds" => seconds = value,
             "--seed" => seed = value,
@@ -49,9 +39,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     }
     // The command line for its dependencies: with them nothing is compiled a second time.
     must(
-        cargo()
-            .args(["build", "--release", "-q", "--bin", "fusestep-fuzz"])
-            .args(["-p", "fusestep-fuzz", "-p", "fusestep-cli"]),
+        cargo().args(["build", "--release", "-q", "--bin", "fusestep-fuzz"]).args([
+            "-p",
+            "fusestep-fuzz",
+            "-p",
+            "fusestep-cli",
+        ]),
         "the targets do not build",
     )?;
     let program = workspace_root().join("target/release/fusestep-fuzz");

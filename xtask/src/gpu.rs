@@ -59,11 +59,7 @@ fn run_here(script_arguments: &[String]) -> Result<()> {
     let folder = workspace_root().join("target/gpu");
     folders::empty(&folder)?;
     bundle::pack(&folder)?;
-    let mut search: Vec<PathBuf> = library
-        .parent()
-        .map(Path::to_path_buf)
-        .into_iter()
-        .collect();
+    let mut search: Vec<PathBuf> = library.parent().map(Path::to_path_buf).into_iter().collect();
     search.extend(library_path());
     let mut script = Command::new("bash");
     script
@@ -77,9 +73,7 @@ fn run_here(script_arguments: &[String]) -> Result<()> {
 
 fn library_path() -> Vec<PathBuf> {
     let value = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    std::env::split_paths(&value)
-        .filter(|path| !path.as_os_str().is_empty())
-        .collect()
+    std::env::split_paths(&value).filter(|path| !path.as_os_str().is_empty()).collect()
 }
 
 fn find_driver() -> Option<PathBuf> {

@@ -70,19 +70,12 @@ fn difference(found: &[u8], expected: &[Code]) -> Option<String> {
     }
     let mut pairs = found.iter().zip(expected);
     let other = pairs.find(|(packed, (_, code))| packed.unpacked().as_ref() != Some(code));
-    other.map(|(packed, _)| {
-        format!(
-            "the code of {} is not what its PTX assembles to",
-            packed.entry
-        )
-    })
+    other
+        .map(|(packed, _)| format!("the code of {} is not what its PTX assembles to", packed.entry))
 }
 
 fn pack(codes: &[Code]) -> Vec<u8> {
-    let packed: Vec<Vec<u8>> = codes
-        .iter()
-        .map(|(_, code)| compress_to_vec(code, LEVEL))
-        .collect();
+    let packed: Vec<Vec<u8>> = codes.iter().map(|(_, code)| compress_to_vec(code, LEVEL)).collect();
     let mut head = bundle::MAGIC.to_owned();
     for ((entry, code), packed) in codes.iter().zip(&packed) {
         let _ = writeln!(head, "{entry} {} {}", code.len(), packed.len());
@@ -117,10 +110,7 @@ mod tests {
             difference(&packed, &other).unwrap(),
             "the code of two is not what its PTX assembles to"
         );
-        assert_eq!(
-            difference(&packed, &other[..1]).unwrap(),
-            "expected one, found one, two"
-        );
+        assert_eq!(difference(&packed, &other[..1]).unwrap(), "expected one, found one, two");
         assert!(difference(b"", &other).unwrap().ends_with("found none"));
     }
 }

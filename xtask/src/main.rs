@@ -158,10 +158,8 @@ fn main() -> ExitCode {
 
 fn dispatch(arguments: &[String]) -> Result<()> {
     let usage = || {
-        let lines: Vec<_> = COMMANDS
-            .iter()
-            .map(|command| format!("  cargo xtask {}", command.usage))
-            .collect();
+        let lines: Vec<_> =
+            COMMANDS.iter().map(|command| format!("  cargo xtask {}", command.usage)).collect();
         lines.join("\n")
     };
     let Some((name, rest)) = arguments.split_first() else {
@@ -181,8 +179,5 @@ fn dispatch(arguments: &[String]) -> Result<()> {
 /// The folder of the workspace's `Cargo.toml`.
 fn workspace_root() -> PathBuf {
     let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    package
-        .parent()
-        .expect("xtask lies one folder below the workspace")
-        .to_path_buf()
+    package.parent().expect("xtask lies one folder below the workspace").to_path_buf()
 }

@@ -31,16 +31,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 const MESSAGES: (&str, &str) = ("FUSESTEP_MPI_MESSAGES", "1");
 
 fn suite() -> Result<()> {
-    let programs = build(
-        "test",
-        &[
-            "--no-run",
-            "--lib",
-            "--test=mpi",
-            "--test=victim",
-            "--test=candle_mpi",
-        ],
-    )?;
+    let programs =
+        build("test", &["--no-run", "--lib", "--test=mpi", "--test=victim", "--test=candle_mpi"])?;
     let program = |name: &str| named(&programs, name);
     let (suite, victim) = (program("mpi")?, program("victim")?);
     let units = program("fusestep_collective_mpi")?;
@@ -71,25 +63,16 @@ fn communicators(suite: &Path) -> Result<()> {
     }
     let bits = ["operations::", "same_bits::", "streams::", "zz_leave::"];
     // Messages cut in the midst of elements, and segments of a few elements.
-    let cut = [
-        MESSAGES,
-        ("FUSESTEP_MPI_CHUNK_BYTES", "4001"),
-        ("FUSESTEP_MPI_SEGMENT_BYTES", "5000"),
-    ];
+    let cut =
+        [MESSAGES, ("FUSESTEP_MPI_CHUNK_BYTES", "4001"), ("FUSESTEP_MPI_SEGMENT_BYTES", "5000")];
     jobs.extend([(2, &bits[..], &cut[..]), (3, &bits, &cut)]);
     let first = [MESSAGES, ("FUSESTEP_MPI_FIRST_OF_EACH", "1")];
     jobs.push((3, &bits, &first));
     // Between two ranks there is one order only, so that the engine's sums are ours.
-    let engine = [
-        ("FUSESTEP_MPI_ENGINE", "1"),
-        ("FUSESTEP_MPI_CHUNK_BYTES", "40004"),
-    ];
+    let engine = [("FUSESTEP_MPI_ENGINE", "1"), ("FUSESTEP_MPI_CHUNK_BYTES", "40004")];
     let of_engine = ["operations::", "streams::", "mismatches::", "zz_leave::"];
     jobs.push((2, &of_engine, &engine));
-    let fast = [
-        ("FUSESTEP_MPI_ENGINE", "1"),
-        ("FUSESTEP_MPI_FIRST_OF_EACH", "1"),
-    ];
+    let fast = [("FUSESTEP_MPI_ENGINE", "1"), ("FUSESTEP_MPI_FIRST_OF_EACH", "1")];
     let of_fast = ["operations::", "streams::", "zz_leave::"];
     jobs.push((2, &of_fast, &fast));
     // Side by side: ranks that wait for deadlines leave the cores to others.
@@ -108,13 +91,8 @@ fn tests(
 ) -> Result<()> {
     let mut arguments = vec!["--test-threads=1", "--color=never"];
     arguments.extend(filters);
-    let job = Job {
-        ranks,
-        program,
-        arguments: &arguments,
-        environment,
-        limit: Duration::from_secs(300),
-    };
+    let job =
+        Job { ranks, program, arguments: &arguments, environment, limit: Duration::from_secs(300) };
     let end = job.run()?;
     let passed = end.output.matches("test result: ok").count();
     ensure!(
@@ -146,11 +124,7 @@ fn self_test(fusestep: &Path) -> Result<()> {
     println!("{}", end.output.trim_end());
     let end = job(&["check"]).run()?;
     let refused = end.ended == Ended::Failure && end.output.contains("4 processes were started");
-    ensure!(
-        refused,
-        "expected a refusal of four separate runs, found\n{}",
-        end.output
-    );
+    ensure!(refused, "expected a refusal of four separate runs, found\n{}", end.output);
     disagreements(fusestep)
 }
 
@@ -168,24 +142,15 @@ fn disagreements(fusestep: &Path) -> Result<()> {
     let other_bench = ["bench", "--collective", "all-reduce", "--engine", "mpi"];
     let other_bench = [&other_bench[..], &["--ranks", "3"]].concat();
     let cases: [(&Path, &[&str], &str); 4] = [
-        (
-            Path::new("sh"),
-            &other_engine,
-            "expected the same engine and options on all processes",
-        ),
+        (Path::new("sh"), &other_engine, "expected the same engine and options on all processes"),
         (fusestep, &other_count, named),
         (fusestep, &other_check, named),
         (fusestep, &other_bench, named),
     ];
     for (program, arguments, expected) in cases {
-        let end = Job {
-            ranks: 2,
-            program,
-            arguments,
-            environment: &[],
-            limit: Duration::from_secs(60),
-        }
-        .run()?;
+        let end =
+            Job { ranks: 2, program, arguments, environment: &[], limit: Duration::from_secs(60) }
+                .run()?;
         let named = end.output.matches(expected).count();
         ensure!(
             end.ended == Ended::Failure && named == 2,
@@ -279,11 +244,7 @@ impl Job<'_> {
             texts.push(String::from_utf8_lossy(&bytes).into_owned());
         }
         std::fs::remove_dir_all(&folder)?;
-        Ok(End {
-            ended,
-            output: texts.join("\n"),
-            elapsed,
-        })
+        Ok(End { ended, output: texts.join("\n"), elapsed })
     }
 }
 

@@ -72,10 +72,7 @@ pub(crate) fn run() -> Result<()> {
             direct[at] / threads[at]
         );
     }
-    let bucket = SIZES
-        .iter()
-        .position(|&bytes| bytes == BUCKET)
-        .context("a bucket is timed")?;
+    let bucket = SIZES.iter().position(|&bytes| bytes == BUCKET).context("a bucket is timed")?;
     let in_buckets = |times: &Times| (total / BUCKET) as f64 * times[bucket] + times[SIZES.len()];
     println!(
         "ResNet-50, {} gradients, {total} bytes: MPI from C one by one {}, threads in buckets of \
@@ -103,11 +100,7 @@ fn of_peer(peer: &Path, mode: &str, sizes: &[u64]) -> Result<Times> {
     let mut arguments = vec![mode];
     arguments.extend(sizes.iter().map(String::as_str));
     let text = job(peer, &arguments)?;
-    let seconds = |line: &str| {
-        line.split(' ')
-            .nth(1)
-            .and_then(|text| text.parse::<f64>().ok())
-    };
+    let seconds = |line: &str| line.split(' ').nth(1).and_then(|text| text.parse::<f64>().ok());
     let times: Times = text.lines().filter_map(seconds).collect();
     ensure!(!times.is_empty(), "the C program printed no times:\n{text}");
     Ok(times)
@@ -116,24 +109,12 @@ fn of_peer(peer: &Path, mode: &str, sizes: &[u64]) -> Result<Times> {
 fn of_fusestep(fusestep: &Path, engine: &str, sizes: &[u64]) -> Result<Times> {
     let sizes: Vec<String> = sizes.iter().map(u64::to_string).collect();
     let sizes = sizes.join(",");
-    let arguments = [
-        "bench",
-        "--collective",
-        "all-reduce",
-        "--engine",
-        engine,
-        "--sizes",
-        &sizes,
-        "--json",
-    ];
+    let arguments =
+        ["bench", "--collective", "all-reduce", "--engine", engine, "--sizes", &sizes, "--json"];
     let text = match engine {
         "thread" => {
             let output = Command::new(fusestep).args(arguments).output()?;
-            ensure!(
-                output.status.success(),
-                "{}",
-                String::from_utf8_lossy(&output.stderr)
-            );
+            ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
             String::from_utf8(output.stdout)?
         }
         _ => job(fusestep, &arguments)?,
@@ -141,29 +122,15 @@ fn of_fusestep(fusestep: &Path, engine: &str, sizes: &[u64]) -> Result<Times> {
     let line = text.lines().find(|line| line.starts_with('{'));
     let summary: Value = serde_json::from_str(line.context("fusestep printed no numbers")?)?;
     let rows = summary["rows"].as_array().context("a summary has rows")?;
-    Ok(rows
-        .iter()
-        .filter_map(|row| row["seconds"].as_f64())
-        .collect())
+    Ok(rows.iter().filter_map(|row| row["seconds"].as_f64()).collect())
 }
 
 /// What two ranks of a program print.
 fn job(program: &Path, arguments: &[&str]) -> Result<String> {
-    let end = Job {
-        ranks: 2,
-        program,
-        arguments,
-        environment: &[],
-        limit: Duration::from_secs(300),
-    }
-    .run()?;
-    ensure!(
-        end.ended == Ended::Success,
-        "{}: {:?}\n{}",
-        program.display(),
-        end.ended,
-        end.output
-    );
+    let end =
+        Job { ranks: 2, program, arguments, environment: &[], limit: Duration::from_secs(300) }
+            .run()?;
+    ensure!(end.ended == Ended::Success, "{}: {:?}\n{}", program.display(), end.ended, end.output);
     Ok(end.output)
 }
 

@@ -42,13 +42,10 @@ pub(crate) fn run(program: &Path, variables: &[&[(&str, &str)]]) -> Result<()> {
             );
         }
     }
-    twice(
-        &jobs,
-        |(how, collective, culprit, variables), timeout_ms| {
-            let variables = [grace(timeout_ms), variables].concat();
-            within(program, (how, collective), culprit, timeout_ms, &variables)
-        },
-    )?;
+    twice(&jobs, |(how, collective, culprit, variables), timeout_ms| {
+        let variables = [grace(timeout_ms), variables].concat();
+        within(program, (how, collective), culprit, timeout_ms, &variables)
+    })?;
     println!(
         "mpi: a rank that does each of {ENDS:?} in each of {COLLECTIVES:?}, with {variables:?}: ok"
     );
@@ -112,12 +109,7 @@ fn stopped(fusestep: &Path, flags: &[&str], timeout_ms: u64) -> Result<()> {
     );
     for survivor in [0, 2] {
         let recorder = folder.join(format!("flight-recorder-rank-{survivor}.json"));
-        ensure!(
-            recorder.is_file(),
-            "{what}: expected {}:\n{}",
-            recorder.display(),
-            end.output
-        );
+        ensure!(recorder.is_file(), "{what}: expected {}:\n{}", recorder.display(), end.output);
     }
     std::fs::remove_dir_all(&folder)?;
     Ok(())
@@ -156,11 +148,7 @@ fn within(
     }
     .run()?;
     let what = format!("rank {culprit} does `{how}` in {collective}");
-    ensure!(
-        end.ended != Ended::Never,
-        "{what}: the job hung:\n{}",
-        end.output
-    );
+    ensure!(end.ended != Ended::Never, "{what}: the job hung:\n{}", end.output);
     for survivor in (0..3).filter(|rank| *rank != culprit) {
         survived(&end, how, culprit, survivor, &folder, timeout_ms)
             .map_err(|error| error.context(format!("{what}:\n{}", end.output)))?;
@@ -181,17 +169,11 @@ fn survived(
     timeout_ms: u64,
 ) -> Result<()> {
     let start = format!("survivor {survivor} after ");
-    let said = end
-        .output
-        .lines()
-        .find_map(|line| line.strip_prefix(&start));
+    let said = end.output.lines().find_map(|line| line.strip_prefix(&start));
     let dump = folder.join(format!("flight-recorder-rank-{survivor}.json"));
     if let Some((after_ms, _)) = said.and_then(|said| said.split_once(" ms: ")) {
         let after_ms: u64 = after_ms.parse()?;
-        ensure!(
-            after_ms < 2 * timeout_ms,
-            "rank {survivor} took {after_ms} ms"
-        );
+        ensure!(after_ms < 2 * timeout_ms, "rank {survivor} took {after_ms} ms");
     }
     let expected = match how {
         "nap" => "all is well".to_owned(),
@@ -204,11 +186,7 @@ fn survived(
         ("kill" | "exit", None) => {
             let text = std::fs::read_to_string(&dump).unwrap_or_default();
             let whole = text.contains("\"barrier\"") && text.trim_end().ends_with('}');
-            ensure!(
-                whole,
-                "rank {survivor}: no flight recorder at {}",
-                dump.display()
-            );
+            ensure!(whole, "rank {survivor}: no flight recorder at {}", dump.display());
         }
         (_, said) => {
             let said = said.unwrap_or("nothing");
@@ -216,10 +194,7 @@ fn survived(
                 said.contains(&expected),
                 "rank {survivor}: expected `{expected}`, found `{said}`"
             );
-            ensure!(
-                how == "nap" || dump.exists(),
-                "rank {survivor}: no flight recorder"
-            );
+            ensure!(how == "nap" || dump.exists(), "rank {survivor}: no flight recorder");
         }
     }
     Ok(())

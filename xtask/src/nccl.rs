@@ -17,37 +17,19 @@ const DEVICES: &str = "4";
 /// self-test on them.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let (own, test_arguments) = crate::emulate::split(arguments);
-    ensure!(
-        own.is_empty(),
-        "expected `nccl [-- TEST ARGUMENTS]`, found {own:?}"
-    );
+    ensure!(own.is_empty(), "expected `nccl [-- TEST ARGUMENTS]`, found {own:?}");
     let root = workspace_root();
-    let options = Options {
-        sanitize: Sanitize::Off,
-        ..Options::default()
-    };
+    let options = Options { sanitize: Sanitize::Off, ..Options::default() };
     let target = root.join("target");
     let driver = build(&root.join("kernels"), &target.join("emulator"), &options)?;
     let stand_in = |name: &str, nccl: Nccl| build_nccl(&target.join(name), nccl, &options);
     let libraries: [(&str, PathBuf); 4] = [
         ("FUSESTEP_CUDA_LIBRARY", driver),
-        (
-            "FUSESTEP_NCCL_LIBRARY",
-            stand_in("nccl-stand-in", Nccl::Complete)?,
-        ),
-        (
-            "FUSESTEP_NCCL_OLD_LIBRARY",
-            stand_in("nccl-stand-in-old", Nccl::Old)?,
-        ),
-        (
-            "FUSESTEP_NCCL_LACKING_LIBRARY",
-            stand_in("nccl-stand-in-lacking", Nccl::WithoutConfig)?,
-        ),
+        ("FUSESTEP_NCCL_LIBRARY", stand_in("nccl-stand-in", Nccl::Complete)?),
+        ("FUSESTEP_NCCL_OLD_LIBRARY", stand_in("nccl-stand-in-old", Nccl::Old)?),
+        ("FUSESTEP_NCCL_LACKING_LIBRARY", stand_in("nccl-stand-in-lacking", Nccl::WithoutConfig)?),
     ];
-    let programs = mpi::build(
-        "test",
-        &["--no-run", "--lib", "--test=folder", "--test=nccl"],
-    )?;
+    let programs = mpi::build("test", &["--no-run", "--lib", "--test=folder", "--test=nccl"])?;
     // The library tests of the engine for MPI are those of `cargo xtask mpi`.
     let own = programs
         .iter()
@@ -101,10 +83,7 @@ fn self_test(libraries: &[(&str, PathBuf)]) -> Result<()> {
         let output = command.output().context("cannot start fusestep")?;
         let text = [output.stdout, output.stderr].concat();
         let text = String::from_utf8_lossy(&text);
-        ensure!(
-            text.contains(expected),
-            "{arguments:?}: expected `{expected}`, found\n{text}"
-        );
+        ensure!(text.contains(expected), "{arguments:?}: expected `{expected}`, found\n{text}");
         println!("{}", text.trim_end());
         Ok(())
     };
@@ -118,10 +97,6 @@ fn self_test(libraries: &[(&str, PathBuf)]) -> Result<()> {
     let meet = folder.to_string_lossy();
     let alone = ["nccl", "--ranks", "1", "--rank", "0", "--meet", &meet];
     check(&alone, right)?;
-    ensure!(
-        !folder.exists(),
-        "expected no folder left, found {}",
-        folder.display()
-    );
+    ensure!(!folder.exists(), "expected no folder left, found {}", folder.display());
     Ok(())
 }

@@ -20,12 +20,7 @@ struct Check {
 }
 
 /// Takes no tool and no variable.
-const PLAIN: Check = Check {
-    name: "",
-    needs: &[],
-    variables: &[],
-    command: "",
-};
+const PLAIN: Check = Check { name: "", needs: &[], variables: &[], command: "" };
 
 const CHECKS: &[Check] = &[
     Check {
@@ -42,21 +37,13 @@ const CHECKS: &[Check] = &[
                   kills::a_run_killed_100_times_within_saves_behind_resumes_to_the_same_parameters",
         ..PLAIN
     },
-    Check {
-        name: "a million seeds",
-        command: "cargo xtask simulate --seeds 1000000",
-        ..PLAIN
-    },
+    Check { name: "a million seeds", command: "cargo xtask simulate --seeds 1000000", ..PLAIN },
     Check {
         name: "ten minutes of each fuzz target",
         command: "cargo xtask fuzz --seconds 600",
         ..PLAIN
     },
-    Check {
-        name: "planted bugs",
-        command: "cargo xtask planted",
-        ..PLAIN
-    },
+    Check { name: "planted bugs", command: "cargo xtask planted", ..PLAIN },
     Check {
         name: "thread sanitizer",
         needs: &[],
@@ -110,11 +97,7 @@ const CHECKS: &[Check] = &[
         variables: &[],
         command: "cargo deny --workspace check",
     },
-    Check {
-        name: "candle on the emulated device",
-        command: "cargo xtask candle-cuda",
-        ..PLAIN
-    },
+    Check { name: "candle on the emulated device", command: "cargo xtask candle-cuda", ..PLAIN },
     // Candle's only feature is `cuda`, whose kernels take nvcc: `cargo xtask candle-cuda` builds it
     // beside a toolkit of its own, and every other check builds the crate without it.
     Check {
@@ -150,10 +133,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         [word] => word,
         _ => bail!("expected `nightly [WORD]`, found {arguments:?}"),
     };
-    let checks: Vec<&Check> = CHECKS
-        .iter()
-        .filter(|check| check.name.contains(word))
-        .collect();
+    let checks: Vec<&Check> = CHECKS.iter().filter(|check| check.name.contains(word)).collect();
     ensure!(!checks.is_empty(), "no check is called {word:?}");
     let mut table = String::from("| Check | Command | End | Seconds |\n|---|---|---|---|\n");
     let mut failed = 0;

@@ -15,11 +15,7 @@ use crate::{folders, workspace_root};
 const MAX_PACKED_BYTES: u64 = 10 << 20;
 
 /// Programs of `tests/consumer`, by package.
-const CONSUMERS: [&str; 3] = [
-    "consumer-one-kernel",
-    "consumer-facade",
-    "consumer-with-candle",
-];
+const CONSUMERS: [&str; 3] = ["consumer-one-kernel", "consumer-facade", "consumer-with-candle"];
 
 /// A crate that is for publication.
 struct Public {
@@ -83,10 +79,7 @@ fn semver(root: &Path, crates: &[Public]) -> Result<()> {
         .current_dir(root)
         .output()?;
     let commits = String::from_utf8(found.stdout)?;
-    let first = commits
-        .lines()
-        .next()
-        .context("no commit has set the version")?;
+    let first = commits.lines().next().context("no commit has set the version")?;
     let mut command = cargo();
     command.args(["semver-checks", "--release-type", "minor"]);
     command.args(["--baseline-rev", first]);
@@ -98,9 +91,7 @@ fn semver(root: &Path, crates: &[Public]) -> Result<()> {
 
 /// The crates for publication, and an error that names every one that a registry would refuse.
 fn public_crates() -> Result<Vec<Public>> {
-    let found = cargo()
-        .args(["metadata", "--no-deps", "--format-version", "1"])
-        .output()?;
+    let found = cargo().args(["metadata", "--no-deps", "--format-version", "1"]).output()?;
     ensure!(found.status.success(), "cargo metadata fails");
     let metadata: Value = serde_json::from_slice(&found.stdout)?;
     let packages = metadata["packages"].as_array().context("no packages")?;
@@ -110,24 +101,15 @@ fn public_crates() -> Result<Vec<Public>> {
         let text = |key: &str| package[key].as_str().unwrap_or_default().to_owned();
         let name = text("name");
         missing.extend(gaps(package).map(|gap| format!("{name}: {gap}")));
-        crates.push(Public {
-            name,
-            version: text("version"),
-        });
+        crates.push(Public { name, version: text("version") });
     }
-    ensure!(
-        missing.is_empty(),
-        "a registry would refuse\n{}",
-        missing.join("\n")
-    );
+    ensure!(missing.is_empty(), "a registry would refuse\n{}", missing.join("\n"));
     Ok(crates)
 }
 
 /// Whether `publish` is not `false`, which `cargo metadata` gives as an empty list.
 fn is_public(package: &Value) -> bool {
-    package["publish"]
-        .as_array()
-        .is_none_or(|to| !to.is_empty())
+    package["publish"].as_array().is_none_or(|to| !to.is_empty())
 }
 
 /// What a package lacks.
@@ -173,10 +155,7 @@ fn unpack(root: &Path, packed: &Path, crates: &[Public]) -> Result<PathBuf> {
     folders::empty(&folder)?;
     for public in crates {
         let mut tar = Command::new("tar");
-        tar.arg("-xzf")
-            .arg(packed.join(public.stem() + ".crate"))
-            .arg("-C")
-            .arg(&folder);
+        tar.arg("-xzf").arg(packed.join(public.stem() + ".crate")).arg("-C").arg(&folder);
         must(&mut tar, &format!("{} does not unpack", public.stem()))?;
         for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
             let path = folder.join(public.stem()).join(licence);
@@ -222,10 +201,7 @@ mod tests {
         bare["publish"] = json!([]);
         assert!(!is_public(&bare));
         let found: Vec<_> = gaps(&bare).collect();
-        let expected = [
-            "expected `readme`, found none",
-            "expected 1 to 5 `keywords`, found 6",
-        ];
+        let expected = ["expected `readme`, found none", "expected 1 to 5 `keywords`, found 6"];
         assert_eq!(found, expected);
     }
 }

@@ -111,11 +111,7 @@ pub(crate) fn run(words: &[String]) -> Result<()> {
     let tools: BTreeSet<Tool> = bugs.iter().map(|bug| bug.tool).collect();
     for tool in tools {
         let end = tried(&copy, tool)?;
-        ensure!(
-            end == End::Content,
-            "{} without a bug: {end:?}",
-            tool.name()
-        );
+        ensure!(end == End::Content, "{} without a bug: {end:?}", tool.name());
         println!("planted: {} is content without a bug", tool.name());
     }
     let mut survivors = Vec::new();

@@ -190,9 +190,7 @@ fn compare(checked_in: &Path, compiled: &Path) -> Result<Option<String>> {
         bytes
             .split(|&byte| byte == b'\n')
             .nth(index)
-            .map_or("end of file".into(), |line| {
-                format!("`{}`", String::from_utf8_lossy(line))
-            })
+            .map_or("end of file".into(), |line| format!("`{}`", String::from_utf8_lossy(line)))
     };
     let index = first_difference(&expected, &found);
     Ok(Some(format!(
@@ -205,10 +203,7 @@ fn compare(checked_in: &Path, compiled: &Path) -> Result<Option<String>> {
 
 /// Index of the first line in which two different texts differ.
 fn first_difference(expected: &[u8], found: &[u8]) -> usize {
-    let same = expected
-        .iter()
-        .zip(found)
-        .take_while(|(left, right)| left == right);
+    let same = expected.iter().zip(found).take_while(|(left, right)| left == right);
     same.filter(|&(&byte, _)| byte == b'\n').count()
 }
 
@@ -219,10 +214,7 @@ fn orphans(checked_in: &Path, stems: &[String]) -> Result<Vec<String>> {
         let path: PathBuf = entry?.path();
         let stem = path.file_stem().and_then(|stem| stem.to_str());
         if !stem.is_some_and(|stem| stems.iter().any(|known| known == stem)) {
-            orphans.push(format!(
-                "{}: no kernel has this name; remove it",
-                path.display()
-            ));
+            orphans.push(format!("{}: no kernel has this name; remove it", path.display()));
         }
     }
     Ok(orphans)

@@ -34,17 +34,12 @@ pub(crate) fn report(root: &Path, folder: &Path, entries: &[String]) -> Result<S
     let disassembler = wheels::file_below(&NVDISASM.unpacked(root)?, "nvdisasm")?;
     make_executable(&disassembler)?;
     let wide_heads = sass::DEVICES.map(|device| format!("16-byte loads, stores on {device}"));
-    let mut table = format!(
-        "| entry | {} | {} |\n",
-        DEVICES.join(" | "),
-        wide_heads.join(" | ")
-    );
+    let mut table = format!("| entry | {} | {} |\n", DEVICES.join(" | "), wide_heads.join(" | "));
     let columns = DEVICES.len() + wide_heads.len();
     table += &format!("|---|{}\n", "---|".repeat(columns));
     let jobs = jobs(&DEVICES, entries);
-    let reports = parallel::map(&jobs, |(device, entry)| {
-        assemble(&assembler, device, folder, entry)
-    })?;
+    let reports =
+        parallel::map(&jobs, |(device, entry)| assemble(&assembler, device, folder, entry))?;
     let wide = wide(&disassembler, folder, entries)?;
     let mut failures = Vec::new();
     for ((device, _), entry) in jobs.iter().zip(&reports) {
@@ -85,10 +80,7 @@ fn wide(
     entries: &[String],
 ) -> Result<Vec<BTreeMap<String, Wide>>> {
     let counts = parallel::map(&jobs(&sass::DEVICES, entries), |(device, entry)| {
-        sass::count(
-            disassembler,
-            &folder.join(format!("{entry}.{device}.cubin")),
-        )
+        sass::count(disassembler, &folder.join(format!("{entry}.{device}.cubin")))
     })?;
     let of_devices = counts.chunks(entries.len());
     Ok(of_devices
@@ -102,10 +94,7 @@ fn assemble(assembler: &Path, device: &str, folder: &Path, entry: &str) -> Resul
     let mut command = Command::new(assembler);
     command
         .args(["--verbose", "--gpu-name", device, "--output-file"])
-        .args([
-            ptx.with_extension(format!("{device}.cubin")).as_path(),
-            &ptx,
-        ]);
+        .args([ptx.with_extension(format!("{device}.cubin")).as_path(), &ptx]);
     let log = commands::output(&mut command)
         .with_context(|| format!("{} for {device}", ptx.display()))?;
     let mut found = parse(&log);
@@ -124,10 +113,7 @@ fn parse(log: &str) -> Vec<Entry> {
     for line in log.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let name = rest.split('\'').next().unwrap_or_default().to_owned();
-            entries.push(Entry {
-                name,
-                ..Entry::default()
-            });
+            entries.push(Entry { name, ..Entry::default() });
         }
         let Some(entry) = entries.last_mut() else {
             continue;
@@ -150,9 +136,7 @@ fn parse(log: &str) -> Vec<Entry> {
 /// changed report cannot pass.
 fn number(text: &str) -> u32 {
     let first = text.split_whitespace().next();
-    first
-        .and_then(|word| word.parse().ok())
-        .unwrap_or(u32::MAX / 4)
+    first.and_then(|word| word.parse().ok()).unwrap_or(u32::MAX / 4)
 }
 
 /// Lets a file be started: zip files do not carry the permission.
@@ -192,9 +176,6 @@ ptxas info    : Used 255 registers, used 0 barriers
             stack_bytes,
             spill_bytes,
         };
-        assert_eq!(
-            parse(log),
-            [entry("first", 60, 0, 0), entry("second", 255, 16, 12)]
-        );
+        assert_eq!(parse(log), [entry("first", 60, 0, 0), entry("second", 255, 16, 12)]);
     }
 }

@@ -88,10 +88,8 @@ fn full(features: &[&str], arguments: &[&str]) -> Result<()> {
     let again = ["--force-reinstall", "--no-deps"].map(OsStr::new);
     environment.install(&[again[0], again[1], built.wheel.as_os_str()])?;
     // The package's types, as users' checkers see them, and the stub of the extension module.
-    let checks: [&[&str]; 2] = [
-        &["-m", "mypy", "-p", "fusestep"],
-        &["-m", "mypy.stubtest", "fusestep._fusestep"],
-    ];
+    let checks: [&[&str]; 2] =
+        [&["-m", "mypy", "-p", "fusestep"], &["-m", "mypy.stubtest", "fusestep._fusestep"]];
     for check in checks {
         let mut checker = environment.python();
         checker.args(check).current_dir(root.join("crates/python"));
@@ -122,11 +120,7 @@ impl Built {
         let out = root.join("target/python/wheels");
         let manifest = root.join("crates/python/Cargo.toml");
         // A wheel that takes this machine's MPI is for this machine.
-        let here: &[&str] = if features.is_empty() {
-            &[]
-        } else {
-            &["--auditwheel", "skip"]
-        };
+        let here: &[&str] = if features.is_empty() { &[] } else { &["--auditwheel", "skip"] };
         let build = [&["build", "--release"], features, here].concat();
         for command in [&build[..], &["sdist"]] {
             let mut maturin = environment.python();
@@ -138,11 +132,7 @@ impl Built {
                 .current_dir(&root);
             succeed(&mut maturin)?;
         }
-        Ok(Self {
-            environment,
-            wheel: newest(&out, "whl")?,
-            sources: newest(&out, "gz")?,
-        })
+        Ok(Self { environment, wheel: newest(&out, "whl")?, sources: newest(&out, "gz")? })
     }
 }
 

@@ -25,13 +25,8 @@ const SHARED: [&[&str]; 2] = [
 ];
 
 /// What runs under the address sanitizer besides: memory that is mapped, cut up or handed to C++.
-const MEMORY: [&[&str]; 1] = [&[
-    "--package",
-    "fusestep-coalesce",
-    "--package",
-    "fusestep-launch",
-    "--lib",
-]];
+const MEMORY: [&[&str]; 1] =
+    [&["--package", "fusestep-coalesce", "--package", "fusestep-launch", "--lib"]];
 
 /// Builds the suites for a sanitizer and runs them.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
@@ -44,11 +39,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     // The thread sanitizer must see the locks of the standard library, or it takes what they guard
     // for races. The address sanitizer is content with the library that comes with the
     // compiler.
-    let std: &[&str] = if sanitizer == "thread" {
-        &["-Zbuild-std"]
-    } else {
-        &[]
-    };
+    let std: &[&str] = if sanitizer == "thread" { &["-Zbuild-std"] } else { &[] };
     if !std.is_empty() {
         require_sources()?;
     }
@@ -76,14 +67,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", &flags);
         let suite = suite.join(" ");
-        must(
-            &mut command,
-            &format!("under the {sanitizer} sanitizer failed: {suite}"),
-        )?;
-        println!(
-            "sanitize {sanitizer}: {suite} in {:.0} s",
-            begun.elapsed().as_secs_f64()
-        );
+        must(&mut command, &format!("under the {sanitizer} sanitizer failed: {suite}"))?;
+        println!("sanitize {sanitizer}: {suite} in {:.0} s", begun.elapsed().as_secs_f64());
     }
     println!("sanitize {sanitizer}: all is well");
     Ok(())

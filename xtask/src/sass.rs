@@ -31,10 +31,7 @@ pub(crate) fn count(disassembler: &Path, cubin: &Path) -> Result<BTreeMap<String
     }
     for (name, wide) in &entries {
         if let Some(expected) = missing(name, *wide) {
-            bail!(
-                "{name} in {}: expected {expected} of 16 bytes, found none",
-                cubin.display()
-            );
+            bail!("{name} in {}: expected {expected} of 16 bytes, found none", cubin.display());
         }
         let Some(expected) = expected_stores(name) else {
             continue;
@@ -68,9 +65,7 @@ fn parse(text: &str) -> BTreeMap<String, Wide> {
         };
         let wide = |operation: &str| {
             let words = line.split_whitespace();
-            words
-                .filter(|word| word.starts_with(operation) && word.contains(".128"))
-                .count() as u32
+            words.filter(|word| word.starts_with(operation) && word.contains(".128")).count() as u32
         };
         entry.loads += wide("LDG.");
         entry.stores += wide("STG.");
@@ -128,9 +123,7 @@ fn expected_stores(name: &str) -> Option<u32> {
         "f32_s16" | "bf16_m32_s16" if normed => (1, 0),
         _ => return None,
     };
-    let stores = ways
-        .iter()
-        .map(|(states, packs)| (others + states * with_states) * packs);
+    let stores = ways.iter().map(|(states, packs)| (others + states * with_states) * packs);
     Some(stores.sum())
 }
 

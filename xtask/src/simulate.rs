@@ -13,8 +13,7 @@ const SEEDS: u64 = 10_000;
 /// Runs so many seeds, or the one that is to be looked at.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let number = |text: &String| {
-        text.parse::<u64>()
-            .with_context(|| format!("expected a number, found {text:?}"))
+        text.parse::<u64>().with_context(|| format!("expected a number, found {text:?}"))
     };
     let (first, count) = match arguments {
         [] => (0, SEEDS),
@@ -27,9 +26,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     // The command line is named for its dependencies: with them nothing is compiled a second time.
     let packages = ["-p", "fusestep-testkit", "-p", "fusestep-cli"];
     must(
-        cargo()
-            .args(["build", "--release", "-q", "--bin", "simulate"])
-            .args(packages),
+        cargo().args(["build", "--release", "-q", "--bin", "simulate"]).args(packages),
         "the simulator does not build",
     )?;
     must(

@@ -22,10 +22,7 @@ const CHUNKS: [u64; 4] = [65_536, 32_768, 16_384, 8_192];
 /// Prints, for the models of `data/shapes`, the blocks of one launch over all tensors and what the
 /// device loses to its end, for several lengths of chunks.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
-    ensure!(
-        arguments.is_empty(),
-        "expected `waves` alone, found {arguments:?}"
-    );
+    ensure!(arguments.is_empty(), "expected `waves` alone, found {arguments:?}");
     println!(
         "An H100 of {MULTIPROCESSORS} multiprocessors; blocks begin in order, each where one has \
          ended, and last as long as their elements are many.\n"
@@ -42,11 +39,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
                 let lost = lost(&blocks, each * MULTIPROCESSORS);
                 format!("{:.1} %", 100.0 * lost)
             });
-            println!(
-                "| {model} | {chunk} | {} | {} |",
-                blocks.len(),
-                lost.join(" | ")
-            );
+            println!("| {model} | {chunk} | {} | {} |", blocks.len(), lost.join(" | "));
         }
     }
     Ok(())

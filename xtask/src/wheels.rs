@@ -23,22 +23,13 @@ pub(crate) struct Wheel {
 }
 
 /// Compiles CUDA C++ to PTX.
-pub(crate) const NVRTC: Wheel = Wheel {
-    name: "nvidia-cuda-nvrtc-cu12",
-    version: "12.4.127",
-};
+pub(crate) const NVRTC: Wheel = Wheel { name: "nvidia-cuda-nvrtc-cu12", version: "12.4.127" };
 
 /// Assembles PTX. 12.9 is the newest release line that still knows sm_70, and knows sm_100.
-pub(crate) const PTXAS: Wheel = Wheel {
-    name: "nvidia-cuda-nvcc-cu12",
-    version: "12.9.86",
-};
+pub(crate) const PTXAS: Wheel = Wheel { name: "nvidia-cuda-nvcc-cu12", version: "12.9.86" };
 
 /// Lists machine code. The first release line that has a wheel of it.
-pub(crate) const NVDISASM: Wheel = Wheel {
-    name: "nvidia-cuda-nvdisasm",
-    version: "13.5.37",
-};
+pub(crate) const NVDISASM: Wheel = Wheel { name: "nvidia-cuda-nvdisasm", version: "13.5.37" };
 
 impl Wheel {
     /// The folder the wheel is unpacked in; fetches it first if it is not there.
@@ -76,9 +67,7 @@ impl Wheel {
             .find(|path| path.extension().is_some_and(|found| found == "whl"))
             .with_context(|| format!("no wheel of {pinned} for this platform"))?;
         let mut unpack = python();
-        unpack
-            .args(["-m", "zipfile", "-e"])
-            .args([wheel, incoming.join("unpacked")]);
+        unpack.args(["-m", "zipfile", "-e"]).args([wheel, incoming.join("unpacked")]);
         succeed(&mut unpack)
     }
 }

@@ -6,10 +6,7 @@
 use fusestep_adagrad::{Adagrad, AdagradTensors, StepError};
 
 fn main() -> Result<(), StepError> {
-    let adagrad = Adagrad {
-        lr: 0.5,
-        ..Adagrad::default()
-    };
+    let adagrad = Adagrad { lr: 0.5, ..Adagrad::default() };
     let (mut weight, mut sum) = ([0.0f32; 2], [0.0f32; 2]);
     for step in 1..=500 {
         let x = [1.0, if step % 50 == 0 { 1.0 } else { 0.0 }];

@@ -34,8 +34,5 @@ pub fn update(adagrad: &Adagrad, step: u64, element: Element, grad: f64) -> Elem
     }
     sum += g * g;
     let lr = adagrad.lr / (1.0 + (step - 1) as f64 * adagrad.lr_decay);
-    Element {
-        param: p - lr * g / (sum.sqrt() + adagrad.eps),
-        sum,
-    }
+    Element { param: p - lr * g / (sum.sqrt() + adagrad.eps), sum }
 }

@@ -68,10 +68,7 @@ impl UpdateRule for Adagrad {
 
     fn validate(&self) -> Result<(), RuleError> {
         let all = self.hyper_parameters();
-        let all: Vec<_> = all
-            .into_iter()
-            .map(|(what, v)| (what, v, Domain::NotNegative))
-            .collect();
+        let all: Vec<_> = all.into_iter().map(|(what, v)| (what, v, Domain::NotNegative)).collect();
         check_hyper(&all)
     }
 
@@ -138,10 +135,7 @@ impl ElementRule<1, 3> for Adagrad {
     }
 
     fn run<T: Compute>(&self, scalars: [T; 1], format: Format, run: HostRun<'_, '_>) {
-        let update = AdagradUpdate {
-            eps: scalars[0],
-            objective: self.objective,
-        };
+        let update = AdagradUpdate { eps: scalars[0], objective: self.objective };
         run_format::<T, _, 1>(&update, format, run);
     }
 }

@@ -9,17 +9,11 @@ fn hyper_parameters_out_of_range_are_named() {
     let good = Adagrad::default();
     for (bad, message) in [
         (
-            Adagrad {
-                lr_decay: -0.5,
-                ..good
-            },
+            Adagrad { lr_decay: -0.5, ..good },
             "lr_decay: expected a finite value of at least 0, found -0.5",
         ),
         (
-            Adagrad {
-                initial_sum: f64::NAN,
-                ..good
-            },
+            Adagrad { initial_sum: f64::NAN, ..good },
             "initial_sum: expected a finite value of at least 0, found NaN",
         ),
     ] {

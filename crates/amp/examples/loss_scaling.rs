@@ -19,11 +19,7 @@ fn main() {
         };
         let after = scale.after(finding);
         if after.scale() != scale.scale() {
-            println!(
-                "step {step}: {finding:?}, from {} to {}",
-                scale.scale(),
-                after.scale()
-            );
+            println!("step {step}: {finding:?}, from {} to {}", scale.scale(), after.scale());
         }
         scale = after;
     }

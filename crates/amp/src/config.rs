@@ -77,23 +77,14 @@ pub struct LossScale {
 impl LossScale {
     /// 65,536, with the default policy.
     pub fn dynamic() -> Self {
-        Self {
-            scale: 65_536.0,
-            good_steps: 0,
-            bad_steps: 0,
-            policy: ScalePolicy::default(),
-        }
+        Self { scale: 65_536.0, good_steps: 0, bad_steps: 0, policy: ScalePolicy::default() }
     }
 
     /// 1, and it never changes.
     pub fn unscaled() -> Self {
         Self {
             scale: 1.0,
-            policy: ScalePolicy {
-                growth: 1.0,
-                backoff: 1.0,
-                ..ScalePolicy::default()
-            },
+            policy: ScalePolicy { growth: 1.0, backoff: 1.0, ..ScalePolicy::default() },
             ..Self::dynamic()
         }
     }
@@ -111,33 +102,21 @@ impl LossScale {
     /// # Errors
     /// [`AmpError::PowerOfTwo`] or [`AmpError::Interval`] naming the first value out of range.
     pub fn with_policy(scale: f64, policy: ScalePolicy) -> Result<Self, AmpError> {
-        let ScalePolicy {
-            growth,
-            backoff,
-            growth_interval,
-            backoff_interval,
-            floor,
-            ceiling,
-        } = policy;
+        let ScalePolicy { growth, backoff, growth_interval, backoff_interval, floor, ceiling } =
+            policy;
         power_of_two("loss scale", scale, (1.0, LARGEST_SCALE))?;
         power_of_two("growth", growth, (1.0, LARGEST_SCALE))?;
         power_of_two("backoff", backoff, (1.0 / LARGEST_SCALE, 1.0))?;
         power_of_two("floor", floor, (1.0, scale))?;
         power_of_two("ceiling", ceiling, (scale, LARGEST_SCALE))?;
-        for (what, found) in [
-            ("growth interval", growth_interval),
-            ("backoff interval", backoff_interval),
-        ] {
+        for (what, found) in
+            [("growth interval", growth_interval), ("backoff interval", backoff_interval)]
+        {
             if found == 0 {
                 return Err(AmpError::Interval { what });
             }
         }
-        Ok(Self {
-            scale,
-            good_steps: 0,
-            bad_steps: 0,
-            policy,
-        })
+        Ok(Self { scale, good_steps: 0, bad_steps: 0, policy })
     }
 
     /// This policy at a scale and counters from a checkpoint; a counter may be above its interval.
@@ -148,12 +127,7 @@ impl LossScale {
     pub fn restored(self, scale: f64, good_steps: u32, bad_steps: u32) -> Result<Self, AmpError> {
         let bounds = (self.policy.floor, self.policy.ceiling);
         power_of_two("loss scale", scale, bounds)?;
-        Ok(Self {
-            scale,
-            good_steps,
-            bad_steps,
-            ..self
-        })
+        Ok(Self { scale, good_steps, bad_steps, ..self })
     }
 
     /// The factor on the next step's loss.
@@ -253,12 +227,7 @@ fn power_of_two(what: &'static str, found: f64, bounds: (f64, f64)) -> Result<()
     if found.is_normal() && fraction == 0 && found >= bounds.0 && found <= bounds.1 {
         return Ok(());
     }
-    Err(AmpError::PowerOfTwo {
-        what,
-        least: bounds.0,
-        most: bounds.1,
-        found,
-    })
+    Err(AmpError::PowerOfTwo { what, least: bounds.0, most: bounds.1, found })
 }
 
 /// Why a loss scale or a limit was refused.
@@ -302,57 +271,18 @@ mod tests {
     fn values_that_are_no_powers_of_two_are_named() {
         for bad in [0.0, -2.0, 3.0, 0.5, f64::NAN, f64::INFINITY, 1e300] {
             let error = LossScale::fixed(bad).unwrap_err().to_string();
-            assert!(
-                error.starts_with("loss scale: expected a power of two from 1e0"),
-                "{error}"
-            );
+            assert!(error.starts_with("loss scale: expected a power of two from 1e0"), "{error}");
         }
         assert_eq!(LARGEST_SCALE, 2f64.powi(126));
         assert!(LossScale::fixed(LARGEST_SCALE).is_ok());
         let policy = ScalePolicy::default();
         for (bad, what) in [
-            (
-                ScalePolicy {
-                    growth: 1.5,
-                    ..policy
-                },
-                "growth:",
-            ),
-            (
-                ScalePolicy {
-                    backoff: 0.8,
-                    ..policy
-                },
-                "backoff:",
-            ),
-            (
-                ScalePolicy {
-                    floor: 32.0,
-                    ..policy
-                },
-                "floor:",
-            ),
-            (
-                ScalePolicy {
-                    ceiling: 8.0,
-                    ..policy
-                },
-                "ceiling:",
-            ),
-            (
-                ScalePolicy {
-                    growth_interval: 0,
-                    ..policy
-                },
-                "growth interval:",
-            ),
-            (
-                ScalePolicy {
-                    backoff_interval: 0,
-                    ..policy
-                },
-                "backoff interval:",
-            ),
+            (ScalePolicy { growth: 1.5, ..policy }, "growth:"),
+            (ScalePolicy { backoff: 0.8, ..policy }, "backoff:"),
+            (ScalePolicy { floor: 32.0, ..policy }, "floor:"),
+            (ScalePolicy { ceiling: 8.0, ..policy }, "ceiling:"),
+            (ScalePolicy { growth_interval: 0, ..policy }, "growth interval:"),
+            (ScalePolicy { backoff_interval: 0, ..policy }, "backoff interval:"),
         ] {
             let error = LossScale::with_policy(16.0, bad).unwrap_err().to_string();
             assert!(error.starts_with(what), "{error}");
@@ -369,12 +299,8 @@ mod tests {
 
     #[test]
     fn floor_and_ceiling_hold() {
-        let policy = ScalePolicy {
-            growth_interval: 1,
-            floor: 2.0,
-            ceiling: 8.0,
-            ..ScalePolicy::default()
-        };
+        let policy =
+            ScalePolicy { growth_interval: 1, floor: 2.0, ceiling: 8.0, ..ScalePolicy::default() };
         let mut scale = LossScale::with_policy(4.0, policy).unwrap();
         for expected in [8.0, 8.0] {
             scale = scale.after(Finding::Finite);

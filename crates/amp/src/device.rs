@@ -35,14 +35,8 @@ const _: () = assert!(size_of::<FinishScalars>() == 48);
 
 impl FinishScalars {
     pub(crate) fn new(max_norm: MaxNorm, scale: LossScale) -> Self {
-        let ScalePolicy {
-            growth,
-            backoff,
-            growth_interval,
-            backoff_interval,
-            floor,
-            ceiling,
-        } = scale.policy();
+        let ScalePolicy { growth, backoff, growth_interval, backoff_interval, floor, ceiling } =
+            scale.policy();
         Self {
             max_norm: max_norm.value(),
             growth,
@@ -67,9 +61,5 @@ pub(crate) fn norm_entry(dtype: DType) -> &'static str {
 
 /// The gradients, read only.
 pub(crate) fn list(dtype: DType) -> TensorList {
-    TensorList {
-        role: Role::Grad,
-        dtype,
-        access: Access::Read,
-    }
+    TensorList { role: Role::Grad, dtype, access: Access::Read }
 }

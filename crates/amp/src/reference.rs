@@ -39,11 +39,7 @@ pub fn update_scale(
     growth: (f64, u32, f64),
     backoff: (f64, u32, f64),
 ) -> Scaler {
-    let Scaler {
-        mut scale,
-        mut good,
-        mut bad,
-    } = scaler;
+    let Scaler { mut scale, mut good, mut bad } = scaler;
     if found_inf == 1 {
         good = 0;
         bad += 1;

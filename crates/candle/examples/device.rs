@@ -23,17 +23,12 @@ const BATCH: usize = 256;
 const ROUNDS: usize = 11;
 
 fn params() -> ParamsAdamW {
-    ParamsAdamW {
-        lr: 1e-3,
-        ..ParamsAdamW::default()
-    }
+    ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() }
 }
 
 fn random(shape: &[usize], scale: f32, rng: &mut ChaCha8Rng, device: &Device) -> Result<Tensor> {
     let numel = shape.iter().product();
-    let values: Vec<f32> = (0..numel)
-        .map(|_| (rng.random::<f32>() - 0.5) * scale)
-        .collect();
+    let values: Vec<f32> = (0..numel).map(|_| (rng.random::<f32>() - 0.5) * scale).collect();
     Tensor::from_vec(values, shape, device)
 }
 
@@ -142,10 +137,8 @@ fn contest(name: &str, shapes: &[Vec<usize>], device: &Device) -> Result<()> {
     let mut grads = [GradStore::default(), GradStore::default()];
     let mut elements = 0;
     for (at, shape) in shapes.iter().enumerate() {
-        let (value, grad) = (
-            random(shape, 1.0, &mut rng, device)?,
-            random(shape, 0.1, &mut rng, device)?,
-        );
+        let (value, grad) =
+            (random(shape, 1.0, &mut rng, device)?, random(shape, 0.1, &mut rng, device)?);
         elements += value.elem_count();
         for (vars, grads) in vars.iter_mut().zip(&mut grads) {
             let var = Var::from_tensor(&value.copy()?)?;
@@ -173,10 +166,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     println!("|---|---:|---:|---:|---:|---:|---:|");
     contest(
         "MLP above",
-        &model(&Device::Cpu)?
-            .iter()
-            .map(|(_, var)| var.dims().to_vec())
-            .collect::<Vec<_>>(),
+        &model(&Device::Cpu)?.iter().map(|(_, var)| var.dims().to_vec()).collect::<Vec<_>>(),
         &device,
     )?;
     contest("1000x1024", &vec![vec![1024]; 1000], &device)?;

@@ -85,16 +85,9 @@ impl Training {
         let mut params = Vec::new();
         for (name, var) in &vars {
             let dims: Vec<u64> = var.dims().iter().map(|&dim| dim as u64).collect();
-            params.push(ParamDesc::new(
-                *name,
-                Shape::new(dims)?,
-                fusestep_tensor::DType::F32,
-            ));
+            params.push(ParamDesc::new(*name, Shape::new(dims)?, fusestep_tensor::DType::F32));
         }
-        let rule = Lamb {
-            lr: 0.05,
-            ..Lamb::default()
-        };
+        let rule = Lamb { lr: 0.05, ..Lamb::default() };
         let planner = Planner::new(Optimizer::from(rule))
             .with(FuseAllReduce::of_bytes(1 << 20))
             .with(Distributed::params(["classifier.weight"]))
@@ -107,14 +100,7 @@ impl Training {
             let values: Vec<f32> = var.flatten_all()?.to_vec1()?;
             state.write(&backend, Role::Param, name, &bytes_of(&values))?;
         }
-        Ok(Self {
-            group: group.clone(),
-            backend,
-            plan,
-            state,
-            vars,
-            split,
-        })
+        Ok(Self { group: group.clone(), backend, plan, state, vars, split })
     }
 
     /// One step on this rank's part of a batch; the loss over the whole batch, and the norm of all
@@ -158,10 +144,7 @@ impl Training {
 }
 
 fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values
-        .iter()
-        .flat_map(|value| value.to_le_bytes())
-        .collect()
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// What a run ends with: losses, gradient norms and the classifier's whole weight.
@@ -188,12 +171,7 @@ fn train(group: &Group) -> Outcome<Run> {
     let step_ms = begun.elapsed().as_secs_f64() * 1e3 / STEPS as f64;
     let weight = group.all_gather(training.vars[0].1.as_tensor(), 0)?;
     let weight = weight.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?;
-    Ok(Run {
-        losses,
-        norms,
-        weight,
-        step_ms,
-    })
+    Ok(Run { losses, norms, weight, step_ms })
 }
 
 /// The norm of a difference, relative to that of what is expected.
@@ -221,22 +199,12 @@ fn main() -> Outcome<()> {
         CLASSES / WORLD
     );
     let first = |losses: &[f32]| losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>();
-    assert!(
-        ranks
-            .iter()
-            .all(|rank| first(&rank.losses) == first(&ranks[0].losses))
-    );
+    assert!(ranks.iter().all(|rank| first(&rank.losses) == first(&ranks[0].losses)));
     let (begin, end) = (one.losses[0], one.losses[STEPS as usize - 1]);
-    assert!(
-        end < begin / 4.0,
-        "expected it to learn, found a loss of {begin} and then {end}"
-    );
+    assert!(end < begin / 4.0, "expected it to learn, found a loss of {begin} and then {end}");
     // Sums over samples are in another order, and products of matrices may be of other blocks.
     for (found, expected) in ranks[0].norms.iter().zip(&one.norms) {
-        assert!(
-            (found / expected - 1.0).abs() < 1e-3,
-            "norms {found} and {expected}"
-        );
+        assert!((found / expected - 1.0).abs() < 1e-3, "norms {found} and {expected}");
     }
     let difference = distance(&ranks[0].weight, &one.weight);
     println!("weights of the classifier: {difference:.1e} apart, relative to their norm");

@@ -12,13 +12,7 @@ fn model() -> Result<(VarMap, impl Module)> {
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     let hidden = candle_nn::linear(2, 16, vb.pp("hidden"))?;
     let out = candle_nn::linear(16, 1, vb.pp("out"))?;
-    let mut vars: Vec<_> = varmap
-        .data()
-        .lock()
-        .expect("no poison")
-        .clone()
-        .into_iter()
-        .collect();
+    let mut vars: Vec<_> = varmap.data().lock().expect("no poison").clone().into_iter().collect();
     vars.sort_by(|(a, _), (b, _)| a.cmp(b));
     for (_, var) in &vars {
         let numel = var.elem_count();
@@ -42,15 +36,9 @@ fn train(model: &impl Module, optimizer: &mut impl Optimizer) -> Result<f32> {
 }
 
 fn main() -> Result<()> {
-    let params = ParamsAdamW {
-        lr: 0.02,
-        ..ParamsAdamW::default()
-    };
+    let params = ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() };
     let (varmap, net) = model()?;
-    let theirs = train(
-        &net,
-        &mut candle_nn::AdamW::new(varmap.all_vars(), params.clone())?,
-    )?;
+    let theirs = train(&net, &mut candle_nn::AdamW::new(varmap.all_vars(), params.clone())?)?;
     let (varmap, net) = model()?;
     let mut optimizer = fusestep_candle::AdamW::new(&varmap, params)?;
     let ours = train(&net, &mut optimizer)?;

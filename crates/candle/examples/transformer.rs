@@ -41,10 +41,7 @@ fn windows(task: &Text, step: usize, part: std::ops::Range<usize>) -> Vec<usize>
 }
 
 fn params() -> ParamsAdamW {
-    ParamsAdamW {
-        lr: 1e-3,
-        ..ParamsAdamW::default()
-    }
+    ParamsAdamW { lr: 1e-3, ..ParamsAdamW::default() }
 }
 
 /// candle's own optimizer on whole batches.
@@ -61,12 +58,7 @@ fn with_candle(task: &Text, steps: usize) -> Outcome<Trained> {
         of_steps += stepping.elapsed();
         losses.push(loss.to_scalar()?);
     }
-    Ok(Trained {
-        losses,
-        vars,
-        whole: begun.elapsed(),
-        steps: of_steps,
-    })
+    Ok(Trained { losses, vars, whole: begun.elapsed(), steps: of_steps })
 }
 
 /// Our optimizer on one rank, which has as many of the parts as ranks leave to it.
@@ -76,11 +68,8 @@ fn with_ours(task: &Text, steps: usize, comm: &mut dyn Communicator) -> Outcome<
     let named: Vec<(String, Var)> = names.zip(vars.iter().cloned()).collect();
     let (rank, world) = (comm.rank(), comm.world_size());
     let micro = PARTS / world;
-    let options = Options {
-        accumulate: NonZeroU32::new(micro as u32),
-        zero: 1,
-        ..Options::default()
-    };
+    let options =
+        Options { accumulate: NonZeroU32::new(micro as u32), zero: 1, ..Options::default() };
     let mut optimizer = AdamW::with_options(named, params(), &options)?.on(comm)?;
     let (begun, mut of_steps) = (Instant::now(), Duration::ZERO);
     let mut losses = Vec::new();
@@ -100,20 +89,13 @@ fn with_ours(task: &Text, steps: usize, comm: &mut dyn Communicator) -> Outcome<
         }
         losses.push(sum / micro as f32);
     }
-    Ok(Trained {
-        losses,
-        vars,
-        whole: begun.elapsed(),
-        steps: of_steps,
-    })
+    Ok(Trained { losses, vars, whole: begun.elapsed(), steps: of_steps })
 }
 
 /// Four ranks, as threads.
 fn on_ranks(task: &Text, steps: usize) -> Outcome<Vec<Trained>> {
     let options = fusestep_collective::Options::default();
-    let outcomes = run_ranks(PARTS, &options, |mut comm| {
-        with_ours(task, steps, &mut comm)
-    })?;
+    let outcomes = run_ranks(PARTS, &options, |mut comm| with_ours(task, steps, &mut comm))?;
     let trained = outcomes.into_iter().map(|outcome| match outcome {
         Ok(trained) => trained,
         Err(panic) => std::panic::resume_unwind(panic),

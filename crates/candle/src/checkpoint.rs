@@ -75,9 +75,7 @@ impl<P: Params> Fused<P> {
     /// That of the save.
     pub fn finish_saves(&mut self) -> candle_core::Result<()> {
         let mut solo = Solo::new();
-        let done = self
-            .checkpoints
-            .finish(&self.plan, &mut Comms::direct(&mut solo));
+        let done = self.checkpoints.finish(&self.plan, &mut Comms::direct(&mut solo));
         done.map_err(AdapterError::from)?;
         Ok(())
     }
@@ -102,9 +100,7 @@ impl<P: Params> Fused<P> {
             params: Some(&KeptByCandle(&self.vars)),
         };
         let mut comms = Comms::direct(&mut solo);
-        let begun = self
-            .checkpoints
-            .begin(&self.plan, run, &mut comms, (folder, steps));
+        let begun = self.checkpoints.begin(&self.plan, run, &mut comms, (folder, steps));
         Ok(begun.map_err(AdapterError::from)?)
     }
 
@@ -203,15 +199,9 @@ impl<P: Params> Ranked<'_, P> {
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> candle_core::Result<()> {
         self.check_named()?;
-        let run = RunToSave {
-            state: &self.state,
-            backend: &self.backend,
-            params: None,
-        };
+        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         let comms = &mut self.comms;
-        let begun = self
-            .checkpoints
-            .begin(&self.plan, run, comms, (folder, steps));
+        let begun = self.checkpoints.begin(&self.plan, run, comms, (folder, steps));
         self.note(begun.map_err(AdapterError::from))
     }
 

@@ -47,9 +47,7 @@ impl OnCuda {
         let handle = handle_of(&stream);
         let backend = if handle == StreamHandle::PER_THREAD {
             let DeviceLocation::Cuda { gpu_id } = device.location() else {
-                return Err(AdapterError::Candle(
-                    "a CUDA device without a number".to_owned(),
-                ));
+                return Err(AdapterError::Candle("a CUDA device without a number".to_owned()));
             };
             // The primary context, as candle's.
             CudaBackend::open(u32::try_from(gpu_id).unwrap_or(u32::MAX))?
@@ -59,10 +57,7 @@ impl OnCuda {
             // state is dropped before it, as `Fused` declares them.
             unsafe { CudaBackend::adopt(context, handle) }?
         };
-        Ok(Self {
-            backend,
-            device: device.clone(),
-        })
+        Ok(Self { backend, device: device.clone() })
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
@@ -97,10 +92,7 @@ impl OnCuda {
             });
         }
         let handle = handle_of(&stream);
-        let mut lender = BorrowedOnCuda {
-            backend: &self.backend,
-            places: &places,
-        };
+        let mut lender = BorrowedOnCuda { backend: &self.backend, places: &places };
         // SAFETY: candle's stream, in the context of the backend.
         unsafe { self.backend.wait_for(handle) }.map_err(AdapterError::from)?;
         let report = plan.run_borrowed(state, &mut lender);
@@ -132,10 +124,7 @@ struct Locked<'a> {
 
 fn lock<'a>(((_, var), grad): (&'a (String, Var), &'a Option<Tensor>)) -> Option<Locked<'a>> {
     let grad = grad.as_ref()?;
-    Some(Locked {
-        param: var.storage_and_layout(),
-        grad: grad.storage_and_layout(),
-    })
+    Some(Locked { param: var.storage_and_layout(), grad: grad.storage_and_layout() })
 }
 
 /// Where a variable and its gradient lie, with cudarc's guards of both.
@@ -151,11 +140,7 @@ impl Locked<'_> {
             .map_err(|error| AdapterError::Candle(format!("variable `{name}`: {error}")))?;
         let (grad, grad_guard) = place_of(&self.grad.0, self.grad.1, stream)
             .map_err(|error| AdapterError::Candle(format!("gradient of `{name}`: {error}")))?;
-        Ok(Place {
-            param,
-            grad,
-            _guards: [param_guard, grad_guard],
-        })
+        Ok(Place { param, grad, _guards: [param_guard, grad_guard] })
     }
 }
 

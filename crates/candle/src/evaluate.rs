@@ -47,12 +47,9 @@ impl<P: Params> Ranked<'_, P> {
         }
         let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
         let gathered =
-            self.plan
-                .gather_averages(&self.state, &self.backend, &mut self.comms, &names);
+            self.plan.gather_averages(&self.state, &self.backend, &mut self.comms, &names);
         let gathered = gathered.map_err(AdapterError::from)?;
-        with_values(&self.vars, work, |index, bytes| {
-            copy(gathered.bytes(index), bytes)
-        })
+        with_values(&self.vars, work, |index, bytes| copy(gathered.bytes(index), bytes))
     }
 }
 

@@ -98,10 +98,7 @@ impl<P: Params> Fused<P> {
         params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
-        let options = Options {
-            threads: Some(threads),
-            ..Options::default()
-        };
+        let options = Options { threads: Some(threads), ..Options::default() };
         Self::with_options(vars, params, &options)
     }
 
@@ -114,11 +111,8 @@ impl<P: Params> Fused<P> {
         params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
-        let options = Options {
-            threads: Some(threads),
-            fusion: Fusion::Naive,
-            ..Options::default()
-        };
+        let options =
+            Options { threads: Some(threads), fusion: Fusion::Naive, ..Options::default() };
         Self::with_options(vars, params, &options)
     }
 

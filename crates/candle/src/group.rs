@@ -24,10 +24,7 @@ pub struct ParamGroup {
 impl ParamGroup {
     /// Variables whose name contains one of these, with these hyper-parameters.
     pub fn of(contains: impl IntoIterator<Item = impl Into<String>>, params: impl Params) -> Self {
-        Self {
-            contains: contains.into_iter().map(Into::into).collect(),
-            rule: params.rule(),
-        }
+        Self { contains: contains.into_iter().map(Into::into).collect(), rule: params.rule() }
     }
 
     /// The rule.
@@ -37,12 +34,8 @@ impl ParamGroup {
 
     /// The group that a name is in.
     pub(crate) fn find(groups: &[ParamGroup], name: &str) -> Option<usize> {
-        let has = |group: &ParamGroup| {
-            group
-                .contains
-                .iter()
-                .any(|part| name.contains(part.as_str()))
-        };
+        let has =
+            |group: &ParamGroup| group.contains.iter().any(|part| name.contains(part.as_str()));
         groups.iter().position(has)
     }
 }
@@ -60,9 +53,6 @@ impl GroupRules {
     /// The planner's number of a group's rule.
     pub(crate) fn number(&self, group: usize) -> Result<usize, AdapterError> {
         let found = self.0.get(group).copied();
-        found.ok_or(AdapterError::NoSuchGroup {
-            found: group,
-            count: self.0.len(),
-        })
+        found.ok_or(AdapterError::NoSuchGroup { found: group, count: self.0.len() })
     }
 }

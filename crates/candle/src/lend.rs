@@ -141,10 +141,9 @@ impl InplaceOp2 for Update<'_> {
         grad_layout: &Layout,
     ) -> candle_core::Result<()> {
         let name = InplaceOp2::name(self);
-        let (Some(param_range), Some(grad_range)) = (
-            param_layout.contiguous_offsets(),
-            grad_layout.contiguous_offsets(),
-        ) else {
+        let (Some(param_range), Some(grad_range)) =
+            (param_layout.contiguous_offsets(), grad_layout.contiguous_offsets())
+        else {
             candle_core::bail!("{name}: expected contiguous tensors, found strides")
         };
         let Some(piece) = self.0.take() else {

@@ -4,10 +4,7 @@
 
 mod checkpoint;
 #[cfg(feature = "cuda")]
-#[expect(
-    unsafe_code,
-    reason = "handles of cudarc and addresses in candle's memory"
-)]
+#[expect(unsafe_code, reason = "handles of cudarc and addresses in candle's memory")]
 mod cuda;
 mod error;
 mod evaluate;

@@ -63,11 +63,7 @@ impl Memory {
         let grads = &gradients.of_var;
         match self {
             Self::Cpu(backend) => {
-                let mut lender = BorrowedFromCandle {
-                    backend,
-                    vars,
-                    grads,
-                };
+                let mut lender = BorrowedFromCandle { backend, vars, grads };
                 let report = plan.run_borrowed(state, &mut lender);
                 Ok(report.map_err(AdapterError::from)?)
             }

@@ -20,9 +20,7 @@ impl Options {
         backend: &dyn Backend,
         names: &mut dyn Iterator<Item = &str>,
     ) -> Planner {
-        let mut planner = Planner::new(rule)
-            .limits(backend.limits())
-            .precision(self.precision);
+        let mut planner = Planner::new(rule).limits(backend.limits()).precision(self.precision);
         let mut of_group = vec![Vec::new(); self.groups.len()];
         for name in names {
             if let Some(group) = ParamGroup::find(&self.groups, name) {
@@ -113,9 +111,6 @@ impl Options {
             _ if self.zero > 0 => ("zero", self.zero.to_string()),
             _ => return Ok(()),
         };
-        Err(AdapterError::NeedsRanks {
-            option: asked.0,
-            found: asked.1,
-        })
+        Err(AdapterError::NeedsRanks { option: asked.0, found: asked.1 })
     }
 }

@@ -91,9 +91,7 @@ impl<P: Params> Fused<P> {
             checkpoints: self.checkpoints,
         };
         if topology.world > 1 {
-            ranked
-                .plan
-                .compare_settings(&ranked.state, &mut ranked.comms)?;
+            ranked.plan.compare_settings(&ranked.state, &mut ranked.comms)?;
             if self.options.initial == Initial::OfRankZero {
                 ranked.broadcast(0)?;
             }
@@ -110,9 +108,7 @@ fn threads(options: &Options, topology: Topology) -> NonZeroUsize {
         Reach::SharedMemory => topology.world,
         Reach::Calls => 1,
     };
-    let all = options
-        .threads
-        .map_or_else(|| Pool::current().threads(), NonZeroUsize::get);
+    let all = options.threads.map_or_else(|| Pool::current().threads(), NonZeroUsize::get);
     NonZeroUsize::new(all.div_ceil(sharing.max(1))).unwrap_or(NonZeroUsize::MIN)
 }
 
@@ -167,8 +163,7 @@ impl<P: Params> Ranked<'_, P> {
             let (storage, layout) = grad.storage_and_layout();
             let bytes = bytes_of(&storage, layout).map_err(AdapterError::from_candle)?;
             let (state, comms) = (&mut self.state, &mut self.comms);
-            self.plan
-                .push_grad(state, &self.backend, comms, name, bytes)?;
+            self.plan.push_grad(state, &self.backend, comms, name, bytes)?;
         }
         let (state, comms) = (&mut self.state, &mut self.comms);
         let ended = self.plan.step(state, &self.backend, comms)?;
@@ -287,9 +282,7 @@ impl<P: Params> Ranked<'_, P> {
     /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint comes on all of
     /// them in the same call.
     pub(crate) fn note<R>(&mut self, outcome: Result<R, AdapterError>) -> candle_core::Result<R> {
-        self.failed |= outcome
-            .as_ref()
-            .is_err_and(|error| !error.is_of_checkpoint());
+        self.failed |= outcome.as_ref().is_err_and(|error| !error.is_of_checkpoint());
         Ok(outcome?)
     }
 }

@@ -37,10 +37,7 @@ pub(crate) enum Names {
 impl IntoVariables for Vec<(String, Var)> {
     fn into_variables(mut self) -> Variables {
         self.sort_by(|a, b| a.0.cmp(&b.0));
-        Variables {
-            vars: self,
-            names: Names::Given,
-        }
+        Variables { vars: self, names: Names::Given }
     }
 }
 
@@ -101,10 +98,7 @@ impl Variables {
                 DType::F16 => fusestep_tensor::DType::F16,
                 DType::BF16 => fusestep_tensor::DType::BF16,
                 found => {
-                    return Err(AdapterError::DType {
-                        name: name.clone(),
-                        found,
-                    });
+                    return Err(AdapterError::DType { name: name.clone(), found });
                 }
             };
             let dims: Vec<u64> = var.dims().iter().map(|&dim| dim as u64).collect();

@@ -18,9 +18,7 @@ const NUMELS: [usize; 9] = [1, 0, 15, 17, 4096, 65_537, 131_071, 131_072, 300_00
 
 fn values(numel: usize, seed: u64) -> Vec<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    (0..numel)
-        .map(|_| rng.random::<f32>() * 0.2 - 0.1)
-        .collect()
+    (0..numel).map(|_| rng.random::<f32>() * 0.2 - 0.1).collect()
 }
 
 fn threads(count: usize) -> NonZeroUsize {
@@ -54,10 +52,7 @@ fn bits(vars: &[(String, Var)]) -> Vec<Vec<u32>> {
 }
 
 fn params() -> ParamsAdamW {
-    ParamsAdamW {
-        lr: 1e-2,
-        ..ParamsAdamW::default()
-    }
+    ParamsAdamW { lr: 1e-2, ..ParamsAdamW::default() }
 }
 
 #[test]
@@ -101,21 +96,14 @@ fn the_adapter_has_the_bits_of_a_planned_state() {
     for count in [1, 2, 3] {
         for naive in [false, true] {
             let vars = vars();
-            let make = if naive {
-                AdamW::naive
-            } else {
-                AdamW::with_threads
-            };
+            let make = if naive { AdamW::naive } else { AdamW::with_threads };
             let mut optimizer = make(vars.clone(), params(), threads(count)).unwrap();
             for step in 1..=3 {
                 optimizer.step(&grads(&vars, step)).unwrap();
             }
             for ((found, expected), numel) in bits(&vars).iter().zip(&expected).zip(NUMELS) {
                 let first = found.iter().zip(expected).position(|(a, b)| a != b);
-                assert_eq!(
-                    first, None,
-                    "{numel} elements, {count} threads, naive {naive}"
-                );
+                assert_eq!(first, None, "{numel} elements, {count} threads, naive {naive}");
             }
             let launches = if naive { NUMELS.len() as u64 - 1 } else { 1 };
             assert_eq!(optimizer.report().launches, launches);
@@ -144,10 +132,7 @@ fn ten_steps_agree_with_candles_own_adamw() {
             difference += (a - b) * (a - b);
             update += (b - f64::from(f32::from_bits(first))).powi(2);
         }
-        assert!(
-            difference.sqrt() <= 1e-5 * update.sqrt(),
-            "{difference} of {update}"
-        );
+        assert!(difference.sqrt() <= 1e-5 * update.sqrt(), "{difference} of {update}");
     }
 }
 
@@ -166,17 +151,11 @@ fn a_variable_without_a_gradient_is_untouched_and_has_not_stepped() {
     assert_ne!(before[5], after[5]);
     assert_eq!(optimizer.report().without_gradient, 1);
     let same = optimizer.moment(Role::Moment1, "v4").unwrap();
-    assert_eq!(
-        moment.to_vec1::<f32>().unwrap(),
-        same.to_vec1::<f32>().unwrap()
-    );
+    assert_eq!(moment.to_vec1::<f32>().unwrap(), same.to_vec1::<f32>().unwrap());
 
     // It takes its second step at t = 2, as a lone variable would.
     optimizer.step(&grads(&vars, 3)).unwrap();
-    let alone = vec![(
-        "v4".to_owned(),
-        Var::new(values(4096, 4), &Device::Cpu).unwrap(),
-    )];
+    let alone = vec![("v4".to_owned(), Var::new(values(4096, 4), &Device::Cpu).unwrap())];
     let mut single = AdamW::new(alone.clone(), params()).unwrap();
     for step in [1, 3] {
         let mut store = GradStore::default();
@@ -205,12 +184,7 @@ fn gradients_that_are_not_contiguous_or_lie_in_a_variable_are_copied_and_counted
     let after = |var: &Var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     assert_eq!(after(&strided), after(&plain));
     assert_eq!(step(&own, own.as_tensor().clone()), 1);
-    assert!(
-        after(&own)
-            .iter()
-            .zip(&data)
-            .all(|(a, b)| a.abs() < b.abs())
-    );
+    assert!(after(&own).iter().zip(&data).all(|(a, b)| a.abs() < b.abs()));
 }
 
 #[test]
@@ -237,17 +211,10 @@ fn a_saved_state_goes_on_where_it_stopped() {
     let fewer = vec![whole[0].clone()];
     let mut other = AdamW::new(fewer, params()).unwrap();
     let error = other.load(&path).unwrap_err().to_string();
-    assert!(
-        error.contains("`v1@moment1`: expected no such tensor"),
-        "{error}"
-    );
+    assert!(error.contains("`v1@moment1`: expected no such tensor"), "{error}");
     let bare: Vec<Var> = whole.iter().map(|(_, var)| var.clone()).collect();
     let error = AdamW::new(bare, params()).unwrap().save(&path).unwrap_err();
-    assert!(
-        error
-            .to_string()
-            .contains("build the optimizer from the VarMap")
-    );
+    assert!(error.to_string().contains("build the optimizer from the VarMap"));
 }
 
 #[test]
@@ -262,28 +229,19 @@ fn what_does_not_fit_is_named_and_nothing_changes() {
         refused(vec![("h".into(), eighth)], params())
             .contains("variable `h`: expected f32, f64, f16 or bf16, found F8E4M3")
     );
-    let bad = ParamsAdamW {
-        beta1: 1.0,
-        ..params()
-    };
+    let bad = ParamsAdamW { beta1: 1.0, ..params() };
     assert!(refused(vars.clone(), bad).contains("beta1: expected a value in [0, 1), found 1"));
 
     let mut optimizer = AdamW::new(vars.clone(), params()).unwrap();
     optimizer.step(&grads(&vars, 1)).unwrap();
     let before = bits(&vars);
     let mut wrong = grads(&vars, 2);
-    wrong.insert(
-        &vars[8].1,
-        Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap(),
-    );
+    wrong.insert(&vars[8].1, Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap());
     let error = optimizer.step(&wrong).unwrap_err().to_string();
     assert!(error.contains("gradient of `v8`"), "{error}");
     optimizer.set_learning_rate(f64::NAN);
     let error = optimizer.step(&grads(&vars, 2)).unwrap_err().to_string();
-    assert!(
-        error.contains("lr: expected a finite value of at least 0, found NaN"),
-        "{error}"
-    );
+    assert!(error.contains("lr: expected a finite value of at least 0, found NaN"), "{error}");
     assert!(before == bits(&vars));
     optimizer.set_learning_rate(1e-3);
     optimizer.step(&grads(&vars, 2)).unwrap();

@@ -35,9 +35,7 @@ fn values(numel: usize, seed: u64, dtype: DType) -> Tensor {
 
 fn vars(dtype: DType, device: &Device) -> Vec<(String, Var)> {
     let var = |(index, &numel): (usize, &usize)| {
-        let values = values(numel, index as u64, dtype)
-            .to_device(device)
-            .unwrap();
+        let values = values(numel, index as u64, dtype).to_device(device).unwrap();
         (format!("v{index}"), Var::from_tensor(&values).unwrap())
     };
     NUMELS.iter().enumerate().map(var).collect()
@@ -65,10 +63,7 @@ fn bits(tensor: &Tensor) -> Vec<u8> {
         }
         _ => {
             let values: Vec<half::bf16> = tensor.to_vec1().unwrap();
-            values
-                .into_iter()
-                .flat_map(half::bf16::to_le_bytes)
-                .collect()
+            values.into_iter().flat_map(half::bf16::to_le_bytes).collect()
         }
     }
 }
@@ -84,11 +79,7 @@ fn all_bits<P: Params>(optimizer: &fusestep_candle::Fused<P>, role: Role) -> Vec
 }
 
 fn rules() -> [(Rule, Role); 3] {
-    let sgd = ParamsSgd {
-        momentum: 0.9,
-        nesterov: Nesterov::Nesterov,
-        ..ParamsSgd::default()
-    };
+    let sgd = ParamsSgd { momentum: 0.9, nesterov: Nesterov::Nesterov, ..ParamsSgd::default() };
     [
         (ParamsAdamW::default().rule(), Role::Moment1),
         (sgd.rule(), Role::Velocity),
@@ -98,27 +89,17 @@ fn rules() -> [(Rule, Role); 3] {
 
 #[test]
 fn variables_on_the_device_get_the_bits_of_those_on_the_host() {
-    let master = Precision {
-        master: Master::F32,
-        ..Precision::default()
-    };
+    let master = Precision { master: Master::F32, ..Precision::default() };
     let plain = Options::default();
     let clipped = Options {
         clip_norm: Some(0.5),
         loss_scale: Some(LossScale::dynamic()),
         ..Options::default()
     };
-    let kept = Options {
-        precision: master,
-        clip_norm: Some(0.5),
-        ..Options::default()
-    };
+    let kept = Options { precision: master, clip_norm: Some(0.5), ..Options::default() };
     for (rule, role) in rules() {
-        for (dtype, options) in [
-            (DType::F32, &plain),
-            (DType::F32, &clipped),
-            (DType::BF16, &kept),
-        ] {
+        for (dtype, options) in [(DType::F32, &plain), (DType::F32, &clipped), (DType::BF16, &kept)]
+        {
             let steps = |device: &Device| {
                 let vars = vars(dtype, device);
                 let mut optimizer = AnyRule::with_options(vars.clone(), rule, options).unwrap();
@@ -155,14 +136,8 @@ fn a_step_follows_what_candle_has_enqueued_and_precedes_what_it_enqueues_next() 
         // and the recording ends well only if candle's stream waits for them.
         stream.begin_capture(relaxed).unwrap();
         optimizer.step(&grads).unwrap();
-        let graph = stream
-            .end_capture(CUgraphInstantiate_flags(0))
-            .unwrap()
-            .unwrap();
-        assert!(
-            bits(vars[4].1.as_tensor()) == before,
-            "done although it is recorded"
-        );
+        let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().unwrap();
+        assert!(bits(vars[4].1.as_tensor()) == before, "done although it is recorded");
         graph.launch().unwrap();
         assert!(bits(vars[4].1.as_tensor()) != before, "not recorded");
     }
@@ -185,10 +160,8 @@ fn saved_state_and_checkpoints_go_from_one_device_to_another() {
         let (vars, mut resumed) = start(&device);
         assert_eq!(resumed.resume(folder.path()).unwrap(), 1);
         resumed.step(&grads(&vars, 2)).unwrap();
-        let (found, expected) = (
-            all_bits(&resumed, Role::Moment2),
-            all_bits(&saved, Role::Moment2),
-        );
+        let (found, expected) =
+            (all_bits(&resumed, Role::Moment2), all_bits(&saved, Role::Moment2));
         assert!(found == expected, "{device:?}");
     }
 }
@@ -203,9 +176,7 @@ fn averages_are_lent_to_the_model_on_the_device() {
             optimizer.step(&grads(&vars, step)).unwrap();
         }
         let trained = bits(vars[2].1.as_tensor());
-        let averages = optimizer
-            .evaluate(|| Ok(bits(vars[2].1.as_tensor())))
-            .unwrap();
+        let averages = optimizer.evaluate(|| Ok(bits(vars[2].1.as_tensor()))).unwrap();
         assert!(averages != trained && bits(vars[2].1.as_tensor()) == trained);
         averages
     };
@@ -218,9 +189,7 @@ fn what_cannot_be_on_a_device_is_named() {
     let [device, _] = devices();
     let mut mixed = vars(DType::F32, &device);
     mixed[1] = vars(DType::F32, &Device::Cpu).swap_remove(1);
-    let error = Lamb::new(mixed, ParamsLamb::default())
-        .unwrap_err()
-        .to_string();
+    let error = Lamb::new(mixed, ParamsLamb::default()).unwrap_err().to_string();
     assert!(
         error.starts_with(
             "variable `v1`: expected it on the CUDA device of the first variable, found it on Cpu"
@@ -233,10 +202,7 @@ fn what_cannot_be_on_a_device_is_named() {
         error.starts_with("variable `v0`: expected it on the cpu, found it on Cuda"),
         "{error}"
     );
-    let options = Options {
-        update_norms: true,
-        ..Options::default()
-    };
+    let options = Options { update_norms: true, ..Options::default() };
     let vars = vars(DType::F32, &device);
     let error = Lamb::with_options(vars, ParamsLamb::default(), &options).unwrap_err();
     assert!(

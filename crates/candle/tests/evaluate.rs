@@ -13,9 +13,7 @@ const NUMELS: [usize; 4] = [1, 0, 17, 70_001];
 
 fn vars(dtype: DType) -> Vec<(String, Var)> {
     let var = |(index, &numel): (usize, &usize)| {
-        let values: Vec<f32> = (0..numel)
-            .map(|at| (at % 13) as f32 * 0.125 - 0.5)
-            .collect();
+        let values: Vec<f32> = (0..numel).map(|at| (at % 13) as f32 * 0.125 - 0.5).collect();
         let values = Tensor::new(values, &Device::Cpu).unwrap();
         let var = Var::from_tensor(&values.to_dtype(dtype).unwrap()).unwrap();
         (format!("v{index}"), var)
@@ -45,10 +43,7 @@ fn trained<P: Params>(
     precision: Precision,
     evaluated: bool,
 ) -> Fused<P> {
-    let options = Options {
-        precision,
-        ..Options::default()
-    };
+    let options = Options { precision, ..Options::default() };
     let mut optimizer = Fused::with_options(vars.to_vec(), params, &options).unwrap();
     for step in 1..=4 {
         optimizer.step(&grads(vars, step)).unwrap();
@@ -60,10 +55,7 @@ fn trained<P: Params>(
 }
 
 fn schedule_free() -> ParamsScheduleFree {
-    ParamsScheduleFree {
-        lr: 0.05,
-        ..ParamsScheduleFree::default()
-    }
+    ParamsScheduleFree { lr: 0.05, ..ParamsScheduleFree::default() }
 }
 
 #[test]
@@ -80,9 +72,7 @@ fn schedule_free_is_evaluated_at_the_average() {
     for (index, param) in param.iter().enumerate() {
         let base = optimizer.moment(Role::Base, &format!("v{index}")).unwrap();
         let mut expected = vec![0.0; param.len()];
-        schedule_free()
-            .average(param, &base.to_vec1().unwrap(), &mut expected)
-            .unwrap();
+        schedule_free().average(param, &base.to_vec1().unwrap(), &mut expected).unwrap();
         assert_eq!(average[index], expected);
         assert!(param.is_empty() || average[index] != *param);
     }
@@ -91,10 +81,7 @@ fn schedule_free_is_evaluated_at_the_average() {
 
 #[test]
 fn training_does_not_notice_that_it_was_evaluated() {
-    let master = |master| Precision {
-        master,
-        ..Precision::default()
-    };
+    let master = |master| Precision { master, ..Precision::default() };
     for (dtype, precision) in [
         (DType::F32, Precision::default()),
         (DType::F64, Precision::default()),
@@ -116,9 +103,7 @@ fn variables_come_back_after_an_error_and_a_panic() {
     let optimizer = trained(&vars, schedule_free(), Precision::default(), false);
     let before = values(&vars);
     let failed = optimizer.evaluate(|| -> candle_core::Result<()> {
-        vars[0]
-            .1
-            .set(&Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
+        vars[0].1.set(&Tensor::zeros(1, DType::F32, &Device::Cpu)?)?;
         candle_core::bail!("on purpose")
     });
     assert!(failed.unwrap_err().to_string().contains("on purpose"));
@@ -136,10 +121,8 @@ fn other_rules_and_untrained_variables_are_evaluated_as_they_are() {
     let fresh = ScheduleFree::new(vars.clone(), schedule_free()).unwrap();
     let adagrad = trained(&vars, ParamsAdagrad::default(), Precision::default(), false);
     let before = values(&vars);
-    for evaluated in [
-        fresh.evaluate(|| Ok(values(&vars))),
-        adagrad.evaluate(|| Ok(values(&vars))),
-    ] {
+    for evaluated in [fresh.evaluate(|| Ok(values(&vars))), adagrad.evaluate(|| Ok(values(&vars)))]
+    {
         assert_eq!(evaluated.unwrap(), before);
     }
 }

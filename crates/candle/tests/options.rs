@@ -45,10 +45,7 @@ fn grads(vars: &[(String, Var)], step: u64) -> GradStore {
     let mut store = GradStore::default();
     for (name, var) in vars {
         let index: u64 = name[1..].parse().unwrap();
-        store.insert(
-            var,
-            values(var.elem_count(), 1000 * step + index, var.dtype()),
-        );
+        store.insert(var, values(var.elem_count(), 1000 * step + index, var.dtype()));
     }
     store
 }
@@ -61,17 +58,11 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
         }
         DType::F16 => {
             let values: Vec<half::f16> = tensor.to_vec1().unwrap();
-            values
-                .into_iter()
-                .flat_map(half::f16::to_le_bytes)
-                .collect()
+            values.into_iter().flat_map(half::f16::to_le_bytes).collect()
         }
         DType::BF16 => {
             let values: Vec<half::bf16> = tensor.to_vec1().unwrap();
-            values
-                .into_iter()
-                .flat_map(half::bf16::to_le_bytes)
-                .collect()
+            values.into_iter().flat_map(half::bf16::to_le_bytes).collect()
         }
         _ => {
             let values: Vec<f32> = tensor.to_vec1().unwrap();
@@ -144,21 +135,15 @@ fn has_the_bits_of_a_planned_state(options: &Options, dtypes: &[usize]) {
         let (expected, norms) = planned(&params, options, (dtype, of_plan));
         for threads in [1, 2, 3] {
             for fusion in [Fusion::Fused, Fusion::Naive] {
-                let options = Options {
-                    threads: NonZeroUsize::new(threads),
-                    fusion,
-                    ..options.clone()
-                };
+                let options =
+                    Options { threads: NonZeroUsize::new(threads), fusion, ..options.clone() };
                 let vars = vars(dtype);
                 let mut optimizer =
                     AdamW::with_options(vars.clone(), params.clone(), &options).unwrap();
                 for step in 1..=3 {
                     optimizer.step(&grads(&vars, step)).unwrap();
                 }
-                assert!(
-                    bits(&vars) == expected,
-                    "{dtype:?} {options:?}, {threads} threads"
-                );
+                assert!(bits(&vars) == expected, "{dtype:?} {options:?}, {threads} threads");
                 let report = optimizer.report();
                 let each = optimizer.update_norms().unwrap();
                 assert_eq!((report.grad_norm, report.update_norm, each), norms);
@@ -170,15 +155,9 @@ fn has_the_bits_of_a_planned_state(options: &Options, dtypes: &[usize]) {
 
 #[test]
 fn clipped_and_scaled_steps_have_the_bits_of_a_planned_state() {
-    let clipped = Options {
-        clip_norm: Some(0.5),
-        ..Options::default()
-    };
+    let clipped = Options { clip_norm: Some(0.5), ..Options::default() };
     has_the_bits_of_a_planned_state(&clipped, &[0, 1, 2, 3]);
-    let scaled = Options {
-        loss_scale: Some(LossScale::dynamic()),
-        ..clipped
-    };
+    let scaled = Options { loss_scale: Some(LossScale::dynamic()), ..clipped };
     has_the_bits_of_a_planned_state(&scaled, &[0, 3]);
 }
 
@@ -201,17 +180,11 @@ fn scheduled_steps_have_the_bits_of_a_planned_state_and_say_their_rate() {
 
 #[test]
 fn measured_steps_have_the_bits_and_norms_of_a_planned_state() {
-    let measured = Options {
-        update_norms: true,
-        ..Options::default()
-    };
+    let measured = Options { update_norms: true, ..Options::default() };
     has_the_bits_of_a_planned_state(&measured, &[0, 1, 2, 3]);
     let skipping = Options {
         loss_scale: Some(LossScale::dynamic()),
-        precision: Precision {
-            master: Master::F32,
-            ..Precision::default()
-        },
+        precision: Precision { master: Master::F32, ..Precision::default() },
         ..measured
     };
     has_the_bits_of_a_planned_state(&skipping, &[2, 3]);
@@ -220,14 +193,8 @@ fn measured_steps_have_the_bits_and_norms_of_a_planned_state() {
 #[test]
 fn masters_and_remainders_have_the_bits_of_a_planned_state() {
     for (master, dtypes) in [(Master::F32, &[2, 3][..]), (Master::Remainder, &[3])] {
-        let precision = Precision {
-            master,
-            ..Precision::default()
-        };
-        let options = Options {
-            precision,
-            ..Options::default()
-        };
+        let precision = Precision { master, ..Precision::default() };
+        let options = Options { precision, ..Options::default() };
         has_the_bits_of_a_planned_state(&options, dtypes);
     }
     let precision = Precision {
@@ -235,10 +202,7 @@ fn masters_and_remainders_have_the_bits_of_a_planned_state() {
         rounding: Rounding::Stochastic { seed: 7 },
         ..Precision::default()
     };
-    let options = Options {
-        precision,
-        ..Options::default()
-    };
+    let options = Options { precision, ..Options::default() };
     has_the_bits_of_a_planned_state(&options, &[3]);
 }
 
@@ -248,16 +212,10 @@ fn a_master_keeps_what_16_bits_lose_and_follows_the_variable() {
     let var = Var::from_tensor(&var.to_dtype(DType::BF16).unwrap()).unwrap();
     let vars = vec![("v0".to_owned(), var.clone())];
     let options = Options {
-        precision: Precision {
-            master: Master::F32,
-            ..Precision::default()
-        },
+        precision: Precision { master: Master::F32, ..Precision::default() },
         ..Options::default()
     };
-    let params = fusestep_candle::ParamsSgd {
-        lr: 0.25,
-        ..fusestep_candle::ParamsSgd::default()
-    };
+    let params = fusestep_candle::ParamsSgd { lr: 0.25, ..fusestep_candle::ParamsSgd::default() };
     let mut optimizer = fusestep_candle::Sgd::with_options(vars.clone(), params, &options).unwrap();
     let mut store = GradStore::default();
     let one = Tensor::ones(1, DType::BF16, &Device::Cpu).unwrap();
@@ -282,10 +240,7 @@ fn a_master_keeps_what_16_bits_lose_and_follows_the_variable() {
 fn a_step_with_a_gradient_that_is_not_finite_changes_nothing_and_halves_the_scale() {
     for bad in [f32::NAN, f32::INFINITY] {
         let vars = vars(DType::F32);
-        let options = Options {
-            loss_scale: Some(LossScale::dynamic()),
-            ..Options::default()
-        };
+        let options = Options { loss_scale: Some(LossScale::dynamic()), ..Options::default() };
         let mut optimizer =
             AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options).unwrap();
         optimizer.step(&grads(&vars, 1)).unwrap();
@@ -311,11 +266,7 @@ fn excluded_names_have_no_decay_and_names_that_match_nothing_are_told() {
             exclude: exclude.iter().map(|part| (*part).to_owned()).collect(),
             ..Options::default()
         };
-        let params = ParamsLars {
-            lr: 1.0,
-            weight_decay: 0.5,
-            ..ParamsLars::default()
-        };
+        let params = ParamsLars { lr: 1.0, weight_decay: 0.5, ..ParamsLars::default() };
         let mut optimizer = Lars::with_options(vars.clone(), params, &options).unwrap();
         optimizer.step(&grads(&vars, 1)).unwrap();
         (bits(&vars), optimizer.unmatched_excludes().to_vec())
@@ -333,16 +284,10 @@ fn options_out_of_range_name_the_option_or_the_variable() {
         let made = AdamW::with_options(vars(DType::F16), ParamsAdamW::default(), &options);
         made.unwrap_err().to_string()
     };
-    let error = refused(Options {
-        clip_norm: Some(-1.0),
-        ..Options::default()
-    });
+    let error = refused(Options { clip_norm: Some(-1.0), ..Options::default() });
     assert!(error.contains("max_norm: expected a finite value above 0, found -1"));
     let error = refused(Options {
-        precision: Precision {
-            master: Master::Remainder,
-            ..Precision::default()
-        },
+        precision: Precision { master: Master::Remainder, ..Precision::default() },
         ..Options::default()
     });
     assert!(

@@ -29,9 +29,7 @@ fn on_ranks<T: Send>(
 fn integers(dims: &[usize], seed: u64, dtype: DType) -> Tensor {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let numel = dims.iter().product();
-    let values: Vec<f32> = (0..numel)
-        .map(|_| rng.random_range(-3i32..=3) as f32)
-        .collect();
+    let values: Vec<f32> = (0..numel).map(|_| rng.random_range(-3i32..=3) as f32).collect();
     let tensor = Tensor::from_vec(values, dims, &Device::Cpu).unwrap();
     tensor.to_dtype(dtype).unwrap()
 }
@@ -40,9 +38,7 @@ fn integers(dims: &[usize], seed: u64, dtype: DType) -> Tensor {
 fn noise(dims: &[usize], seed: u64, bound: f64) -> Tensor {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let numel = dims.iter().product();
-    let values: Vec<f64> = (0..numel)
-        .map(|_| (rng.random::<f64>() * 2.0 - 1.0) * bound)
-        .collect();
+    let values: Vec<f64> = (0..numel).map(|_| (rng.random::<f64>() * 2.0 - 1.0) * bound).collect();
     Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
 }
 
@@ -68,9 +64,7 @@ fn dot(a: &Tensor, b: &Tensor) -> Tensor {
 /// The largest difference, relative to the largest value.
 fn distance(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len());
-    let largest = expected
-        .iter()
-        .fold(0.0f64, |max, value| max.max(value.abs()));
+    let largest = expected.iter().fold(0.0f64, |max, value| max.max(value.abs()));
     let differences = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
     differences.fold(0.0, f64::max) / largest.max(f64::MIN_POSITIVE)
 }

@@ -101,10 +101,8 @@ fn step_ranked<P: Params>(
     let rank = ranked.communicator().rank() as u64;
     let (world, micro) = (shared.world as u64, u64::from(shared.micro));
     let own = 8 / world / micro;
-    let named: Vec<(String, Var)> = ranked
-        .variables()
-        .map(|(name, var)| (name.to_owned(), var.clone()))
-        .collect();
+    let named: Vec<(String, Var)> =
+        ranked.variables().map(|(name, var)| (name.to_owned(), var.clone())).collect();
     for step in steps {
         for at in 0..micro {
             let first = (at * world + rank) * own;
@@ -128,11 +126,7 @@ fn step_whole<P: Params>(
 
 /// These options for that many micro-steps and that stage.
 fn sharing(options: &Options, shared: Shared) -> Options {
-    Options {
-        zero: shared.zero,
-        accumulate: NonZeroU32::new(shared.micro),
-        ..options.clone()
-    }
+    Options { zero: shared.zero, accumulate: NonZeroU32::new(shared.micro), ..options.clone() }
 }
 
 /// What every rank returns.

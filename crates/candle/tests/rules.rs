@@ -21,9 +21,7 @@ const NUMELS: [usize; 7] = [1, 0, 17, 4096, 65_537, 131_072, 300_001];
 
 fn values(numel: usize, seed: u64) -> Vec<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    (0..numel)
-        .map(|_| rng.random::<f32>() * 0.2 - 0.1)
-        .collect()
+    (0..numel).map(|_| rng.random::<f32>() * 0.2 - 0.1).collect()
 }
 
 fn threads(count: usize) -> NonZeroUsize {
@@ -67,11 +65,7 @@ fn momentum() -> ParamsSgd {
 }
 
 fn lion() -> ParamsLion {
-    ParamsLion {
-        lr: 1e-3,
-        weight_decay: 0.1,
-        ..ParamsLion::default()
-    }
+    ParamsLion { lr: 1e-3, weight_decay: 0.1, ..ParamsLion::default() }
 }
 
 /// The parameters after three steps of a state that keeps them itself.
@@ -128,10 +122,7 @@ fn every_rule_has_the_bits_of_a_planned_state() {
     has_the_bits_of_a_planned_state(ParamsAdagrad::default());
     has_the_bits_of_a_planned_state(ParamsRmsProp::default());
     has_the_bits_of_a_planned_state(ParamsScheduleFree::default());
-    has_the_bits_of_a_planned_state(ParamsLars {
-        lr: 2.0,
-        ..ParamsLars::default()
-    });
+    has_the_bits_of_a_planned_state(ParamsLars { lr: 2.0, ..ParamsLars::default() });
     has_the_bits_of_a_planned_state(ParamsLamb::default());
 }
 
@@ -199,12 +190,7 @@ fn a_variable_without_a_gradient_is_untouched_and_has_not_stepped() {
     optimizer.step(&grads(&vars, 2)).unwrap();
     let velocity = optimizer.moment(Role::Velocity, "v3").unwrap();
     let start = values(4096, 3);
-    for ((u, g), p) in velocity
-        .to_vec1::<f32>()
-        .unwrap()
-        .iter()
-        .zip(values(4096, 2003))
-        .zip(start)
+    for ((u, g), p) in velocity.to_vec1::<f32>().unwrap().iter().zip(values(4096, 2003)).zip(start)
     {
         assert!((u - (g + 0.01 * p)).abs() <= 1e-7, "{u} {g} {p}");
     }
@@ -213,10 +199,7 @@ fn a_variable_without_a_gradient_is_untouched_and_has_not_stepped() {
 #[test]
 fn hyper_parameters_out_of_range_are_named_and_the_rate_can_change() {
     let vars = vars();
-    let bad = ParamsSgd {
-        nesterov: Nesterov::Nesterov,
-        ..ParamsSgd::default()
-    };
+    let bad = ParamsSgd { nesterov: Nesterov::Nesterov, ..ParamsSgd::default() };
     let error = Sgd::new(vars.clone(), bad).unwrap_err().to_string();
     assert!(
         error.contains("momentum: expected a value in (0, 1) with nesterov, found 0"),
@@ -227,10 +210,7 @@ fn hyper_parameters_out_of_range_are_named_and_the_rate_can_change() {
     let before = bits(&vars);
     optimizer.step(&grads(&vars, 1)).unwrap();
     assert!(before == bits(&vars));
-    optimizer.set_params(ParamsLion {
-        beta1: 2.0,
-        ..lion()
-    });
+    optimizer.set_params(ParamsLion { beta1: 2.0, ..lion() });
     assert!(optimizer.step(&grads(&vars, 2)).is_err());
 
     let mut any = AnyRule::new(vars.clone(), momentum().rule()).unwrap();

@@ -22,13 +22,8 @@ struct Shared {
 }
 
 fn task() -> Text {
-    let tiny = Transformer {
-        layers: 2,
-        width: 16,
-        heads: 2,
-        context: 16,
-        ..Transformer::default()
-    };
+    let tiny =
+        Transformer { layers: 2, width: 16, heads: 2, context: 16, ..Transformer::default() };
     Text::shakespeare(tiny).unwrap()
 }
 
@@ -60,10 +55,7 @@ fn train(
         clip_norm: Some(1.0),
         ..Options::default()
     };
-    let params = ParamsAdamW {
-        lr: 0.02,
-        ..ParamsAdamW::default()
-    };
+    let params = ParamsAdamW { lr: 0.02, ..ParamsAdamW::default() };
     let mut optimizer = AdamW::with_options(named, params, &options)?.on(comm)?;
     let done = folder.map_or(Ok(0), |folder| optimizer.resume(folder))?;
     let mut losses = Vec::new();
@@ -88,10 +80,7 @@ fn train(
         let values = var.flatten_all()?.to_vec1::<f32>()?;
         Ok(values.into_iter().map(f32::to_bits).collect())
     });
-    Ok(Trained {
-        losses,
-        bits: bits.collect::<candle_core::Result<_>>()?,
-    })
+    Ok(Trained { losses, bits: bits.collect::<candle_core::Result<_>>()? })
 }
 
 /// One process.

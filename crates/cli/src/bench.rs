@@ -132,10 +132,8 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     if let Some(collective) = args.collective.collective {
         return bench_collective::run(&args.collective, collective, args.json);
     }
-    let model = args
-        .model
-        .as_deref()
-        .context("a model, which the flags require without a collective")?;
+    let model =
+        args.model.as_deref().context("a model, which the flags require without a collective")?;
     let mut params = read_model(model, args.dtype)?.params;
     args.optimizer.exclude(&mut params);
     let rule = args.optimizer.rule()?;
@@ -151,9 +149,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         );
         return bench_ranks::run(args, rule, &params);
     }
-    args.collective
-        .ranks
-        .require_none("--ranks or --collective")?;
+    args.collective.ranks.require_none("--ranks or --collective")?;
     if args.peers.peers {
         return peers::run(args, rule, &params);
     }
@@ -227,20 +223,13 @@ impl std::fmt::Display for BenchSummary {
         let mut row = |what: &str, ns: f64, more: String| {
             writeln!(f, "  {what:<22} {:>10}  {more}", duration(ns))
         };
-        let launches = format!(
-            "{:.1} GB/s, {}",
-            self.gb_per_s,
-            counted(self.launches as u64, "launch")
-        );
+        let launches =
+            format!("{:.1} GB/s, {}", self.gb_per_s, counted(self.launches as u64, "launch"));
         row("step", self.ns_per_step, launches)?;
         let launches = counted(self.naive_launches as u64, "launch");
         row("naive plan", self.naive_ns_per_step, launches)?;
         if let (Some(ns), Some(times)) = (self.f32_ns_per_step, self.times_f32_step) {
-            row(
-                "same with all in f32",
-                ns,
-                format!("{times:.3} of its time"),
-            )?;
+            row("same with all in f32", ns, format!("{times:.3} of its time"))?;
         }
         let ceiling_ns = self.bytes_per_step as f64 / self.ceiling_gb_per_s;
         let gb = format!(
@@ -251,11 +240,7 @@ impl std::fmt::Display for BenchSummary {
         if let Some(candle) = &self.candle {
             row("candle's AdamW", candle.candle_ns_per_step, String::new())?;
             let faster = format!("{:.1} times faster", candle.times_faster_than_candle);
-            row(
-                "ours in its place",
-                candle.candle_adapter_ns_per_step,
-                faster,
-            )?;
+            row("ours in its place", candle.candle_adapter_ns_per_step, faster)?;
         }
         writeln!(f, "share of ceiling: {:.3}", self.share_of_ceiling)
     }
@@ -278,12 +263,7 @@ impl<'a> Subject<'a> {
                 state.write(backend, role, &param.name, &bytes)?;
             }
         }
-        Ok(Self {
-            plan,
-            backend,
-            state,
-            timer: Timer::new(),
-        })
+        Ok(Self { plan, backend, state, timer: Timer::new() })
     }
 
     pub(crate) fn run(&mut self) -> anyhow::Result<()> {
@@ -293,9 +273,7 @@ impl<'a> Subject<'a> {
 
     pub(crate) fn sample(&mut self) -> anyhow::Result<()> {
         let (plan, state, backend) = (self.plan, &mut self.state, self.backend);
-        self.timer
-            .sample(|| plan.run(state, backend).map(drop))
-            .map_err(Into::into)
+        self.timer.sample(|| plan.run(state, backend).map(drop)).map_err(Into::into)
     }
 }
 
@@ -331,10 +309,7 @@ impl Plans {
 
 /// These parameters in f32.
 fn as_f32(params: &[ParamDesc]) -> Vec<ParamDesc> {
-    let params = params.iter().cloned().map(|param| ParamDesc {
-        dtype: DType::F32,
-        ..param
-    });
+    let params = params.iter().cloned().map(|param| ParamDesc { dtype: DType::F32, ..param });
     params.collect()
 }
 

@@ -29,12 +29,7 @@ pub(crate) struct CollectiveArgs {
     #[command(flatten)]
     pub(crate) ranks: Ranks,
     /// Bytes of each rank's buffer, with units; of whole elements of 4
-    #[arg(
-        long,
-        value_delimiter = ',',
-        default_value = "4KiB,4MiB,64MiB",
-        requires = "collective"
-    )]
+    #[arg(long, value_delimiter = ',', default_value = "4KiB,4MiB,64MiB", requires = "collective")]
     sizes: Vec<Size>,
 }
 
@@ -59,13 +54,7 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let units = [
-            ("GiB", 1u64 << 30),
-            ("MiB", 1 << 20),
-            ("KiB", 1 << 10),
-            ("B", 1),
-            ("", 1),
-        ];
+        let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1), ("", 1)];
         let found = units.into_iter().find_map(|(unit, bytes)| {
             let count: u64 = text.strip_suffix(unit)?.trim().parse().ok()?;
             count.checked_mul(bytes)
@@ -95,9 +84,10 @@ pub(crate) fn run(
     json: bool,
 ) -> anyhow::Result<()> {
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
-    let measured = args.engine.unwrap_or_default().run(&args.ranks, |comm| {
-        measure_all_reduce(comm, &sizes, Level::detect())
-    })?;
+    let measured = args
+        .engine
+        .unwrap_or_default()
+        .run(&args.ranks, |comm| measure_all_reduce(comm, &sizes, Level::detect()))?;
     let Some(rows) = measured else {
         return Ok(());
     };
@@ -112,10 +102,7 @@ pub(crate) fn run(
     let mut text = format!(
         "{} of f32 between {} ranks, {}\n",
         summary.collective,
-        summary
-            .rows
-            .first()
-            .map_or(args.ranks.count(), |row| row.ranks),
+        summary.rows.first().map_or(args.ranks.count(), |row| row.ranks),
         summary.engine
     );
     for row in &summary.rows {
@@ -148,17 +135,7 @@ mod tests {
         ] {
             assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
         }
-        for text in [
-            "",
-            "0",
-            "3B",
-            "KiB",
-            "4KB",
-            "-1",
-            "1.5MiB",
-            "17GiB",
-            "99999999999GiB",
-        ] {
+        for text in ["", "0", "3B", "KiB", "4KB", "-1", "1.5MiB", "17GiB", "99999999999GiB"] {
             assert!(text.parse::<Size>().is_err(), "{text}");
         }
     }

@@ -71,13 +71,7 @@ impl<'a> Step<'a> {
         for param in plan.params() {
             state.write(backend, Role::Param, &param.name, &filled(param, 0.1))?;
         }
-        Ok(Self {
-            plan,
-            backend,
-            state,
-            filled: false,
-            copied_bytes: 0,
-        })
+        Ok(Self { plan, backend, state, filled: false, copied_bytes: 0 })
     }
 }
 

@@ -70,9 +70,7 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
         .collective
         .engine
         .unwrap_or_default()
-        .run(&args.collective.ranks, |comm| {
-            measure(args, rule, params, comm)
-        })?;
+        .run(&args.collective.ranks, |comm| measure(args, rule, params, comm))?;
     let Some(summary) = found else {
         return Ok(());
     };
@@ -129,9 +127,7 @@ fn sample(timer: &mut Timer, comms: &mut Comms<'_>, work: &mut dyn Work) -> anyh
         }
         // All see the same time, so all agree on whether it was long enough.
         let mut slowest = [nanoseconds];
-        comms
-            .communicator()
-            .all_reduce(&mut slowest, ReduceOp::Max)?;
+        comms.communicator().all_reduce(&mut slowest, ReduceOp::Max)?;
         if slowest[0] >= MIN_SAMPLE_NS || timer.calls >= MOST_CALLS {
             timer.best = timer.best.min(slowest[0] / f64::from(timer.calls));
             return Ok(());
@@ -159,18 +155,14 @@ impl Plans {
         let local = || -> Planner {
             let planner = args.planning.planner(rule, args.planning.limits());
             let planner = args.optimizer.scheduled(planner);
-            args.gradients
-                .passes(args.precision.planner(planner, params))
+            args.gradients.passes(args.precision.planner(planner, params))
         };
         let plan_of = |ranks: &RankArgs| -> anyhow::Result<Plan> {
             let fused = Fused::from(args.planning.naive);
             let planner = ranks.passes(local(), fused, topology)?;
             Ok(planner.plan_for(params, topology)?)
         };
-        let separate = plan_of(&RankArgs {
-            separate: true,
-            ..args.rank_args
-        })?;
+        let separate = plan_of(&RankArgs { separate: true, ..args.rank_args })?;
         Ok(Self {
             whole: plan_of(&args.rank_args)?,
             own: local().plan(&own_params(&separate))?,
@@ -196,13 +188,9 @@ fn measure(
     let mut update = Subject::new(&plans.own, &backend)?;
     let bytes = plan.bytes_per_element() * plan.elements() / topology.world as u64;
     let most = MOST_CEILING_BYTES / topology.world as u64;
-    let mut stream = Streamed {
-        ceiling: Ceiling::new(&backend, &plans.own, bytes.min(most))?,
-        index: 0,
-    };
-    let mut comms = args
-        .rank_args
-        .comms(comm, Fused::from(args.planning.naive))?;
+    let mut stream =
+        Streamed { ceiling: Ceiling::new(&backend, &plans.own, bytes.min(most))?, index: 0 };
+    let mut comms = args.rank_args.comms(comm, Fused::from(args.planning.naive))?;
     let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| Timer::new());
     let mut streams = PREFETCH_DISTANCES.map(|_| Timer::new());
     for _ in 0..args.rounds {
@@ -222,11 +210,7 @@ fn measure(
     let ceiling_ns = scale * best.fold(f64::INFINITY, f64::min);
     // A part that the plan has not takes no time, whatever the clock says.
     let of_calls = |timer: Timer, calls: &Calls| {
-        if calls.all.is_empty() {
-            0.0
-        } else {
-            timer.best
-        }
+        if calls.all.is_empty() { 0.0 } else { timer.best }
     };
     Ok(Summary {
         parameters: params.len(),

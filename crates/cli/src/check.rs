@@ -140,10 +140,7 @@ pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
 }
 
 fn simd() -> Finding {
-    let names: Vec<&str> = Level::available()
-        .iter()
-        .map(|level| level.name())
-        .collect();
+    let names: Vec<&str> = Level::available().iter().map(|level| level.name()).collect();
     Finding {
         part: "simd",
         present: names.len() > 1,
@@ -179,11 +176,7 @@ fn cuda() -> Finding {
         Ok(found) => (true, found),
         Err(error) => (false, error.to_string()),
     };
-    Finding {
-        part: "cuda",
-        present,
-        detail,
-    }
+    Finding { part: "cuda", present, detail }
 }
 
 fn mpi() -> Finding {

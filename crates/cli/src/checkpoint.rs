@@ -91,12 +91,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 ))
             }
         }
-        Action::Reshard {
-            folder,
-            world,
-            out,
-            average,
-        } => {
+        Action::Reshard { folder, world, out, average } => {
             let manifest = Manifest::read(&folder.folder)?;
             require_beside(("--out", out), ("the checkpoint", &folder.folder))?;
             let is_new = !out.exists();

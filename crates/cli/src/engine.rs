@@ -59,12 +59,7 @@ fn parse_timeout(text: &str) -> Result<Duration, String> {
     let timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     timeout
         .filter(|timeout| !timeout.is_zero() && *timeout <= LONGEST_TIMEOUT)
-        .ok_or_else(|| {
-            format!(
-                "expected seconds above 0, {} at most",
-                LONGEST_TIMEOUT.as_secs()
-            )
-        })
+        .ok_or_else(|| format!("expected seconds above 0, {} at most", LONGEST_TIMEOUT.as_secs()))
 }
 
 impl Watch {
@@ -137,14 +132,7 @@ pub(crate) struct Ranks {
 impl Ranks {
     /// So many; one if neither they nor a launcher are given.
     pub(crate) fn new(ranks: Option<usize>, watch: Watch) -> Self {
-        Self {
-            ranks,
-            default: 1,
-            meet: None,
-            rank: None,
-            gpu: None,
-            watch,
-        }
+        Self { ranks, default: 1, meet: None, rank: None, gpu: None, watch }
     }
 
     /// How many there are.
@@ -276,9 +264,7 @@ fn on_gpus<T, E>(
 /// All processes of the job that mpirun has started.
 #[cfg(feature = "mpi")]
 pub(crate) fn mpi_world(options: &MpiOptions) -> anyhow::Result<Box<dyn Communicator>> {
-    Ok(Box::new(fusestep_collective_mpi::MpiCommunicator::world(
-        options,
-    )?))
+    Ok(Box::new(fusestep_collective_mpi::MpiCommunicator::world(options)?))
 }
 
 /// Says what this build lacks, and how many processes wait for it.

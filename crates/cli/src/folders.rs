@@ -34,9 +34,5 @@ fn obstacle(folder: &Path) -> Option<String> {
         Err(error) if kind.is_symlink() => format!("a link that cannot be followed ({error})"),
         Err(_) => return None,
     };
-    Some(if path == folder {
-        what
-    } else {
-        format!("{what} at {}", path.display())
-    })
+    Some(if path == folder { what } else { format!("{what} at {}", path.display()) })
 }

@@ -49,10 +49,9 @@ impl GradientArgs {
 /// Reads a norm that gradients can be held to.
 fn parse_norm(text: &str) -> Result<f64, String> {
     let norm = text.parse::<f64>().ok();
-    norm.filter(|norm| norm.is_finite() && *norm > 0.0)
-        .ok_or_else(|| {
-            "expected a finite number above 0; leave the flag out to clip nothing".to_owned()
-        })
+    norm.filter(|norm| norm.is_finite() && *norm > 0.0).ok_or_else(|| {
+        "expected a finite number above 0; leave the flag out to clip nothing".to_owned()
+    })
 }
 
 /// A loss scale as it is given on the command line.
@@ -73,10 +72,7 @@ impl FromStr for ScaleArg {
         }
         match text.parse() {
             Ok(scale) => Ok(ScaleArg::Fixed(scale)),
-            Err(_) => bail!(
-                "expected a power of two or `dynamic`, found \"{}\"",
-                Quoted(text)
-            ),
+            Err(_) => bail!("expected a power of two or `dynamic`, found \"{}\"", Quoted(text)),
         }
     }
 }

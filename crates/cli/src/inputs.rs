@@ -58,10 +58,7 @@ pub(crate) fn read_model(path: &Path, dtype: DType) -> anyhow::Result<Model> {
     if path.extension().and_then(OsStr::to_str) == Some("json") {
         let named = || path.display().to_string();
         let params = parse_shapes(path, &Disk.read(path).with_context(named)?, dtype)?;
-        return Ok(Model {
-            params,
-            buffers: Vec::new(),
-        });
+        return Ok(Model { params, buffers: Vec::new() });
     }
     let file = TensorFile::read(path).map_err(|error| match error {
         // What a text looks like to whoever expects a header's length.

@@ -28,10 +28,8 @@ pub(crate) fn run(args: &LaunchArgs) -> anyhow::Result<()> {
     let Some((program, arguments)) = args.program.split_first() else {
         bail!("expected a program behind `--`, found none");
     };
-    let options = LaunchOptions {
-        arguments: arguments.to_vec(),
-        ..LaunchOptions::new(args.ranks, program)
-    };
+    let options =
+        LaunchOptions { arguments: arguments.to_vec(), ..LaunchOptions::new(args.ranks, program) };
     start(&options)
 }
 

@@ -106,11 +106,7 @@ fn parse() -> Cli {
 fn with_negative_numbers(command: clap::Command) -> clap::Command {
     let command = command.mut_args(|arg| {
         let takes_value = arg.get_action().takes_values() && !arg.is_positional();
-        if takes_value {
-            arg.allow_negative_numbers(true)
-        } else {
-            arg
-        }
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
     });
     command.mut_subcommands(with_negative_numbers)
 }

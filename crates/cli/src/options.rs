@@ -87,9 +87,7 @@ impl PrecisionArgs {
             },
             rounding: match self.rounding {
                 RoundingName::Nearest => Rounding::Nearest,
-                RoundingName::Stochastic => Rounding::Stochastic {
-                    seed: self.rounding_seed,
-                },
+                RoundingName::Stochastic => Rounding::Stochastic { seed: self.rounding_seed },
             },
         }
     }
@@ -256,10 +254,7 @@ fn cuda(planning: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
         "--argument-bytes: expected at most {} on this device, found {argument_bytes}",
         most.argument_bytes
     );
-    Ok(Box::new(cuda.with_limits(LaunchLimits {
-        argument_bytes,
-        ..most
-    })))
+    Ok(Box::new(cuda.with_limits(LaunchLimits { argument_bytes, ..most })))
 }
 
 /// Reads a number of threads that a pool can have.

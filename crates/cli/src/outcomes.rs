@@ -87,11 +87,8 @@ mod tests {
 
     #[test]
     fn the_first_cause_comes_first_and_no_ranks_own_error_is_lost() {
-        let outcomes = vec![
-            Ok(Err(left())),
-            Ok(Err(anyhow!("disk full"))),
-            Ok(Err(anyhow!("no file"))),
-        ];
+        let outcomes =
+            vec![Ok(Err(left())), Ok(Err(anyhow!("disk full"))), Ok(Err(anyhow!("no file")))];
         let error = first::<()>(outcomes).unwrap_err().to_string();
         let lines: Vec<&str> = error.lines().collect();
         assert_eq!(lines[..2], ["rank 1: disk full", "rank 2: no file"]);
@@ -100,10 +97,7 @@ mod tests {
 
     #[test]
     fn what_all_ranks_say_is_said_once() {
-        let told = PlanError::OtherRank {
-            rank: 1,
-            reason: "disk full".to_owned(),
-        };
+        let told = PlanError::OtherRank { rank: 1, reason: "disk full".to_owned() };
         let outcomes = vec![Ok(Err(told.into())), Ok(Err(anyhow!("disk full")))];
         assert_eq!(first::<()>(outcomes).unwrap_err().to_string(), "disk full");
         assert_eq!(first(vec![Ok(Ok(5)), Ok(Ok(6))]).unwrap(), Some(5));

@@ -38,12 +38,7 @@ pub(crate) struct PeerArgs {
     #[arg(long, conflicts_with_all = ["peer", "collective"])]
     pub(crate) peers: bool,
     /// The Python in which PyTorch and DeepSpeed are looked for
-    #[arg(
-        long,
-        value_name = "PATH",
-        default_value = "python3",
-        requires = "peers"
-    )]
+    #[arg(long, value_name = "PATH", default_value = "python3", requires = "peers")]
     python: PathBuf,
     /// Write times and plan as a page
     #[arg(long, value_name = "FILE", requires = "peers")]
@@ -100,11 +95,7 @@ impl Timed {
     fn all(workers: &[Worker]) -> Vec<Self> {
         let peers = workers.iter().enumerate().flat_map(|(worker, of)| {
             let numbers = 0..of.found.len();
-            numbers.map(move |number| Self {
-                worker,
-                number,
-                best: f64::INFINITY,
-            })
+            numbers.map(move |number| Self { worker, number, best: f64::INFINITY })
         });
         peers.collect()
     }
@@ -128,20 +119,14 @@ impl Timed {
 /// peer that ends or whose parameters are not those of AdamW.
 pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
     let request = request(args, rule, params)?;
-    let written = [
-        ("--report", args.peers.report.as_ref()),
-        ("--svg", args.peers.svg.as_ref()),
-    ];
+    let written = [("--report", args.peers.report.as_ref()), ("--svg", args.peers.svg.as_ref())];
     require_apart(("the model", args.model.as_ref()), &written)?;
     // A page that cannot be written is known before anything is timed and not after.
     for path in [&args.peers.svg, &args.peers.report].into_iter().flatten() {
         check_writable(path)?;
     }
     let backend = CpuBackend::in_pool(pool(Some(args.threads()))?);
-    let plan = args
-        .planning
-        .planner(rule, args.planning.limits())
-        .plan(params)?;
+    let plan = args.planning.planner(rule, args.planning.limits()).plan(params)?;
     let mut ours = Subject::new(&plan, &backend)?;
     let mut ceiling = Ceiling::new(&backend, &plan, plan.traffic_bytes())?;
     let mut candle = CandlePair::new(params, rule, Some(args.threads()))?;
@@ -234,10 +219,8 @@ fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::R
         plain,
         "--peers: expected a plain step, found --clip-norm or --loss-scale; leave them out"
     );
-    let shaped = |param: &ParamDesc| Shaped {
-        name: param.name.clone(),
-        shape: param.shape.dims().to_vec(),
-    };
+    let shaped =
+        |param: &ParamDesc| Shaped { name: param.name.clone(), shape: param.shape.dims().to_vec() };
     Ok(Request {
         params: params.iter().map(shaped).collect(),
         threads: args.threads().get(),
@@ -335,22 +318,14 @@ mod tests {
 
     #[test]
     fn a_peer_that_does_something_else_is_refused() {
-        let turn = |steps, value| Turn {
-            ns: 1.0,
-            steps,
-            value: Some(value),
-        };
+        let turn = |steps, value| Turn { ns: 1.0, steps, value: Some(value) };
         // 0.1 · (1 − 10⁻⁵) − 0.001: the first step of AdamW is lr against the gradient's sign.
         assert!(check("theirs", &adamw(), turn(1, 0.098_999)).is_ok());
         let error = check("theirs", &adamw(), turn(1, 0.099)).unwrap_err();
         let expected = "theirs: expected 0.098999";
         assert!(error.to_string().starts_with(expected), "{error}");
         assert!(check("theirs", &adamw(), turn(2, 0.098_999)).is_err());
-        let without = Turn {
-            ns: 1.0,
-            steps: 5,
-            value: None,
-        };
+        let without = Turn { ns: 1.0, steps: 5, value: None };
         assert!(check("theirs", &adamw(), without).is_ok());
     }
 }

@@ -49,19 +49,14 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     require_apart(("the model", Some(&args.model)), &written)?;
     let mut model = read_model(&args.model, args.dtype)?;
     args.optimizer.exclude(&mut model.params);
-    let planner = args
-        .planning
-        .planner(args.optimizer.rule()?, args.planning.limits());
+    let planner = args.planning.planner(args.optimizer.rule()?, args.planning.limits());
     let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, &model.params);
     let planner = args.gradients.passes(planner);
     let (fused, topology) = (Fused::from(args.planning.naive), args.world.topology()?);
     let of_ranks = args.world.world.is_some() || args.world.ranks.any();
-    let planner = if of_ranks {
-        args.world.ranks.passes(planner, fused, topology)?
-    } else {
-        planner
-    };
+    let planner =
+        if of_ranks { args.world.ranks.passes(planner, fused, topology)? } else { planner };
     let plan = planner.plan_for(&model.params, topology)?;
     if !model.buffers.is_empty() {
         let (count, more) = match model.buffers.len() {

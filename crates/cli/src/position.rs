@@ -18,12 +18,7 @@ pub(crate) struct Position {
 
 impl Default for Position {
     fn default() -> Self {
-        Self {
-            epochs: 0,
-            batches: 0,
-            loss_sum: 0.0,
-            last_loss: f64::NAN,
-        }
+        Self { epochs: 0, batches: 0, loss_sum: 0.0, last_loss: f64::NAN }
     }
 }
 
@@ -65,21 +60,12 @@ mod tests {
     #[test]
     fn a_position_is_within_a_run() {
         let saved = |epochs, batches| {
-            let position = Position {
-                epochs,
-                batches,
-                ..Position::default()
-            };
+            let position = Position { epochs, batches, ..Position::default() };
             position.texts()
         };
         let read = Position::read(&saved(MOST_EPOCHS, 45), 45).unwrap();
         assert_eq!((read.epochs, read.batches), (MOST_EPOCHS, 45));
-        for (epochs, batches) in [
-            (MOST_EPOCHS + 1, 0),
-            (usize::MAX, 0),
-            (1, 46),
-            (1, usize::MAX),
-        ] {
+        for (epochs, batches) in [(MOST_EPOCHS + 1, 0), (usize::MAX, 0), (1, 46), (1, usize::MAX)] {
             assert!(Position::read(&saved(epochs, batches), 45).is_none());
         }
     }

@@ -159,11 +159,8 @@ impl RankArgs {
         }
         let every = self.accumulate.and_then(|every| u32::try_from(every).ok());
         if let Some(every) = every.and_then(NonZeroU32::new) {
-            let reduced = if self.reduce_each {
-                ReducedWhen::PerMicroStep
-            } else {
-                ReducedWhen::PerWindow
-            };
+            let reduced =
+                if self.reduce_each { ReducedWhen::PerMicroStep } else { ReducedWhen::PerWindow };
             planner = planner.with(GradientAccumulation::every(every).reduced(reduced));
         }
         if let Some(every) = self.local_sgd {
@@ -251,10 +248,7 @@ impl WorldArgs {
             ("--latency-us", Some(self.latency_us)),
             ("--bandwidth-gbs", Some(self.bandwidth_gbs)),
             // A backward pass may take no time, and hide nothing then.
-            (
-                "--backward-ms",
-                Some(self.backward_ms).filter(|ms| *ms != 0.0),
-            ),
+            ("--backward-ms", Some(self.backward_ms).filter(|ms| *ms != 0.0)),
             ("--scatter-gbs", self.scatter_gbs),
             ("--gather-gbs", self.gather_gbs),
             ("--memory-gbs", self.memory_gbs),

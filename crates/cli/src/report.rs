@@ -34,10 +34,7 @@ pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
         summary.steps,
         row("steps skipped", skipped.map(|skipped| skipped.to_string())),
         row("optimizer, per step", ours.map(duration)),
-        row(
-            "candle's AdamW, per step",
-            summary.candle_ns_per_step.map(duration)
-        ),
+        row("candle's AdamW, per step", summary.candle_ns_per_step.map(duration)),
         summary.params_hash,
     );
     let losses: Vec<f64> = summary.history.iter().map(|epoch| epoch.loss).collect();
@@ -89,12 +86,7 @@ fn buckets(plan: &Plan) -> String {
         );
     }
     table.push_str("</table>\n");
-    if let Some(more) = plan
-        .buckets()
-        .len()
-        .checked_sub(MOST)
-        .filter(|&more| more > 0)
-    {
+    if let Some(more) = plan.buckets().len().checked_sub(MOST).filter(|&more| more > 0) {
         let _ = writeln!(table, "<p>and {more} more buckets</p>");
     }
     table

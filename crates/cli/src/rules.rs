@@ -148,10 +148,7 @@ pub(crate) struct OptimizerArgs {
 impl OptimizerArgs {
     /// These flags, with a learning rate if none was given.
     pub(crate) fn with_default_lr(self, lr: f64) -> Self {
-        Self {
-            lr: self.lr.or(Some(lr)),
-            ..self
-        }
+        Self { lr: self.lr.or(Some(lr)), ..self }
     }
 
     /// The planner with the schedule asked for.
@@ -181,11 +178,7 @@ impl OptimizerArgs {
     }
 
     fn objective(&self) -> Objective {
-        if self.maximize {
-            Objective::Maximize
-        } else {
-            Objective::Minimize
-        }
+        if self.maximize { Objective::Maximize } else { Objective::Minimize }
     }
 
     fn adam(&self) -> Adam {
@@ -199,11 +192,7 @@ impl OptimizerArgs {
                 Rule::Adam => WeightDecay::L2(self.weight_decay.unwrap_or(0.0)),
                 _ => WeightDecay::Decoupled(self.weight_decay.unwrap_or(0.01)),
             },
-            second_moment: if self.amsgrad {
-                SecondMoment::Largest
-            } else {
-                SecondMoment::Running
-            },
+            second_moment: if self.amsgrad { SecondMoment::Largest } else { SecondMoment::Running },
             objective: self.objective(),
         }
     }
@@ -218,11 +207,7 @@ impl OptimizerArgs {
             lr: self.lr.unwrap_or(default.lr),
             momentum: self.momentum.unwrap_or(default.momentum),
             dampening: self.dampening.unwrap_or(default.dampening),
-            nesterov: if self.nesterov {
-                Nesterov::Nesterov
-            } else {
-                Nesterov::Plain
-            },
+            nesterov: if self.nesterov { Nesterov::Nesterov } else { Nesterov::Plain },
             weight_decay: match self.decay {
                 Some(Decay::Decoupled) => WeightDecay::Decoupled(lambda),
                 Some(Decay::L2) | None => WeightDecay::L2(lambda),
@@ -263,11 +248,7 @@ impl OptimizerArgs {
             eps: self.eps.unwrap_or(default.eps),
             momentum: self.momentum.unwrap_or(default.momentum),
             weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            centering: if self.centered {
-                Centering::Centered
-            } else {
-                Centering::MeanSquare
-            },
+            centering: if self.centered { Centering::Centered } else { Centering::MeanSquare },
             objective: self.objective(),
         }
     }

@@ -32,21 +32,11 @@ impl Shadow {
         else {
             return Ok(None);
         };
-        let params = ParamsAdamW {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-        };
+        let params = ParamsAdamW { lr, beta1, beta2, eps, weight_decay };
         let copy = |var: &Var| Var::from_tensor(&var.as_tensor().copy()?.detach());
         let vars: candle_core::Result<Vec<Var>> = vars.iter().map(copy).collect();
         let vars = vars?;
-        Ok(Some(Self {
-            optimizer: candle_nn::AdamW::new(vars.clone(), params)?,
-            vars,
-            ns: 0.0,
-        }))
+        Ok(Some(Self { optimizer: candle_nn::AdamW::new(vars.clone(), params)?, vars, ns: 0.0 }))
     }
 
     /// Takes a step of this rate with the gradients of `vars`.

@@ -108,9 +108,7 @@ fn outputs(args: &StepArgs) -> Vec<(&'static str, &Path)> {
         ("--average-out", args.average_out.as_ref()),
     ];
     let places = places.into_iter();
-    places
-        .filter_map(|(flag, path)| Some((flag, path?.as_path())))
-        .collect()
+    places.filter_map(|(flag, path)| Some((flag, path?.as_path()))).collect()
 }
 
 /// Finishes what an earlier run that was killed had committed for any of the files.
@@ -119,10 +117,7 @@ fn finish_earlier(args: &StepArgs) -> anyhow::Result<()> {
     let outputs = outputs(args).into_iter().map(|(_, path)| path);
     for path in inputs.into_iter().flatten().chain(outputs) {
         if finish_interrupted(path)? {
-            eprintln!(
-                "finished an earlier step that was interrupted: {}",
-                path.display()
-            );
+            eprintln!("finished an earlier step that was interrupted: {}", path.display());
         }
     }
     Ok(())
@@ -136,9 +131,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let grads = TensorFile::read(&args.grads)?;
     let mut model = model_of(&params)?;
     args.optimizer.exclude(&mut model.params);
-    let planner = args
-        .planning
-        .planner(args.optimizer.rule()?, backend.limits());
+    let planner = args.planning.planner(args.optimizer.rule()?, backend.limits());
     let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, &model.params);
     let plan = args.gradients.passes(planner).plan(&model.params)?;
@@ -205,18 +198,14 @@ fn run_steps(
     };
     let updates = norms.map(|norms| {
         let params = plan.params().iter().zip(norms);
-        let updates = params.map(|(param, norm)| Update {
-            name: param.name.clone(),
-            norm,
-        });
+        let updates = params.map(|(param, norm)| Update { name: param.name.clone(), norm });
         updates.collect()
     });
     let named = |reports: Vec<GradReport>| {
         let params = plan.params().iter();
-        let gradients = params.zip(reports).map(|(param, report)| Gradient {
-            name: param.name.clone(),
-            report,
-        });
+        let gradients = params
+            .zip(reports)
+            .map(|(param, report)| Gradient { name: param.name.clone(), report });
         gradients.collect()
     };
     Ok(StepSummary {
@@ -265,10 +254,7 @@ fn load_state(
 /// Requires a gradient of equal shape and dtype for every parameter and none besides.
 fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> anyhow::Result<()> {
     let path = grads.path().display();
-    for ParamDesc {
-        name, shape, dtype, ..
-    } in &model.params
-    {
+    for ParamDesc { name, shape, dtype, .. } in &model.params {
         let Some(entry) = grads.entries().get(name) else {
             bail!(
                 "{path}: gradient of `{}`: expected {dtype} {}, found no tensor of this name",

@@ -14,10 +14,7 @@ pub(crate) struct Timer {
 
 impl Timer {
     pub(crate) fn new() -> Self {
-        Self {
-            best: f64::INFINITY,
-            calls: 1,
-        }
+        Self { best: f64::INFINITY, calls: 1 }
     }
 
     pub(crate) fn sample<E>(&mut self, mut call: impl FnMut() -> Result<(), E>) -> Result<(), E> {

@@ -200,10 +200,7 @@ impl std::fmt::Display for Epoch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (loss, test_loss) = (self.loss, self.test_loss);
         let percent = 100.0 * self.test_accuracy;
-        write!(
-            f,
-            "loss {loss:.4}, test loss {test_loss:.4}, test accuracy {percent:.2} %"
-        )
+        write!(f, "loss {loss:.4}, test loss {test_loss:.4}, test accuracy {percent:.2} %")
     }
 }
 
@@ -237,9 +234,10 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     }
     args.backend.is_built()?;
     let ranks = Ranks::new(args.ranks, args.watch.clone());
-    let trained = args.engine.unwrap_or_default().run(&ranks, |comm| {
-        training::train(args, rule, (task, &params), comm)
-    })?;
+    let trained = args
+        .engine
+        .unwrap_or_default()
+        .run(&ranks, |comm| training::train(args, rule, (task, &params), comm))?;
     // Other ranks have nothing to say.
     let Some(Trained { summary, plan }) = trained else {
         return Ok(());
@@ -271,17 +269,10 @@ impl TrainSummary {
                  {}",
                 self.epochs
             )?,
-            Some(over) => write!(
-                f,
-                "{epochs}, {over} of them before this session; {steps} in it"
-            )?,
+            Some(over) => write!(f, "{epochs}, {over} of them before this session; {steps} in it")?,
         }
         let percent = 100.0 * self.test_accuracy;
-        writeln!(
-            f,
-            ": loss {:.4}, test accuracy {percent:.2} %",
-            self.final_loss
-        )?;
+        writeln!(f, ": loss {:.4}, test accuracy {percent:.2} %", self.final_loss)?;
         if self.skipped_steps > 0 {
             let skipped = counted(self.skipped_steps, "step");
             writeln!(f, "{skipped} skipped, since a gradient was not finite")?;

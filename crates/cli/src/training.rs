@@ -67,15 +67,9 @@ pub(crate) fn train(
     let mut state = plan.allocate_on(backend, comm)?;
     let vars = task.start(args.seed, candle_dtype(args.dtype))?;
     for (param, var) in params.iter().zip(&vars) {
-        with_bytes(var, |bytes| {
-            Ok(state.write(backend, Role::Param, &param.name, bytes)?)
-        })?;
+        with_bytes(var, |bytes| Ok(state.write(backend, Role::Param, &param.name, bytes)?))?;
     }
-    let shadow = if compares(args, &plan) {
-        Shadow::new(&vars, rule)?
-    } else {
-        None
-    };
+    let shadow = if compares(args, &plan) { Shadow::new(&vars, rule)? } else { None };
     let batches = args.epochs * task.samples_of_epoch().div_ceil(args.batch);
     let mut run = Run {
         args,
@@ -170,8 +164,7 @@ impl Run<'_> {
         self.handshake()?;
         if self.plan.topology().world > 1 && self.plan.zero() != ZeroStage::Three {
             let (state, backend) = (&mut self.state, self.backend);
-            self.plan
-                .broadcast_parameters(state, backend, &mut self.comms, 0)?;
+            self.plan.broadcast_parameters(state, backend, &mut self.comms, 0)?;
         }
         Ok(())
     }
@@ -179,9 +172,7 @@ impl Run<'_> {
     /// The parameters of this moment; at ZeRO stage 3 all ranks ask for them alike.
     fn vars(&mut self) -> anyhow::Result<Vec<Var>> {
         let (state, backend) = (&self.state, self.backend);
-        let gathered = self
-            .plan
-            .gather(state, backend, &mut self.comms, &self.names)?;
+        let gathered = self.plan.gather(state, backend, &mut self.comms, &self.names)?;
         let len_bytes = gathered.len_bytes() as u64;
         self.tally.layer_peak_bytes = self.tally.layer_peak_bytes.max(len_bytes);
         Ok(vars_of(self.plan.params(), &gathered)?)
@@ -206,11 +197,7 @@ impl Run<'_> {
                 continue;
             }
             let last_loss = history.last().map_or(start.last_loss, |epoch| epoch.loss);
-            let mut at = Position {
-                epochs: epoch - 1,
-                last_loss,
-                ..Position::default()
-            };
+            let mut at = Position { epochs: epoch - 1, last_loss, ..Position::default() };
             if epoch == start.epochs + 1 {
                 (at.batches, at.loss_sum) = (start.batches, start.loss_sum);
             }
@@ -245,9 +232,7 @@ impl Run<'_> {
     /// looks at the test and saves.
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
         let begun = self.begin();
-        let report = self
-            .plan
-            .flush(&mut self.state, self.backend, &mut self.comms)?;
+        let report = self.plan.flush(&mut self.state, self.backend, &mut self.comms)?;
         if self.args.rank_args.local_sgd.is_some() {
             let (state, comms) = (&mut self.state, &mut self.comms);
             self.plan.average_now(state, self.backend, comms)?;
@@ -271,20 +256,14 @@ impl Run<'_> {
     /// An epoch of this loss, with how the averages do at the test.
     fn tested(&mut self, loss: f64) -> anyhow::Result<Epoch> {
         let tested = self.task.test(&self.averages()?)?;
-        Ok(Epoch {
-            loss,
-            test_loss: tested.loss,
-            test_accuracy: tested.accuracy,
-        })
+        Ok(Epoch { loss, test_loss: tested.loss, test_accuracy: tested.accuracy })
     }
 
     /// The averages of the parameters, for a rule that has some, else the parameters; all ranks ask
     /// for them alike.
     fn averages(&mut self) -> anyhow::Result<Vec<Var>> {
         let (state, backend) = (&self.state, self.backend);
-        let averages = self
-            .plan
-            .gather_averages(state, backend, &mut self.comms, &self.names)?;
+        let averages = self.plan.gather_averages(state, backend, &mut self.comms, &self.names)?;
         Ok(vars_of(self.plan.params(), &averages)?)
     }
 
@@ -304,8 +283,7 @@ impl Run<'_> {
         };
         let batch = self.args.batch;
         if self.plan.micro_steps() > 1 && positions.len() != batch {
-            self.state
-                .set_weight(positions.len() as f64 / batch as f64)?;
+            self.state.set_weight(positions.len() as f64 / batch as f64)?;
         }
         let (loss, grads) = self.gradients(own, share)?;
         // Where giving them makes the calls of a step, none may come between.
@@ -318,18 +296,14 @@ impl Run<'_> {
         let mut total = [loss * own.len() as f64];
         // The step below begins on all ranks at once, so its time is its own and not that of the
         // slowest backward pass.
-        self.comms
-            .communicator()
-            .all_reduce(&mut total, ReduceOp::Sum)?;
+        self.comms.communicator().all_reduce(&mut total, ReduceOp::Sum)?;
         let loss = total[0] / positions.len() as f64;
         self.state.set_loss(loss);
         let begun = self.begin();
         if calls_while_given {
             self.give(&grads)?;
         }
-        let report = self
-            .plan
-            .step(&mut self.state, self.backend, &mut self.comms)?;
+        let report = self.plan.step(&mut self.state, self.backend, &mut self.comms)?;
         self.count_update(&report, &begun);
         self.count_batch(&whole);
         self.tally.batch_ns -= self.candle_ns() - beside;
@@ -383,9 +357,7 @@ impl Run<'_> {
             let Some(grad) = grads.get(var) else { continue };
             let (state, backend) = (&mut self.state, self.backend);
             let (plan, comms) = (self.plan, &mut self.comms);
-            with_bytes(grad, |bytes| {
-                Ok(plan.push_grad(state, backend, comms, name, bytes)?)
-            })?;
+            with_bytes(grad, |bytes| Ok(plan.push_grad(state, backend, comms, name, bytes)?))?;
         }
         Ok(())
     }

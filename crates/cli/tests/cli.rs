@@ -82,10 +82,7 @@ fn tensor(path: &Path, name: &str) -> Vec<u8> {
 }
 
 fn fusestep(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_fusestep"))
-        .args(args)
-        .output()
-        .unwrap()
+    Command::new(env!("CARGO_BIN_EXE_fusestep")).args(args).output().unwrap()
 }
 
 fn ok(args: &[&str]) -> String {
@@ -99,11 +96,7 @@ fn ok(args: &[&str]) -> String {
 fn refused(args: &[&str]) -> String {
     let output = fusestep(args);
     let error = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        matches!(output.status.code(), Some(1 | 2)),
-        "{args:?}: {:?} {error}",
-        output.status
-    );
+    assert!(matches!(output.status.code(), Some(1 | 2)), "{args:?}: {:?} {error}", output.status);
     assert!(error.contains("error: "), "{args:?}: {error}");
     error
 }
@@ -145,10 +138,8 @@ fn a_step_is_the_same_however_it_runs_and_keeps_the_files_metadata() {
     };
     for rule in RULES {
         let optimizer: Vec<&str> = rule.split(' ').collect();
-        let first = run(
-            "first",
-            &[&["--steps", "3", "--optimizer"], optimizer.as_slice()].concat(),
-        );
+        let first =
+            run("first", &[&["--steps", "3", "--optimizer"], optimizer.as_slice()].concat());
         for more in [
             vec!["--naive"],
             vec!["--threads", "1"],
@@ -166,12 +157,7 @@ fn a_step_is_the_same_however_it_runs_and_keeps_the_files_metadata() {
         assert_eq!(file.metadata().as_ref().unwrap()["format"], "pt");
     }
     let amsgrad = run("amsgrad", &["--steps", "2", "--amsgrad", "--maximize"]);
-    assert!(
-        run(
-            "amsgrad",
-            &["--steps", "2", "--amsgrad", "--maximize", "--naive"]
-        ) == amsgrad
-    );
+    assert!(run("amsgrad", &["--steps", "2", "--amsgrad", "--maximize", "--naive"]) == amsgrad);
 }
 
 #[test]
@@ -182,25 +168,13 @@ fn three_steps_are_one_and_two_through_the_state_file() {
         ["whole", "one", "three", "state", "state3"].map(|name| folder.path(name));
     let run = |params: &Path, out: &Path, state_out: &Path, more: &[&str]| {
         let mut args = vec!["step", "--params", text(params), "--grads", text(&grads)];
-        args.extend([
-            "--out",
-            text(out),
-            "--state-out",
-            text(state_out),
-            "--lr",
-            "0.01",
-        ]);
+        args.extend(["--out", text(out), "--state-out", text(state_out), "--lr", "0.01"]);
         args.extend(more);
         ok(&args)
     };
     run(&params, &whole, &state_3, &["--steps", "3"]);
     run(&params, &one, &state, &["--steps", "1"]);
-    let json = run(
-        &one,
-        &three,
-        &state,
-        &["--steps", "2", "--state", text(&state), "--json"],
-    );
+    let json = run(&one, &three, &state, &["--steps", "2", "--state", text(&state), "--json"]);
     assert_eq!(fs::read(&whole).unwrap(), fs::read(&three).unwrap());
     // The header's order is a hash map's, the tensors are not.
     assert_eq!(tensor(&state, "c@moment1"), tensor(&state_3, "c@moment1"));
@@ -217,52 +191,22 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
     let folder = Folder::new();
     let out = folder.path("out");
     for (more, message) in [
-        (
-            vec!["--lr", "nan"],
-            "lr: expected a finite value of at least 0, found NaN",
-        ),
-        (
-            vec!["--lr", "-1"],
-            "lr: expected a finite value of at least 0, found -1",
-        ),
-        (
-            vec!["--lr", "inf"],
-            "lr: expected a finite value of at least 0, found inf",
-        ),
-        (
-            vec!["--beta1", "1"],
-            "beta1: expected a value in [0, 1), found 1",
-        ),
-        (
-            vec!["--beta2", "-0.1"],
-            "beta2: expected a value in [0, 1), found -0.1",
-        ),
-        (
-            vec!["--eps", "-1e-8"],
-            "eps: expected a finite value of at least 0",
-        ),
-        (
-            vec!["--weight-decay", "-1"],
-            "weight_decay: expected a finite value of at least 0",
-        ),
+        (vec!["--lr", "nan"], "lr: expected a finite value of at least 0, found NaN"),
+        (vec!["--lr", "-1"], "lr: expected a finite value of at least 0, found -1"),
+        (vec!["--lr", "inf"], "lr: expected a finite value of at least 0, found inf"),
+        (vec!["--beta1", "1"], "beta1: expected a value in [0, 1), found 1"),
+        (vec!["--beta2", "-0.1"], "beta2: expected a value in [0, 1), found -0.1"),
+        (vec!["--eps", "-1e-8"], "eps: expected a finite value of at least 0"),
+        (vec!["--weight-decay", "-1"], "weight_decay: expected a finite value of at least 0"),
         (
             vec!["--optimizer", "nosuch"],
             "possible values: adamw, adam, sgd, momentum, lion, adagrad, rmsprop, schedule-free",
         ),
         (vec!["--argument-bytes", "40"], "argument"),
         (vec!["--threads", "0"], "--threads"),
-        (
-            vec!["--state-out", text(&out)],
-            "--state-out: expected another file than --out",
-        ),
-        (
-            vec!["--average-out", text(&out)],
-            "--average-out: expected another file than --out",
-        ),
-        (
-            vec!["--state", "/no/such/state"],
-            "/no/such/state: cannot open",
-        ),
+        (vec!["--state-out", text(&out)], "--state-out: expected another file than --out"),
+        (vec!["--average-out", text(&out)], "--average-out: expected another file than --out"),
+        (vec!["--state", "/no/such/state"], "/no/such/state: cannot open"),
     ] {
         refused_setting(&folder, &more, message);
     }
@@ -282,13 +226,7 @@ fn flags_that_a_rule_does_not_have_are_refused() {
              schedule-free or lamb or lars, found sgd",
         ),
         (
-            vec![
-                "--optimizer",
-                "momentum",
-                "--dampening",
-                "0.1",
-                "--nesterov",
-            ],
+            vec!["--optimizer", "momentum", "--dampening", "0.1", "--nesterov"],
             "dampening: expected 0 with nesterov, found 0.1",
         ),
     ] {
@@ -314,14 +252,7 @@ fn refused_setting(folder: &Folder, more: &[&str], message: &str) {
 /// Runs `step` on these files, which must be refused with `message` and write nothing.
 fn refused_step(folder: &Folder, params: &Path, grads: &Path, message: &str) {
     let out = folder.path("out");
-    let files = [
-        "--params",
-        text(params),
-        "--grads",
-        text(grads),
-        "--out",
-        text(&out),
-    ];
+    let files = ["--params", text(params), "--grads", text(grads), "--out", text(&out)];
     let error = refused(&[&["step"], files.as_slice()].concat());
     assert!(error.contains(message), "{error}\nlacks {message}");
     assert!(!out.exists());
@@ -346,14 +277,7 @@ fn damaged_and_missing_files_are_refused_and_nothing_is_written() {
         refused_step(&folder, &params, bad, message);
     }
     for out in ["/no/such/folder/out", text(&params.join("x")), "/"] {
-        let files = [
-            "--params",
-            text(&params),
-            "--grads",
-            text(&grads),
-            "--out",
-            out,
-        ];
+        let files = ["--params", text(&params), "--grads", text(&grads), "--out", out];
         refused(&[&["step"], files.as_slice()].concat());
     }
     assert_eq!(fs::read(&params).unwrap(), good);
@@ -390,11 +314,7 @@ fn gradients_that_do_not_fit_the_parameters_are_refused_by_name() {
 fn a_state_of_another_model_is_refused() {
     let folder = Folder::new();
     let (params, grads) = folder.model();
-    let (small, state, out) = (
-        folder.path("small"),
-        folder.path("state"),
-        folder.path("out"),
-    );
+    let (small, state, out) = (folder.path("small"), folder.path("state"), folder.path("out"));
     write(&small, &[("a", vec![1.0; 17])]);
     ok(&[
         "step",
@@ -420,10 +340,7 @@ fn a_state_of_another_model_is_refused() {
         text(&out),
     ];
     let error = refused(&args);
-    assert!(
-        error.contains("`b@moment1`: expected f32 [1], found no such tensor"),
-        "{error}"
-    );
+    assert!(error.contains("`b@moment1`: expected f32 [1], found no such tensor"), "{error}");
     assert_eq!(fs::read(&out).unwrap(), before);
 }
 
@@ -463,33 +380,18 @@ fn plan_reads_shapes_and_models_and_names_what_is_wrong() {
     assert!(fs::read_to_string(&page).unwrap().contains("<svg"));
     let shapes = folder.path("shapes.json");
     for (content, message) in [
-        (
-            r#"[{"name":"a","shape":[2]},{"name":"a","shape":[3]}]"#,
-            "`a`",
-        ),
+        (r#"[{"name":"a","shape":[2]},{"name":"a","shape":[3]}]"#, "`a`"),
         (r#"[{"name":"a","shape":[-2]}]"#, "expected [{\"name\""),
         (r#"[{"name":"a","shape":[4294967296,4294967296,2]}]"#, "`a`"),
         (r#"[{"name":"a","shape":[2],"dtype":"f33"}]"#, "`a`"),
-        (
-            r#"[{"name":"a","shape":[2],"dtype":"i32"}]"#,
-            "`a`: expected f32, f64, f16 or bf16",
-        ),
+        (r#"[{"name":"a","shape":[2],"dtype":"i32"}]"#, "`a`: expected f32, f64, f16 or bf16"),
         (
             r#"[{"name":"a","shape":[2],"dtype":"bool"}]"#,
             "`a`: expected f32, f64, f16 or bf16, found dtype `bool`",
         ),
-        (
-            r#"[["a",[4]]]"#,
-            "invalid type: sequence, expected an object such as {\"name\"",
-        ),
-        (
-            r#"[["a",[4],null]]"#,
-            "invalid type: sequence, expected an object",
-        ),
-        (
-            r#"["a"]"#,
-            "expected an object such as {\"name\": \"fc.weight\"",
-        ),
+        (r#"[["a",[4]]]"#, "invalid type: sequence, expected an object such as {\"name\""),
+        (r#"[["a",[4],null]]"#, "invalid type: sequence, expected an object"),
+        (r#"["a"]"#, "expected an object such as {\"name\": \"fc.weight\""),
         ("{", "expected [{\"name\""),
     ] {
         fs::write(&shapes, content).unwrap();

@@ -54,11 +54,7 @@ impl Model {
     /// Runs `step` on these gradients into `out`; standard output, or standard error if it is
     /// refused.
     fn step(&self, grads: &str, out: &str, more: &[&str]) -> Result<Value, String> {
-        let output = self
-            .command(grads, out, more)
-            .arg("--json")
-            .output()
-            .unwrap();
+        let output = self.command(grads, out, more).arg("--json").output().unwrap();
         if output.status.success() {
             Ok(serde_json::from_slice(&output.stdout).unwrap())
         } else {
@@ -76,10 +72,7 @@ fn a_scaled_loss_gives_the_bits_of_an_unscaled_one() {
     assert!(norm > 0.5 && plain["loss_scale"].is_null() && plain["skipped"] == 0);
     // Of one tensor the norm of all is its own.
     let gradient = &plain["gradients"][0];
-    assert_eq!(
-        (&gradient["name"], &gradient["non_finite"]),
-        (&"w".into(), &0.into())
-    );
+    assert_eq!((&gradient["name"], &gradient["non_finite"]), (&"w".into(), &0.into()));
     assert_eq!(gradient["norm"].as_f64(), Some(norm));
     for more in [&["--threads", "1"][..], &["--naive"], &[]] {
         let args = [&clip[..], &["--loss-scale", "1024"], more].concat();
@@ -106,13 +99,8 @@ fn a_gradient_that_is_not_finite_skips_and_the_state_file_remembers_the_scale() 
     assert!(read(&model.path("out")) == read(&model.path("p")));
     let again = [&args[..], &["--state", state, "--steps", "2"]].concat();
     let found = model.step("bad", "out", &again).unwrap();
-    assert_eq!(
-        (&found["skipped"], &found["loss_scale"]),
-        (&2.into(), &8192.0.into())
-    );
-    let found = model
-        .step("g", "out", &["--loss-scale", "dynamic", "--state", state])
-        .unwrap();
+    assert_eq!((&found["skipped"], &found["loss_scale"]), (&2.into(), &8192.0.into()));
+    let found = model.step("g", "out", &["--loss-scale", "dynamic", "--state", state]).unwrap();
     assert_eq!((&found["skipped"], &found["step"]), (&0.into(), &1.into()));
 }
 
@@ -150,26 +138,17 @@ fn an_update_is_measured_and_changes_no_bit() {
     let change = |(b, a): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).powi(2);
     let expected = before.iter().zip(&after).map(change).sum::<f64>().sqrt();
     let found = norm.as_f64().unwrap();
-    assert!(
-        (found / expected - 1.0).abs() < 1e-12 && expected > 0.1,
-        "{found} {expected}"
-    );
+    assert!((found / expected - 1.0).abs() < 1e-12 && expected > 0.1, "{found} {expected}");
 
     let skipped = ["--update-norms", "--loss-scale", "dynamic"];
     let skipped = model.step("bad", "out", &skipped).unwrap();
-    assert_eq!(
-        (&skipped["skipped"], &skipped["update_norm"]),
-        (&1.into(), &0.0.into())
-    );
+    assert_eq!((&skipped["skipped"], &skipped["update_norm"]), (&1.into(), &0.0.into()));
     let none = ["--update-norms", "--steps", "0"];
     let none = model.step("g", "out", &none).unwrap();
     assert!(none["update_norm"].is_null() && none["updates"].is_null());
     let output = model.command("g", "out", &["--update-norms"]).output();
     let text = String::from_utf8(output.unwrap().stdout).unwrap();
-    assert!(
-        text.contains("norm of the last update: ") && text.ends_with("  w\n"),
-        "{text}"
-    );
+    assert!(text.contains("norm of the last update: ") && text.ends_with("  w\n"), "{text}");
 }
 
 #[test]
@@ -180,15 +159,9 @@ fn values_out_of_range_are_refused_and_nothing_is_written() {
             ["--clip-norm", "0"],
             "'0' for '--clip-norm <NORM>': expected a finite number above 0; leave the flag out",
         ),
-        (
-            ["--clip-norm", "-1"],
-            "'-1' for '--clip-norm <NORM>': expected a finite number above 0",
-        ),
+        (["--clip-norm", "-1"], "'-1' for '--clip-norm <NORM>': expected a finite number above 0"),
         (["--loss-scale", "3"], "loss scale: expected a power of two"),
-        (
-            ["--loss-scale", "huge"],
-            "expected a power of two or `dynamic`, found \"huge\"",
-        ),
+        (["--loss-scale", "huge"], "expected a power of two or `dynamic`, found \"huge\""),
     ] {
         let error = model.step("g", "out", &args).unwrap_err();
         assert!(error.contains(message), "{error}");

@@ -17,11 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     // What a collective or a norm does: one pass over one range. Padding is zero.
     let sum: f32 = gradients.flat().iter().sum();
-    println!(
-        "{} elements in one buffer for {:?}, sum {sum}",
-        gradients.flat().len(),
-        numels
-    );
+    println!("{} elements in one buffer for {:?}, sum {sum}", gradients.flat().len(), numels);
     assert_eq!(sum, 60.0 + 3.0 * 20.0 + 4.0 * 7.0);
     Ok(())
 }

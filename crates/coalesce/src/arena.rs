@@ -25,11 +25,7 @@ impl<T: Element> Coalesced<T> {
         let memory = usize::try_from(len_bytes)
             .map_err(|_| CoalesceError::OutOfMemory { len_bytes })
             .and_then(HostMemory::zeroed)?;
-        Ok(Self {
-            layout,
-            memory,
-            element: std::marker::PhantomData,
-        })
+        Ok(Self { layout, memory, element: std::marker::PhantomData })
     }
 
     /// A buffer that holds copies of `tensors`.
@@ -139,11 +135,7 @@ impl<T: Element> Coalesced<T> {
         for (tensor, found) in numels.enumerate() {
             let (expected, found) = (self.layout.numel(tensor), found as u64);
             if expected != found {
-                return Err(CoalesceError::NumelMismatch {
-                    tensor,
-                    expected,
-                    found,
-                });
+                return Err(CoalesceError::NumelMismatch { tensor, expected, found });
             }
         }
         Ok(())
@@ -177,10 +169,8 @@ mod tests {
             .collect();
         let slices: Vec<&[T]> = tensors.iter().map(Vec::as_slice).collect();
         let coalesced = Coalesced::from_slices(layout.clone(), &slices).unwrap();
-        let mut copies: Vec<Vec<T>> = numels
-            .iter()
-            .map(|&n| vec![T::default(); n as usize])
-            .collect();
+        let mut copies: Vec<Vec<T>> =
+            numels.iter().map(|&n| vec![T::default(); n as usize]).collect();
         let mut targets: Vec<&mut [T]> = copies.iter_mut().map(Vec::as_mut_slice).collect();
         coalesced.scatter(&mut targets).unwrap();
         assert_eq!(copies, tensors);
@@ -188,10 +178,7 @@ mod tests {
         for index in 0..layout.tensors() {
             let padding = layout.range(index).end as usize..layout.offsets()[index + 1] as usize;
             let bytes: &[u8] = bytemuck::cast_slice(&coalesced.flat()[padding]);
-            assert!(
-                bytes.iter().all(|&b| b == 0),
-                "padding behind tensor {index}"
-            );
+            assert!(bytes.iter().all(|&b| b == 0), "padding behind tensor {index}");
         }
     }
 
@@ -223,13 +210,8 @@ mod tests {
         coalesced.recoalesce(layout(&[3])).unwrap();
         assert_eq!(coalesced.flat().as_ptr(), address);
         assert!(coalesced.recoalesce(layout(&[4])).is_err());
-        let options = LayoutOptions {
-            slot_bytes: 4096,
-            unit_bytes: 4,
-        };
-        coalesced
-            .recoalesce(FlatLayout::new([3], options).unwrap())
-            .unwrap();
+        let options = LayoutOptions { slot_bytes: 4096, unit_bytes: 4 };
+        coalesced.recoalesce(FlatLayout::new([3], options).unwrap()).unwrap();
         assert_eq!(coalesced.layout().total_numel(), 1024);
         assert_eq!(coalesced.view(0), [1.0, 2.0, 3.0]);
     }
@@ -246,10 +228,7 @@ mod tests {
     #[test]
     fn memory_that_cannot_be_had_is_an_error() {
         let huge = FlatLayout::new([1 << 58], LayoutOptions::new(4)).unwrap();
-        assert!(matches!(
-            Coalesced::<f32>::allocate(huge),
-            Err(CoalesceError::OutOfMemory { .. })
-        ));
+        assert!(matches!(Coalesced::<f32>::allocate(huge), Err(CoalesceError::OutOfMemory { .. })));
     }
 
     #[test]

@@ -21,10 +21,7 @@ pub struct LayoutOptions {
 impl LayoutOptions {
     /// [`SLOT_BYTES`] slots of elements this wide.
     pub fn new(unit_bytes: usize) -> Self {
-        Self {
-            slot_bytes: SLOT_BYTES,
-            unit_bytes: unit_bytes as u64,
-        }
+        Self { slot_bytes: SLOT_BYTES, unit_bytes: unit_bytes as u64 }
     }
 }
 
@@ -87,19 +84,13 @@ impl FlatLayout {
         numels: impl IntoIterator<Item = u64>,
         options: LayoutOptions,
     ) -> Result<Self, CoalesceError> {
-        let LayoutOptions {
-            slot_bytes,
-            unit_bytes,
-        } = options;
+        let LayoutOptions { slot_bytes, unit_bytes } = options;
         let padded = slot_bytes > 1;
         if unit_bytes == 0
             || !slot_bytes.is_power_of_two()
             || (padded && !slot_bytes.is_multiple_of(unit_bytes))
         {
-            return Err(CoalesceError::SlotBytes {
-                slot_bytes,
-                unit_bytes,
-            });
+            return Err(CoalesceError::SlotBytes { slot_bytes, unit_bytes });
         }
         let slot = if padded { slot_bytes / unit_bytes } else { 1 };
         let numels: Vec<u64> = numels.into_iter().collect();
@@ -111,18 +102,11 @@ impl FlatLayout {
                 .checked_next_multiple_of(slot)
                 .and_then(|slot_numel| end.checked_add(slot_numel))
                 // Widest element: f64. A layout that fits it can hold any dtype's buffer.
-                .filter(|end| {
-                    end.checked_mul(8)
-                        .is_some_and(|bytes| bytes <= i64::MAX as u64)
-                })
+                .filter(|end| end.checked_mul(8).is_some_and(|bytes| bytes <= i64::MAX as u64))
                 .ok_or(CoalesceError::Overflow { tensor, numel })?;
             offsets.push(end);
         }
-        Ok(Self {
-            options,
-            numels,
-            offsets,
-        })
+        Ok(Self { options, numels, offsets })
     }
 
     /// Number of tensors.
@@ -252,16 +236,10 @@ mod tests {
 
     #[test]
     fn slots_are_padded_as_specified() {
-        let options = |slot_bytes, unit_bytes| LayoutOptions {
-            slot_bytes,
-            unit_bytes,
-        };
+        let options = |slot_bytes, unit_bytes| LayoutOptions { slot_bytes, unit_bytes };
         assert_eq!(lengths(options(256, 4)), [64, 64, 64, 6016, 64, 64]);
         assert_eq!(lengths(options(256, 2)), [128, 128, 128, 6016, 128, 128]);
-        assert_eq!(
-            lengths(options(4096, 4)),
-            [1024, 1024, 1024, 6144, 1024, 1024]
-        );
+        assert_eq!(lengths(options(4096, 4)), [1024, 1024, 1024, 6144, 1024, 1024]);
         assert_eq!(lengths(options(1, 4)), NUMELS);
         let total = |options| FlatLayout::new(NUMELS, options).unwrap().total_numel();
         assert_eq!(total(options(256, 4)), 6336);
@@ -277,33 +255,18 @@ mod tests {
         let layout = FlatLayout::new([64, 0, 65, 0], LayoutOptions::new(4)).unwrap();
         assert_eq!(layout.offsets(), [0, 64, 64, 192, 192]);
         assert_eq!(layout.range(3), 192..192);
-        assert_eq!(
-            FlatLayout::new([], LayoutOptions::new(4))
-                .unwrap()
-                .total_numel(),
-            0
-        );
+        assert_eq!(FlatLayout::new([], LayoutOptions::new(4)).unwrap().total_numel(), 0);
     }
 
     #[test]
     fn bad_slots_and_overflow_are_refused() {
         for (slot_bytes, unit_bytes) in [(0, 4), (3, 1), (256, 0), (2, 4), (256, 3)] {
-            let options = LayoutOptions {
-                slot_bytes,
-                unit_bytes,
-            };
+            let options = LayoutOptions { slot_bytes, unit_bytes };
             assert!(FlatLayout::new([1], options).is_err(), "{options:?}");
         }
-        for numels in [
-            vec![u64::MAX],
-            vec![1 << 59, 1 << 59, 1 << 59],
-            vec![5, 1 << 60],
-        ] {
+        for numels in [vec![u64::MAX], vec![1 << 59, 1 << 59, 1 << 59], vec![5, 1 << 60]] {
             let error = FlatLayout::new(numels.clone(), LayoutOptions::new(4)).unwrap_err();
-            assert!(
-                matches!(error, CoalesceError::Overflow { .. }),
-                "{numels:?}"
-            );
+            assert!(matches!(error, CoalesceError::Overflow { .. }), "{numels:?}");
         }
     }
 
@@ -313,17 +276,9 @@ mod tests {
         let text = serde_json::to_string(&layout).unwrap();
         assert_eq!(serde_json::from_str::<FlatLayout>(&text).unwrap(), layout);
         for (from, to, message) in [
-            (
-                "[0,64,64,192]",
-                "[0,32,64,192]",
-                "offset 1: expected Some(64)",
-            ),
+            ("[0,64,64,192]", "[0,32,64,192]", "offset 1: expected Some(64)"),
             ("[0,64,64,192]", "[0,64,64]", "offset 3: expected Some(192)"),
-            (
-                "[0,64,64,192]",
-                "[0,64,64,192,999]",
-                "offset 4: expected None",
-            ),
+            ("[0,64,64,192]", "[0,64,64,192,999]", "offset 4: expected None"),
             ("[64,0,65]", "[64,0,18446744073709551615]", "tensor 2 of"),
             ("256", "3", "slot of 3 bytes"),
         ] {

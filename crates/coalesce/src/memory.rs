@@ -56,15 +56,9 @@ impl HostMemory {
         } else {
             (mapped(len_bytes), HUGE_PAGE_BYTES)
         };
-        let words = words.ok_or(CoalesceError::OutOfMemory {
-            len_bytes: len_bytes as u64,
-        })?;
+        let words = words.ok_or(CoalesceError::OutOfMemory { len_bytes: len_bytes as u64 })?;
         let start = words.bytes().as_ptr().align_offset(alignment);
-        Ok(Self {
-            words,
-            start,
-            len_bytes,
-        })
+        Ok(Self { words, start, len_bytes })
     }
 
     /// Memory from elsewhere, as its owner gives it.
@@ -74,15 +68,9 @@ impl HostMemory {
     pub fn given(owner: Box<dyn MemoryOwner>) -> Result<Self, CoalesceError> {
         let (address, len_bytes) = (owner.bytes().as_ptr(), owner.bytes().len());
         if len_bytes > 0 && !(address as usize).is_multiple_of(SLOT_BYTES as usize) {
-            return Err(CoalesceError::Misaligned {
-                address: address as usize,
-            });
+            return Err(CoalesceError::Misaligned { address: address as usize });
         }
-        Ok(Self {
-            words: Words::Given(owner),
-            start: 0,
-            len_bytes,
-        })
+        Ok(Self { words: Words::Given(owner), start: 0, len_bytes })
     }
 
     /// The bytes.
@@ -180,11 +168,7 @@ mod tests {
             let mut memory = HostMemory::zeroed(len_bytes).unwrap();
             assert_eq!(memory.bytes().len(), len_bytes);
             assert!(memory.bytes().iter().all(|&byte| byte == 0), "{len_bytes}");
-            assert_eq!(
-                memory.bytes().as_ptr() as usize % alignment,
-                0,
-                "{len_bytes}"
-            );
+            assert_eq!(memory.bytes().as_ptr() as usize % alignment, 0, "{len_bytes}");
             memory.bytes_mut().fill(7);
             assert!(memory.bytes().iter().all(|&byte| byte == 7));
             assert_eq!(memory.elements::<u32>().len(), len_bytes / 4);
@@ -233,9 +217,7 @@ mod tests {
     fn memory_that_cannot_be_had_is_an_error() {
         for len_bytes in [1 << 60, usize::MAX - SLOT_BYTES as usize, usize::MAX] {
             let error = HostMemory::zeroed(len_bytes).unwrap_err();
-            let expected = CoalesceError::OutOfMemory {
-                len_bytes: len_bytes as u64,
-            };
+            let expected = CoalesceError::OutOfMemory { len_bytes: len_bytes as u64 };
             assert_eq!(error, expected);
         }
     }

@@ -17,10 +17,7 @@ pub(crate) struct Agreed {
 impl Agreed {
     /// Adds a call; says whether it was not there yet.
     pub(crate) fn insert(&mut self, print: Fingerprint) -> bool {
-        let kind = Fingerprint {
-            sequence: 0,
-            ..print
-        };
+        let kind = Fingerprint { sequence: 0, ..print };
         self.last != Some(kind) && {
             self.last = Some(kind);
             self.all.insert(kind)
@@ -62,10 +59,7 @@ mod tests {
             dtype: DType::F32,
             numel,
             counts_hash: 0,
-            context: CallContext {
-                plan_hash: 7,
-                bucket,
-            },
+            context: CallContext { plan_hash: 7, bucket },
         };
         let calls = [
             (print(1, 3, None), true),
@@ -84,53 +78,27 @@ mod tests {
 
     #[test]
     fn only_the_same_all_reduce_in_place_is_like_the_last() {
-        let context = CallContext {
-            plan_hash: 7,
-            bucket: Some(2),
-        };
+        let context = CallContext { plan_hash: 7, bucket: Some(2) };
         let (operation, dtype) = (Operation::AllReduce(ReduceOp::Sum), DType::F32);
         let mut memory = [0u8; 32];
         let (first, second) = memory.split_at_mut(16);
         let mut like = |agreed: &Agreed, operation, dtype, in_place: Option<usize>, context| {
             let buffers = match in_place {
                 Some(len_bytes) => Buffers::InPlace(&mut first[..len_bytes]),
-                None => Buffers::OutOfPlace {
-                    send: &*second,
-                    receive: first,
-                },
+                None => Buffers::OutOfPlace { send: &*second, receive: first },
             };
-            let call = Call {
-                operation,
-                dtype,
-                counts: None,
-                buffers,
-            };
+            let call = Call { operation, dtype, counts: None, buffers };
             agreed.like(&call, context)
         };
         let mut agreed = Agreed::default();
         assert_eq!(like(&agreed, operation, dtype, Some(16), context), None);
-        let print = Fingerprint {
-            sequence: 5,
-            operation,
-            dtype,
-            numel: 4,
-            counts_hash: 0,
-            context,
-        };
+        let print =
+            Fingerprint { sequence: 5, operation, dtype, numel: 4, counts_hash: 0, context };
         assert!(agreed.insert(print));
         let last = like(&agreed, operation, dtype, Some(16), context);
-        assert_eq!(
-            last,
-            Some(Fingerprint {
-                sequence: 0,
-                ..print
-            })
-        );
+        assert_eq!(last, Some(Fingerprint { sequence: 0, ..print }));
         let maximum = Operation::AllReduce(ReduceOp::Max);
-        let other = CallContext {
-            bucket: None,
-            ..context
-        };
+        let other = CallContext { bucket: None, ..context };
         // 15 bytes are no 4 elements, and are refused as any first call is.
         for (operation, dtype, in_place, context) in [
             (maximum, dtype, Some(16), context),
@@ -142,14 +110,8 @@ mod tests {
         ] {
             assert_eq!(like(&agreed, operation, dtype, in_place, context), None);
         }
-        let gather = Fingerprint {
-            operation: Operation::AllGather,
-            ..print
-        };
+        let gather = Fingerprint { operation: Operation::AllGather, ..print };
         assert!(agreed.insert(gather));
-        assert_eq!(
-            like(&agreed, gather.operation, dtype, Some(16), context),
-            None
-        );
+        assert_eq!(like(&agreed, gather.operation, dtype, Some(16), context), None);
     }
 }

@@ -19,10 +19,8 @@ pub(crate) fn move_data(
         return reduction::reduce(comm, call, blocks, op, print);
     }
     let rank = comm.group.rank;
-    let movement = Movement {
-        operation: call.operation,
-        blocks: &blocks.all_bytes(call.dtype.len_bytes()),
-    };
+    let movement =
+        Movement { operation: call.operation, blocks: &blocks.all_bytes(call.dtype.len_bytes()) };
     let Share { shown, pulls } = movement.share(rank, call.buffers);
     let mut messages: Vec<Message<'_>> = Vec::new();
     for pull in pulls {

@@ -216,10 +216,7 @@ impl MpiCommunicator {
     /// Makes a call like the last one that all ranks have agreed on.
     fn again(&mut self, call: Call<'_>, last: Fingerprint) -> Result<(), CollectiveError> {
         self.sequence += 1;
-        let print = Fingerprint {
-            sequence: self.sequence,
-            ..last
-        };
+        let print = Fingerprint { sequence: self.sequence, ..last };
         self.begin(&print);
         self.enter()?;
         let blocks = Blocks {
@@ -369,8 +366,7 @@ impl Drop for MpiCommunicator {
         let (rank, calls) = (self.group.rank, self.log.recorder().calls_begun());
         if std::thread::panicking() {
             self.log.dump(&self.group);
-            self.group
-                .announce(CollectiveError::Panicked { rank, calls });
+            self.group.announce(CollectiveError::Panicked { rank, calls });
         } else {
             self.group.leave(calls);
         }

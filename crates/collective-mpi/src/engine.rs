@@ -87,9 +87,7 @@ impl Engine {
         let call = |call: &'static str, code: c_int| check(code).map_err(MpiError::of_call(call));
         let (mut comm, mut rank, mut world_size) = (no_comm(), 0, 0);
         // SAFETY: MPI was started above; all processes of the job come here, first thing.
-        call("MPI_Comm_dup", unsafe {
-            ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, &mut comm)
-        })?;
+        call("MPI_Comm_dup", unsafe { ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, &mut comm) })?;
         // SAFETY: `comm` was made above; the results are this function's own.
         unsafe {
             call(
@@ -226,13 +224,7 @@ impl Engine {
         let (mut flag, mut len, tag) = (0, 0, Self::tag(group, kind));
         // SAFETY: all results are this function's own.
         let probed = unsafe {
-            ffi::MPI_Iprobe(
-                ffi::RSMPI_ANY_SOURCE,
-                tag,
-                self.world.0,
-                &mut flag,
-                &mut status,
-            )
+            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, tag, self.world.0, &mut flag, &mut status)
         };
         if probed != 0 || flag == 0 {
             return None;
@@ -273,9 +265,7 @@ impl Engine {
     }
 
     fn first_error(&self) -> MutexGuard<'_, Option<CollectiveError>> {
-        self.first_error
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.first_error.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends the whole job at once.
@@ -301,11 +291,7 @@ impl Drop for Engine {
     /// hold the others for ever.
     fn drop(&mut self) {
         let troubled = self.troubled.load(Ordering::SeqCst);
-        let patience = if troubled {
-            self.timeout / 2
-        } else {
-            self.leave_timeout
-        };
+        let patience = if troubled { self.timeout / 2 } else { self.leave_timeout };
         for to in (0..self.world_size).filter(|&to| to != self.rank) {
             self.send_and_forget(vec![0], to, 0, Kind::Farewell);
         }
@@ -331,10 +317,7 @@ impl Drop for Engine {
                 std::thread::sleep(Duration::from_micros(200));
             }
         }
-        let universe = self
-            .universe
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
+        let universe = self.universe.get_mut().unwrap_or_else(PoisonError::into_inner);
         drop(universe.take());
     }
 }
@@ -369,10 +352,6 @@ fn highest_tag(comm: ffi::MPI_Comm) -> c_int {
     unsafe {
         let place = (&raw mut value).cast::<c_void>();
         ffi::MPI_Comm_get_attr(comm, ffi::MPI_TAG_UB as c_int, place, &mut flag);
-        if flag != 0 && !value.is_null() {
-            *value
-        } else {
-            32_767
-        }
+        if flag != 0 && !value.is_null() { *value } else { 32_767 }
     }
 }

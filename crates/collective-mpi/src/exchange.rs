@@ -27,19 +27,11 @@ pub(crate) enum Bytes<'a> {
 
 impl<'a> Message<'a> {
     pub(crate) fn out(peer: usize, kind: Kind, bytes: &'a [u8]) -> Self {
-        Self {
-            peer,
-            kind,
-            bytes: Bytes::Out(bytes),
-        }
+        Self { peer, kind, bytes: Bytes::Out(bytes) }
     }
 
     pub(crate) fn into(peer: usize, kind: Kind, bytes: &'a mut [u8]) -> Self {
-        Self {
-            peer,
-            kind,
-            bytes: Bytes::In(bytes),
-        }
+        Self { peer, kind, bytes: Bytes::In(bytes) }
     }
 }
 

@@ -70,12 +70,7 @@ impl Group {
         founding: Founding,
         parent: Option<Arc<Group>>,
     ) -> Arc<Self> {
-        let Founding {
-            members,
-            rank,
-            tag,
-            options,
-        } = founding;
+        let Founding { members, rank, tag, options } = founding;
         let begun = Instant::now();
         let recorder = FlightRecorder::new(rank, members.len(), options.recorded_calls, begun);
         let notices = vec![None; members.len()];
@@ -138,8 +133,7 @@ impl Group {
     }
 
     pub(crate) fn set_timeout(&self, timeout: Duration) {
-        self.timeout_ns
-            .store(nanoseconds(timeout), Ordering::SeqCst);
+        self.timeout_ns.store(nanoseconds(timeout), Ordering::SeqCst);
     }
 
     pub(crate) fn timeout_ms(&self) -> u64 {
@@ -201,15 +195,11 @@ impl Group {
             return;
         }
         self.engine.troubled.store(true, Ordering::SeqCst);
-        let notice = Notice {
-            origin,
-            entered: self.entered.load(Ordering::SeqCst),
-            error: error.clone(),
-        };
+        let notice =
+            Notice { origin, entered: self.entered.load(Ordering::SeqCst), error: error.clone() };
         for to in self.others() {
             let to = self.members[to];
-            self.engine
-                .send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
+            self.engine.send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
         }
         state.notices[self.rank] = Some(notice);
         let children: Vec<_> = state.children.iter().filter_map(Weak::upgrade).collect();
@@ -224,19 +214,12 @@ impl Group {
         if self.lock().notices[self.rank].is_some() {
             return;
         }
-        let error = CollectiveError::Left {
-            rank: self.rank,
-            calls,
-        };
-        let notice = Notice {
-            origin: self.rank,
-            entered: self.entered.load(Ordering::SeqCst),
-            error,
-        };
+        let error = CollectiveError::Left { rank: self.rank, calls };
+        let notice =
+            Notice { origin: self.rank, entered: self.entered.load(Ordering::SeqCst), error };
         for to in self.others() {
             let to = self.members[to];
-            self.engine
-                .send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
+            self.engine.send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
         }
     }
 
@@ -245,9 +228,7 @@ impl Group {
     pub(crate) fn cannot_open(&self, call: u64, missing: &[usize]) -> bool {
         let state = self.lock();
         let never = |rank: &usize| {
-            state.notices[*rank]
-                .as_ref()
-                .is_some_and(|notice| notice.entered < call)
+            state.notices[*rank].as_ref().is_some_and(|notice| notice.entered < call)
         };
         state.notices.iter().all(Option::is_some) && missing.iter().any(never)
     }
@@ -276,13 +257,9 @@ impl Group {
             _ => usize::MAX,
         };
         let state = self.lock();
-        let gone = state
-            .left
-            .iter()
-            .map(|(entered, error)| (*entered, rank_of(error), error));
+        let gone = state.left.iter().map(|(entered, error)| (*entered, rank_of(error), error));
         let gone = gone.filter(|(entered, rank, _)| counts(*entered, *rank));
-        gone.min_by_key(|(_, rank, _)| *rank)
-            .map(|(_, _, error)| error.clone())
+        gone.min_by_key(|(_, rank, _)| *rank).map(|(_, _, error)| error.clone())
     }
 
     /// What was settled, if the group has ended for this rank.
@@ -310,11 +287,7 @@ impl Group {
 
     /// An error of MPI itself.
     pub(crate) fn failed(&self, operation: &'static str, reason: String) -> CollectiveError {
-        CollectiveError::Engine {
-            rank: self.rank,
-            operation,
-            reason,
-        }
+        CollectiveError::Engine { rank: self.rank, operation, reason }
     }
 
     /// Settles on an error of MPI itself.
@@ -325,13 +298,10 @@ impl Group {
     /// The error that the notices so far amount to; kept.
     fn conclude(&self) -> CollectiveError {
         let mut state = self.lock();
-        let said: Vec<usize> = (0..self.world_size())
-            .filter(|&rank| state.notices[rank].is_some())
-            .collect();
+        let said: Vec<usize> =
+            (0..self.world_size()).filter(|&rank| state.notices[rank].is_some()).collect();
         let notices = state.notices.iter().flatten();
-        let first = notices
-            .min_by_key(|notice| notice.origin)
-            .map(|notice| notice.error.clone());
+        let first = notices.min_by_key(|notice| notice.origin).map(|notice| notice.error.clone());
         let mut error = first.expect("this rank's own notice was given before");
         if let CollectiveError::Late { ranks, .. } = &mut error {
             let mut late: Vec<usize> = state

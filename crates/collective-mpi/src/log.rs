@@ -17,12 +17,7 @@ impl Log {
     pub(crate) fn new(group: &Group) -> Self {
         let calls = group.options.recorded_calls;
         let world_size = group.world_size();
-        Self(FlightRecorder::new(
-            group.rank,
-            world_size,
-            calls,
-            group.begun,
-        ))
+        Self(FlightRecorder::new(group.rank, world_size, calls, group.begun))
     }
 
     pub(crate) fn recorder(&self) -> &FlightRecorder {

@@ -51,11 +51,7 @@ pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(
     if all == own {
         return Ok(());
     }
-    let shared = if options.share_memory {
-        " in shared memory"
-    } else {
-        ""
-    };
+    let shared = if options.share_memory { " in shared memory" } else { "" };
     Err(MpiError::Differs {
         own: match options.reduction {
             Reduction::Reproducible => format!("reproducible sums{shared}"),
@@ -160,11 +156,7 @@ impl<C: Communicator> OnMachine<C> {
         if options.dump_folder.is_some() {
             watch::abort_at_end(inner.aborter());
         }
-        Self {
-            inner,
-            engine,
-            dump_folder: options.dump_folder.clone(),
-        }
+        Self { inner, engine, dump_folder: options.dump_folder.clone() }
     }
 }
 
@@ -187,11 +179,7 @@ impl<C: Communicator> Communicator for OnMachine<C> {
         Ok(inner.map(|inner| {
             let engine = Arc::clone(engine);
             let dump_folder = None;
-            Box::new(OnMachine {
-                inner,
-                engine,
-                dump_folder,
-            }) as Box<dyn Communicator>
+            Box::new(OnMachine { inner, engine, dump_folder }) as Box<dyn Communicator>
         }))
     }
     fn set_context(&mut self, context: CallContext) {

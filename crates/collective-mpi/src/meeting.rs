@@ -148,22 +148,15 @@ impl Meeting {
             // SAFETY: `incoming` is touched again only when all requests are done (`read`, the next
             // `start`), or never, because `give_up` leaks it. The same holds for
             // `outgoing` below.
-            match unsafe {
-                group
-                    .engine
-                    .receive(bytes, group.members[peer], group.tag, kind)
-            } {
+            match unsafe { group.engine.receive(bytes, group.members[peer], group.tag, kind) } {
                 Ok(request) => self.pending.push((request, peer, Direction::From)),
                 Err(reason) => failed = Some(reason),
             }
         }
         for &peer in peers {
             // SAFETY: as above.
-            let sent = unsafe {
-                group
-                    .engine
-                    .send(&self.outgoing, group.members[peer], group.tag, kind)
-            };
+            let sent =
+                unsafe { group.engine.send(&self.outgoing, group.members[peer], group.tag, kind) };
             match sent {
                 Ok(request) => self.pending.push((request, peer, Direction::To)),
                 Err(reason) => failed = Some(reason),
@@ -183,24 +176,19 @@ impl Meeting {
         straggler: &mut Option<Straggler>,
     ) -> Result<bool, CollectiveError> {
         let mut failed = None;
-        self.pending.retain_mut(
-            |(request, peer, direction)| match group.engine.done(request) {
-                Ok(true) => {
-                    if *direction == Direction::From {
-                        *straggler = Some(Straggler {
-                            rank: *peer,
-                            waited: begun.elapsed(),
-                        });
-                    }
-                    false
+        self.pending.retain_mut(|(request, peer, direction)| match group.engine.done(request) {
+            Ok(true) => {
+                if *direction == Direction::From {
+                    *straggler = Some(Straggler { rank: *peer, waited: begun.elapsed() });
                 }
-                Ok(false) => true,
-                Err(reason) => {
-                    failed = Some(reason);
-                    true
-                }
-            },
-        );
+                false
+            }
+            Ok(false) => true,
+            Err(reason) => {
+                failed = Some(reason);
+                true
+            }
+        });
         match failed {
             None => Ok(self.pending.is_empty()),
             Some(reason) => {
@@ -212,10 +200,7 @@ impl Meeting {
 
     /// The ranks that have not said what they do.
     fn missing(&self) -> Vec<usize> {
-        let from = self
-            .pending
-            .iter()
-            .filter(|(_, _, direction)| *direction == Direction::From);
+        let from = self.pending.iter().filter(|(_, _, direction)| *direction == Direction::From);
         let mut ranks: Vec<usize> = from.map(|(_, peer, _)| *peer).collect();
         if ranks.is_empty() {
             ranks = self.pending.iter().map(|(_, peer, _)| *peer).collect();

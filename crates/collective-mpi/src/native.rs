@@ -40,11 +40,7 @@ impl Native {
         // SAFETY: MPI runs as long as the engine does.
         let made = check(unsafe { ffi::MPI_Comm_dup(engine.world().0, &mut comm) });
         made.map_err(MpiError::of_call("MPI_Comm_dup"))?;
-        Ok(Self {
-            world: Handle(comm),
-            comm: Handle(comm),
-            in_place,
-        })
+        Ok(Self { world: Handle(comm), comm: Handle(comm), in_place })
     }
 
     /// A communicator of some processes, all of which call this; `number` tells groups apart that
@@ -59,26 +55,13 @@ impl Native {
         // exchanged headers for it).
         unsafe {
             check(ffi::MPI_Comm_group(self.world.0, &mut all))?;
-            check(ffi::MPI_Group_incl(
-                all,
-                ranks.len() as c_int,
-                ranks.as_ptr(),
-                &mut some,
-            ))?;
+            check(ffi::MPI_Group_incl(all, ranks.len() as c_int, ranks.as_ptr(), &mut some))?;
             let tag = (number & 0x7fff) as c_int;
-            check(ffi::MPI_Comm_create_group(
-                self.world.0,
-                some,
-                tag,
-                &mut comm,
-            ))?;
+            check(ffi::MPI_Comm_create_group(self.world.0, some, tag, &mut comm))?;
             ffi::MPI_Group_free(&mut all);
             ffi::MPI_Group_free(&mut some);
         }
-        Ok(Self {
-            comm: Handle(comm),
-            ..self.clone()
-        })
+        Ok(Self { comm: Handle(comm), ..self.clone() })
     }
 }
 
@@ -125,11 +108,7 @@ pub(crate) fn all_reduce<'a>(
     let (Some((dtype, mpi_op)), true) = (names(call.dtype, op), fits) else {
         return Ok(Some(call.buffers));
     };
-    let limit = comm
-        .group
-        .options
-        .chunk_limit_bytes
-        .clamp(1, i32::MAX as usize);
+    let limit = comm.group.options.chunk_limit_bytes.clamp(1, i32::MAX as usize);
     let limit = (limit >> shift).max(1) << shift;
     let receive = match call.buffers {
         Buffers::InPlace(buffer) => buffer,

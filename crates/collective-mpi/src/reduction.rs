@@ -75,12 +75,7 @@ pub(crate) fn reduce(
         None => return Ok(()),
         Some(buffers) => buffers,
     };
-    let segment = comm
-        .group
-        .options
-        .segment_bytes
-        .max(1)
-        .next_multiple_of(element_bytes);
+    let segment = comm.group.options.segment_bytes.max(1).next_multiple_of(element_bytes);
     let (rank, world_size) = (comm.group.rank, comm.group.world_size());
     let task = Task {
         parts: blocks.all_bytes(element_bytes),
@@ -101,10 +96,8 @@ pub(crate) fn reduce(
         },
     };
     let stride = segment.next_multiple_of(64).min(task.longest_stride());
-    let (mut incoming, mut reduced) = (
-        std::mem::take(&mut comm.incoming),
-        std::mem::take(&mut comm.reduced),
-    );
+    let (mut incoming, mut reduced) =
+        (std::mem::take(&mut comm.incoming), std::mem::take(&mut comm.reduced));
     grow(&mut incoming, stride * world_size);
     grow(&mut reduced, stride);
     {
@@ -134,17 +127,12 @@ fn one_round(
         _ => task.parts[of].start..task.parts[of].start,
     };
     // Two ranges for each rank: results that arrive, then input that leaves.
-    let ranges: Vec<Range<usize>> = (0..world_size)
-        .flat_map(|of| [before(of), task.segment(of, round)])
-        .collect();
+    let ranges: Vec<Range<usize>> =
+        (0..world_size).flat_map(|of| [before(of), task.segment(of, round)]).collect();
     let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
     let own = leaving[rank].len();
     let mut messages: Vec<Message<'_>> = Vec::with_capacity(4 * world_size);
-    for (from, bytes) in incoming
-        .chunks_mut(stride.max(1))
-        .take(world_size)
-        .enumerate()
-    {
+    for (from, bytes) in incoming.chunks_mut(stride.max(1)).take(world_size).enumerate() {
         if from != rank {
             messages.push(Message::into(from, Kind::Data, &mut bytes[..own]));
         }
@@ -154,9 +142,7 @@ fn one_round(
             messages.push(Message::into(from, Kind::Result, bytes));
         }
     }
-    let result = round
-        .checked_sub(1)
-        .map_or(0, |round| task.segment(rank, round).len());
+    let result = round.checked_sub(1).map_or(0, |round| task.segment(rank, round).len());
     for to in comm.group.others() {
         messages.push(Message::out(to, Kind::Data, leaving[to]));
         if task.gets_results(to) {
@@ -165,22 +151,10 @@ fn one_round(
     }
     exchange::messages(comm, messages, task.print);
     let inputs: Vec<&[u8]> = (0..world_size)
-        .map(|from| {
-            if from == rank {
-                leaving[rank]
-            } else {
-                &incoming[from * stride..][..own]
-            }
-        })
+        .map(|from| if from == rank { leaving[rank] } else { &incoming[from * stride..][..own] })
         .collect();
     let level = comm.group.options.level;
-    reduce_slices(
-        level,
-        task.print.dtype,
-        task.op,
-        &inputs,
-        &mut reduced[..own],
-    );
+    reduce_slices(level, task.print.dtype, task.op, &inputs, &mut reduced[..own]);
     memory.keep(task, rank, round, &reduced[..own]);
 }
 
@@ -203,11 +177,7 @@ impl Memory<'_> {
             }
             Memory::Two(send, receive) => {
                 let results: Vec<_> = ranges.iter().step_by(2).cloned().collect();
-                let arriving = if gets_results {
-                    carve(receive, &results)
-                } else {
-                    Vec::new()
-                };
+                let arriving = if gets_results { carve(receive, &results) } else { Vec::new() };
                 let inputs = ranges.iter().skip(1).step_by(2);
                 (arriving, inputs.map(|range| &send[range.clone()]).collect())
             }

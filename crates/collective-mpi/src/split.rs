@@ -24,11 +24,8 @@ pub(crate) fn join(
     print: Fingerprint,
     membership: Option<Membership>,
 ) -> Result<Option<Subgroup>, CollectiveError> {
-    let own = Header {
-        fingerprint: print,
-        membership,
-        proposal: comm.group.engine.reserve_group(),
-    };
+    let own =
+        Header { fingerprint: print, membership, proposal: comm.group.engine.reserve_group() };
     let rank = comm.group.rank;
     let headers = comm.meet(Party::All(print.sequence), own)?;
     let Some(own) = membership else {
@@ -51,9 +48,7 @@ pub(crate) fn join(
     })?;
     let mut options = group.options.clone();
     options.timeout = group.timeout();
-    options.dump_folder = options
-        .dump_folder
-        .map(|folder| folder.join(format!("group-{tag}")));
+    options.dump_folder = options.dump_folder.map(|folder| folder.join(format!("group-{tag}")));
     let founding = Founding {
         members: ranks.iter().map(|&other| group.members[other]).collect(),
         rank: place,

@@ -59,9 +59,7 @@ fn watch_signals() {
                 let _ = signal_hook::low_level::emulate_default_handler(signal);
             }
         };
-        let _ = std::thread::Builder::new()
-            .name("mpi-signals".to_owned())
-            .spawn(watch);
+        let _ = std::thread::Builder::new().name("mpi-signals".to_owned()).spawn(watch);
     }
 }
 
@@ -123,9 +121,7 @@ pub(crate) fn register_timed(group: &Arc<Group>) {
                 end_overdue();
             }
         };
-        let _ = std::thread::Builder::new()
-            .name("mpi-clock".to_owned())
-            .spawn(watch);
+        let _ = std::thread::Builder::new().name("mpi-clock".to_owned()).spawn(watch);
     }
 }
 

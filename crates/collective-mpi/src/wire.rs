@@ -18,11 +18,7 @@ pub(crate) struct Header {
 impl Header {
     /// A header that joins no group.
     pub(crate) fn of(fingerprint: Fingerprint) -> Self {
-        Self {
-            fingerprint,
-            membership: None,
-            proposal: 0,
-        }
+        Self { fingerprint, membership: None, proposal: 0 }
     }
 
     pub(crate) fn to_bytes(self) -> [u8; HEADER_BYTES] {
@@ -44,17 +40,13 @@ impl Header {
     /// `None` if these are not the bytes of a header.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (print, rest) = bytes.split_at_checked(Fingerprint::WIRE_BYTES)?;
-        let mut words = rest
-            .chunks_exact(8)
-            .map(|word| word.try_into().map(u64::from_le_bytes));
+        let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes));
         let mut next = || words.next()?.ok();
         let (joins, member, proposal) = (next()?, next()?, next()?);
         Some(Self {
             fingerprint: Fingerprint::from_bytes(print)?,
-            membership: (joins != 0).then_some(Membership {
-                colour: (member >> 32) as u32,
-                key: member as u32,
-            }),
+            membership: (joins != 0)
+                .then_some(Membership { colour: (member >> 32) as u32, key: member as u32 }),
             proposal: proposal as u32,
         })
     }

@@ -13,10 +13,7 @@ fn headers_come_back_as_they_were() {
                 dtype: DType::U16,
                 numel: 1 << 40,
                 counts_hash: 3,
-                context: CallContext {
-                    plan_hash: 9,
-                    bucket: Some(7),
-                },
+                context: CallContext { plan_hash: 9, bucket: Some(7) },
             },
             membership: membership.map(|(colour, key)| Membership { colour, key }),
             proposal: 77,
@@ -29,11 +26,8 @@ fn headers_come_back_as_they_were() {
 
 #[test]
 fn notices_come_back_as_they_were() {
-    let notice = Notice {
-        origin: 3,
-        entered: 8,
-        error: CollectiveError::Left { rank: 1, calls: 0 },
-    };
+    let notice =
+        Notice { origin: 3, entered: 8, error: CollectiveError::Left { rank: 1, calls: 0 } };
     assert_eq!(Notice::from_bytes(&notice.to_bytes()), Some(notice));
     assert_eq!(Notice::from_bytes(b"[]"), None);
 }

@@ -29,10 +29,7 @@ fn main() {
     };
     let mut comm = MpiCommunicator::world(&options).expect("started by mpirun");
     let mut collectives = scenarios::COLLECTIVES.into_iter();
-    let collective = collectives
-        .find(|(known, _)| known == name)
-        .expect("a collective")
-        .1;
+    let collective = collectives.find(|(known, _)| known == name).expect("a collective").1;
     comm.barrier().expect("all ranks come");
     if comm.rank() == culprit {
         match how.as_str() {
@@ -56,25 +53,15 @@ fn main() {
 /// Sends this process a signal.
 fn signal(name: &str) {
     let own = std::process::id().to_string();
-    Command::new("kill")
-        .args([&format!("-{name}"), &own])
-        .status()
-        .expect("kill");
+    Command::new("kill").args([&format!("-{name}"), &own]).status().expect("kill");
     // A moment for the signal to arrive.
     std::thread::sleep(Duration::from_millis(20));
 }
 
 /// Stops this process and has it woken.
 fn nap(time: Duration) {
-    let script = format!(
-        "sleep {}; kill -CONT {}",
-        time.as_secs_f64(),
-        std::process::id()
-    );
-    let mut waker = Command::new("sh")
-        .args(["-c", &script])
-        .spawn()
-        .expect("sh");
+    let script = format!("sleep {}; kill -CONT {}", time.as_secs_f64(), std::process::id());
+    let mut waker = Command::new("sh").args(["-c", &script]).spawn().expect("sh");
     signal("STOP");
     waker.wait().expect("sh");
 }

@@ -32,11 +32,7 @@ impl DeviceBuffer {
         // SAFETY: it writes one address.
         let code = unsafe { (device.driver.allocate)(&mut address, len_bytes.max(LEAST_BYTES)) };
         device.driver.check(code)?;
-        Ok(Self {
-            device: Arc::clone(device),
-            address,
-            len_bytes,
-        })
+        Ok(Self { device: Arc::clone(device), address, len_bytes })
     }
 
     /// Its length.
@@ -132,9 +128,7 @@ impl DeviceBuffer {
                 stream,
             );
             self.device.driver.check(code)?;
-            self.device
-                .driver
-                .check((self.device.driver.stream_synchronize)(stream))
+            self.device.driver.check((self.device.driver.stream_synchronize)(stream))
         }
     }
 

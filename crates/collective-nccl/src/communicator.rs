@@ -274,9 +274,8 @@ impl NcclCommunicator {
         let link = self.site.connect(&mut *control, &self.options);
         let link = link.map_err(|error| as_call_error(error, rank))?;
         let mut options = self.options.clone();
-        options.dump_folder = options
-            .dump_folder
-            .map(|folder| folder.join(format!("group-{}", print.sequence)));
+        options.dump_folder =
+            options.dump_folder.map(|folder| folder.join(format!("group-{}", print.sequence)));
         let made = Self::with(control, self.site.clone(), link, options);
         Ok(Some(Box::new(made)))
     }

@@ -38,9 +38,7 @@ pub(crate) fn packed(parts: &[Range<usize>]) -> Vec<Range<usize>> {
 
 /// Whether ranges of one length follow each other.
 pub(crate) fn are_a_row(ranges: &[Range<usize>]) -> bool {
-    ranges
-        .windows(2)
-        .all(|two| two[0].end == two[1].start && two[0].len() == two[1].len())
+    ranges.windows(2).all(|two| two[0].end == two[1].start && two[0].len() == two[1].len())
 }
 
 #[cfg(test)]

@@ -81,21 +81,16 @@ impl Device {
             call("cuDeviceGetCount", (driver.device_count)(&mut count))?;
             let count = usize::try_from(count).unwrap_or(0);
             if index >= count {
-                return Err(NcclError::NoSuchDevice {
-                    rank,
-                    device: index,
-                    count,
-                });
+                return Err(NcclError::NoSuchDevice { rank, device: index, count });
             }
             let device = (driver.device_get)(&mut handle, index as c_int);
             call("cuDeviceGet", device)?;
             let named = (driver.device_name)(name.as_mut_ptr(), 255, handle);
             call("cuDeviceGetName", named)?;
             call("cuDeviceGetUuid", (driver.device_uuid)(&mut uuid, handle))?;
-            for (value, attribute) in [
-                (&mut major, CAPABILITY_MAJOR),
-                (&mut minor, CAPABILITY_MINOR),
-            ] {
+            for (value, attribute) in
+                [(&mut major, CAPABILITY_MAJOR), (&mut minor, CAPABILITY_MINOR)]
+            {
                 let asked = (driver.device_attribute)(value, attribute, handle);
                 call("cuDeviceGetAttribute", asked)?;
             }
@@ -126,14 +121,10 @@ impl Device {
         let mut before = std::ptr::null_mut();
         // SAFETY: it writes one pointer; the context lives as long as this device.
         unsafe {
-            self.driver
-                .check((self.driver.context_current)(&mut before))?;
+            self.driver.check((self.driver.context_current)(&mut before))?;
             self.driver.check((self.driver.context_set)(self.context))?;
         }
-        Ok(Entered {
-            device: self,
-            before,
-        })
+        Ok(Entered { device: self, before })
     }
 
     /// The kernels, which were loaded when the device was opened.

@@ -62,16 +62,12 @@ functions! {
 impl Driver {
     /// Loads the driver and starts it.
     pub(crate) fn load(path: &Path) -> Result<Self, NcclError> {
-        let library = open(
-            path,
-            "install NVIDIA's driver, or use ranks that are threads or MPI processes",
-        )?;
+        let library =
+            open(path, "install NVIDIA's driver, or use ranks that are threads or MPI processes")?;
         let driver = Self::find(ManuallyDrop::into_inner(library), path)?;
         // SAFETY: any number of calls, from any thread.
         let started = unsafe { (driver.init)(0) };
-        driver
-            .check(started)
-            .map_err(NcclError::of_call("cuInit"))?;
+        driver.check(started).map_err(NcclError::of_call("cuInit"))?;
         Ok(driver)
     }
 
@@ -85,11 +81,7 @@ impl Driver {
         // know.
         let name = unsafe {
             (self.get_error_string)(code, &mut text);
-            if text.is_null() {
-                "unknown".into()
-            } else {
-                CStr::from_ptr(text).to_string_lossy()
-            }
+            if text.is_null() { "unknown".into() } else { CStr::from_ptr(text).to_string_lossy() }
         };
         Err(format!("CUDA error {code}, {name}"))
     }

@@ -63,19 +63,14 @@ fn exchange(
             }
         }
     }
-    let frames: Option<Vec<Frame>> = all
-        .chunks_exact(FRAME_BYTES)
-        .map(Frame::from_bytes)
-        .collect();
+    let frames: Option<Vec<Frame>> = all.chunks_exact(FRAME_BYTES).map(Frame::from_bytes).collect();
     let frames = frames.ok_or_else(|| CollectiveError::Engine {
         rank,
         operation: own.fingerprint().operation.name(),
         reason: "frames of another version of this program; run the same one on all ranks"
             .to_owned(),
     })?;
-    let stuck = frames
-        .iter()
-        .position(|frame| matches!(frame, Frame::Stuck(_)));
+    let stuck = frames.iter().position(|frame| matches!(frame, Frame::Stuck(_)));
     if let Some(place) = stuck {
         return Err(CollectiveError::Engine {
             rank: ranks[place],
@@ -106,12 +101,7 @@ pub(crate) fn stuck(comm: &mut NcclCommunicator, print: &Fingerprint) -> Collect
 
 /// An error of the control communicator, said of the call that it was for.
 pub(crate) fn renamed(mut error: CollectiveError, print: Option<&Fingerprint>) -> CollectiveError {
-    if let CollectiveError::Late {
-        operation,
-        sequence,
-        bucket,
-        ..
-    } = &mut error
+    if let CollectiveError::Late { operation, sequence, bucket, .. } = &mut error
         && let Some(print) = print
     {
         (*operation, *sequence) = (print.operation.name(), print.sequence);

@@ -86,10 +86,7 @@ impl FolderControl {
         };
         let parties = Parties {
             name: named(sequence),
-            ranks: pair.map_or_else(
-                || (0..self.world_size).collect(),
-                |(from, to)| vec![from, to],
-            ),
+            ranks: pair.map_or_else(|| (0..self.world_size).collect(), |(from, to)| vec![from, to]),
             before: format!("{}-{rank}", named(sequence - 1)),
         };
         (print, parties)
@@ -121,9 +118,7 @@ impl FolderControl {
         published.map_err(|error| engine(error.to_string()))?;
         let all = self.gathered(print, parties, file)?;
         self.files.withdraw(&parties.before);
-        let frames = all
-            .iter()
-            .map(|bytes| Frame::from_bytes(bytes.get(..FRAME_BYTES)?));
+        let frames = all.iter().map(|bytes| Frame::from_bytes(bytes.get(..FRAME_BYTES)?));
         let frames: Option<Vec<Frame>> = frames.collect();
         let frames = frames.ok_or_else(|| {
             engine(
@@ -133,10 +128,7 @@ impl FolderControl {
         })?;
         let compared = Fingerprint::compare(frames.len(), |index| frames[index].fingerprint());
         compared.map_err(|error| error.with_ranks(&parties.ranks))?;
-        Ok(all
-            .into_iter()
-            .map(|mut bytes| bytes.split_off(FRAME_BYTES))
-            .collect())
+        Ok(all.into_iter().map(|mut bytes| bytes.split_off(FRAME_BYTES)).collect())
     }
 
     /// Waits for the parties' files.
@@ -255,16 +247,11 @@ impl FolderControl {
         };
         let members = own.members(self.world_size, |rank| {
             let bytes = &all[rank];
-            (bytes.len() == MEMBERSHIP_BYTES && bytes[0] == 1).then(|| Membership {
-                colour: word(bytes, 1),
-                key: word(bytes, 5),
-            })
+            (bytes.len() == MEMBERSHIP_BYTES && bytes[0] == 1)
+                .then(|| Membership { colour: word(bytes, 1), key: word(bytes, 5) })
         });
         let place = members.iter().position(|&rank| rank == self.rank);
-        let folder = self
-            .files
-            .folder()
-            .join(format!("group-{}-{}", print.sequence, own.colour));
+        let folder = self.files.folder().join(format!("group-{}-{}", print.sequence, own.colour));
         let made = std::fs::create_dir_all(&folder);
         made.map_err(|error| CollectiveError::Engine {
             rank: self.rank,

@@ -28,11 +28,7 @@ impl Site {
     fn open(device: usize, rank: usize, options: &NcclOptions) -> Result<Self, NcclError> {
         let device = Device::open(&options.driver_library, device, rank)?;
         let (nccl, version) = Nccl::load(&options.nccl_library)?;
-        Ok(Self {
-            nccl: Arc::new(nccl),
-            version,
-            device,
-        })
+        Ok(Self { nccl: Arc::new(nccl), version, device })
     }
 
     /// Opens libraries and GPU, and finds out whether all ranks can work together. All ranks call
@@ -45,9 +41,7 @@ impl Site {
         let opened = Self::open(device, control.rank(), options);
         let own = greeting(&opened, options.scratch_bytes);
         let mut all = vec![0; GREETING_BYTES * control.world_size()];
-        control
-            .all_gather(&own, &mut all)
-            .map_err(NcclError::Control)?;
+        control.all_gather(&own, &mut all).map_err(NcclError::Control)?;
         let site = opened?;
         judge(&all)?;
         Ok(site)
@@ -67,14 +61,8 @@ impl Site {
             (options.scratch_bytes, world_size),
         );
         let link = agreed(control, prepared, "it lacks what calls need on its GPU")?;
-        let place = Place {
-            rank,
-            world_size,
-            id: self.unique_id(control)?,
-        };
-        let linked = link
-            .connect(place)
-            .and_then(|()| wait_connected(link, options.timeout));
+        let place = Place { rank, world_size, id: self.unique_id(control)? };
+        let linked = link.connect(place).and_then(|()| wait_connected(link, options.timeout));
         agreed(control, linked, "NCCL did not connect it")
     }
 
@@ -91,9 +79,7 @@ impl Site {
             message[0] = u8::from(made.is_ok());
             message[1..].copy_from_slice(&id.0);
         }
-        control
-            .broadcast(&mut message, 0)
-            .map_err(NcclError::Control)?;
+        control.broadcast(&mut message, 0).map_err(NcclError::Control)?;
         made.map_err(NcclError::of_call("ncclGetUniqueId"))?;
         if message[0] == 0 {
             return Err(NcclError::Peer {
@@ -120,10 +106,7 @@ fn agreed(
     told.map_err(NcclError::Control)?;
     match states.iter().position(|&state| state == 0) {
         None => Ok(link),
-        Some(rank) => Err(NcclError::Peer {
-            rank,
-            reason: lack.to_owned(),
-        }),
+        Some(rank) => Err(NcclError::Peer { rank, reason: lack.to_owned() }),
     }
 }
 
@@ -186,10 +169,7 @@ fn judge(all: &[u8]) -> Result<(), NcclError> {
         String::from_utf8_lossy(&greeting[TEXT..][..usize::from(greeting[40])]).into_owned()
     };
     if let Some(rank) = greetings.iter().position(|greeting| greeting[0] == 0) {
-        return Err(NcclError::Peer {
-            rank,
-            reason: text(rank),
-        });
+        return Err(NcclError::Peer { rank, reason: text(rank) });
     }
     let word = |rank: usize, start: usize| {
         let mut word = [0; 4];
@@ -233,10 +213,6 @@ fn judge(all: &[u8]) -> Result<(), NcclError> {
 pub(crate) fn as_call_error(error: NcclError, rank: usize) -> CollectiveError {
     match error {
         NcclError::Control(error) => error,
-        error => CollectiveError::Engine {
-            rank,
-            operation: "split",
-            reason: error.to_string(),
-        },
+        error => CollectiveError::Engine { rank, operation: "split", reason: error.to_string() },
     }
 }

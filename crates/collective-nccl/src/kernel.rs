@@ -73,9 +73,7 @@ impl Kernels {
     ///
     /// Looking a function up loads it, if the driver put that off; so no call waits for a load.
     pub(crate) fn load(driver: &Driver, capability: (u32, u32)) -> Result<Self, String> {
-        let mut loaded = Self {
-            entries: Vec::with_capacity(DType::ALL.len()),
-        };
+        let mut loaded = Self { entries: Vec::with_capacity(DType::ALL.len()) };
         for dtype in DType::ALL {
             match Entry::load(driver, capability, &format!("{STEM}_{dtype}")) {
                 Ok(entry) => loaded.entries.push(entry),

@@ -127,10 +127,8 @@ impl Nccl {
             let found = unsafe {
                 library.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(symbol.as_bytes())
             };
-            let get = *found.map_err(|_| NcclError::MissingSymbol {
-                library: name.clone(),
-                symbol,
-            })?;
+            let get =
+                *found.map_err(|_| NcclError::MissingSymbol { library: name.clone(), symbol })?;
             let mut version = 0;
             // SAFETY: it writes one int.
             unsafe { get(&mut version) };
@@ -145,10 +143,7 @@ impl Nccl {
                 found: version_text(version),
             });
         }
-        Ok((
-            Self::find(ManuallyDrop::into_inner(library), path)?,
-            version,
-        ))
+        Ok((Self::find(ManuallyDrop::into_inner(library), path)?, version))
     }
 
     /// A result as an error with NCCL's text; a call that goes on is none.

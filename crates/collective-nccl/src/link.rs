@@ -52,19 +52,11 @@ enum Way {
 
 impl Message {
     pub(crate) fn out(peer: usize, address: Address, len_bytes: usize) -> Self {
-        Self {
-            way: Way::Out,
-            peer,
-            address,
-            len_bytes,
-        }
+        Self { way: Way::Out, peer, address, len_bytes }
     }
 
     pub(crate) fn into(peer: usize, address: Address, len_bytes: usize) -> Self {
-        Self {
-            way: Way::In,
-            ..Self::out(peer, address, len_bytes)
-        }
+        Self { way: Way::In, ..Self::out(peer, address, len_bytes) }
     }
 }
 
@@ -100,21 +92,15 @@ impl Link {
             workspace: workspace.map_err(NcclError::of_call("cuMemAlloc"))?,
             device: Arc::clone(&device),
         };
-        let _entered = device
-            .enter()
-            .map_err(NcclError::of_call("cuCtxSetCurrent"))?;
+        let _entered = device.enter().map_err(NcclError::of_call("cuCtxSetCurrent"))?;
         let driver = &device.driver;
         // SAFETY: each writes one handle into the link, whose drop gives it back; the context is
         // current.
         unsafe {
             let code = (driver.stream_create)(&mut link.stream, NON_BLOCKING);
-            driver
-                .check(code)
-                .map_err(NcclError::of_call("cuStreamCreate"))?;
+            driver.check(code).map_err(NcclError::of_call("cuStreamCreate"))?;
             let code = (driver.event_create)(&mut link.event, DISABLE_TIMING);
-            driver
-                .check(code)
-                .map_err(NcclError::of_call("cuEventCreate"))?;
+            driver.check(code).map_err(NcclError::of_call("cuEventCreate"))?;
         }
         Ok(link)
     }
@@ -169,9 +155,7 @@ impl Link {
                 let called = body(nccl, comm, self.stream);
                 (started, called, (nccl.group_end)())
             };
-            [started, called, ended]
-                .into_iter()
-                .try_for_each(|code| nccl.check(code))
+            [started, called, ended].into_iter().try_for_each(|code| nccl.check(code))
         })
     }
 
@@ -251,11 +235,7 @@ impl Link {
         let driver = &self.device.driver;
         // SAFETY: the event is this link's.
         let come = driver.has_come(unsafe { (driver.event_query)(self.event) })?;
-        Ok(if come {
-            Progress::Done
-        } else {
-            Progress::Waiting
-        })
+        Ok(if come { Progress::Done } else { Progress::Waiting })
     }
 
     /// Ends all of NCCL's work on this communicator and on all others of its GPU, which `error` is

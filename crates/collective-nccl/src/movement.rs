@@ -75,11 +75,7 @@ fn broadcast(
         return Ok(());
     }
     // Who is not the root has no input, and NCCL looks at none.
-    let from = if comm.rank() == root {
-        memory.input(0)
-    } else {
-        memory.result(0)
-    };
+    let from = if comm.rank() == root { memory.input(0) } else { memory.result(0) };
     comm.engine(print, |link| {
         // SAFETY: both lead to `len_bytes` bytes of device memory that the call holds until its
         // mark was reached.
@@ -127,10 +123,7 @@ pub(crate) fn by_messages(
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
     let rank = comm.rank();
-    let movement = Movement {
-        operation,
-        blocks: ranges,
-    };
+    let movement = Movement { operation, blocks: ranges };
     let shown = memory.input_block(&movement.shown(rank));
     let mut messages = Vec::with_capacity(2 * ranges.len());
     for take in movement.takes(rank) {
@@ -166,10 +159,7 @@ fn all_to_all(
     };
     // In place, what arrives would overwrite what has not left yet.
     let received = &comm.link.workspace.received;
-    let (received, step) = (
-        received.address,
-        cut::step(received.len_bytes(), ranges.len()),
-    );
+    let (received, step) = (received.address, cut::step(received.len_bytes(), ranges.len()));
     for start in cut::starts(ranges, step) {
         let parts = cut::parts(ranges, start, step);
         let blocks: Vec<_> = cut::packed(&parts)
@@ -202,8 +192,6 @@ fn deal(
         messages.push(Message::into(peer, base + range.start as u64, range.len()));
     }
     let (address, own) = &blocks[comm.rank()];
-    comm.engine(print, |link| {
-        link.copy(*address, base + own.start as u64, own.len())
-    })?;
+    comm.engine(print, |link| link.copy(*address, base + own.start as u64, own.len()))?;
     transfers(comm, &messages, print)
 }

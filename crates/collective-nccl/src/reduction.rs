@@ -17,10 +17,7 @@ use crate::{Reduction, movement};
 
 /// Whether the operation is left to NCCL.
 pub(crate) fn is_engines_own(comm: &NcclCommunicator, op: ReduceOp, print: &Fingerprint) -> bool {
-    let has = matches!(
-        print.operation,
-        Operation::AllReduce(_) | Operation::Reduce { .. }
-    );
+    let has = matches!(print.operation, Operation::AllReduce(_) | Operation::Reduce { .. });
     has && comm.options.reduction == Reduction::Engine && names(print.dtype, op).is_some()
 }
 
@@ -76,11 +73,7 @@ fn reduce_parts(
     // Memory that a caller has brought may lie between elements, where the kernel cannot read.
     let element_bytes = print.dtype.len_bytes() as u64;
     let or_received = |address: Address| {
-        if address.is_multiple_of(element_bytes) {
-            address
-        } else {
-            place_of(rank)
-        }
+        if address.is_multiple_of(element_bytes) { address } else { place_of(rank) }
     };
     let input = memory.input(own.start);
     let kernel = Parts {
@@ -101,10 +94,9 @@ fn reduce_parts(
     Ok(match print.operation {
         // What another rank than the root has is one block, as if apart; the root's own lies in
         // its place already.
-        Operation::Reduce { root, .. } if root != rank => Memory::Two {
-            send: result,
-            receive: result,
-        },
+        Operation::Reduce { root, .. } if root != rank => {
+            Memory::Two { send: result, receive: result }
+        }
         _ => Memory::Same(memory.result(0)),
     })
 }

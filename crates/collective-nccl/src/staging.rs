@@ -36,22 +36,14 @@ pub(crate) fn through_the_device(
     let len_bytes = blocks.numel * print.dtype.len_bytes();
     let room = comm.link.workspace.staging.len_bytes();
     if len_bytes <= room {
-        let segment = Segment {
-            of_whole: ranges.clone(),
-            on_device: ranges,
-            len_bytes,
-        };
+        let segment = Segment { of_whole: ranges.clone(), on_device: ranges, len_bytes };
         return move_segment(comm, buffers, &segment, own_start, print);
     }
     if is_of_blocks(comm, print) {
         let step = cut::step(room, ranges.len());
         for start in cut::starts(&ranges, step) {
             let parts = cut::parts(&ranges, start, step);
-            let segment = Segment {
-                on_device: cut::packed(&parts),
-                of_whole: parts,
-                len_bytes: 0,
-            };
+            let segment = Segment { on_device: cut::packed(&parts), of_whole: parts, len_bytes: 0 };
             move_segment(comm, buffers, &segment, own_start, print)?;
         }
         return Ok(());

@@ -58,10 +58,7 @@ mod tests {
             dtype: DType::BF16,
             numel: 1 << 40,
             counts_hash: 5,
-            context: CallContext {
-                plan_hash: u64::MAX,
-                bucket: Some(4),
-            },
+            context: CallContext { plan_hash: u64::MAX, bucket: Some(4) },
         };
         for frame in [Frame::Call(print), Frame::Stuck(print)] {
             assert_eq!(Frame::from_bytes(&frame.to_bytes()), Some(frame));

@@ -33,9 +33,6 @@ impl Workspace {
                 )
             })
         };
-        Ok(Self {
-            received: buffer()?,
-            staging: buffer()?,
-        })
+        Ok(Self { received: buffer()?, staging: buffer()? })
     }
 }

@@ -18,12 +18,7 @@ fn folder() -> PathBuf {
 }
 
 fn meeting(folder: &PathBuf, rank: usize, world_size: usize) -> Meeting {
-    Meeting {
-        rank,
-        world_size,
-        timeout: Duration::from_secs(20),
-        ..Meeting::at(folder)
-    }
+    Meeting { rank, world_size, timeout: Duration::from_secs(20), ..Meeting::at(folder) }
 }
 
 /// Runs `body` on every rank; the folder must be gone afterwards.
@@ -36,20 +31,13 @@ fn world<R: Send>(
     let outcomes = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..ranks)
             .map(|rank| {
-                let meeting = Meeting {
-                    timeout,
-                    ..meeting(&folder, rank, ranks)
-                };
+                let meeting = Meeting { timeout, ..meeting(&folder, rank, ranks) };
                 scope.spawn(move || body(meeting.join().unwrap()))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join()).collect()
     });
-    assert!(
-        !folder.exists(),
-        "the last rank removes {}",
-        folder.display()
-    );
+    assert!(!folder.exists(), "the last rank removes {}", folder.display());
     outcomes
 }
 
@@ -64,8 +52,7 @@ fn ranks_hear_each_other_in_worlds_of_one_to_four() {
             let rank = comm.rank();
             for round in 0..5i64 {
                 let mut everyone = vec![0i64; ranks];
-                comm.all_gather(&[10 * round + rank as i64], &mut everyone)
-                    .unwrap();
+                comm.all_gather(&[10 * round + rank as i64], &mut everyone).unwrap();
                 let expected: Vec<i64> = (0..ranks as i64).map(|rank| 10 * round + rank).collect();
                 assert_eq!(everyone, expected);
                 let mut word = [rank as i32; 3];
@@ -95,10 +82,7 @@ fn ranks_hear_each_other_in_worlds_of_one_to_four() {
 fn subgroups_are_ordered_by_key_and_outlive_their_parent() {
     all(world(4, Duration::from_secs(20), |mut comm| {
         let rank = comm.rank();
-        let membership = Membership {
-            colour: rank as u32 % 2,
-            key: 9 - rank as u32,
-        };
+        let membership = Membership { colour: rank as u32 % 2, key: 9 - rank as u32 };
         let joined = comm.split((rank != 3).then_some(membership)).unwrap();
         drop(comm);
         let Some(mut group) = joined else {
@@ -154,10 +138,7 @@ fn leaving_panicking_and_aborting_end_the_calls_of_all_at_once() {
         comm.barrier().unwrap_err()
     }));
     let reason = "enough".to_owned();
-    assert_eq!(
-        aborted,
-        vec![CollectiveError::Aborted { rank: 1, reason }; 2]
-    );
+    assert_eq!(aborted, vec![CollectiveError::Aborted { rank: 1, reason }; 2]);
     assert!(begun.elapsed() < long, "found at a deadline only");
 }
 
@@ -182,12 +163,7 @@ fn different_calls_and_calls_that_it_does_not_carry_are_refused() {
 
 /// The error of a rank that joins alone.
 fn refused(meeting: Meeting) -> String {
-    let error = Meeting {
-        timeout: SHORT,
-        ..meeting
-    }
-    .join()
-    .unwrap_err();
+    let error = Meeting { timeout: SHORT, ..meeting }.join().unwrap_err();
     assert!(matches!(error, NcclError::Meeting { .. }), "{error}");
     error.to_string()
 }
@@ -213,10 +189,7 @@ fn what_an_earlier_run_has_left_is_refused_by_every_rank() {
         "{text}"
     );
     let text = refused(meeting(&folder, 1, 2));
-    assert!(
-        text.contains("found one to another; the folder is of an earlier run"),
-        "{text}"
-    );
+    assert!(text.contains("found one to another; the folder is of an earlier run"), "{text}");
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
@@ -224,15 +197,9 @@ fn what_an_earlier_run_has_left_is_refused_by_every_rank() {
 fn what_cannot_meet_says_why() {
     let folder = folder();
     let text = refused(meeting(&folder, 2, 2));
-    assert!(
-        text.contains("rank 2 in") && text.contains("expected a rank below 2"),
-        "{text}"
-    );
+    assert!(text.contains("rank 2 in") && text.contains("expected a rank below 2"), "{text}");
     let text = refused(meeting(&folder, 0, 3));
-    assert!(
-        text.contains("within 400 ms, found none of ranks [1, 2]"),
-        "{text}"
-    );
+    assert!(text.contains("within 400 ms, found none of ranks [1, 2]"), "{text}");
     let text = refused(meeting(&folder, 1, 3));
     assert!(text.contains("found none of rank 0"), "{text}");
     let texts = std::thread::scope(|scope| {
@@ -243,10 +210,7 @@ fn what_cannot_meet_says_why() {
         threads.map(|thread| thread.join().unwrap())
     });
     for text in texts {
-        assert!(
-            text.contains("expected 2 ranks as rank 0 does, found 3 on rank 1"),
-            "{text}"
-        );
+        assert!(text.contains("expected 2 ranks as rank 0 does, found 3 on rank 1"), "{text}");
     }
     std::fs::remove_dir_all(&folder).unwrap();
 }

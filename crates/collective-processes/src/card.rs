@@ -135,10 +135,8 @@ impl Cards<'_> {
 
     pub(crate) fn membership(&self, party: usize) -> Option<Membership> {
         let member = self.word(party, MEMBER);
-        (self.word(party, FLAGS) & JOINS != 0).then_some(Membership {
-            colour: (member >> 32) as u32,
-            key: member as u32,
-        })
+        (self.word(party, FLAGS) & JOINS != 0)
+            .then_some(Membership { colour: (member >> 32) as u32, key: member as u32 })
     }
 
     /// Requires that all parties do the same as `own`.

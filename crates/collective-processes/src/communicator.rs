@@ -74,17 +74,11 @@ impl ProcessCommunicator {
             memory: None,
             parent: None,
         };
-        Ok(Self::new(
-            Group::new(Arc::new(session), founding),
-            options.clone(),
-        ))
+        Ok(Self::new(Group::new(Arc::new(session), founding), options.clone()))
     }
 
     fn new(group: Arc<Group>, options: ProcessOptions) -> Self {
-        let options = ProcessOptions {
-            timeout: options.timeout.min(MAX_TIMEOUT),
-            ..options
-        };
+        let options = ProcessOptions { timeout: options.timeout.min(MAX_TIMEOUT), ..options };
         let (rank, ranks) = (group.rank, group.world_size());
         Self {
             place: group.place(),
@@ -175,11 +169,7 @@ impl ProcessCommunicator {
 
     /// The error of a call that this rank cannot make.
     pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
-        CollectiveError::Refused {
-            rank: self.group.rank,
-            operation,
-            reason,
-        }
+        CollectiveError::Refused { rank: self.group.rank, operation, reason }
     }
 
     /// What a round that did not end well means for its caller. `stage` is what the others may

@@ -44,11 +44,7 @@ impl Rendezvous {
             let expected = "a name of this start, or MASTER_ADDR and MASTER_PORT as of torchrun";
             return Err(refused(&of, SESSION, expected));
         };
-        Ok(Self {
-            rank,
-            world_size,
-            session,
-        })
+        Ok(Self { rank, world_size, session })
     }
 }
 
@@ -131,16 +127,9 @@ mod tests {
             (&[("WORLD_SIZE", "two")][..], "found WORLD_SIZE=`two`"),
             (&[("WORLD_SIZE", "2")][..], "RANK to be a rank below 2"),
             (&[("WORLD_SIZE", "2"), ("RANK", "2")][..], "RANK=`2`"),
+            (&[("WORLD_SIZE", "2"), ("RANK", "1")][..], "FUSESTEP_SESSION=(not set)"),
             (
-                &[("WORLD_SIZE", "2"), ("RANK", "1")][..],
-                "FUSESTEP_SESSION=(not set)",
-            ),
-            (
-                &[
-                    ("WORLD_SIZE", "4"),
-                    ("RANK", "1"),
-                    ("LOCAL_WORLD_SIZE", "2"),
-                ][..],
+                &[("WORLD_SIZE", "4"), ("RANK", "1"), ("LOCAL_WORLD_SIZE", "2")][..],
                 "expected all 4 ranks on this machine, found 2 here",
             ),
         ] {

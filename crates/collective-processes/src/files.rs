@@ -148,10 +148,7 @@ impl Names {
 
 /// What the system refused.
 pub(crate) fn system(what: String, error: &io::Error) -> ProcessError {
-    ProcessError::System {
-        what,
-        reason: error.to_string(),
-    }
+    ProcessError::System { what, reason: error.to_string() }
 }
 
 #[cfg(test)]
@@ -190,10 +187,7 @@ mod tests {
             file.set_modified(then).unwrap();
             file
         };
-        let gone = [
-            name("a", format!(".{dead}")),
-            name("b", format!(".{dead}.2")),
-        ];
+        let gone = [name("a", format!(".{dead}")), name("b", format!(".{dead}.2"))];
         let mapped = name("c", format!(".{dead}.2"));
         let new = name("d", format!(".{dead}"));
         let living = name("e", format!(".{own}"));

@@ -207,10 +207,7 @@ impl Group {
     pub(crate) fn close(&self, error: CollectiveError) -> CollectiveError {
         let head = self.head();
         let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
-        let mut published = self
-            .published
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
         if !*published {
             *published = true;
             let mut bytes = error.to_bytes();
@@ -254,10 +251,7 @@ impl Group {
         table.notifier.0.notify();
         for rank in 0..self.members.len() {
             let peer = self.member(rank).transfer.load(Ordering::SeqCst) as usize;
-            if let Some(peer) = peer
-                .checked_sub(1)
-                .filter(|&peer| peer < self.members.len())
-            {
+            if let Some(peer) = peer.checked_sub(1).filter(|&peer| peer < self.members.len()) {
                 for pair in [(rank, peer), (peer, rank)] {
                     let table: &RoundHead = segment.at(self.block + self.plan().pair(pair));
                     table.notifier.0.notify();
@@ -284,9 +278,7 @@ impl Group {
     /// Makes a block for a new group of `ranks` in memory of this process, zeroed.
     pub(crate) fn found(session: &Session, ranks: usize) -> std::io::Result<Arena> {
         session.collect();
-        let memory = session
-            .heap
-            .allocate(BlockPlan::new(ranks).bytes() as usize)?;
+        let memory = session.heap.allocate(BlockPlan::new(ranks).bytes() as usize)?;
         let head: &GroupHead = session.segment.at(memory.offset());
         head.users.store(ranks as u32, Ordering::SeqCst);
         Ok(memory)
@@ -296,10 +288,7 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         self.head().users.fetch_sub(1, Ordering::SeqCst);
-        let memory = self
-            .memory
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
+        let memory = self.memory.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = memory.take() {
             self.session.retire(memory);
             self.session.collect();

@@ -21,21 +21,14 @@ impl Heap {
     /// A heap of two places: offset and length.
     pub(crate) fn new(segment: Arc<Segment>, parts: [(u64, u64); 2]) -> Self {
         let free = parts.map(|part| BTreeMap::from_iter((part.1 > 0).then_some(part)));
-        Self {
-            segment,
-            free: Mutex::new(free),
-        }
+        Self { segment, free: Mutex::new(free) }
     }
 
     /// Zeroed memory, in the first file if there is room, else in the second.
     pub(crate) fn allocate(self: &Arc<Self>, len_bytes: usize) -> io::Result<Arena> {
         let too_long = || io::Error::from(io::ErrorKind::OutOfMemory);
         let asked = len_bytes as u64;
-        let alignment = if asked < HUGE_PAGE_BYTES {
-            PAGE_BYTES
-        } else {
-            HUGE_PAGE_BYTES
-        };
+        let alignment = if asked < HUGE_PAGE_BYTES { PAGE_BYTES } else { HUGE_PAGE_BYTES };
         let place_bytes = asked.checked_next_multiple_of(alignment);
         let place_bytes = place_bytes.ok_or_else(too_long)?.max(PAGE_BYTES);
         let mut reason = too_long();

@@ -33,11 +33,7 @@ pub(crate) const END_TIME: Duration = Duration::from_secs(5);
 /// The system's, if a process cannot be started; those that were started are ended then.
 pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
     let mut signals = Signals::new(heeded())?;
-    let mut job = Job {
-        session: token(),
-        ranks: Vec::new(),
-        ended: Vec::new(),
-    };
+    let mut job = Job { session: token(), ranks: Vec::new(), ended: Vec::new() };
     for rank in 0..options.ranks {
         let started = job.command(options, rank).spawn();
         job.ranks.push(started?);

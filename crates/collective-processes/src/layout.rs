@@ -141,9 +141,7 @@ pub(crate) struct BlockPlan {
 
 impl BlockPlan {
     pub(crate) fn new(ranks: usize) -> Self {
-        Self {
-            ranks: ranks as u64,
-        }
+        Self { ranks: ranks as u64 }
     }
 
     /// The ranks' [`Member`]s, behind the [`GroupHead`].
@@ -179,20 +177,14 @@ pub(crate) fn put_bytes(words: &[AtomicU64], bytes: &[u8]) {
     for (word, bytes) in words.iter().zip(bytes.chunks(8)) {
         let mut whole = [0; 8];
         whole[..bytes.len()].copy_from_slice(bytes);
-        word.store(
-            u64::from_le_bytes(whole),
-            std::sync::atomic::Ordering::Relaxed,
-        );
+        word.store(u64::from_le_bytes(whole), std::sync::atomic::Ordering::Relaxed);
     }
 }
 
 /// Reads `len` bytes from words, or as many as there are.
 pub(crate) fn take_bytes(words: &[AtomicU64], len: u64) -> Vec<u8> {
     let load = |word: &AtomicU64| word.load(std::sync::atomic::Ordering::Relaxed);
-    let mut bytes: Vec<u8> = words
-        .iter()
-        .flat_map(|word| load(word).to_le_bytes())
-        .collect();
+    let mut bytes: Vec<u8> = words.iter().flat_map(|word| load(word).to_le_bytes()).collect();
     bytes.truncate(usize::try_from(len).unwrap_or(usize::MAX));
     bytes
 }

@@ -73,15 +73,9 @@ mod tests {
     fn a_process_that_has_ended_is_dead_before_and_after_its_parent_looks() {
         let own = Life::own();
         assert!(own.is_alive() && own.began > 0);
-        let later = Life {
-            began: own.began + 1,
-            ..own
-        };
+        let later = Life { began: own.began + 1, ..own };
         assert!(!later.is_alive(), "another process of the same number");
-        let mut child = std::process::Command::new("sleep")
-            .arg("600")
-            .spawn()
-            .unwrap();
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
         let process = u64::from(child.id());
         let began = State::of(process).unwrap().began;
         let life = Life { process, began };

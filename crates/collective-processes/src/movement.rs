@@ -46,10 +46,7 @@ fn pull(
         }
     }
     let staged = (0..cards.parties()).filter(|&party| cards.is_staged(party));
-    let longest = staged
-        .map(|party| cards.input_len(party))
-        .max()
-        .unwrap_or(0);
+    let longest = staged.map(|party| cards.input_len(party)).max().unwrap_or(0);
     longest.div_ceil(STAGE_BYTES as u64).max(1) as usize
 }
 
@@ -106,9 +103,7 @@ impl ProcessCommunicator {
             _ => None,
         };
         task.card.is_staged = stage.is_some();
-        task.card.input = stage
-            .as_ref()
-            .map_or(offset.unwrap_or(0), |stage| stage.offset());
+        task.card.input = stage.as_ref().map_or(offset.unwrap_or(0), |stage| stage.offset());
         task.card.input_len = len as u64;
         let (mut stretch, mut stretches) = (0, 1);
         let mut outcome = Ok(());
@@ -119,9 +114,7 @@ impl ProcessCommunicator {
                 let bytes = &share.shown[start..end];
                 stage.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
             }
-            let Self {
-                group, recorder, ..
-            } = self;
+            let Self { group, recorder, .. } = self;
             let (party, ranks) = (place.party, place.ranks.clone());
             let late = task.late(group);
             let met = group.round(place, &task.coming(0), late, |cards| {
@@ -130,13 +123,7 @@ impl ProcessCommunicator {
                     compared.map_err(|error| error.with_ranks(&ranks))?;
                     task.note(recorder, cards, &ranks);
                 }
-                Ok(pull(
-                    &mut share,
-                    &group.session.segment,
-                    cards,
-                    party,
-                    stretch,
-                ))
+                Ok(pull(&mut share, &group.session.segment, cards, party, stretch))
             });
             let met = met.unwrap_or_else(|broken| {
                 let is_exposed = stage.is_none() && len > 0;
@@ -155,11 +142,5 @@ impl ProcessCommunicator {
 
 /// Stands for the table of all ranks while a call uses it.
 fn nowhere() -> Place {
-    Place {
-        table: 0,
-        ranks: Vec::new(),
-        party: 0,
-        round: 0,
-        is_pair: false,
-    }
+    Place { table: 0, ranks: Vec::new(), party: 0, round: 0, is_pair: false }
 }

@@ -27,11 +27,7 @@ impl Patience {
     /// For `ranks` processes of one machine. With fewer cores, whoever spins keeps others away.
     pub(crate) fn of(ranks: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        let (spins, yields) = if ranks <= cores {
-            (SPINS, YIELDS)
-        } else {
-            (0, YIELDS / 3)
-        };
+        let (spins, yields) = if ranks <= cores { (SPINS, YIELDS) } else { (0, YIELDS / 3) };
         Self { spins, yields }
     }
 }
@@ -90,10 +86,7 @@ impl Notifier {
 
 /// Sleeps until the word is another one and somebody notifies, or the time is over.
 fn sleep(word: &std::sync::atomic::AtomicU32, seen: u32, time: Duration) {
-    let time = Timespec {
-        tv_sec: 0,
-        tv_nsec: time.subsec_nanos().max(1).into(),
-    };
+    let time = Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().max(1).into() };
     // Whatever ends it, the caller looks again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&time));
 }

@@ -101,12 +101,7 @@ impl ProcessCommunicator {
         stretch: Range<usize>,
         stage: &mut Option<crate::heap::Arena>,
     ) -> Result<usize, CollectiveError> {
-        let Self {
-            group,
-            place,
-            recorder,
-            ..
-        } = self;
+        let Self { group, place, recorder, .. } = self;
         let (rank, ranks) = (group.rank, place.ranks.clone());
         let coming = task.coming(plan.claim_bytes);
         let late = task.late(group);
@@ -116,18 +111,9 @@ impl ProcessCommunicator {
                 task.note(recorder, cards, &ranks);
             }
             let is_staged = (0..cards.parties()).any(|party| cards.is_staged(party));
-            let range = if is_staged {
-                stretch.clone()
-            } else {
-                0..plan.whole_bytes()
-            };
+            let range = if is_staged { stretch.clone() } else { 0..plan.whole_bytes() };
             let end = range.end;
-            let round = Round {
-                segment: &group.session.segment,
-                cards,
-                plan,
-                range,
-            };
+            let round = Round { segment: &group.session.segment, cards, plan, range };
             round.reduce(rank);
             Ok(end)
         });
@@ -166,12 +152,7 @@ impl ProcessCommunicator {
         let rank = self.group.rank;
         let block = |dtype: DType| blocks.of_bytes(rank, dtype.len_bytes());
         let grad_block = block(call.grad_dtype);
-        let Self {
-            group,
-            place,
-            recorder,
-            ..
-        } = self;
+        let Self { group, place, recorder, .. } = self;
         let ranks = place.ranks.clone();
         let late = task.late(group);
         let met = group.round(place, &task.coming(0), late, |cards| {
@@ -197,11 +178,7 @@ impl ProcessCommunicator {
                 });
                 ranks.collect()
             });
-            work(RankMemory {
-                rank,
-                grads: grads.collect(),
-                replicas: replicas.collect(),
-            });
+            work(RankMemory { rank, grads: grads.collect(), replicas: replicas.collect() });
             Ok(())
         });
         let outcome = met.unwrap_or_else(|broken| Err(self.settle(broken, &mut None, true)));
@@ -275,14 +252,8 @@ impl<'a> Round<'a> {
     fn column(&self, party: usize, bytes: &Range<usize>, gets: bool) -> Column<'a> {
         let (cards, len) = (self.cards, bytes.len());
         // Offsets count from where the whole would begin.
-        let first = if cards.is_staged(party) {
-            self.range.start
-        } else {
-            0
-        };
-        let from = cards
-            .input(party)
-            .wrapping_add((bytes.start.wrapping_sub(first)) as u64);
+        let first = if cards.is_staged(party) { self.range.start } else { 0 };
+        let from = cards.input(party).wrapping_add((bytes.start.wrapping_sub(first)) as u64);
         let from = self.segment.address(from, len);
         if cards.is_in_place(party) {
             return Column {
@@ -308,9 +279,6 @@ impl<'a> Round<'a> {
             // SAFETY: as for what is in place.
             writable = unsafe { std::slice::from_raw_parts_mut(to, len) };
         }
-        Column {
-            shared: Some(shared),
-            writable,
-        }
+        Column { shared: Some(shared), writable }
     }
 }

@@ -29,11 +29,7 @@ struct Found {
 /// Meets the other ranks.
 pub(crate) fn join(place: &Rendezvous, timeout: Duration) -> Result<Session, ProcessError> {
     let deadline = Instant::now() + timeout;
-    let found = if place.rank == 0 {
-        create(place)?
-    } else {
-        find(place, timeout, deadline)?
-    };
+    let found = if place.rank == 0 { create(place)? } else { find(place, timeout, deadline)? };
     let came = come(place, &found, timeout, deadline);
     let whole = came.is_ok();
     // The creator takes its names back in any case; the others see to it when it cannot any more.
@@ -47,11 +43,7 @@ pub(crate) fn join(place: &Rendezvous, timeout: Duration) -> Result<Session, Pro
 
 fn file(path: &Path, is_new: bool) -> io::Result<File> {
     let mut options = OpenOptions::new();
-    options
-        .read(true)
-        .write(true)
-        .create_new(is_new)
-        .mode(0o600);
+    options.read(true).write(true).create_new(is_new).mode(0o600);
     let file = options.open(path)?;
     // Held as long as it is mapped, by any process: what nobody holds is left over.
     let _ = file.try_lock_shared();
@@ -86,11 +78,7 @@ fn create(place: &Rendezvous) -> Result<Found, ProcessError> {
         });
         match published {
             Ok(segment) => {
-                return Ok(Found {
-                    segment,
-                    plan,
-                    names,
-                });
+                return Ok(Found { segment, plan, names });
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 names.remove();
@@ -135,14 +123,10 @@ fn fill(first: File, second: Option<(File, PathBuf)>, plan: SessionPlan) -> io::
     let segment = Segment::map(std::iter::once(first).chain(second).collect())?;
     segment.reserve(0, plan.head_bytes())?;
     let head: &SessionHead = segment.at(0);
-    let path = path
-        .unwrap_or_default()
-        .into_os_string()
-        .into_encoded_bytes();
+    let path = path.unwrap_or_default().into_os_string().into_encoded_bytes();
     put_bytes(&head.second, &path);
     head.second_len.store(path.len() as u64, Ordering::SeqCst);
-    head.world_size
-        .store(plan.world_size as u64, Ordering::SeqCst);
+    head.world_size.store(plan.world_size as u64, Ordering::SeqCst);
     for (word, bytes) in head.part_bytes.iter().zip(plan.part_bytes) {
         word.store(bytes, Ordering::SeqCst);
     }
@@ -217,11 +201,7 @@ fn open(path: &Path, place: &Rendezvous) -> Result<Option<Found>, ProcessError> 
         }
     }
     let segment = Segment::map(files).map_err(failed)?;
-    Ok(Some(Found {
-        segment,
-        plan,
-        names,
-    }))
+    Ok(Some(Found { segment, plan, names }))
 }
 
 /// Who has made the file at `path`.
@@ -245,9 +225,7 @@ fn come(
 ) -> Result<(), ProcessError> {
     let (rank, ranks) = (place.rank, place.world_size as u64);
     let head: &SessionHead = found.segment.at(0);
-    let processes: &[Process] = found
-        .segment
-        .list_at(found.plan.processes(), place.world_size);
+    let processes: &[Process] = found.segment.list_at(found.plan.processes(), place.world_size);
     let own = word_of(Life::own());
     let word = &processes[rank].0;
     if let Err(other) = word.compare_exchange(0, own, Ordering::SeqCst, Ordering::SeqCst)
@@ -278,18 +256,13 @@ fn come(
         head.notifier.notify();
         let over = || gate() & FAILED != 0 || gate() == ranks;
         let patience = Patience::of(usize::MAX);
-        head.notifier
-            .wait(patience, deadline, over, || dead().is_some());
+        head.notifier.wait(patience, deadline, over, || dead().is_some());
         if gate() == ranks {
             return Ok(());
         }
         // The gate closes for all ranks or opens for all, and says why: who hears of it later may
         // find the rank that closed it dead.
-        let why = if dead().is_none() {
-            FAILED | LATE
-        } else {
-            FAILED
-        };
+        let why = if dead().is_none() { FAILED | LATE } else { FAILED };
         let close = |gate: u64| (gate < ranks).then_some(gate | why);
         if head.gate.fetch_update(set, get, close) == Err(ranks) {
             return Ok(());

@@ -84,19 +84,13 @@ impl Group {
         // Nobody reads this rank's entry now: readers are in an open round, the last one is over
         // for all who live (`depart`), and the next cannot open before the arrival below.
         coming.card.write(&participant.card);
-        participant
-            .claimed
-            .0
-            .store(coming.reserved, Ordering::Relaxed);
+        participant.claimed.0.store(coming.reserved, Ordering::Relaxed);
         table.arrive().map_err(Broken::Ended)?;
         participant.arrived.store(place.round, Ordering::SeqCst);
         table.wait(coming, late).map_err(Broken::Ended)?;
         // Peers may use this rank's memory from here on, whether the work returns or panics.
-        let done = catch_unwind(AssertUnwindSafe(|| {
-            work(Cards {
-                participants: table.participants,
-            })
-        }));
+        let done =
+            catch_unwind(AssertUnwindSafe(|| work(Cards { participants: table.participants })));
         let departed = table.depart(coming);
         match done {
             Ok(result) => departed.map(|()| result),
@@ -120,8 +114,7 @@ impl Table<'_> {
         if !self.place.is_pair {
             return None;
         }
-        self.group
-            .ends_transfer(self.place.ranks[1 - self.place.party])
+        self.group.ends_transfer(self.place.ranks[1 - self.place.party])
     }
 
     /// The failure behind a gate that was seen closed.
@@ -231,10 +224,7 @@ impl Table<'_> {
     /// [`Broken::InUse`] says.
     fn depart(&self, coming: &Coming) -> Result<(), Broken> {
         let (head, round) = (self.head, self.place.round);
-        self.participants[self.place.party]
-            .departed
-            .0
-            .store(round, Ordering::SeqCst);
+        self.participants[self.place.party].departed.0.store(round, Ordering::SeqCst);
         if head.departed.0.fetch_add(1, Ordering::SeqCst) + 1 == self.target {
             head.notifier.0.notify();
             return Ok(());

@@ -79,9 +79,7 @@ impl Segment {
     }
 
     fn is_second(&self, offset: u64) -> bool {
-        self.parts
-            .get(1)
-            .is_some_and(|second| offset >= second.start)
+        self.parts.get(1).is_some_and(|second| offset >= second.start)
     }
 
     /// What lies at `offset`, where the session's plan has put such a thing.

@@ -91,10 +91,7 @@ impl SessionPlan {
         let memory = (info.totalram as u64).saturating_mul(u64::from(info.mem_unit.max(1)));
         let part = memory.next_multiple_of(HUGE_PAGE_BYTES);
         let longest = SECOND_BYTES / world_size as u64 / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-        Self {
-            world_size,
-            part_bytes: [part, part.min(longest)],
-        }
+        Self { world_size, part_bytes: [part, part.min(longest)] }
     }
 
     pub(crate) fn processes(self) -> u64 {
@@ -128,10 +125,7 @@ impl SessionPlan {
     pub(crate) fn parts(self, rank: usize) -> [(u64, u64); 2] {
         let ([first, second], rank) = (self.part_bytes, rank as u64);
         let starts = [self.first_part(), self.file_bytes()[0]];
-        [
-            (starts[0] + rank * first, first),
-            (starts[1] + rank * second, second),
-        ]
+        [(starts[0] + rank * first, first), (starts[1] + rank * second, second)]
     }
 }
 
@@ -143,10 +137,7 @@ pub(crate) fn word_of(life: Life) -> u64 {
 /// The process that a word names, if it names one.
 pub(crate) fn life_in(word: &AtomicU64) -> Option<Life> {
     let word = word.load(Ordering::SeqCst);
-    let life = Life {
-        process: word >> BEGAN_BITS,
-        began: word & ((1 << BEGAN_BITS) - 1),
-    };
+    let life = Life { process: word >> BEGAN_BITS, began: word & ((1 << BEGAN_BITS) - 1) };
     (word != 0).then_some(life)
 }
 
@@ -159,10 +150,7 @@ mod tests {
 
     /// The block of a group of two ranks, after the session of its leader has ended.
     fn block_after(users: u32) -> Vec<u8> {
-        let plan = SessionPlan {
-            world_size: 2,
-            part_bytes: [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES],
-        };
+        let plan = SessionPlan { world_size: 2, part_bytes: [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES] };
         let files: Vec<_> = plan
             .file_bytes()
             .map(|len| {

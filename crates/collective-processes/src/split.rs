@@ -52,12 +52,7 @@ fn round<R>(
     task: &Task,
     read: impl FnOnce(Cards<'_>) -> R,
 ) -> Result<R, CollectiveError> {
-    let ProcessCommunicator {
-        group,
-        place,
-        recorder,
-        ..
-    } = comm;
+    let ProcessCommunicator { group, place, recorder, .. } = comm;
     let ranks = place.ranks.clone();
     let late = task.late(group);
     let outcome = group.round(place, &task.coming(0), late, |cards| {

@@ -84,13 +84,7 @@ mod tests {
     fn a_starter_is_known_by_its_number_its_beginning_and_where_numbers_mean_the_same() {
         assert_eq!(read(&own()), Some(Life::own()));
         let Life { process, began } = Life::own();
-        for other in [
-            "",
-            "1",
-            "1 2",
-            "x 2 y",
-            &format!("{process} {began} pid:[1]"),
-        ] {
+        for other in ["", "1", "1 2", "x 2 y", &format!("{process} {began} pid:[1]")] {
             assert_eq!(read(other), None, "{other}");
         }
     }

@@ -89,9 +89,7 @@ fn say(line: &str) {
 
 fn raise(signal: &str) {
     let own = std::process::id().to_string();
-    let sent = Command::new("kill")
-        .args([&format!("-{signal}"), &own])
-        .status();
+    let sent = Command::new("kill").args([&format!("-{signal}"), &own]).status();
     assert!(sent.unwrap().success());
     // The signal may take a moment to reach this thread.
     std::thread::sleep(Duration::from_secs(1));
@@ -121,10 +119,7 @@ fn update(comm: &mut ProcessCommunicator, at_work: impl Fn()) -> Result<(), Coll
     let call = ReduceUpdate {
         grad_dtype: DType::F32,
         grads,
-        replicas: Replicas::from_iter([Replica {
-            dtype: DType::F32,
-            bytes: params,
-        }]),
+        replicas: Replicas::from_iter([Replica { dtype: DType::F32, bytes: params }]),
         counts: &counts,
     };
     comm.reduce_update(call, &mut |_| at_work())
@@ -133,11 +128,7 @@ fn update(comm: &mut ProcessCommunicator, at_work: impl Fn()) -> Result<(), Coll
 const ARGUMENTS: [&str; 3] = ["a_rank", "--exact", "--nocapture"];
 
 fn environment<'a>(how: &'a str, culprit: &'a str, timeout_ms: &'a str) -> [(&'a str, &'a str); 3] {
-    [
-        ("TEST_HOW", how),
-        ("TEST_CULPRIT", culprit),
-        ("TEST_TIMEOUT_MS", timeout_ms),
-    ]
+    [("TEST_HOW", how), ("TEST_CULPRIT", culprit), ("TEST_TIMEOUT_MS", timeout_ms)]
 }
 
 /// Starts three ranks, waits for all but the culprit, and ends that.
@@ -297,10 +288,7 @@ fn a_wrong_place_is_refused() {
     assert!(ends[1].output.contains(expected), "{}", ends[1].output);
     let ends = Started(vec![start(0, 3), start(1, 3), start(1, 3)]).wait(Duration::from_secs(20));
     let outputs: String = ends.iter().map(|end| end.output.as_str()).collect();
-    assert!(
-        outputs.contains("expected no other rank 1 in session"),
-        "{outputs}"
-    );
+    assert!(outputs.contains("expected no other rank 1 in session"), "{outputs}");
     assert!(outputs.contains("found none of [2]"), "{outputs}");
     nothing_is_left();
 }

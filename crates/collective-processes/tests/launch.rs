@@ -79,21 +79,12 @@ fn the_first_failure_is_the_code_and_ends_the_others() {
 #[test]
 fn survivors_have_time_to_name_the_dead() {
     let own = std::env::current_exe().unwrap();
-    let script = format!(
-        "TEST_HOW=kill exec {} a_rank --exact --nocapture",
-        own.display()
-    );
-    let options = LaunchOptions {
-        grace: Duration::from_secs(10),
-        ..shell(3, &script)
-    };
+    let script = format!("TEST_HOW=kill exec {} a_rank --exact --nocapture", own.display());
+    let options = LaunchOptions { grace: Duration::from_secs(10), ..shell(3, &script) };
     let begun = Instant::now();
     let Launched { code, failed } = launch(&options).unwrap();
     assert_eq!((code, failed), (137, Some(1)));
-    assert!(
-        begun.elapsed() < Duration::from_secs(5),
-        "they end by themselves"
-    );
+    assert!(begun.elapsed() < Duration::from_secs(5), "they end by themselves");
     assert_eq!(start::left_behind(), Vec::<String>::new());
 }
 
@@ -104,11 +95,8 @@ fn a_starter() {
         return;
     }
     let arguments = ["--exact", "a_rank", "--nocapture"].map(Into::into).into();
-    launch(&LaunchOptions {
-        arguments,
-        ..LaunchOptions::new(2, std::env::current_exe().unwrap())
-    })
-    .unwrap();
+    launch(&LaunchOptions { arguments, ..LaunchOptions::new(2, std::env::current_exe().unwrap()) })
+        .unwrap();
 }
 
 /// Waits until the ranks of that launcher have said so in the folder.
@@ -116,10 +104,7 @@ fn wait_for_ranks(folder: &std::path::Path) {
     let came = || (0..2).all(|rank: usize| folder.join(rank.to_string()).exists());
     let begun = Instant::now();
     while !came() {
-        assert!(
-            begun.elapsed() < Duration::from_secs(30),
-            "ranks did not come"
-        );
+        assert!(begun.elapsed() < Duration::from_secs(30), "ranks did not come");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -128,10 +113,7 @@ fn wait_for_ranks(folder: &std::path::Path) {
 fn a_signal_that_the_launcher_was_started_to_ignore_ends_nobody() {
     let folder = tempfile::tempdir().unwrap();
     let own = std::env::current_exe().unwrap();
-    let script = format!(
-        "trap '' HUP; exec {} --exact a_starter --nocapture",
-        own.display()
-    );
+    let script = format!("trap '' HUP; exec {} --exact a_starter --nocapture", own.display());
     let mut starter = Command::new("sh")
         .args(["-c", &script])
         .env("TEST_FOLDER", folder.path())
@@ -141,10 +123,7 @@ fn a_signal_that_the_launcher_was_started_to_ignore_ends_nobody() {
     wait_for_ranks(folder.path());
     let process = starter.id().to_string();
     let send = |signal: &str| {
-        Command::new("kill")
-            .args([signal, &process])
-            .status()
-            .unwrap();
+        Command::new("kill").args([signal, &process]).status().unwrap();
     };
     send("-HUP");
     std::thread::sleep(Duration::from_millis(500));
@@ -172,17 +151,8 @@ fn ranks_end_when_their_launcher_is_killed() {
     let killed = Instant::now();
     // Ends when the last rank has.
     let mut told = String::new();
-    starter
-        .stderr
-        .take()
-        .unwrap()
-        .read_to_string(&mut told)
-        .unwrap();
-    assert!(
-        killed.elapsed() < Duration::from_secs(20),
-        "{:?}: {told}",
-        killed.elapsed()
-    );
+    starter.stderr.take().unwrap().read_to_string(&mut told).unwrap();
+    assert!(killed.elapsed() < Duration::from_secs(20), "{:?}: {told}", killed.elapsed());
     let named = format!("expected the launcher, process {process}, to look after this rank");
     assert!(told.contains(&named), "{told}");
 }

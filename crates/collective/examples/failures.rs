@@ -30,10 +30,7 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
     assert_eq!(ends, [Some(Err(killed.clone())), None, Some(Err(killed))]);
 
     let ends = with_a_fault("out of order", FaultKind::Reorder)?;
-    assert!(matches!(
-        &ends[2],
-        Some(Err(CollectiveError::Mismatch { found_rank: 1, .. }))
-    ));
+    assert!(matches!(&ends[2], Some(Err(CollectiveError::Mismatch { found_rank: 1, .. }))));
 
     // Nothing notices a flipped bit but the result: all ranks agree on a wrong sum.
     let ends = with_a_fault("corrupted", FaultKind::Corrupt(0))?;
@@ -45,15 +42,8 @@ pub(crate) fn main() -> Result<(), Box<dyn Error>> {
 
 /// Rank 1 misbehaves at its second call.
 fn with_a_fault(title: &str, kind: FaultKind) -> Result<Ends, Box<dyn Error>> {
-    let scenario = [Fault {
-        rank: 1,
-        call: 2,
-        kind,
-    }];
-    let options = Options {
-        timeout: Duration::from_millis(1000),
-        ..Options::default()
-    };
+    let scenario = [Fault { rank: 1, call: 2, kind }];
+    let options = Options { timeout: Duration::from_millis(1000), ..Options::default() };
     let ends: Ends = run_ranks(3, &options, |comm| {
         let mut comm = Faulty::new(comm, &scenario);
         let mut sum = [1];
@@ -97,11 +87,7 @@ fn abort() -> Result<(), Box<dyn Error>> {
 /// What a rank did last, and who kept it waiting; `Options::dump_folder` has it written to a file
 /// on the first error.
 fn flight_recorder() -> Result<(), Box<dyn Error>> {
-    let slow = [Fault {
-        rank: 1,
-        call: 1,
-        kind: FaultKind::DelayMs(30),
-    }];
+    let slow = [Fault { rank: 1, call: 1, kind: FaultKind::DelayMs(30) }];
     let recorded = run_ranks(2, &Options::default(), |comm| {
         let mut comm = Faulty::new(comm, &slow);
         comm.broadcast(&mut [0u8; 16], 0)?;

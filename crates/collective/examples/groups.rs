@@ -32,10 +32,7 @@ fn split() -> Result<(), Box<dyn Error>> {
         group.all_reduce(&mut sum, ReduceOp::Sum)?;
         Ok(Some((group.rank(), sum[0])))
     })?;
-    assert_eq!(
-        sums,
-        [Some((0, 2)), Some((1, 4)), Some((1, 2)), Some((0, 4)), None]
-    );
+    assert_eq!(sums, [Some((0, 2)), Some((1, 4)), Some((1, 2)), Some((0, 4)), None]);
     Ok(())
 }
 
@@ -56,24 +53,20 @@ fn streams_with_handles() -> Result<(), Box<dyn Error>> {
 
 /// Any call can be started, or several as one piece of work.
 fn several_calls_on_a_stream() -> Result<(), Box<dyn Error>> {
-    let gathered = on_ranks(
-        "scale, then gather on a communication stream",
-        2,
-        |mut comm| {
-            let stream = comm_streams(&mut comm, 1)?.remove(0);
-            let start = vec![1.0 + comm.rank() as f64];
-            let pending = stream.start("normalise and gather", start, |comm, own| {
-                let mut sum = [0.0];
-                comm.all_reduce_into(own, &mut sum, ReduceOp::Sum)?;
-                own[0] /= sum[0];
-                let mut all = vec![0.0; comm.world_size()];
-                comm.all_gather(own, &mut all)?;
-                *own = all;
-                Ok(())
-            });
-            pending.wait()
-        },
-    )?;
+    let gathered = on_ranks("scale, then gather on a communication stream", 2, |mut comm| {
+        let stream = comm_streams(&mut comm, 1)?.remove(0);
+        let start = vec![1.0 + comm.rank() as f64];
+        let pending = stream.start("normalise and gather", start, |comm, own| {
+            let mut sum = [0.0];
+            comm.all_reduce_into(own, &mut sum, ReduceOp::Sum)?;
+            own[0] /= sum[0];
+            let mut all = vec![0.0; comm.world_size()];
+            comm.all_gather(own, &mut all)?;
+            *own = all;
+            Ok(())
+        });
+        pending.wait()
+    })?;
     assert_eq!(gathered, vec![vec![1.0 / 3.0, 2.0 / 3.0]; 2]);
     Ok(())
 }

@@ -17,11 +17,7 @@ pub struct Aborter {
 impl Aborter {
     /// An aborter of `rank` that calls `close`.
     pub fn new(rank: usize, close: impl Fn(CollectiveError) + Send + Sync + 'static) -> Self {
-        Self {
-            rank,
-            close: Arc::new(close),
-            failure: Arc::new(|| None),
-        }
+        Self { rank, close: Arc::new(close), failure: Arc::new(|| None) }
     }
 
     /// An aborter that also tells by `failure` what has closed the group.
@@ -29,18 +25,12 @@ impl Aborter {
         self,
         failure: impl Fn() -> Option<CollectiveError> + Send + Sync + 'static,
     ) -> Self {
-        Self {
-            failure: Arc::new(failure),
-            ..self
-        }
+        Self { failure: Arc::new(failure), ..self }
     }
 
     /// Ends all waits of the group: its calls return [`CollectiveError::Aborted`] on every rank.
     pub fn abort(&self, reason: &str) {
-        self.close(CollectiveError::Aborted {
-            rank: self.rank,
-            reason: reason.to_owned(),
-        });
+        self.close(CollectiveError::Aborted { rank: self.rank, reason: reason.to_owned() });
     }
 
     /// Ends all waits of the group: its calls return `error` on every rank.
@@ -64,8 +54,6 @@ impl Aborter {
 
 impl fmt::Debug for Aborter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Aborter")
-            .field("rank", &self.rank)
-            .finish_non_exhaustive()
+        f.debug_struct("Aborter").field("rank", &self.rank).finish_non_exhaustive()
     }
 }

@@ -38,9 +38,7 @@ impl Blocks<'_> {
 
     /// [`of_bytes`](Self::of_bytes) of every rank.
     pub fn all_bytes(&self, element_bytes: usize) -> OfRanks<Range<usize>> {
-        (0..self.world_size)
-            .map(|rank| self.of_bytes(rank, element_bytes))
-            .collect()
+        (0..self.world_size).map(|rank| self.of_bytes(rank, element_bytes)).collect()
     }
 
     fn even_start(&self, rank: usize) -> usize {
@@ -52,11 +50,7 @@ impl Blocks<'_> {
 /// Block lengths of `numel` elements as equal as can be, the longer ones first: the counts that
 /// calls use when given none.
 pub fn even_counts(numel: usize, world_size: usize) -> Vec<usize> {
-    let blocks = Blocks {
-        numel,
-        world_size,
-        counts: None,
-    };
+    let blocks = Blocks { numel, world_size, counts: None };
     (0..world_size).map(|rank| blocks.of(rank).len()).collect()
 }
 
@@ -71,11 +65,7 @@ mod tests {
             assert_eq!(counts.iter().sum::<usize>(), numel);
             assert!(counts.is_sorted_by(|a, b| a >= b) && counts[0] - counts[world - 1] <= 1);
             for counts in [None, Some(&counts[..])] {
-                let blocks = Blocks {
-                    numel,
-                    world_size: world,
-                    counts,
-                };
+                let blocks = Blocks { numel, world_size: world, counts };
                 let mut end = 0;
                 for rank in 0..world {
                     assert_eq!(blocks.of(rank).start, end);
@@ -84,11 +74,7 @@ mod tests {
                 assert_eq!(end, numel);
             }
         }
-        let uneven = Blocks {
-            numel: 5,
-            world_size: 3,
-            counts: Some(&[0, 4, 1]),
-        };
+        let uneven = Blocks { numel: 5, world_size: 3, counts: Some(&[0, 4, 1]) };
         assert_eq!(uneven.of_bytes(1, 4), 0..16);
     }
 }

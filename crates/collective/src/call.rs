@@ -68,10 +68,9 @@ impl<'a> Call<'a> {
             counts: self.counts,
             lengths: match &self.buffers {
                 Buffers::InPlace(buffer) => Lengths::InPlace(buffer.len()),
-                Buffers::OutOfPlace { send, receive } => Lengths::OutOfPlace {
-                    send: send.len(),
-                    receive: receive.len(),
-                },
+                Buffers::OutOfPlace { send, receive } => {
+                    Lengths::OutOfPlace { send: send.len(), receive: receive.len() }
+                }
             },
         }
     }

@@ -58,10 +58,7 @@ impl<'a> CallShape<'a> {
             operation: self.operation.name(),
             reason,
         };
-        let floating = matches!(
-            self.dtype,
-            DType::F16 | DType::BF16 | DType::F32 | DType::F64
-        );
+        let floating = matches!(self.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
         if let Some(reduce @ ReduceOp::Average) = self.operation.reduce_op()
             && !floating
         {
@@ -74,11 +71,7 @@ impl<'a> CallShape<'a> {
         }
         self.check_ranks(rank, world_size).map_err(refuse)?;
         let numel = self.numel(rank, world_size).map_err(refuse)?;
-        let blocks = Blocks {
-            numel,
-            world_size,
-            counts: self.counts,
-        };
+        let blocks = Blocks { numel, world_size, counts: self.counts };
         self.check_lengths(rank, &blocks).map_err(refuse)?;
         Ok(blocks)
     }
@@ -100,9 +93,9 @@ impl<'a> CallShape<'a> {
             _ => {}
         }
         match self.operation.root() {
-            Some(root) if root >= world_size => Err(format!(
-                "root or peer: expected a rank below {world_size}, found {root}"
-            )),
+            Some(root) if root >= world_size => {
+                Err(format!("root or peer: expected a rank below {world_size}, found {root}"))
+            }
             _ => Ok(()),
         }
     }

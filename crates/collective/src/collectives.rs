@@ -72,12 +72,7 @@ pub trait Collectives: Communicator {
         receive: &mut [T],
         reduce: ReduceOp,
     ) -> Result<(), CollectiveError> {
-        self.execute(out_of_place(
-            Operation::AllReduce(reduce),
-            None,
-            send,
-            receive,
-        ))
+        self.execute(out_of_place(Operation::AllReduce(reduce), None, send, receive))
     }
 
     /// `buffer ← reduce over ranks (buffer)` on the root; other ranks keep theirs.
@@ -157,12 +152,7 @@ pub trait Collectives: Communicator {
         block: &[T],
         receive: &mut [T],
     ) -> Result<(), CollectiveError> {
-        self.execute(out_of_place(
-            Operation::AllGather,
-            Some(counts),
-            block,
-            receive,
-        ))
+        self.execute(out_of_place(Operation::AllGather, Some(counts), block, receive))
     }
 
     /// `block ← own block of reduce over ranks (send)`. Blocks are as equal as can be:
@@ -183,12 +173,7 @@ pub trait Collectives: Communicator {
         block: &mut [T],
         reduce: ReduceOp,
     ) -> Result<(), CollectiveError> {
-        self.execute(out_of_place(
-            Operation::ReduceScatter(reduce),
-            None,
-            send,
-            block,
-        ))
+        self.execute(out_of_place(Operation::ReduceScatter(reduce), None, send, block))
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) to blocks of any lengths.
@@ -252,12 +237,7 @@ pub trait Collectives: Communicator {
         receive: &mut [T],
         root: usize,
     ) -> Result<(), CollectiveError> {
-        self.execute(out_of_place(
-            Operation::Gather { root },
-            None,
-            block,
-            receive,
-        ))
+        self.execute(out_of_place(Operation::Gather { root }, None, block, receive))
     }
 
     /// Block `i` of rank `j` becomes block `j` of rank `i`; blocks of one length.
@@ -296,12 +276,7 @@ pub trait Collectives: Communicator {
     /// # ranks.into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn send<T: Element>(&mut self, elements: &[T], to: usize) -> Result<(), CollectiveError> {
-        self.execute(out_of_place(
-            Operation::Send { to },
-            None,
-            elements,
-            &mut [],
-        ))
+        self.execute(out_of_place(Operation::Send { to }, None, elements, &mut []))
     }
 
     /// Takes the elements that rank `from` hands over by [`send`](Self::send).

@@ -84,11 +84,8 @@ impl Columns<'_, '_> {
                 let bytes = start..len_bytes.min(start + BLOCK_BYTES);
                 let shared = self.columns.iter().filter_map(|column| column.shared);
                 let inputs: SmallVec<[_; 16]> = shared.map(|all| &all[bytes.clone()]).collect();
-                let mut slices = Slices {
-                    inputs: &inputs,
-                    out: &mut block[..bytes.len()],
-                    share_bytes,
-                };
+                let mut slices =
+                    Slices { inputs: &inputs, out: &mut block[..bytes.len()], share_bytes };
                 reduce_in_rank_order(level, dtype, op, bytes.len(), &mut slices);
                 let out = &mut self.columns[receiver].writable[bytes.clone()];
                 copies.copy(out, &block[..bytes.len()]);

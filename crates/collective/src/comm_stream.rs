@@ -100,12 +100,7 @@ impl CommStream {
                 "expected a thread of its own, found {error}; use fewer communication streams"
             ),
         })?;
-        Ok(Self {
-            queue: Some(queue),
-            thread: Some(thread),
-            aborter,
-            started: AtomicU64::new(0),
-        })
+        Ok(Self { queue: Some(queue), thread: Some(thread), aborter, started: AtomicU64::new(0) })
     }
 
     /// Starts any call, or several, on a buffer that is handed back by [`Pending::wait`].
@@ -130,18 +125,12 @@ impl CommStream {
             // with its sender, and `wait` says so.
             let _ = queue.send(job);
         }
-        Pending {
-            result: Some(result),
-            operation,
-            aborter: self.aborter.clone(),
-        }
+        Pending { result: Some(result), operation, aborter: self.aborter.clone() }
     }
 
     /// Starts an all-reduce of a vector in place.
     pub fn all_reduce<T: Element>(&self, buffer: Vec<T>, reduce: ReduceOp) -> Pending<Vec<T>> {
-        self.start("all-reduce", buffer, move |comm, buffer| {
-            comm.all_reduce(buffer, reduce)
-        })
+        self.start("all-reduce", buffer, move |comm, buffer| comm.all_reduce(buffer, reduce))
     }
 
     /// Breaks the communication stream's group off, from any thread.
@@ -248,10 +237,7 @@ mod tests {
             };
             assert_eq!(buffer, [2.0; 4]);
             let failed = stream.start("failing", (), |_, ()| {
-                Err(CollectiveError::Aborted {
-                    rank: 7,
-                    reason: "on purpose".to_owned(),
-                })
+                Err(CollectiveError::Aborted { rank: 7, reason: "on purpose".to_owned() })
             });
             let outcome = match failed.try_wait() {
                 Ok(outcome) => outcome,

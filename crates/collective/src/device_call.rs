@@ -51,10 +51,9 @@ impl<'a> DeviceCall<'a> {
             counts: self.counts,
             lengths: match &self.buffers {
                 DeviceBuffers::InPlace(memory) => Lengths::InPlace(memory.len_bytes()),
-                DeviceBuffers::OutOfPlace { send, receive } => Lengths::OutOfPlace {
-                    send: send.len_bytes(),
-                    receive: receive.len_bytes(),
-                },
+                DeviceBuffers::OutOfPlace { send, receive } => {
+                    Lengths::OutOfPlace { send: send.len_bytes(), receive: receive.len_bytes() }
+                }
             },
         }
     }

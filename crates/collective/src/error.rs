@@ -149,11 +149,7 @@ impl CollectiveError {
     /// A mismatch between parties of a rendezvous, said of the ranks they are, party `i` being
     /// `ranks[i]`; other errors, and mismatches of parties beyond these, stay.
     pub fn with_ranks(mut self, ranks: &[usize]) -> Self {
-        if let Self::Mismatch {
-            expected_rank,
-            found_rank,
-            ..
-        } = &mut self
+        if let Self::Mismatch { expected_rank, found_rank, .. } = &mut self
             && let (Some(&expected), Some(&found)) =
                 (ranks.get(*expected_rank), ranks.get(*found_rank))
         {
@@ -171,11 +167,7 @@ impl CollectiveError {
                 late.iter_mut().for_each(rename);
                 late.sort_unstable();
             }
-            Self::Mismatch {
-                expected_rank,
-                found_rank,
-                ..
-            } => {
+            Self::Mismatch { expected_rank, found_rank, .. } => {
                 rename(expected_rank);
                 rename(found_rank);
             }
@@ -207,21 +199,10 @@ mod tests {
             CollectiveError::Panicked { rank, calls },
             CollectiveError::Left { rank, calls },
             CollectiveError::Died { rank, calls },
-            CollectiveError::Aborted {
-                rank,
-                reason: reason.clone(),
-            },
+            CollectiveError::Aborted { rank, reason: reason.clone() },
             CollectiveError::Dropped { rank, operation },
-            CollectiveError::Refused {
-                rank,
-                operation,
-                reason: reason.clone(),
-            },
-            CollectiveError::Engine {
-                rank,
-                operation,
-                reason,
-            },
+            CollectiveError::Refused { rank, operation, reason: reason.clone() },
+            CollectiveError::Engine { rank, operation, reason },
             CollectiveError::Undefined {
                 rank,
                 operation,

@@ -31,9 +31,7 @@ impl CollectiveError {
 
 /// The part of a text that fits.
 fn short(text: &str) -> String {
-    let end = (0..=text.len().min(TEXT_BYTES))
-        .rev()
-        .find(|&end| text.is_char_boundary(end));
+    let end = (0..=text.len().min(TEXT_BYTES)).rev().find(|&end| text.is_char_boundary(end));
     text[..end.unwrap_or(0)].to_owned()
 }
 
@@ -76,24 +74,10 @@ mod tests {
             CollectiveError::Panicked { rank: 1, calls: 2 },
             CollectiveError::Left { rank: 1, calls: 0 },
             CollectiveError::Died { rank: 2, calls: 7 },
-            CollectiveError::Aborted {
-                rank: 0,
-                reason: "enough".into(),
-            },
-            CollectiveError::Dropped {
-                rank: 3,
-                operation: "all-reduce",
-            },
-            CollectiveError::Refused {
-                rank: 1,
-                operation: "split",
-                reason: "expected ä".into(),
-            },
-            CollectiveError::Engine {
-                rank: 1,
-                operation: "scatter",
-                reason: "no".into(),
-            },
+            CollectiveError::Aborted { rank: 0, reason: "enough".into() },
+            CollectiveError::Dropped { rank: 3, operation: "all-reduce" },
+            CollectiveError::Refused { rank: 1, operation: "split", reason: "expected ä".into() },
+            CollectiveError::Engine { rank: 1, operation: "scatter", reason: "no".into() },
             CollectiveError::Undefined {
                 rank: 1,
                 operation: "reduce",
@@ -104,10 +88,7 @@ mod tests {
         for error in errors {
             assert_eq!(CollectiveError::from_bytes(&error.to_bytes()), Some(error));
         }
-        let long = CollectiveError::Aborted {
-            rank: 0,
-            reason: "ä".repeat(5000),
-        };
+        let long = CollectiveError::Aborted { rank: 0, reason: "ä".repeat(5000) };
         assert!(long.to_bytes().len() < 2048);
         assert!(CollectiveError::from_bytes(&long.to_bytes()).is_some());
         assert_eq!(CollectiveError::from_bytes(b"[]"), None);

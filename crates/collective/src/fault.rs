@@ -54,11 +54,7 @@ impl<C: Communicator> Faulty<C> {
     pub fn new(inner: C, scenario: &[Fault]) -> Self {
         let rank = inner.rank();
         let own = scenario.iter().filter(|fault| fault.rank == rank);
-        Self {
-            inner,
-            faults: own.copied().collect(),
-            calls: 0,
-        }
+        Self { inner, faults: own.copied().collect(), calls: 0 }
     }
 
     /// Counts a call and misbehaves as far as can be done before it; returns the byte to corrupt.
@@ -69,10 +65,7 @@ impl<C: Communicator> Faulty<C> {
             match fault.kind {
                 FaultKind::Fail => {
                     let reason = format!("fault at call {}", self.calls);
-                    let error = CollectiveError::Aborted {
-                        rank: fault.rank,
-                        reason,
-                    };
+                    let error = CollectiveError::Aborted { rank: fault.rank, reason };
                     self.inner.aborter().close(error.clone());
                     return Err(error);
                 }
@@ -120,10 +113,7 @@ impl<C: Communicator> Communicator for Faulty<C> {
             Buffers::OutOfPlace { send, receive } => {
                 let mut send = send.to_vec();
                 flip(&mut send);
-                let buffers = Buffers::OutOfPlace {
-                    send: &send,
-                    receive,
-                };
+                let buffers = Buffers::OutOfPlace { send: &send, receive };
                 self.inner.execute(Call { buffers, ..call })
             }
         }
@@ -170,10 +160,10 @@ impl<C: Communicator> Communicator for Faulty<C> {
             let byte = byte % grads.len();
             grads[byte] ^= 1;
         }
-        let shorter = call.replicas.into_iter().map(|replica| Replica {
-            dtype: replica.dtype,
-            bytes: replica.bytes,
-        });
+        let shorter = call
+            .replicas
+            .into_iter()
+            .map(|replica| Replica { dtype: replica.dtype, bytes: replica.bytes });
         let call = ReduceUpdate {
             grad_dtype: call.grad_dtype,
             grads: &grads,

@@ -132,26 +132,14 @@ impl Fingerprint {
         if (1..world_size).all(|rank| of(rank) == first) {
             return Ok(());
         }
-        let votes = |rank: usize| {
-            (0..world_size)
-                .filter(|&other| of(other) == of(rank))
-                .count()
-        };
+        let votes = |rank: usize| (0..world_size).filter(|&other| of(other) == of(rank)).count();
         // `max_by_key` takes the last of equals, so it goes from the highest rank down.
-        let expected_rank = (0..world_size)
-            .rev()
-            .max_by_key(|&rank| votes(rank))
-            .unwrap_or(0);
+        let expected_rank = (0..world_size).rev().max_by_key(|&rank| votes(rank)).unwrap_or(0);
         let expected = of(expected_rank);
-        let found_rank = (0..world_size)
-            .find(|&rank| of(rank) != expected)
-            .unwrap_or(0);
+        let found_rank = (0..world_size).find(|&rank| of(rank) != expected).unwrap_or(0);
         let found = of(found_rank);
         let differs = |field: &Field| expected.field(*field) != found.field(*field);
-        let field = Field::ALL
-            .into_iter()
-            .find(differs)
-            .unwrap_or(Field::Sequence);
+        let field = Field::ALL.into_iter().find(differs).unwrap_or(Field::Sequence);
         Err(CollectiveError::Mismatch {
             field,
             sequence: expected.sequence,
@@ -187,16 +175,10 @@ mod tests {
             counts_hash: 0,
             context: CallContext::default(),
         };
-        let odd = Fingerprint {
-            numel: 11,
-            sequence: 4,
-            ..base
-        };
-        for (all, expected, found) in [
-            (vec![base, base, odd], 0, 2),
-            (vec![odd, base, base], 1, 0),
-            (vec![base, odd], 0, 1),
-        ] {
+        let odd = Fingerprint { numel: 11, sequence: 4, ..base };
+        for (all, expected, found) in
+            [(vec![base, base, odd], 0, 2), (vec![odd, base, base], 1, 0), (vec![base, odd], 0, 1)]
+        {
             match Fingerprint::compare(all.len(), |rank| &all[rank]) {
                 Err(CollectiveError::Mismatch {
                     field: Field::Numel,

@@ -79,9 +79,8 @@ pub fn bench_all_reduce(
         let mut threads = Vec::new();
         for mut comm in comms {
             let builder = std::thread::Builder::new();
-            let spawned = builder.spawn_scoped(scope, move || {
-                measure_all_reduce(&mut comm, sizes, options.level)
-            });
+            let spawned = builder
+                .spawn_scoped(scope, move || measure_all_reduce(&mut comm, sizes, options.level));
             threads
                 .push(spawned.map_err(|error| {
                     refused(format!("expected {ranks} threads, found {error}"))
@@ -249,15 +248,8 @@ pub fn fit(points: &[(f64, f64)]) -> Link {
     } else {
         0.0
     };
-    let alpha = if w > 0.0 {
-        ((wy - slope * wx) / w).max(0.0)
-    } else {
-        0.0
-    };
-    Link {
-        alpha_seconds: alpha,
-        beta_bytes_per_second: 1.0 / slope,
-    }
+    let alpha = if w > 0.0 { ((wy - slope * wx) / w).max(0.0) } else { 0.0 };
+    Link { alpha_seconds: alpha, beta_bytes_per_second: 1.0 / slope }
 }
 
 fn row(
@@ -272,9 +264,7 @@ fn row(
         reason,
     };
     let numel = usize::try_from(len_bytes).map_err(|_| {
-        refused(format!(
-            "expected a length that fits memory, found {len_bytes} bytes"
-        ))
+        refused(format!("expected a length that fits memory, found {len_bytes} bytes"))
     })? / 4;
     let mut memory = comm.allocate(4 * numel)?;
     let buffer: &mut [f32] = memory.elements_mut();
@@ -284,10 +274,7 @@ fn row(
     comm.all_reduce(buffer, ReduceOp::Sum)?;
     let expected = |i: usize| (ranks * (i % 64) + ranks * (ranks - 1) / 2) as f32;
     if let Some((i, &found)) = buffer.iter().enumerate().find(|&(i, &x)| x != expected(i)) {
-        return Err(refused(format!(
-            "element {i}: expected {}, found {found}",
-            expected(i)
-        )));
+        return Err(refused(format!("element {i}: expected {}, found {found}", expected(i))));
     }
     // The sums grow to infinity, which takes no longer than other values.
     let calls = (MIN_TIMED_BYTES / (4 * numel).max(1)).clamp(1, MAX_CALLS);
@@ -347,22 +334,14 @@ mod tests {
     #[test]
     fn a_line_is_found_again_and_bad_points_give_no_nonsense() {
         let cost = |bytes: f64| 2e-6 + bytes / 5e9;
-        let points: Vec<_> = [4e3, 6.4e4, 1e6, 1.6e7]
-            .map(|bytes| (bytes, cost(bytes)))
-            .into();
+        let points: Vec<_> = [4e3, 6.4e4, 1e6, 1.6e7].map(|bytes| (bytes, cost(bytes))).into();
         let link = fit(&points);
         assert!((link.alpha_seconds / 2e-6 - 1.0).abs() < 1e-6, "{link:?}");
-        assert!(
-            (link.beta_bytes_per_second / 5e9 - 1.0).abs() < 1e-6,
-            "{link:?}"
-        );
+        assert!((link.beta_bytes_per_second / 5e9 - 1.0).abs() < 1e-6, "{link:?}");
         assert_eq!(fit(&[]).alpha_seconds, 0.0);
         assert_eq!(
             fit(&[(8.0, 1.0)]),
-            Link {
-                alpha_seconds: 1.0,
-                beta_bytes_per_second: f64::INFINITY
-            }
+            Link { alpha_seconds: 1.0, beta_bytes_per_second: f64::INFINITY }
         );
         let falling = fit(&[(1.0, 2.0), (100.0, 1.0)]);
         assert!(falling.alpha_seconds >= 0.0 && falling.beta_bytes_per_second > 0.0);
@@ -387,10 +366,7 @@ mod tests {
     #[test]
     fn any_engine_can_be_measured() {
         let rows = measure_all_reduce(&mut Solo::new(), &[0, 1024], Level::detect()).unwrap();
-        assert_eq!(
-            rows.iter().map(|row| row.len_bytes).collect::<Vec<_>>(),
-            [0, 1024]
-        );
+        assert_eq!(rows.iter().map(|row| row.len_bytes).collect::<Vec<_>>(), [0, 1024]);
         assert!(rows.iter().all(|row| row.seconds > 0.0 && row.ranks == 1));
     }
 }

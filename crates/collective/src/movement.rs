@@ -68,11 +68,7 @@ impl Movement<'_> {
                 }
                 _ => (self.whole(), 0),
             };
-            Take {
-                from,
-                range,
-                target,
-            }
+            Take { from, range, target }
         })
     }
 
@@ -135,21 +131,14 @@ impl Movement<'_> {
         let takes = takes.filter(|take| !take.range.is_empty());
         let takes = takes.filter(|take| take.from != rank || !keeps_own);
         let pulls = takes.map(|take| {
-            let rest = if take.target < end_before {
-                &mut before
-            } else {
-                &mut behind
-            };
+            let rest = if take.target < end_before { &mut before } else { &mut behind };
             Pull {
                 from: take.from,
                 into: rest.cut(take.target, take.range.len()),
                 range: take.range,
             }
         });
-        Share {
-            pulls: pulls.collect(),
-            shown: shown_bytes,
-        }
+        Share { pulls: pulls.collect(), shown: shown_bytes }
     }
 }
 
@@ -185,24 +174,12 @@ mod tests {
         let blocks = [0..1, 1..1, 1..4];
         let whole = |rank: usize| [10 * rank as u8; 4];
         for (operation, expected) in [
-            (
-                Operation::Broadcast { root: 2 },
-                [[20; 4], [20; 4], [20; 4]],
-            ),
+            (Operation::Broadcast { root: 2 }, [[20; 4], [20; 4], [20; 4]]),
             (Operation::AllGather, [[0, 20, 20, 20]; 3]),
-            (
-                Operation::Scatter { root: 0 },
-                [[0; 4], [10; 4], [20, 0, 0, 0]],
-            ),
-            (
-                Operation::Gather { root: 1 },
-                [[0; 4], [0, 20, 20, 20], [20; 4]],
-            ),
+            (Operation::Scatter { root: 0 }, [[0; 4], [10; 4], [20, 0, 0, 0]]),
+            (Operation::Gather { root: 1 }, [[0; 4], [0, 20, 20, 20], [20; 4]]),
         ] {
-            let movement = Movement {
-                operation,
-                blocks: &blocks,
-            };
+            let movement = Movement { operation, blocks: &blocks };
             let mut buffers = [whole(0), whole(1), whole(2)];
             let mut shares = Vec::new();
             for (rank, buffer) in buffers.iter_mut().enumerate() {
@@ -213,8 +190,7 @@ mod tests {
                 for pull in &mut share.pulls {
                     let given = movement.given(pull.from, rank);
                     assert_eq!(given.as_ref(), Some(&pull.range));
-                    pull.into
-                        .copy_from_slice(&shown[pull.from][pull.range.clone()]);
+                    pull.into.copy_from_slice(&shown[pull.from][pull.range.clone()]);
                 }
             }
             drop(shares);

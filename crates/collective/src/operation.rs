@@ -22,13 +22,8 @@ pub enum ReduceOp {
 
 impl ReduceOp {
     /// All of them.
-    pub const ALL: [ReduceOp; 5] = [
-        ReduceOp::Sum,
-        ReduceOp::Average,
-        ReduceOp::Prod,
-        ReduceOp::Max,
-        ReduceOp::Min,
-    ];
+    pub const ALL: [ReduceOp; 5] =
+        [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
 
     /// The lower-case name.
     pub const fn name(self) -> &'static str {

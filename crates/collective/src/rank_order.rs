@@ -95,11 +95,7 @@ pub fn reduce_slices(level: Level, dtype: DType, op: ReduceOp, inputs: &[&[u8]],
         "the result has the length of every input, of which there is at least one"
     );
     let len_bytes = out.len();
-    let mut slices = Slices {
-        inputs,
-        share_bytes: len_bytes,
-        out,
-    };
+    let mut slices = Slices { inputs, share_bytes: len_bytes, out };
     reduce_in_rank_order(level, dtype, op, len_bytes, &mut slices);
 }
 
@@ -200,10 +196,7 @@ fn reduce_pair<T: Number>(op: ReduceOp, [x, y]: [&mut [u8]; 2], into: Range<usiz
     let (x, y) = (&mut x[..BURST_BYTES], &mut y[..BURST_BYTES]);
     let line_bytes = LANES * size_of::<T>();
     for line in (0..BURST_BYTES).step_by(line_bytes) {
-        let (x, y) = (
-            &mut x[line..line + line_bytes],
-            &mut y[line..line + line_bytes],
-        );
+        let (x, y) = (&mut x[line..line + line_bytes], &mut y[line..line + line_bytes]);
         let mut result = wide::<T>(x);
         combine(op, &mut result, wide::<T>(y));
         let result = narrow::<T>(op, 2, result);

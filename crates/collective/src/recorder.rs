@@ -177,11 +177,7 @@ impl FlightRecorder {
         if self.calls.len() == self.capacity {
             self.calls.pop_front();
             let forgotten = self.total + 1 - self.capacity as u64;
-            while self
-                .failures
-                .front()
-                .is_some_and(|(failed, _)| *failed <= forgotten)
-            {
+            while self.failures.front().is_some_and(|(failed, _)| *failed <= forgotten) {
                 self.failures.pop_front();
             }
         }
@@ -214,11 +210,7 @@ impl FlightRecorder {
         let ended_ns = self.now_ns();
         if let Some(call) = self.calls.back_mut() {
             call.ended_ns = ended_ns.max(1);
-            if self
-                .failures
-                .back()
-                .is_some_and(|(failed, _)| *failed == self.total)
-            {
+            if self.failures.back().is_some_and(|(failed, _)| *failed == self.total) {
                 self.failures.pop_back();
             }
             if let Err(error) = outcome {

@@ -66,17 +66,11 @@ impl<'a> ReduceUpdate<'a> {
             if expected == found {
                 Ok(())
             } else {
-                Err(refuse(format!(
-                    "{name}: expected {expected}, found {found}"
-                )))
+                Err(refuse(format!("{name}: expected {expected}, found {found}")))
             }
         };
         expect("counts", world_size, self.counts.len())?;
-        expect(
-            "bytes of gradients",
-            numel * self.grad_dtype.len_bytes(),
-            self.grads.len(),
-        )?;
+        expect("bytes of gradients", numel * self.grad_dtype.len_bytes(), self.grads.len())?;
         if self.replicas.len() > Self::MAX_REPLICAS {
             return Err(refuse(format!(
                 "expected at most {} replicas, found {}",
@@ -88,11 +82,7 @@ impl<'a> ReduceUpdate<'a> {
             let expected = numel * replica.dtype.len_bytes();
             expect("bytes of a replica", expected, replica.bytes.len())?;
         }
-        Ok(Blocks {
-            numel,
-            world_size,
-            counts: Some(self.counts),
-        })
+        Ok(Blocks { numel, world_size, counts: Some(self.counts) })
     }
 
     /// What other ranks compare with theirs: the hash of the counts is one of the replicas' types,

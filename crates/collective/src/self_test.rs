@@ -62,16 +62,10 @@ fn reductions(comm: &mut dyn Communicator) -> Outcome {
     let mut most = own.clone();
     comm.reduce(&mut most, ReduceOp::Max, ranks - 1)?;
     let highest = |index: usize| value(if rank == ranks - 1 { ranks - 1 } else { rank }, index);
-    right &= most
-        .iter()
-        .enumerate()
-        .all(|(index, &x)| x == highest(index));
+    right &= most.iter().enumerate().all(|(index, &x)| x == highest(index));
     let mut block = vec![0.0; BLOCK];
     comm.reduce_scatter(&own, &mut block, ReduceOp::Sum)?;
-    right &= block
-        .iter()
-        .enumerate()
-        .all(|(index, &x)| x == sum(rank * BLOCK + index));
+    right &= block.iter().enumerate().all(|(index, &x)| x == sum(rank * BLOCK + index));
     Ok(right)
 }
 
@@ -96,10 +90,7 @@ fn unrooted(comm: &mut dyn Communicator) -> Outcome {
     let (rank, ranks) = (comm.rank(), comm.world_size());
     let mut all = vec![0.0; BLOCK * ranks];
     comm.all_gather(&values(rank, BLOCK), &mut all)?;
-    let mut right = all
-        .chunks(BLOCK)
-        .enumerate()
-        .all(|(from, block)| block == values(from, BLOCK));
+    let mut right = all.chunks(BLOCK).enumerate().all(|(from, block)| block == values(from, BLOCK));
     comm.all_to_all(&values(rank, BLOCK * ranks), &mut all)?;
     right &= all
         .chunks(BLOCK)
@@ -128,10 +119,7 @@ fn transfers(comm: &mut dyn Communicator) -> Outcome {
 
 fn subgroups(comm: &mut dyn Communicator) -> Outcome {
     let (rank, ranks) = (comm.rank(), comm.world_size());
-    let membership = Membership {
-        colour: (rank % 2) as u32,
-        key: 0,
-    };
+    let membership = Membership { colour: (rank % 2) as u32, key: 0 };
     let Some(mut group) = comm.split(Some(membership))? else {
         return Ok(false);
     };
@@ -155,18 +143,10 @@ mod tests {
                 assert_eq!(outcome.unwrap().map(|names| names.len()), Ok(6));
             }
         }
-        let corrupt = [Fault {
-            rank: 1,
-            call: 1,
-            kind: FaultKind::Corrupt(2),
-        }];
-        let outcomes = run_ranks(2, &Options::default(), |comm| {
-            self_test(&mut Faulty::new(comm, &corrupt))
-        });
-        let mut errors = outcomes
-            .unwrap()
-            .into_iter()
-            .map(|outcome| outcome.unwrap().unwrap_err());
+        let corrupt = [Fault { rank: 1, call: 1, kind: FaultKind::Corrupt(2) }];
+        let outcomes =
+            run_ranks(2, &Options::default(), |comm| self_test(&mut Faulty::new(comm, &corrupt)));
+        let mut errors = outcomes.unwrap().into_iter().map(|outcome| outcome.unwrap().unwrap_err());
         assert!(errors.all(|error| error.to_string().contains("all-reduce, reduce")));
     }
 }

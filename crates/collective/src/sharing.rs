@@ -110,11 +110,7 @@ impl<'a> Sharing<'a> {
 
 /// The part of `len_bytes` bytes that rank `rank` reduces where all cache lines are shared out.
 pub(crate) fn lines(len_bytes: usize, rank: usize, world_size: usize) -> Range<usize> {
-    let lines = Blocks {
-        numel: len_bytes.div_ceil(LINE_BYTES),
-        world_size,
-        counts: None,
-    };
+    let lines = Blocks { numel: len_bytes.div_ceil(LINE_BYTES), world_size, counts: None };
     let own = lines.of_bytes(rank, LINE_BYTES);
     own.start.min(len_bytes)..own.end.min(len_bytes)
 }

@@ -61,12 +61,7 @@ impl Communicator for Solo {
         }
         let blocks = call.blocks(0, 1).map_err(|error| self.close(error))?;
         self.sequence += 1;
-        self.recorder.begin(&Fingerprint::new(
-            &call,
-            blocks.numel,
-            self.sequence,
-            self.context,
-        ));
+        self.recorder.begin(&Fingerprint::new(&call, blocks.numel, self.sequence, self.context));
         if let Buffers::OutOfPlace { send, receive } = call.buffers
             && !matches!(call.operation, Operation::Barrier)
         {
@@ -120,11 +115,7 @@ impl Communicator for Solo {
         work(RankMemory {
             rank: 0,
             grads: smallvec![call.grads],
-            replicas: call
-                .replicas
-                .into_iter()
-                .map(|own| smallvec![own.bytes])
-                .collect(),
+            replicas: call.replicas.into_iter().map(|own| smallvec![own.bytes]).collect(),
         });
         self.recorder.end(Ok(()));
         Ok(())

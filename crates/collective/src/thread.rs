@@ -163,12 +163,7 @@ impl ThreadCommunicator {
         let arrived_ns = self.recorder.begin(&fingerprint);
         let deadline =
             self.group.begun() + Duration::from_nanos(arrived_ns) + self.group.options().timeout;
-        let header = Header {
-            fingerprint,
-            placement,
-            arrived_ns,
-            membership: None,
-        };
+        let header = Header { fingerprint, placement, arrived_ns, membership: None };
         (header, deadline)
     }
 }
@@ -283,10 +278,7 @@ mod tests {
     /// deadline may come: it still names the rank that nobody has heard of.
     #[test]
     fn a_rank_whose_transfer_was_too_late_is_still_seen_to_have_waited() {
-        let options = Options {
-            timeout: Duration::from_millis(5),
-            ..Options::default()
-        };
+        let options = Options { timeout: Duration::from_millis(5), ..Options::default() };
         let mut ranks = thread_ranks(3, &options);
         let [silent, waiting, last] = [0, 1, 2];
         let mut buffer = [0];

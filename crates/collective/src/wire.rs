@@ -111,10 +111,7 @@ mod tests {
                             dtype,
                             numel: 1 << 40,
                             counts_hash: 5,
-                            context: CallContext {
-                                plan_hash: u64::MAX,
-                                bucket,
-                            },
+                            context: CallContext { plan_hash: u64::MAX, bucket },
                         };
                         assert_eq!(Fingerprint::from_bytes(&print.to_bytes()), Some(print));
                         seen.insert(print.to_bytes());
@@ -129,9 +126,6 @@ mod tests {
     #[test]
     fn other_bytes_are_refused() {
         assert_eq!(Fingerprint::from_bytes(&[0; 3]), None);
-        assert_eq!(
-            Fingerprint::from_bytes(&[0xff; Fingerprint::WIRE_BYTES]),
-            None
-        );
+        assert_eq!(Fingerprint::from_bytes(&[0xff; Fingerprint::WIRE_BYTES]), None);
     }
 }

@@ -98,10 +98,7 @@ impl Backend for CpuBackend {
     fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
         match HostMemory::zeroed(len_bytes) {
             Ok(memory) => Ok(Box::new(HostBuffer::new(memory))),
-            Err(_) => Err(BackendError::OutOfMemory {
-                backend: NAME,
-                len_bytes,
-            }),
+            Err(_) => Err(BackendError::OutOfMemory { backend: NAME, len_bytes }),
         }
     }
 
@@ -112,12 +109,8 @@ impl Backend for CpuBackend {
         bytes: &[u8],
     ) -> Result<(), BackendError> {
         let found = buffer.len_bytes();
-        let host = buffer
-            .host_mut()
-            .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
-        let target = host
-            .get_mut(offset_bytes..)
-            .and_then(|rest| rest.get_mut(..bytes.len()));
+        let host = buffer.host_mut().ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let target = host.get_mut(offset_bytes..).and_then(|rest| rest.get_mut(..bytes.len()));
         match target {
             Some(target) => target.copy_from_slice(bytes),
             None => return Err(out_of_bounds(offset_bytes, bytes.len(), found)),
@@ -131,12 +124,8 @@ impl Backend for CpuBackend {
         offset_bytes: usize,
         bytes: &mut [u8],
     ) -> Result<(), BackendError> {
-        let host = buffer
-            .host()
-            .ok_or(BackendError::ForeignBuffer { backend: NAME })?;
-        let source = host
-            .get(offset_bytes..)
-            .and_then(|rest| rest.get(..bytes.len()));
+        let host = buffer.host().ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let source = host.get(offset_bytes..).and_then(|rest| rest.get(..bytes.len()));
         match source {
             Some(source) => bytes.copy_from_slice(source),
             None => {
@@ -178,10 +167,7 @@ impl Backend for CpuBackend {
             elements,
             partials,
         ));
-        Ok(LaunchReport {
-            launches,
-            elements: 0,
-        })
+        Ok(LaunchReport { launches, elements: 0 })
     }
 
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
@@ -202,10 +188,7 @@ impl Backend for CpuBackend {
             &mut block,
         );
         control.copy_from_slice(bytemuck::bytes_of(&block));
-        Ok(LaunchReport {
-            launches: 1,
-            elements: 0,
-        })
+        Ok(LaunchReport { launches: 1, elements: 0 })
     }
 
     fn launch_reduced(
@@ -265,9 +248,7 @@ pub(crate) fn partials<'a>(
     let sums: &mut [SquareSum] = bytemuck::cast_slice_mut(buffer.host_mut().ok_or(foreign)?);
     let chunks: u64 = batches.iter().map(|b| u64::from(b.chunks)).sum();
     let (first, chunks) = (first as usize, chunks as usize);
-    let places = sums
-        .get_mut(first..)
-        .and_then(|rest| rest.get_mut(..chunks));
+    let places = sums.get_mut(first..).and_then(|rest| rest.get_mut(..chunks));
     places.ok_or_else(|| {
         let width = size_of::<SquareSum>();
         out_of_bounds(first * width, chunks * width, found)
@@ -292,10 +273,5 @@ pub(crate) fn host_call<'a>(level: Level, launch: &Launch<'a>, grad_factor: f64)
 }
 
 pub(crate) fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {
-    BackendError::OutOfBounds {
-        backend: NAME,
-        offset_bytes,
-        len_bytes,
-        found,
-    }
+    BackendError::OutOfBounds { backend: NAME, offset_bytes, len_bytes, found }
 }

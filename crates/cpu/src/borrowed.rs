@@ -319,10 +319,7 @@ fn take_part<'a>(
     whole: &Whole,
 ) -> Result<HostList<'a>, (usize, usize, usize)> {
     // Tensors lie in host memory, so their element counts fit a usize.
-    let (before, len_bytes) = (
-        whole.first_element as usize * width,
-        whole.numel as usize * width,
-    );
+    let (before, len_bytes) = (whole.first_element as usize * width, whole.numel as usize * width);
     let found = borrowed.bytes().len();
     if (before, len_bytes) == (0, found) {
         return Ok(borrowed);

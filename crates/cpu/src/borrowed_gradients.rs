@@ -46,29 +46,15 @@ impl CpuBackend {
         reduce: Reduce<'_>,
         lend: LendGradient<'_>,
     ) -> Result<LaunchReport, BackendError> {
-        let call = Call {
-            kernel: reduce.kernel,
-            level: self.level(),
-            backend: self.name(),
-        };
+        let call = Call { kernel: reduce.kernel, level: self.level(), backend: self.name() };
         let mut sums = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
         let tensors = Tensors::new(reduce.batches);
-        let Sizes {
-            large,
-            small,
-            has_large,
-            ..
-        } = Sizes::of(tensors, self.pool().threads());
+        let Sizes { large, small, has_large, .. } = Sizes::of(tensors, self.pool().threads());
         let mut rest = &mut *sums;
         for whole in has_large.then_some(tensors).into_iter().flatten() {
             let own = rest.split_off_mut(..chunks(call.kernel, &whole));
             if let Some(sums) = own.filter(|_| whole.is_large(large)) {
-                lend(BorrowedGradient {
-                    call,
-                    whole,
-                    sums,
-                    pool: Some(self.pool()),
-                })?;
+                lend(BorrowedGradient { call, whole, sums, pool: Some(self.pool()) })?;
             }
         }
         let error = Mutex::new(None);
@@ -83,10 +69,7 @@ impl CpuBackend {
             error: &error,
         });
         let error = error.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let report = LaunchReport {
-            launches: reduce.batches.len() as u64,
-            elements: 0,
-        };
+        let report = LaunchReport { launches: reduce.batches.len() as u64, elements: 0 };
         error.map_or(Ok(report), Err)
     }
 }
@@ -184,11 +167,7 @@ impl Split for SmallGradients<'_> {
         let (mut rest, mut taken, mut count) = (self.tensors, 0, 0);
         while taken < elements {
             let Some(whole) = rest.next() else { break };
-            taken += if whole.is_large(self.large) {
-                0
-            } else {
-                whole.numel
-            };
+            taken += if whole.is_large(self.large) { 0 } else { whole.numel };
             count += chunks(self.call.kernel, &whole);
         }
         let (left_sums, right_sums) = self.sums.split_at_mut(count);
@@ -214,12 +193,8 @@ impl Split for SmallGradients<'_> {
             let Some(sums) = own.filter(|_| !whole.is_large(self.large)) else {
                 continue;
             };
-            let borrowed = (self.lend)(BorrowedGradient {
-                call: self.call,
-                whole,
-                sums,
-                pool: None,
-            });
+            let borrowed =
+                (self.lend)(BorrowedGradient { call: self.call, whole, sums, pool: None });
             if let Err(error) = borrowed {
                 let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
                 first.get_or_insert(error);

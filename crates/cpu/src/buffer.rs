@@ -19,11 +19,7 @@ pub(crate) struct HostBuffer {
 
 impl HostBuffer {
     pub(crate) fn new(memory: HostMemory) -> Self {
-        Self {
-            memory,
-            times_borrowed: 0,
-            sums: None,
-        }
+        Self { memory, times_borrowed: 0, sums: None }
     }
 
     /// How often the bytes were borrowed to be written: who finds the same number twice finds the

@@ -43,10 +43,7 @@ impl ParamSums {
     pub(crate) fn take(launch: &mut Launch<'_>) -> Option<Self> {
         launch.kernel.normed()?.param_sum()?;
         let written = Written::of(launch.lists)?;
-        let list = launch
-            .lists
-            .iter()
-            .find(|list| list.role() == Role::Param)?;
+        let list = launch.lists.iter().find(|list| list.role() == Role::Param)?;
         let end = (list.buffer.len_bytes() / list.dtype().len_bytes()) as u64;
         let starts = || starts(launch.offsets, end);
         let sums = param(launch.lists)?.sums.take();
@@ -99,8 +96,7 @@ fn starts(offsets: &[u64], end: u64) -> impl Iterator<Item = usize> {
     let ends = offsets.iter().skip(1).copied().chain([end]);
     let chunks = offsets.iter().zip(ends).map(|(&start, end)| {
         // The storage lies in host memory, so its element counts fit a usize.
-        end.saturating_sub(start)
-            .div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
+        end.saturating_sub(start).div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
     });
     std::iter::once(0).chain(chunks.scan(0, |start, chunks| {
         *start += chunks;
@@ -122,10 +118,7 @@ impl Written {
             let buffer = list.buffer.as_any().downcast_ref::<HostBuffer>()?;
             *place = Some(buffer.times_borrowed());
         }
-        Some(Self {
-            param: param?,
-            beside,
-        })
+        Some(Self { param: param?, beside })
     }
 }
 

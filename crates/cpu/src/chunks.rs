@@ -54,25 +54,11 @@ impl Split for ChunkPieces<'_> {
             taken += numel;
             count += 1;
         }
-        let Self {
-            kernel,
-            level,
-            list,
-            ..
-        } = self;
+        let Self { kernel, level, list, .. } = self;
         let (left_sums, right_sums) = self.sums.split_at_mut(count);
-        let part = |chunks, sums, elements| ChunkPieces {
-            kernel,
-            level,
-            chunks,
-            list,
-            sums,
-            elements,
-        };
-        (
-            part(self.chunks, left_sums, taken),
-            part(rest, right_sums, self.elements - taken),
-        )
+        let part =
+            |chunks, sums, elements| ChunkPieces { kernel, level, chunks, list, sums, elements };
+        (part(self.chunks, left_sums, taken), part(rest, right_sums, self.elements - taken))
     }
 
     fn run(self) {

@@ -33,12 +33,7 @@ struct Leaves<'a> {
 
 impl<'a> Leaves<'a> {
     fn new(batches: &'a [Batch], offsets: &'a [u64]) -> Self {
-        Self {
-            batches,
-            offsets,
-            record: 0,
-            gone: 0,
-        }
+        Self { batches, offsets, record: 0, gone: 0 }
     }
 
     /// How many there are in all batches.
@@ -110,11 +105,7 @@ impl<T: Send, F: Fn(Leaf) -> T + Sync> Split for LeafPieces<'_, T, F> {
         rest.pass(count);
         let (left, right) = self.sums.split_at_mut(count as usize);
         let left = LeafPieces { sums: left, ..self };
-        let right = LeafPieces {
-            leaves: rest,
-            sums: right,
-            sum: left.sum,
-        };
+        let right = LeafPieces { leaves: rest, sums: right, sum: left.sum };
         (left, right)
     }
 
@@ -177,13 +168,7 @@ pub(crate) fn leaf_squares(
     leaves: LeafSquares<'_>,
     sums: &mut [SquareSum],
 ) -> Result<(), BackendError> {
-    let LeafSquares {
-        kernel,
-        batches,
-        offsets,
-        list,
-        first,
-    } = leaves;
+    let LeafSquares { kernel, batches, offsets, list, first } = leaves;
     check_count(batches, sums)?;
     let bytes = list.buffer.host().ok_or(FOREIGN)?;
     let elements = covered(batches, offsets);
@@ -253,22 +238,14 @@ mod tests {
             first_chunk: 0,
             group: 0,
         };
-        let batch = |records, group| Batch {
-            records,
-            groups: vec![group],
-            chunks: 0,
-        };
+        let batch = |records, group| Batch { records, groups: vec![group], chunks: 0 };
         let batches = [
             batch(vec![record(0, 1024, 2049), record(1, 0, 5)], 7),
             batch(vec![], 8),
             batch(vec![record(3, 0, 1024)], 9),
         ];
         let leaves = Leaves::new(&batches, &[0, 4096, 4160, 4160]);
-        let leaf = |element, numel, group| Leaf {
-            element,
-            numel,
-            group,
-        };
+        let leaf = |element, numel, group| Leaf { element, numel, group };
         let expected = [
             leaf(1024, 1024, 7),
             leaf(2048, 1024, 7),

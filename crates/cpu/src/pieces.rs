@@ -57,10 +57,7 @@ impl<'a> Pieces<'a> {
             kernel: launch.kernel,
             call,
             batches,
-            places: Places {
-                offsets,
-                members: launch.members,
-            },
+            places: Places { offsets, members: launch.members },
             lists,
             widths,
             first: elements.start,
@@ -97,11 +94,7 @@ impl<'a> Pieces<'a> {
             widths: self.widths,
             end: self.end,
         };
-        let left = Self {
-            end: at,
-            sums: left_sums,
-            ..self
-        };
+        let left = Self { end: at, sums: left_sums, ..self };
         (left, right)
     }
 }
@@ -132,13 +125,7 @@ impl Split for Pieces<'_> {
                     for ((own, list), width) in own.iter_mut().zip(&mut lists).zip(self.widths) {
                         *own = list.part(span.start * width..(span.start + span.numel) * width);
                     }
-                    let HostSpan {
-                        numel,
-                        group,
-                        parameter,
-                        first_element,
-                        ..
-                    } = span;
+                    let HostSpan { numel, group, parameter, first_element, .. } = span;
                     let first = self.first + span.start as u64;
                     let tensor = Tensor {
                         kernel: self.kernel,

@@ -113,10 +113,7 @@ impl<'a> ReducedPieces<'a> {
             kernel,
             call,
             batches,
-            places: Places {
-                offsets,
-                members: launch.members,
-            },
+            places: Places { offsets, members: launch.members },
             lists,
             widths,
             grad,
@@ -146,11 +143,8 @@ impl Split for ReducedPieces<'_> {
         let at_grad = numel * self.widths[self.grad];
         let right_grads = self.grads.iter().map(|grads| &grads[at_grad..]).collect();
         let mut right_others: [SmallVec<_>; MAX_LISTS] = Default::default();
-        for ((others, rights), width) in self
-            .others
-            .iter_mut()
-            .zip(&mut right_others)
-            .zip(self.widths)
+        for ((others, rights), width) in
+            self.others.iter_mut().zip(&mut right_others).zip(self.widths)
         {
             for other in others {
                 let (left, right) = std::mem::take(other).split_at_mut(numel * width);
@@ -217,18 +211,8 @@ impl AcrossRanks for Across<'_, '_> {
         let width = self.widths[self.grad];
         let averages = &mut self.averages.0[..elements.len() * width];
         let len_bytes = averages.len();
-        let mut block = Block {
-            grads: self.grads,
-            first: elements.start * width,
-            averages,
-        };
-        reduce_in_rank_order(
-            self.level,
-            self.dtype,
-            ReduceOp::Average,
-            len_bytes,
-            &mut block,
-        );
+        let mut block = Block { grads: self.grads, first: elements.start * width, averages };
+        reduce_in_rank_order(self.level, self.dtype, ReduceOp::Average, len_bytes, &mut block);
         block.averages
     }
 
@@ -276,12 +260,7 @@ impl Ranks for Block<'_> {
 
 /// Refuses what has no place in one pass, and a rank that is none of the replicas.
 fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), BackendError> {
-    let refuse = |reason: String| {
-        Err(BackendError::Unavailable {
-            backend: NAME,
-            reason,
-        })
-    };
+    let refuse = |reason: String| Err(BackendError::Unavailable { backend: NAME, reason });
     let entry = launch.kernel.entry();
     if launch.kernel.normed().is_some() {
         return refuse(format!(
@@ -323,10 +302,7 @@ fn position(kernel: &dyn MultiTensorKernel, role: Role) -> Result<usize, Backend
     let position = kernel.lists().iter().position(|list| list.role == role);
     position.ok_or_else(|| BackendError::Unavailable {
         backend: NAME,
-        reason: format!(
-            "`{}`: expected a list of {role:?}, found none",
-            kernel.entry()
-        ),
+        reason: format!("`{}`: expected a list of {role:?}, found none", kernel.entry()),
     })
 }
 

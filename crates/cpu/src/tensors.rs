@@ -65,19 +65,12 @@ pub(crate) struct Tensors<'a> {
 
 impl<'a> Tensors<'a> {
     pub(crate) fn new(batches: &'a [Batch]) -> Self {
-        Self {
-            batches,
-            gone: 0,
-            left: batches.iter().map(|batch| batch.records.len()).sum(),
-        }
+        Self { batches, gone: 0, left: batches.iter().map(|batch| batch.records.len()).sum() }
     }
 
     /// These tensors without those of `rest`, their end.
     pub(crate) fn before(self, rest: Self) -> Self {
-        Self {
-            left: self.left - rest.left,
-            ..self
-        }
+        Self { left: self.left - rest.left, ..self }
     }
 
     fn record(&mut self) -> Option<(&'a Batch, &'a Record)> {
@@ -158,12 +151,7 @@ impl Sizes {
         } else {
             total
         };
-        Self {
-            large,
-            small,
-            has_large,
-            part,
-        }
+        Self { large, small, has_large, part }
     }
 
     /// The large ones among the tensors that these are the sizes of.

@@ -31,28 +31,16 @@ impl<'a> Rows<'a> {
             let len_bytes = expected.saturating_mul(size_of::<UnitSums>());
             return Err(out_of_bounds(0, len_bytes, found));
         }
-        Ok(Self {
-            rows,
-            firsts: sums.firsts,
-            first: 0,
-        })
+        Ok(Self { rows, firsts: sums.firsts, first: 0 })
     }
 
     /// Those of chunks that start before storage element `at`, and the others.
     pub(crate) fn cut(self, offsets: &[u64], at: u64) -> (Self, Self) {
-        let Self {
-            rows,
-            firsts,
-            first,
-        } = self;
+        let Self { rows, firsts, first } = self;
         let middle = self::row(offsets, firsts, at).max(first);
         let count = (middle - first).min(rows.len() as u64);
         let (left, right) = rows.split_at_mut(count as usize);
-        let part = |rows, first| Rows {
-            rows,
-            firsts,
-            first,
-        };
+        let part = |rows, first| Rows { rows, firsts, first };
         (part(left, first), part(right, middle))
     }
 
@@ -78,9 +66,7 @@ impl<'a> Rows<'a> {
         let chunk = u64::from(CHUNK_ELEMENTS);
         let from = self.firsts.get(tensor as usize)? + first_element / chunk;
         let from = from.checked_sub(self.first)? as usize;
-        self.rows
-            .get_mut(from..)?
-            .get_mut(..numel.div_ceil(chunk) as usize)
+        self.rows.get_mut(from..)?.get_mut(..numel.div_ceil(chunk) as usize)
     }
 }
 

@@ -48,20 +48,13 @@ impl Rank {
             first_chunk: 0,
             group: 0,
         });
-        let batch = Batch {
-            records: records.collect(),
-            groups: vec![0],
-            chunks: 0,
-        };
+        let batch = Batch { records: records.collect(), groups: vec![0], chunks: 0 };
         let lists = storage.kernel.lists().iter().map(|&list| {
             let held = match list.role {
                 Role::Param | Role::Grad => 0,
                 _ => ELEMENTS / RANKS,
             };
-            ListBuffer {
-                list,
-                buffer: Box::new(filled(held)),
-            }
+            ListBuffer { list, buffer: Box::new(filled(held)) }
         });
         Self {
             backend: backend(1),
@@ -90,10 +83,7 @@ impl Rank {
                 rank: memory.rank,
                 first: firsts[0],
                 grads: &memory.grads,
-                lists: &mut [Replicated {
-                    list: 0,
-                    ranks: &mut memory.replicas[0],
-                }],
+                lists: &mut [Replicated { list: 0, ranks: &mut memory.replicas[0] }],
             };
             let launch = storage.launch(batches, lists, &firsts);
             backend.launch_reduced(launch, replicas).unwrap();

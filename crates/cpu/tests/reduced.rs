@@ -47,10 +47,7 @@ impl Case {
         };
         let grads = (0..ranks).map(|rank| {
             let mut grads = values(kind.0, storage.elements, 100 + rank as u64, false);
-            for (at, bad) in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY]
-                .into_iter()
-                .enumerate()
-            {
+            for (at, bad) in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY].into_iter().enumerate() {
                 // Infinities of both signs meet, and NaN stands on one rank alone.
                 let element = (numel / 2 + 5 * at * usize::from(rank == 0)) % numel;
                 if numel > 64 {
@@ -84,9 +81,7 @@ impl Case {
         let grad = storage.position(Role::Grad);
         lists[grad].buffer = buffer(&averages);
         let batches = storage.batches(&(0..storage.elements));
-        let control = self
-            .control
-            .map(|control| buffer(bytemuck::bytes_of(&control)));
+        let control = self.control.map(|control| buffer(bytemuck::bytes_of(&control)));
         let mut launch = storage.launch(&batches, &mut lists, &[]);
         launch.control = control.as_deref();
         let backend = backend(1).at_level(Level::PORTABLE);
@@ -114,9 +109,7 @@ impl Case {
         let batches = storage.batches(&elements);
         let mut params = behind_lead(&storage.lists[param], storage.width(param));
         let grads = behind_lead(&self.grads[rank], storage.width(grad));
-        let control = self
-            .control
-            .map(|control| buffer(bytemuck::bytes_of(&control)));
+        let control = self.control.map(|control| buffer(bytemuck::bytes_of(&control)));
         let firsts = [elements.start; 8];
         let call = ReduceUpdate {
             grad_dtype: self.dtype(),
@@ -132,10 +125,7 @@ impl Case {
                 rank: memory.rank,
                 first: elements.start,
                 grads: &memory.grads,
-                lists: &mut [Replicated {
-                    list: param,
-                    ranks: &mut memory.replicas[0],
-                }],
+                lists: &mut [Replicated { list: param, ranks: &mut memory.replicas[0] }],
             };
             let mut launch = storage.launch(&batches, &mut lists, &firsts[..]);
             launch.control = control.as_deref();
@@ -167,10 +157,7 @@ impl Case {
                 Role::Param | Role::Grad => &[],
                 _ => &storage.lists[index][first * width..(first + numel) * width],
             };
-            ListBuffer {
-                list,
-                buffer: buffer(bytes),
-            }
+            ListBuffer { list, buffer: buffer(bytes) }
         });
         lists.collect()
     }
@@ -195,14 +182,9 @@ impl Case {
                 for (list, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     let width = self.storage.width(list);
                     let own = first * width..(first + self.counts[rank]) * width;
-                    let of = if list == param || found.is_empty() {
-                        0..found.len()
-                    } else {
-                        own
-                    };
-                    let differ = (found[of.clone()].iter())
-                        .zip(&expected[of])
-                        .position(|(a, b)| a != b);
+                    let of = if list == param || found.is_empty() { 0..found.len() } else { own };
+                    let differ =
+                        (found[of.clone()].iter()).zip(&expected[of]).position(|(a, b)| a != b);
                     assert_eq!(differ, None, "{name}: list {list} of rank {rank}");
                 }
             }
@@ -236,19 +218,12 @@ fn one_nan(bytes: &mut [u8], dtype: DType) {
 }
 
 fn kinds() -> [(DType, Precision); 4] {
-    let of = |master, rounding| Precision {
-        master,
-        rounding,
-        ..Precision::default()
-    };
+    let of = |master, rounding| Precision { master, rounding, ..Precision::default() };
     [
         (DType::F32, Precision::default()),
         (DType::F16, Precision::default()),
         (DType::BF16, of(Master::F32, Rounding::Nearest)),
-        (
-            DType::BF16,
-            of(Master::None, Rounding::Stochastic { seed: 5 }),
-        ),
+        (DType::BF16, of(Master::None, Rounding::Stochastic { seed: 5 })),
     ]
 }
 
@@ -278,25 +253,15 @@ fn many_tensors_and_parameters_past_the_caches() {
 fn the_control_block_scales_and_stops() {
     let mut case = Case::new(&Adam::default(), kinds()[0], &[5000, 70_000], 2);
     let plain = case.sums_and_update();
-    case.control = Some(ControlBlock {
-        grad_factor: 0.25,
-        ..ControlBlock::default()
-    });
+    case.control = Some(ControlBlock { grad_factor: 0.25, ..ControlBlock::default() });
     assert!(case.sums_and_update() != plain);
     case.check("scaled");
-    case.control = Some(ControlBlock {
-        found: 1,
-        ..ControlBlock::default()
-    });
+    case.control = Some(ControlBlock { found: 1, ..ControlBlock::default() });
     case.check("stopped");
     let mut untouched = case.storage.lists.clone();
     untouched[case.storage.position(Role::Grad)].clear();
     let untouched = case.canonical(untouched);
-    assert!(
-        case.in_one_pass(1, Level::detect())
-            .iter()
-            .all(|found| *found == untouched)
-    );
+    assert!(case.in_one_pass(1, Level::detect()).iter().all(|found| *found == untouched));
 }
 
 #[test]
@@ -313,10 +278,7 @@ fn elements_between_those_of_the_batches_stay_as_they_are() {
         rank: 0,
         first: 0,
         grads: &[grads, grads],
-        lists: &mut [Replicated {
-            list: 0,
-            ranks: &mut [&mut own, &mut other],
-        }],
+        lists: &mut [Replicated { list: 0, ranks: &mut [&mut own, &mut other] }],
     };
     let launch = storage.launch(&batches, &mut lists, &[]);
     let report = backend(1).launch_reduced(launch, replicas).unwrap();
@@ -339,18 +301,12 @@ fn what_has_no_place_in_one_pass_is_refused() {
         let mut lists = storage.buffers();
         let mut rows = buffer(&[0; size_of::<UnitSums>()]);
         let mut launch = storage.launch(&batches, &mut lists, &[]);
-        launch.update_sums = sums.then_some(UpdateSums {
-            rows: rows.as_mut(),
-            firsts: &[0, 1],
-        });
+        launch.update_sums = sums.then_some(UpdateSums { rows: rows.as_mut(), firsts: &[0, 1] });
         let replicas = Replicas {
             rank,
             first,
             grads: &[&storage.lists[1]],
-            lists: &mut [Replicated {
-                list: 0,
-                ranks: &mut [&mut params],
-            }],
+            lists: &mut [Replicated { list: 0, ranks: &mut [&mut params] }],
         };
         let refused = backend(1).launch_reduced(launch, replicas).unwrap_err();
         assert!(params == storage.lists[0]);

@@ -26,19 +26,11 @@ const NUMELS: [u64; 9] = [5, 1024, 0, 70_001, 1, 140_000, 1023, 131_073, 2049];
 
 const F32: (DType, Precision) = (
     DType::F32,
-    Precision {
-        master: Master::None,
-        state: StateDType::Compute,
-        rounding: Rounding::Nearest,
-    },
+    Precision { master: Master::None, state: StateDType::Compute, rounding: Rounding::Nearest },
 );
 
 fn bf16(master: Master, rounding: Rounding) -> (DType, Precision) {
-    let precision = Precision {
-        master,
-        rounding,
-        ..Precision::default()
-    };
+    let precision = Precision { master, rounding, ..Precision::default() };
     (DType::BF16, precision)
 }
 
@@ -47,15 +39,8 @@ const STOCHASTIC: Rounding = Rounding::Stochastic { seed: 77 };
 /// Ends of shards: within tensors at multiples of `of` elements from their start, or between them.
 fn shards(storage: &Storage, of: u64) -> Vec<Range<u64>> {
     let cut = |tensor: usize, at: u64| storage.offsets[tensor] + at * of;
-    let cuts = [
-        0,
-        cut(3, 3),
-        cut(3, 11),
-        storage.offsets[5],
-        cut(7, 1),
-        cut(7, 1),
-        storage.elements,
-    ];
+    let cuts =
+        [0, cut(3, 3), cut(3, 11), storage.offsets[5], cut(7, 1), cut(7, 1), storage.elements];
     cuts.windows(2).map(|ends| ends[0]..ends[1]).collect()
 }
 
@@ -93,11 +78,7 @@ impl Sharded {
                 list.buffer = buffer(&moved);
             }
         }
-        Self {
-            lists,
-            shards,
-            firsts,
-        }
+        Self { lists, shards, firsts }
     }
 
     /// The lists as they would lie whole.
@@ -125,9 +106,8 @@ fn take_leaf_sums(
     backend: &CpuBackend,
 ) -> Vec<[f64; MAX_SUMS]> {
     let leaves = |tensor: usize| storage.numels[tensor].div_ceil(LEAF_ELEMENTS) as usize;
-    let mut all: Vec<Vec<[f64; MAX_SUMS]>> = (0..storage.numels.len())
-        .map(|tensor| vec![[0.0; MAX_SUMS]; leaves(tensor)])
-        .collect();
+    let mut all: Vec<Vec<[f64; MAX_SUMS]>> =
+        (0..storage.numels.len()).map(|tensor| vec![[0.0; MAX_SUMS]; leaves(tensor)]).collect();
     let control = control.map(|control| buffer(bytemuck::bytes_of(control)));
     for (shard, firsts) in sharded.shards.iter().zip(&sharded.firsts) {
         let batches = storage.batches(shard);
@@ -206,10 +186,7 @@ fn check(storage: &Storage, control: Option<&ControlBlock>) {
 }
 
 fn scaled() -> ControlBlock {
-    ControlBlock {
-        grad_factor: 0.37,
-        ..ControlBlock::default()
-    }
+    ControlBlock { grad_factor: 0.37, ..ControlBlock::default() }
 }
 
 #[test]
@@ -328,10 +305,7 @@ fn leaf_sums_fold_to_the_sums_of_chunks_in_every_format() {
 fn a_shut_gate_leaves_sums_of_zero() {
     let storage = Storage::new(&Lamb::default(), F32, &NUMELS);
     let mut sharded = Sharded::new(&storage, shards(&storage, LEAF_ELEMENTS));
-    let shut = ControlBlock {
-        found: 1,
-        ..ControlBlock::default()
-    };
+    let shut = ControlBlock { found: 1, ..ControlBlock::default() };
     let sums = take_leaf_sums(&storage, &mut sharded, Some(&shut), &backend(1));
     assert_eq!(sums, [[0.0; MAX_SUMS]; NUMELS.len()]);
 }
@@ -390,10 +364,7 @@ fn sums_over_changes_of_shards_cut_at_chunks_are_those_of_the_whole() {
         for (shard, of_lists) in sharded.shards.iter().zip(&sharded.firsts) {
             let batches = storage.batches(shard);
             let mut launch = storage.launch(&batches, &mut sharded.lists, of_lists);
-            launch.update_sums = Some(UpdateSums {
-                rows: rows.as_mut(),
-                firsts: &firsts,
-            });
+            launch.update_sums = Some(UpdateSums { rows: rows.as_mut(), firsts: &firsts });
             backend.launch(launch)?;
         }
         Ok::<_, BackendError>((sharded.whole(&storage), rows.host().unwrap().to_vec()))
@@ -433,11 +404,7 @@ fn a_list_that_does_not_hold_its_shard_and_parts_without_sums_are_refused() {
         if storage.kernel.normed().is_some() {
             let launch = storage.launch(&batches, &mut lists, &[]);
             let refused = backend(1).launch(launch).unwrap_err();
-            assert!(
-                refused
-                    .to_string()
-                    .contains("found tensor 0 from element 1024 on")
-            );
+            assert!(refused.to_string().contains("found tensor 0 from element 1024 on"));
         }
     }
 }

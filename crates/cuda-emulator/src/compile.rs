@@ -65,9 +65,7 @@ impl Options {
     /// The compiler that [`build`] runs.
     pub fn compiler(&self) -> OsString {
         let named = self.compiler.clone().or_else(|| std::env::var_os("CXX"));
-        named
-            .filter(|name| !name.is_empty())
-            .unwrap_or_else(|| "c++".into())
+        named.filter(|name| !name.is_empty()).unwrap_or_else(|| "c++".into())
     }
 
     pub(crate) fn flags(&self) -> Vec<&'static str> {
@@ -145,24 +143,15 @@ struct Inputs {
 
 impl Inputs {
     fn read(kernels_dir: &Path) -> Result<Self, EmulatorError> {
-        let read_error = |path: &Path, source| EmulatorError::Read {
-            path: path.to_owned(),
-            source,
-        };
+        let read_error =
+            |path: &Path, source| EmulatorError::Read { path: path.to_owned(), source };
         let mut paths = Vec::new();
         let entries = fs::read_dir(kernels_dir).map_err(|error| read_error(kernels_dir, error))?;
         for entry in entries {
-            paths.push(
-                entry
-                    .map_err(|error| read_error(kernels_dir, error))?
-                    .path(),
-            );
+            paths.push(entry.map_err(|error| read_error(kernels_dir, error))?.path());
         }
         paths.sort();
-        let mut inputs = Self {
-            kernels: Vec::new(),
-            headers: Vec::new(),
-        };
+        let mut inputs = Self { kernels: Vec::new(), headers: Vec::new() };
         for path in paths {
             let extension = path.extension().and_then(|extension| extension.to_str());
             if !matches!(extension, Some("cu" | "cuh")) {
@@ -176,22 +165,14 @@ impl Inputs {
             }
         }
         if inputs.kernels.is_empty() {
-            return Err(EmulatorError::NoKernels {
-                path: kernels_dir.to_owned(),
-            });
+            return Err(EmulatorError::NoKernels { path: kernels_dir.to_owned() });
         }
         Ok(inputs)
     }
 
     /// Changes with anything that the library depends on, but for the compiler's version.
     fn fingerprint(&self, options: &Options) -> String {
-        hash(&(
-            &self.kernels,
-            &self.headers,
-            SOURCES,
-            options.compiler(),
-            options.flags(),
-        ))
+        hash(&(&self.kernels, &self.headers, SOURCES, options.compiler(), options.flags()))
     }
 
     fn compile(
@@ -240,12 +221,7 @@ fn compile_all(
     options: &Options,
 ) -> Result<Vec<PathBuf>, EmulatorError> {
     let (mut started, mut objects) = (Vec::new(), Vec::new());
-    for Source {
-        path,
-        object,
-        wanted,
-    } in sources
-    {
+    for Source { path, object, wanted } in sources {
         let stamp = object.with_extension("stamp");
         objects.push(object.clone());
         if object.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
@@ -300,24 +276,18 @@ fn link(objects: &[PathBuf], library_dir: &Path, options: &Options) -> Result<()
 }
 
 pub(crate) fn start(mut command: Command, options: &Options) -> Result<Child, EmulatorError> {
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|source| EmulatorError::NoCompiler {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(
+        |source| EmulatorError::NoCompiler {
             compiler: options.compiler().to_string_lossy().into_owned(),
             source,
-        })
+        },
+    )
 }
 
 pub(crate) fn finish(child: Child, path: &Path, options: &Options) -> Result<(), EmulatorError> {
     let output = child
         .wait_with_output()
-        .map_err(|source| EmulatorError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
+        .map_err(|source| EmulatorError::Read { path: path.to_owned(), source })?;
     if output.status.success() {
         return Ok(());
     }
@@ -333,8 +303,5 @@ pub(crate) fn write(path: &Path, text: &str) -> Result<(), EmulatorError> {
 }
 
 pub(crate) fn write_error(path: &Path, source: std::io::Error) -> EmulatorError {
-    EmulatorError::Write {
-        path: path.to_owned(),
-        source,
-    }
+    EmulatorError::Write { path: path.to_owned(), source }
 }

@@ -22,10 +22,7 @@ struct Probe {
 impl Probe {
     fn new(sanitize: Sanitize) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let options = Options {
-            sanitize,
-            ..Options::default()
-        };
+        let options = Options { sanitize, ..Options::default() };
         let here = Path::new(env!("CARGO_MANIFEST_DIR"));
         let library = build(&here.join("tests/kernels"), folder.path(), &options)
             .unwrap_or_else(|error| panic!("{error}"));
@@ -47,12 +44,7 @@ impl Probe {
             program
         };
         let (program, ptx_program) = (compiled("probe"), compiled("ptx_program"));
-        Self {
-            _folder: folder,
-            program,
-            ptx_program,
-            libraries,
-        }
+        Self { _folder: folder, program, ptx_program, libraries }
     }
 
     fn run(&self, check: &str, environment: &[(&str, &str)]) -> Output {
@@ -97,10 +89,7 @@ fn accesses_out_of_bounds_fail_and_say_where() {
         text.contains("twice_small block (1, 0, 0) thread (36, 0, 0): load of 4 bytes at 0x"),
         "{text}"
     );
-    assert!(
-        text.contains("has 4096 bytes and this is byte 4096"),
-        "{text}"
-    );
+    assert!(text.contains("has 4096 bytes and this is byte 4096"), "{text}");
     assert!(passes("store_past_the_end", &[]).contains("store of 4 bytes"));
     assert!(passes("before_the_start", &[]).contains("out of bounds"));
     assert!(passes("freed_memory", &[]).contains("in a freed allocation"));
@@ -134,10 +123,7 @@ fn threads_that_do_not_meet_fail_the_launch() {
 #[test]
 fn a_fault_is_reported_while_other_threads_wait() {
     let text = passes("last_faults", &[]);
-    assert!(
-        text.contains("last_faults block (0, 0, 0) thread (63, 0, 0): store"),
-        "{text}"
-    );
+    assert!(text.contains("last_faults block (0, 0, 0) thread (63, 0, 0): store"), "{text}");
 }
 
 #[test]
@@ -155,10 +141,7 @@ fn bad_calls_are_refused() {
 #[test]
 fn ptx_must_fit_driver_device_and_sources() {
     let text = passes("ptx_headers", &[]);
-    assert!(
-        text.contains("PTX 8.5: this driver reads no newer than 8.4"),
-        "{text}"
-    );
+    assert!(text.contains("PTX 8.5: this driver reads no newer than 8.4"), "{text}");
     assert!(
         text.contains("entry packs takes 72 argument bytes in the PTX and 64 in the source"),
         "{text}"
@@ -169,10 +152,7 @@ fn ptx_must_fit_driver_device_and_sources() {
 #[test]
 fn the_environment_sets_driver_and_devices() {
     let text = passes("old_driver", &[("FUSESTEP_EMULATOR_DRIVER", "12000")]);
-    assert!(
-        text.contains("takes 32760 argument bytes, this driver passes 4096"),
-        "{text}"
-    );
+    assert!(text.contains("takes 32760 argument bytes, this driver passes 4096"), "{text}");
     passes("no_device", &[("FUSESTEP_EMULATOR_DEVICES", "0")]);
 }
 
@@ -184,11 +164,7 @@ fn an_occupied_stream_keeps_calls_that_wait_for_its_device_and_no_others() {
 #[test]
 fn sanitizers_run_with_fibers_and_see_accesses_beside_the_dialect() {
     let probe = Probe::new(Sanitize::AddressAndUndefined);
-    for check in [
-        "threads_that_never_wait",
-        "threads_that_wait",
-        "last_faults",
-    ] {
+    for check in ["threads_that_never_wait", "threads_that_wait", "last_faults"] {
         let output = probe.run(check, &[]);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{check}: {errors}");
@@ -196,10 +172,7 @@ fn sanitizers_run_with_fibers_and_see_accesses_beside_the_dialect() {
     }
     let output = probe.run("beside_the_dialect", &[]);
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        !output.status.success() && errors.contains("heap-buffer-overflow"),
-        "{errors}"
-    );
+    assert!(!output.status.success() && errors.contains("heap-buffer-overflow"), "{errors}");
     // The plain library cannot see it.
     passes("beside_the_dialect", &[]);
 }
@@ -209,11 +182,7 @@ fn what_cannot_be_built_is_named() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let out = folder.path().join("out");
     let error = build(folder.path(), &out, &Options::default()).unwrap_err();
-    assert!(
-        error
-            .to_string()
-            .ends_with("expected .cu files, found none")
-    );
+    assert!(error.to_string().ends_with("expected .cu files, found none"));
     let kernel = folder.path().join("broken.cu");
     std::fs::write(&kernel, "int f() { return undeclared; }\n").expect("writable");
     let error = build(folder.path(), &out, &Options::default()).unwrap_err();
@@ -221,10 +190,7 @@ fn what_cannot_be_built_is_named() {
         panic!("{error}");
     };
     assert!(output.contains("broken.cu:1:") && output.contains("undeclared"));
-    let nowhere = Options {
-        compiler: Some("no-such-compiler".into()),
-        ..Options::default()
-    };
+    let nowhere = Options { compiler: Some("no-such-compiler".into()), ..Options::default() };
     let error = build(folder.path(), &out, &nowhere).unwrap_err();
     assert!(error.to_string().contains("`no-such-compiler`"), "{error}");
 }

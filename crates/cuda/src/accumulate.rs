@@ -35,13 +35,8 @@ pub(crate) fn enqueue(
     backend: &CudaBackend,
     accumulate: Accumulate<'_>,
 ) -> Result<(), BackendError> {
-    let Accumulate {
-        dtype,
-        sums: (sums, sums_at),
-        grads: (grads, grads_at),
-        numel,
-        what,
-    } = accumulate;
+    let Accumulate { dtype, sums: (sums, sums_at), grads: (grads, grads_at), numel, what } =
+        accumulate;
     let entry = match dtype {
         DType::F32 => "accumulate_f32",
         DType::F64 => "accumulate_f64",
@@ -77,11 +72,7 @@ pub(crate) fn enqueue(
         return Ok(());
     }
     let blocks = numel.div_ceil(u64::from(THREADS) * ELEMENTS_OF_THREAD);
-    let entry = Entry {
-        stem: STEM,
-        entry,
-        threads: THREADS,
-        blocks: blocks.min(MOST_BLOCKS) as u32,
-    };
+    let entry =
+        Entry { stem: STEM, entry, threads: THREADS, blocks: blocks.min(MOST_BLOCKS) as u32 };
     entry.enqueue_packed(backend, bytemuck::bytes_of(&arguments))
 }

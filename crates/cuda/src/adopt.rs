@@ -160,9 +160,7 @@ unsafe fn adopt(context: ContextHandle, stream: StreamHandle) -> Result<Session,
         let mut found: CUcontext = ptr::null_mut();
         // SAFETY: the caller's: a stream of this driver; the call writes one handle.
         let asked = unsafe { sys::cuStreamGetCtx(stream.0.cast(), &mut found) };
-        check(asked, || {
-            "asking for the context of the stream to be adopted".to_owned()
-        })?;
+        check(asked, || "asking for the context of the stream to be adopted".to_owned())?;
         if found != raw {
             return Err(unavailable(
                 "expected a stream of the context to be adopted, found one of another context"

@@ -286,9 +286,7 @@ impl Backend for CudaBackend {
         values: &[GroupValues],
         rows: (&dyn Buffer, u64),
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(resident::place_leaves(
-            self, launch, values, rows,
-        )?)))
+        Ok(Some(Box::new(resident::place_leaves(self, launch, values, rows)?)))
     }
 
     fn leaf_sums_of_table(
@@ -312,9 +310,7 @@ impl Backend for CudaBackend {
         launch: &Launch<'_>,
         values: &[GroupValues],
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(resident::place_launch(
-            self, launch, values,
-        )?)))
+        Ok(Some(Box::new(resident::place_launch(self, launch, values)?)))
     }
 
     fn launch_table(

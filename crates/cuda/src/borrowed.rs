@@ -83,10 +83,7 @@ impl CudaBackend {
             checks::check_arguments(self, argument_bytes(&launch, batch))?;
         }
         for (at, list) in declared.iter().enumerate() {
-            let kept = launch
-                .lists
-                .iter()
-                .position(|kept| kept.role() == list.role);
+            let kept = launch.lists.iter().position(|kept| kept.role() == list.role);
             let kept = match kept {
                 Some(index) => {
                     let buffer = launch.lists[index].buffer.as_ref();
@@ -169,10 +166,8 @@ fn checked(
         return refused("none".to_owned());
     };
     let width = list.dtype.len_bytes() as u64;
-    let (place, needed) = (
-        record.first_element.saturating_mul(width),
-        record.numel.saturating_mul(width),
-    );
+    let (place, needed) =
+        (record.first_element.saturating_mul(width), record.numel.saturating_mul(width));
     if place.saturating_add(needed) > len_bytes as u64 {
         return Err(BackendError::OutOfBounds {
             backend: NAME,

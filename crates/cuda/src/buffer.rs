@@ -40,31 +40,21 @@ pub(crate) struct Allocation {
 impl DeviceBuffer {
     /// Zeroed memory.
     pub(crate) fn zeroed(session: &Arc<Session>, len_bytes: usize) -> Result<Self, BackendError> {
-        let mut allocation = Allocation {
-            session: Arc::clone(session),
-            address: 0,
-            len_bytes: 0,
-        };
+        let mut allocation = Allocation { session: Arc::clone(session), address: 0, len_bytes: 0 };
         if len_bytes > 0 {
             session.enter()?;
             let mut address = 0;
             // SAFETY: writes one address; the context is current.
             let status = unsafe { sys::cuMemAlloc_v2(&mut address, len_bytes) };
             if status == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-                return Err(BackendError::OutOfMemory {
-                    backend: NAME,
-                    len_bytes,
-                });
+                return Err(BackendError::OutOfMemory { backend: NAME, len_bytes });
             }
             check(status, || format!("allocating {len_bytes} bytes"))?;
             // From here on the memory is the allocation's, which frees it if the next call fails.
             allocation.address = address;
             allocation.len_bytes = len_bytes;
         }
-        let mut buffer = Self {
-            allocation: Arc::new(allocation),
-            order: None,
-        };
+        let mut buffer = Self { allocation: Arc::new(allocation), order: None };
         buffer.zero()?;
         Ok(buffer)
     }
@@ -126,9 +116,7 @@ impl DeviceBuffer {
         let status = unsafe {
             sys::cuMemcpyDtoDAsync_v2(range.start, source.start, len_bytes, session.stream())
         };
-        check(status, || {
-            format!("copying {len_bytes} bytes within the device")
-        })
+        check(status, || format!("copying {len_bytes} bytes within the device"))
     }
 
     /// The buffer, if it is one of this session.
@@ -154,10 +142,8 @@ impl DeviceBuffer {
         let session = &self.allocation.session;
         session.enter()?;
         let bits = value.to_bits();
-        for (address, word) in [
-            (range.start, bits as u32),
-            (range.start + 4, (bits >> 32) as u32),
-        ] {
+        for (address, word) in [(range.start, bits as u32), (range.start + 4, (bits >> 32) as u32)]
+        {
             // SAFETY: `range` lies in the allocation and starts at a multiple of 8, as do all
             // offsets that are given.
             let status = unsafe { sys::cuMemsetD32Async(address, word, 1, session.stream()) };
@@ -200,9 +186,7 @@ impl DeviceBuffer {
                 session.stream(),
             )
         };
-        let copied = check(status, || {
-            format!("copying {} bytes to the device", bytes.len())
-        });
+        let copied = check(status, || format!("copying {} bytes to the device", bytes.len()));
         copied.and(session.synchronize())
     }
 
@@ -223,9 +207,7 @@ impl DeviceBuffer {
                 session.stream(),
             )
         };
-        let copied = check(status, || {
-            format!("copying {} bytes from the device", bytes.len())
-        });
+        let copied = check(status, || format!("copying {} bytes from the device", bytes.len()));
         copied.and(session.synchronize())
     }
 
@@ -276,10 +258,9 @@ impl Buffer for DeviceBuffer {
     fn device_mut(&mut self) -> Option<DeviceSliceMut<'_>> {
         let order = match &self.order {
             None => return None,
-            Some(order) => DeviceOrder::Events {
-                ready: order.ready.handle(),
-                done: order.done.handle(),
-            },
+            Some(order) => {
+                DeviceOrder::Events { ready: order.ready.handle(), done: order.done.handle() }
+            }
         };
         // SAFETY: the allocation and the events live as long as `self`, which is borrowed, in the
         // primary context; the session's own work on it comes before `ready` and, by `take_back`,

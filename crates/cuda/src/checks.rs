@@ -48,9 +48,7 @@ pub(crate) fn check_records(
             let element_bytes = list.dtype().len_bytes() as u64;
             let first = firsts.get(index).copied().unwrap_or(0);
             let place = element.wrapping_sub(first);
-            let end = place
-                .saturating_add(record.numel)
-                .saturating_mul(element_bytes);
+            let end = place.saturating_add(record.numel).saturating_mul(element_bytes);
             if end > list.buffer.len_bytes() as u64 {
                 return Err(BackendError::OutOfBounds {
                     backend: NAME,

@@ -69,9 +69,7 @@ impl Entry {
                 ptr::null_mut(),
             )
         };
-        check(status, || {
-            format!("launching `{}` with {} blocks", self.entry, self.blocks)
-        })
+        check(status, || format!("launching `{}` with {} blocks", self.entry, self.blocks))
     }
 
     /// [`Entry::enqueue`] of arguments that are packed already.
@@ -108,11 +106,7 @@ mod tests {
                 first_chunk: 0,
                 group: 0,
             };
-            let batch = Batch {
-                records: vec![record],
-                groups: vec![0],
-                chunks: 1,
-            };
+            let batch = Batch { records: vec![record], groups: vec![0], chunks: 1 };
             assert_eq!(threads_for(&batch), threads, "{elements}");
         }
     }

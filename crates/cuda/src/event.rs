@@ -36,10 +36,7 @@ impl Event {
         // SAFETY: writes one handle; the context is current.
         let status = unsafe { sys::cuEventCreate(&mut event, flags as u32) };
         check(status, || "creating an event".to_owned())?;
-        Ok(Self {
-            event,
-            session: Arc::clone(session),
-        })
+        Ok(Self { event, session: Arc::clone(session) })
     }
 
     /// Records it behind what is on `stream` by now.

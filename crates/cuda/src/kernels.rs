@@ -65,10 +65,7 @@ impl Kernels {
     pub(crate) fn take_skipped(&mut self) -> Result<u64, BackendError> {
         let mut skipped = self.rows.take_skipped()? + self.part_rows.take_skipped()?;
         for rows in &self.placed_rows {
-            skipped += rows
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take_skipped()?;
+            skipped += rows.lock().unwrap_or_else(PoisonError::into_inner).take_skipped()?;
         }
         self.forget_rows()?;
         Ok(skipped)
@@ -76,10 +73,7 @@ impl Kernels {
 
     /// Lets go of rows whose tables are gone, and keeps their counts.
     fn forget_rows(&mut self) -> Result<(), BackendError> {
-        for rows in self
-            .placed_rows
-            .extract_if(.., |rows| Arc::strong_count(rows) == 1)
-        {
+        for rows in self.placed_rows.extract_if(.., |rows| Arc::strong_count(rows) == 1) {
             let mut rows = rows.lock().unwrap_or_else(PoisonError::into_inner);
             self.rows.count_skipped(rows.take_skipped()?);
         }

@@ -99,12 +99,7 @@ pub(crate) fn enqueue_fold(
     let blocks = chunks.div_ceil(u64::from(FOLD_THREADS / LEAF_THREADS));
     let blocks = u32::try_from(blocks)
         .map_err(|_| unavailable(format!("{chunks} chunks are more than one launch folds")))?;
-    let entry = |stem, entry| Entry {
-        stem,
-        entry,
-        threads: FOLD_THREADS,
-        blocks,
-    };
+    let entry = |stem, entry| Entry { stem, entry, threads: FOLD_THREADS, blocks };
     match fold.index {
         None => {
             let arguments = [leaves, places, partials, chunks];
@@ -125,18 +120,13 @@ fn enqueue_leaf_squares(
     partials: u64,
 ) -> Result<(), BackendError> {
     let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
-    let list = backend
-        .device_buffer(leaves.list.buffer.as_ref())?
-        .address();
+    let list = backend.device_buffer(leaves.list.buffer.as_ref())?.address();
     for batch in leaves.batches {
         let lists = (std::slice::from_ref(leaves.list), &[leaves.first][..]);
         check_records(lists, leaves.offsets, batch)?;
     }
     let kernel = OfLeaves(leaves.kernel);
-    let limits = LaunchLimits {
-        chunk_elements: kernel.chunk_elements(),
-        ..backend.limits()
-    };
+    let limits = LaunchLimits { chunk_elements: kernel.chunk_elements(), ..backend.limits() };
     let tensors = records().map(|record| Batchable {
         tensor: record.tensor,
         first_element: record.first_element,
@@ -188,12 +178,7 @@ pub(crate) fn sums(
     }
     let rows = leaf_rows(backend, parts.len() as u64)?;
     let place = Place { rows, first_row: 0 };
-    tensor_sums::enqueue_parts(
-        backend,
-        launch,
-        (normed.sums_and_update().sums, &batches),
-        place,
-    )?;
+    tensor_sums::enqueue_parts(backend, launch, (normed.sums_and_update().sums, &batches), place)?;
     let mut values = vec![0.0; parts.len() * ROW_BYTES / size_of::<f64>()];
     read_leaf_rows(backend, bytemuck::cast_slice_mut(&mut values))?;
     let rows = values.chunks_exact(ROW_BYTES / size_of::<f64>());
@@ -247,9 +232,7 @@ fn parts_of(batches: &[Batch]) -> Vec<Batchable> {
     };
     let of_batch = |batch: &Batch| -> Vec<Batchable> {
         let records = batch.records.iter();
-        records
-            .flat_map(|record| of_record(batch, record))
-            .collect()
+        records.flat_map(|record| of_record(batch, record)).collect()
     };
     batches.iter().flat_map(of_batch).collect()
 }

@@ -60,12 +60,7 @@ impl LoadedEntry {
             Ok(loaded) => loaded,
             Err(refusal) => (load_ptx(entry, &ptx, &refusal)?, EntryCode::Ptx),
         };
-        let mut loaded = Self {
-            entry,
-            function: ptr::null_mut(),
-            code,
-            module,
-        };
+        let mut loaded = Self { entry, function: ptr::null_mut(), code, module };
         match loaded.look_up() {
             Ok(()) => Ok(loaded),
             Err(error) => {
@@ -81,9 +76,7 @@ impl LoadedEntry {
         // writes one handle.
         let status =
             unsafe { sys::cuModuleGetFunction(&mut self.function, self.module, name.as_ptr()) };
-        check(status, || {
-            format!("looking up the entry `{}` in its {}", self.entry, self.code)
-        })
+        check(status, || format!("looking up the entry `{}` in its {}", self.entry, self.code))
     }
 
     /// Unloads it; the context must be current and nothing that was launched may still run.

@@ -42,10 +42,7 @@ impl Rows {
         let len_bytes = usize::try_from(count)
             .ok()
             .and_then(|count| count.checked_mul(ROW_BYTES))
-            .ok_or(BackendError::OutOfMemory {
-                backend: NAME,
-                len_bytes: usize::MAX,
-            })?;
+            .ok_or(BackendError::OutOfMemory { backend: NAME, len_bytes: usize::MAX })?;
         if let Some(buffer) = &self.buffer
             && buffer.len_bytes() >= len_bytes
         {
@@ -145,12 +142,7 @@ pub(crate) fn enqueue(
         return Ok(());
     }
     let (threads, blocks) = shape(batch);
-    let entry = Entry {
-        stem: launch.kernel.stem(),
-        entry: name,
-        threads,
-        blocks,
-    };
+    let entry = Entry { stem: launch.kernel.stem(), entry: name, threads, blocks };
     let workspace = workspace.bytes();
     entry.enqueue(backend, &mut |bytes| {
         pack(batch, bytes);
@@ -201,11 +193,7 @@ pub(crate) fn shape(batch: &Batch) -> (u32, u32) {
         return (LEAF_THREADS, batch.chunks);
     }
     let all = u64::from(batch.chunks) * CHUNK_UNITS;
-    let filled: u64 = batch
-        .records
-        .iter()
-        .map(|record| filled(record.numel))
-        .sum();
+    let filled: u64 = batch.records.iter().map(|record| filled(record.numel)).sum();
     let blocks = if 2 * filled > all { all } else { filled | 1 };
     let blocks = u32::try_from(blocks).map_or(GRID_MAX, |blocks| blocks.min(GRID_MAX));
     (BLOCK_THREADS, blocks)
@@ -262,15 +250,8 @@ mod tests {
 
     #[test]
     fn a_tensor_cut_over_launches_knows_all_its_chunks_in_each() {
-        let limits = LaunchLimits {
-            chunks_per_launch: 3,
-            ..LaunchLimits::default()
-        };
-        let layout = ArgumentLayout {
-            lists: 3,
-            scalar_bytes: 56,
-            step_scalar_bytes: 24,
-        };
+        let limits = LaunchLimits { chunks_per_launch: 3, ..LaunchLimits::default() };
+        let layout = ArgumentLayout { lists: 3, scalar_bytes: 56, step_scalar_bytes: 24 };
         let chunk = u64::from(CHUNK_ELEMENTS);
         let numels = [chunk, 7 * chunk + 1, 5];
         let tensors = (0..).zip(numels).map(|(tensor, numel)| Batchable {
@@ -281,9 +262,7 @@ mod tests {
         });
         let batches = batches("test", tensors, layout, limits).unwrap();
         let heads: Vec<u64> = batches.iter().map(head_chunks).collect();
-        let tails: Vec<u64> = (0..batches.len())
-            .map(|i| tail_chunks(&batches, i))
-            .collect();
+        let tails: Vec<u64> = (0..batches.len()).map(|i| tail_chunks(&batches, i)).collect();
         assert_eq!((heads, tails), (vec![0, 2, 5, 0], vec![6, 3, 0, 0]));
     }
 
@@ -305,11 +284,7 @@ mod tests {
                 numel,
                 group: 0,
             });
-            let layout = ArgumentLayout {
-                lists: 3,
-                scalar_bytes: 56,
-                step_scalar_bytes: 24,
-            };
+            let layout = ArgumentLayout { lists: 3, scalar_bytes: 56, step_scalar_bytes: 24 };
             let limits = LaunchLimits::with_argument_bytes(usize::MAX);
             let batches = batches("test", tensors, layout, limits).unwrap();
             assert_eq!(shape(&batches[0]), expected, "{numels:?}");

@@ -54,10 +54,7 @@ pub(crate) fn enqueue_batches(
         entry.enqueue(backend, &mut |bytes| pack(batch, own, bytes))?;
         next += u64::from(batch.chunks);
     }
-    Ok(LaunchReport {
-        launches: reduce.batches.len() as u64,
-        elements: 0,
-    })
+    Ok(LaunchReport { launches: reduce.batches.len() as u64, elements: 0 })
 }
 
 /// Enqueues a conclusion: one block.
@@ -66,11 +63,8 @@ pub(crate) fn conclude(
     conclude: Conclude<'_>,
 ) -> Result<LaunchReport, BackendError> {
     let address = |buffer| Ok::<_, BackendError>(backend.device_buffer(buffer)?.address());
-    let addresses = [
-        address(conclude.partials)?,
-        address(conclude.tensors)?,
-        address(conclude.sums)?,
-    ];
+    let addresses =
+        [address(conclude.partials)?, address(conclude.tensors)?, address(conclude.sums)?];
     let control = address(conclude.control)?;
     check_end(CONTROL_BYTES as u64, conclude.control.len_bytes())?;
     let tensors = conclude.tensors.len_bytes() / size_of::<TensorPartials>();
@@ -86,10 +80,7 @@ pub(crate) fn conclude(
     entry.enqueue(backend, &mut |bytes| {
         pack_conclusion(addresses, tensors as u64, control, scalars, bytes);
     })?;
-    Ok(LaunchReport {
-        launches: 1,
-        elements: 0,
-    })
+    Ok(LaunchReport { launches: 1, elements: 0 })
 }
 
 /// Refuses a buffer that ends before `end` bytes.
@@ -107,7 +98,5 @@ pub(crate) fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
 
 /// The list that a reduction reads, where nobody lends it.
 pub(crate) fn read_list<'a>(reduce: &Reduce<'a>) -> Result<&'a ListBuffer, BackendError> {
-    reduce
-        .list
-        .ok_or(BackendError::ForeignBuffer { backend: NAME })
+    reduce.list.ok_or(BackendError::ForeignBuffer { backend: NAME })
 }

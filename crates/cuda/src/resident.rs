@@ -45,10 +45,7 @@ enum Does {
     /// Take sums over tensors and then update; the table holds the address of the rows.
     SumAndUpdate(Arc<Mutex<Rows>>),
     /// Place the sums of whole tensors, by launches with these arguments, and update parts of them.
-    UpdateParts {
-        rows: Arc<Mutex<Rows>>,
-        places: Vec<Vec<u8>>,
-    },
+    UpdateParts { rows: Arc<Mutex<Rows>>, places: Vec<Vec<u8>> },
     /// Take the sums of leaves.
     SumLeaves,
 }
@@ -106,11 +103,7 @@ pub(crate) fn place_launch(
         (Some(_), None) => {
             let (rows, address) = place_rows()?;
             let workspaces = indices.map(|index| workspace(launch, index, address));
-            (
-                Does::SumAndUpdate(rows),
-                workspaces.collect(),
-                Some(address),
-            )
+            (Does::SumAndUpdate(rows), workspaces.collect(), Some(address))
         }
         (Some(_), Some(TensorSums::Device(sums))) => {
             let (rows, address) = place_rows()?;
@@ -118,10 +111,7 @@ pub(crate) fn place_launch(
             for buffer in [sums.sums, sums.tensors] {
                 memory.push(Arc::clone(backend.device_buffer(buffer)?.allocation()));
             }
-            let place = Place {
-                rows: address,
-                first_row: 0,
-            };
+            let place = Place { rows: address, first_row: 0 };
             let workspaces = workspaces_of_parts(launch.batches, place).collect();
             (Does::UpdateParts { rows, places }, workspaces, None)
         }
@@ -179,10 +169,7 @@ fn place_batches(
 ) -> Result<Vec<PlacedBatch>, BackendError> {
     let step_scalars = resident_step_scalars(NAME, launch.kernel)?;
     let (lists, others) = addresses.split_at(launch.lists.len());
-    let packed = Addresses {
-        lists,
-        control: others[0],
-    };
+    let packed = Addresses { lists, control: others[0] };
     for batch in launch.batches {
         check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
     }
@@ -190,10 +177,7 @@ fn place_batches(
         let layout = launch.kernel.argument_layout();
         let steps = pack_steps(&step_scalars, layout, batch, values);
         let mut table = pack_table(launch, batch, packed);
-        let mut shape = Shape {
-            threads: threads_for(batch),
-            blocks: batch.chunks,
-        };
+        let mut shape = Shape { threads: threads_for(batch), blocks: batch.chunks };
         if let Some(workspace) = workspaces.get(index) {
             table[HEADER_BYTES..HEADER_BYTES + WORKSPACE_BYTES].copy_from_slice(&workspace.bytes());
             let (threads, blocks) = normed::shape(batch);
@@ -273,10 +257,7 @@ pub(crate) fn place_reads(
         check_records((read, &[]), reduce.offsets, batch)?;
         let table = pack_reduction_table(reduce, batch, (list, next));
         let layout = reduce.kernel.argument_layout();
-        let shape = Shape {
-            threads: threads_for(batch),
-            blocks: batch.chunks,
-        };
+        let shape = Shape { threads: threads_for(batch), blocks: batch.chunks };
         batches.push(place_batch(backend, &[], (&table, layout), batch, shape)?);
         next += u64::from(batch.chunks) * width;
     }
@@ -292,9 +273,7 @@ pub(crate) fn place_reads(
 
 /// Those of the list and of the reduction's first partial sum.
 fn reduce_addresses(backend: &CudaBackend, reduce: &Reduce<'_>) -> Result<[u64; 2], BackendError> {
-    let list = backend
-        .device_buffer(read_list(reduce)?.buffer.as_ref())?
-        .address();
+    let list = backend.device_buffer(read_list(reduce)?.buffer.as_ref())?.address();
     let partials = backend.device_buffer(&*reduce.partials)?.address();
     let width = size_of::<SquareSum>() as u64;
     Ok([list, partials + reduce.first_partial * width])

@@ -35,11 +35,7 @@ pub(crate) enum WorkStream {
 
 impl Session {
     pub(crate) fn new(stream: WorkStream, context: Context, info: DeviceInfo) -> Self {
-        Self {
-            stream,
-            context,
-            info,
-        }
+        Self { stream, context, info }
     }
 
     pub(crate) fn open(ordinal: u32) -> Result<Self, BackendError> {
@@ -49,9 +45,8 @@ impl Session {
         let opening = || format!("opening device {ordinal}");
         let device = wrapped(Device::get_device(ordinal), opening)?;
         let context = wrapped(Context::new(device), opening)?;
-        let stream = wrapped(Stream::new(StreamFlags::DEFAULT, None), || {
-            "creating a stream".to_owned()
-        })?;
+        let stream =
+            wrapped(Stream::new(StreamFlags::DEFAULT, None), || "creating a stream".to_owned())?;
         Ok(Self::new(WorkStream::Own(stream), context, info))
     }
 
@@ -89,10 +84,7 @@ impl Drop for Session {
 }
 
 pub(crate) fn unavailable(reason: String) -> BackendError {
-    BackendError::Unavailable {
-        backend: NAME,
-        reason,
-    }
+    BackendError::Unavailable { backend: NAME, reason }
 }
 
 /// Starts the driver.

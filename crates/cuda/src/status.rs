@@ -51,11 +51,7 @@ pub(crate) fn describe(status: CUresult) -> String {
             return None;
         }
         // SAFETY: the call succeeded, so `text` points to such a string.
-        Some(
-            unsafe { CStr::from_ptr(text) }
-                .to_string_lossy()
-                .into_owned(),
-        )
+        Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     };
     match (look_up(sys::cuGetErrorName), look_up(sys::cuGetErrorString)) {
         (Some(name), Some(text)) => format!("{name}, {text}"),

@@ -48,12 +48,7 @@ pub(crate) fn enqueue_leaf_sums(
     (rows, first): (&mut dyn Buffer, u64),
 ) -> Result<(), BackendError> {
     let (normed, place) = check_leaf_sums(backend, launch, (rows, first))?;
-    enqueue_parts(
-        backend,
-        launch,
-        (normed.sums_and_update().sums, launch.batches),
-        place,
-    )
+    enqueue_parts(backend, launch, (normed.sums_and_update().sums, launch.batches), place)
 }
 
 /// Refuses records of more leaves than a row has, and rows behind the buffer; the kernel, and
@@ -101,12 +96,7 @@ pub(crate) fn launch_with_sums(
         TensorSums::Device(sums) => place_tensor_sums(backend, launch, chunks, sums)?,
     };
     let place = Place { rows, first_row: 0 };
-    enqueue_parts(
-        backend,
-        launch,
-        (normed.sums_and_update().update, launch.batches),
-        place,
-    )
+    enqueue_parts(backend, launch, (normed.sums_and_update().update, launch.batches), place)
 }
 
 /// Writes sums that the host has; where the rows lie. Waits for the device.
@@ -141,10 +131,7 @@ fn place_tensor_sums(
     sums: ChunkSums<'_>,
 ) -> Result<u64, BackendError> {
     backend.session.enter()?;
-    let rows = backend
-        .kernels()
-        .part_rows
-        .at_least(&backend.session, chunks)?;
+    let rows = backend.kernels().part_rows.at_least(&backend.session, chunks)?;
     for arguments in pack_places(backend, launch, rows, sums)? {
         enqueue_places(backend, &arguments)?;
     }
@@ -202,15 +189,9 @@ pub(crate) fn enqueue_parts(
         },
     };
     for (batch, workspace) in batches.iter().zip(workspaces_of_parts(batches, place)) {
-        normed::enqueue(
-            backend,
-            launch,
-            (name, batch),
-            workspace,
-            &|batch, bytes| {
-                pack(launch, batch, addresses, bytes);
-            },
-        )?;
+        normed::enqueue(backend, launch, (name, batch), workspace, &|batch, bytes| {
+            pack(launch, batch, addresses, bytes);
+        })?;
     }
     Ok(())
 }
@@ -224,12 +205,7 @@ pub(crate) fn workspaces_of_parts(
     batches.iter().map(move |batch| {
         let first_row = next;
         next = next.saturating_add(batch.chunks);
-        Workspace {
-            rows: place.rows,
-            first_row,
-            head_chunks: 0,
-            tail_chunks: 0,
-        }
+        Workspace { rows: place.rows, first_row, head_chunks: 0, tail_chunks: 0 }
     })
 }
 
@@ -258,8 +234,6 @@ fn places<'a>(launch: &'a Launch<'_>) -> impl Iterator<Item = (&'a Record, Recor
 pub(crate) fn normed_of<'a>(launch: &Launch<'a>) -> Result<&'a dyn NormedKernel, BackendError> {
     launch.kernel.normed().ok_or_else(|| {
         let entry = launch.kernel.entry();
-        unavailable(format!(
-            "expected a kernel that takes sums over tensors, found `{entry}`"
-        ))
+        unavailable(format!("expected a kernel that takes sums over tensors, found `{entry}`"))
     })
 }

@@ -107,9 +107,7 @@ mod events {
             let status = unsafe {
                 sys::cuMemcpyDtoDAsync_v2(to.address(), from.address(), len_bytes, stream)
             };
-            check(status, || {
-                format!("copying {len_bytes} bytes on the device")
-            })
+            check(status, || format!("copying {len_bytes} bytes on the device"))
         }
 
         fn event(&self) -> Result<Event, BackendError> {

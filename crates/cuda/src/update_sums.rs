@@ -71,10 +71,7 @@ pub(crate) fn place(
     }
     let batch = &launch.batches[index];
     let (value, lists) = value_of(launch)?;
-    let lists: Vec<_> = lists
-        .into_iter()
-        .map(|list| (list, addresses[list]))
-        .collect();
+    let lists: Vec<_> = lists.into_iter().map(|list| (list, addresses[list])).collect();
     let mut kept_bytes = 0;
     let mut changed = changed_records(launch, index, tensor_rows);
     for (record, changed) in batch.records.iter().zip(&mut changed) {
@@ -82,10 +79,7 @@ pub(crate) fn place(
         kept_bytes += (record.numel * value.copy_bytes).next_multiple_of(COPY_ALIGNMENT);
     }
     let table_bytes = pack_update_sums(launch, batch, &lists, (control, sums), &changed).len();
-    let too_large = || BackendError::OutOfMemory {
-        backend: crate::NAME,
-        len_bytes: usize::MAX,
-    };
+    let too_large = || BackendError::OutOfMemory { backend: crate::NAME, len_bytes: usize::MAX };
     let kept_end = usize::try_from(kept_bytes).map_err(|_| too_large())?;
     let len_bytes = kept_end.checked_add(table_bytes).ok_or_else(too_large)?;
     let mut memory = DeviceBuffer::zeroed(&backend.session, len_bytes)?;
@@ -94,11 +88,7 @@ pub(crate) fn place(
     }
     let table = pack_update_sums(launch, batch, &lists, (control, sums), &changed);
     memory.write(kept_end, &table)?;
-    let layout = ArgumentLayout {
-        lists: 0,
-        scalar_bytes: size_of::<u64>(),
-        step_scalar_bytes: 0,
-    };
+    let layout = ArgumentLayout { lists: 0, scalar_bytes: size_of::<u64>(), step_scalar_bytes: 0 };
     Ok(Some(PlacedSums {
         arguments: pack_launch_of_table(&table, layout, memory.address() + kept_bytes),
         memory,
@@ -149,11 +139,7 @@ fn changed_records(
 /// How a parameter of the launch is kept, and the lists that have it.
 fn value_of(launch: &Launch<'_>) -> Result<(Value, Vec<usize>), BackendError> {
     let place = |role| launch.lists.iter().position(|list| list.role() == role);
-    let value = |keep, sum, copy_bytes| Value {
-        keep,
-        sum,
-        copy_bytes,
-    };
+    let value = |keep, sum, copy_bytes| Value { keep, sum, copy_bytes };
     let missing = || {
         unavailable(format!(
             "`{}`: expected a list of parameters to sum up the changes of, found none",

@@ -41,12 +41,7 @@ fn every_option_and_dtype_gives_the_bits_of_the_host() {
                 (SecondMoment::Running, Objective::Minimize),
                 (SecondMoment::Largest, Objective::Maximize),
             ] {
-                let adam = Adam {
-                    weight_decay,
-                    second_moment,
-                    objective,
-                    ..Adam::default()
-                };
+                let adam = Adam { weight_decay, second_moment, objective, ..Adam::default() };
                 same_bits(adam, &case, cuda().limits());
             }
         }
@@ -62,10 +57,9 @@ fn limits_change_the_launches_and_not_the_bits() {
         outcome(&planner.plan(&case.params).unwrap(), &case, &backend);
         backend.take().len() as u64 / case.steps
     };
-    for (limits, expected) in [
-        (LaunchLimits::default(), 1),
-        (LaunchLimits::with_argument_bytes(4096), 8),
-    ] {
+    for (limits, expected) in
+        [(LaunchLimits::default(), 1), (LaunchLimits::with_argument_bytes(4096), 8)]
+    {
         assert_eq!(launches(limits), expected, "{limits:?}");
         same_bits(Adam::default(), &case, limits);
     }
@@ -75,10 +69,7 @@ fn limits_change_the_launches_and_not_the_bits() {
 fn chunks_of_64_elements_three_to_a_launch_give_the_same_bits() {
     let case = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 192, 193, 0], DType::F32);
     for second_moment in [SecondMoment::Running, SecondMoment::Largest] {
-        let adam = Adam {
-            second_moment,
-            ..Adam::default()
-        };
+        let adam = Adam { second_moment, ..Adam::default() };
         same_bits(adam, &case.clone().with_groups(), TINY);
     }
 }
@@ -88,11 +79,7 @@ fn nan_infinities_and_subnormals_give_the_same_bits() {
     for dtype in [DType::F32, DType::F64] {
         for second_moment in [SecondMoment::Running, SecondMoment::Largest] {
             let case = Case::new([1, 33, 1000, 70_001], dtype).with_gradients(Gradients::Extreme);
-            let adam = Adam {
-                eps: 0.0,
-                second_moment,
-                ..Adam::default()
-            };
+            let adam = Adam { eps: 0.0, second_moment, ..Adam::default() };
             same_bits(adam, &case, cuda().limits());
         }
     }
@@ -114,10 +101,7 @@ fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
     let same = |rule: Optimizer, places: Places, format| {
         let step = |backend: &dyn Backend| step_at(backend, rule.rule(), places, format);
         let shift = places.offsets[0];
-        assert!(
-            step(&cuda()) == step(&cpu()),
-            "{rule}, {format:?}, shift {shift}"
-        );
+        assert!(step(&cuda()) == step(&cpu()), "{rule}, {format:?}, shift {shift}");
     };
     for format in plain.into_iter().chain(formats()) {
         let adam = Optimizer::from(Adam::default());
@@ -138,10 +122,7 @@ fn every_16_bit_format_gives_the_bits_of_the_host() {
         same_bits_at(Adam::default(), precision, &case, cuda().limits());
         let case = Case::new([0, 1, 63, 64, 65, 500, 0, 193, 0], dtype).with_groups();
         for second_moment in [SecondMoment::Running, SecondMoment::Largest] {
-            let adam = Adam {
-                second_moment,
-                ..Adam::default()
-            };
+            let adam = Adam { second_moment, ..Adam::default() };
             same_bits_at(adam, precision, &case, TINY);
             let extreme = case.clone().with_gradients(Gradients::Extreme);
             same_bits_at(adam, precision, &extreme, TINY);
@@ -179,20 +160,13 @@ fn memory_is_zeroed_and_bounded() {
         "cuda: copy of 10 bytes at offset 991: expected a buffer of at least that length, found \
          1000 bytes"
     );
-    assert!(
-        backend
-            .read(buffer.as_ref(), usize::MAX, &mut [0; 2])
-            .is_err()
-    );
+    assert!(backend.read(buffer.as_ref(), usize::MAX, &mut [0; 2]).is_err());
     let mut empty = backend.allocate(0).unwrap();
     backend.write(empty.as_mut(), 0, &[]).unwrap();
     assert!(backend.read(empty.as_ref(), 0, &mut [0]).is_err());
     assert_eq!(
         backend.allocate(1 << 50).unwrap_err(),
-        BackendError::OutOfMemory {
-            backend: "cuda",
-            len_bytes: 1 << 50
-        }
+        BackendError::OutOfMemory { backend: "cuda", len_bytes: 1 << 50 }
     );
 }
 
@@ -203,10 +177,7 @@ fn buffers_of_others_are_refused() {
     let foreign = BackendError::ForeignBuffer { backend: "cuda" };
     assert_eq!(backend.write(host.as_mut(), 0, &[1]).unwrap_err(), foreign);
     let other = cuda().allocate(16).unwrap();
-    assert_eq!(
-        backend.read(other.as_ref(), 0, &mut [0]).unwrap_err(),
-        foreign
-    );
+    assert_eq!(backend.read(other.as_ref(), 0, &mut [0]).unwrap_err(), foreign);
     let mut own = backend.allocate(16).unwrap();
     assert!(cpu().write(own.as_mut(), 0, &[1]).is_err());
 }
@@ -214,12 +185,8 @@ fn buffers_of_others_are_refused() {
 #[test]
 fn threads_share_a_backend_and_buffers_outlive_it() {
     let backend = cuda();
-    let mut buffer = std::thread::scope(|scope| {
-        scope
-            .spawn(|| backend.allocate(64).unwrap())
-            .join()
-            .unwrap()
-    });
+    let mut buffer =
+        std::thread::scope(|scope| scope.spawn(|| backend.allocate(64).unwrap()).join().unwrap());
     backend.write(buffer.as_mut(), 0, &[9; 64]).unwrap();
     drop(backend);
     std::thread::spawn(move || drop(buffer)).join().unwrap();

@@ -62,10 +62,7 @@ fn same_bits_of(
     let expected = outcome(&naive, case, &cpu());
     let first = found.iter().zip(&expected).position(|(a, b)| a != b);
     let length = expected.len();
-    assert!(
-        found == expected,
-        "{rule}: first difference at byte {first:?} of {length}, {naive}"
-    );
+    assert!(found == expected, "{rule}: first difference at byte {first:?} of {length}, {naive}");
 }
 
 /// [`same_bits_of`] every rule in every format, with gradients that are clipped and scaled.
@@ -143,11 +140,8 @@ fn adam_alone_gives_the_bits_of_the_host() {
 
 #[test]
 fn adam_in_16_bits_alone_gives_the_bits_of_the_host() {
-    let precision = Precision {
-        master: Master::F32,
-        state: StateDType::Bf16,
-        ..Precision::default()
-    };
+    let precision =
+        Precision { master: Master::F32, state: StateDType::Bf16, ..Precision::default() };
     let way = |planner: Planner| resident(scaled(planner.precision(precision)));
     for rule in rules().into_iter().take(2) {
         same_bits_of(&cuda(), rule, &way, &case_of(DType::BF16));
@@ -169,12 +163,7 @@ fn a_norm_over_many_tensors_has_the_bits_of_the_host() {
     let mut long = Case::new([3, 65_536 * 5 + 1, 9], DType::F32);
     long.steps = 1;
     for case in [case, long] {
-        same_bits_of(
-            &cuda(),
-            rules()[0],
-            &|planner| in_arguments(scaled(planner)),
-            &case,
-        );
+        same_bits_of(&cuda(), rules()[0], &|planner| in_arguments(scaled(planner)), &case);
     }
 }
 
@@ -234,10 +223,8 @@ fn norms_have_the_bits_of_the_host_to_the_last() {
             let edge = next_edge(rule, &case, 0.01);
             for lr in [edge, edge.next_down()] {
                 let plan = Planner::new(at_rate(rule, lr)).plan(&case.params).unwrap();
-                let (found, expected) = (
-                    outcome(&plan, &case, &cuda()),
-                    outcome(&plan, &case, &cpu()),
-                );
+                let (found, expected) =
+                    (outcome(&plan, &case, &cuda()), outcome(&plan, &case, &cpu()));
                 assert!(found == expected, "{rule}, seed {seed}, rate {lr:e}");
             }
         }

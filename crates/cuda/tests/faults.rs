@@ -31,10 +31,7 @@ fn alone(test: &str, environment: &[(&str, &str)]) -> Option<String> {
         .output()
         .expect("the test's own program starts");
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success() && text.contains("1 passed"),
-        "{text}"
-    );
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
     Some(text.into_owned())
 }
 
@@ -44,10 +41,7 @@ fn launch_one(
     kernel: &dyn MultiTensorKernel,
     offset: u64,
 ) -> Result<(), BackendError> {
-    launch_at(backend, kernel, Places::cut(&[offset], 100), &mut |_| {
-        vec![0; 400]
-    })
-    .map(|_| ())
+    launch_at(backend, kernel, Places::cut(&[offset], 100), &mut |_| vec![0; 400]).map(|_| ())
 }
 
 fn adam(dtype: DType) -> Box<dyn MultiTensorKernel> {
@@ -60,12 +54,7 @@ fn a_launch_beyond_its_buffers_is_refused_before_it_starts() {
     launch_one(&cuda(), kernel.as_ref(), 0).unwrap();
     assert_eq!(
         launch_one(&cuda(), kernel.as_ref(), 1).unwrap_err(),
-        BackendError::OutOfBounds {
-            backend: "cuda",
-            offset_bytes: 4,
-            len_bytes: 400,
-            found: 400,
-        }
+        BackendError::OutOfBounds { backend: "cuda", offset_bytes: 4, len_bytes: 400, found: 400 }
     );
     assert!(launch_one(&cuda(), kernel.as_ref(), u64::MAX / 8).is_err());
 }
@@ -127,11 +116,7 @@ fn a_fault_of_the_device_shows_with_its_code_and_stays() {
 fn alone_out_of_bounds() {
     let kernel = adam(DType::F64);
     let dtype = DType::F32;
-    let lists = kernel
-        .lists()
-        .iter()
-        .map(|&list| TensorList { dtype, ..list })
-        .collect();
+    let lists = kernel.lists().iter().map(|&list| TensorList { dtype, ..list }).collect();
     let backend = cuda();
     let state = backend.allocate(16).unwrap();
     let error = launch_one(&backend, &Liar { kernel, lists }, 0).unwrap_err();
@@ -145,10 +130,7 @@ fn alone_out_of_bounds() {
         backend.allocate(16).unwrap_err(),
         backend.synchronize().unwrap_err(),
     ] {
-        assert!(
-            matches!(error, BackendError::Device { code: 700, .. }),
-            "{error}"
-        );
+        assert!(matches!(error, BackendError::Device { code: 700, .. }), "{error}");
     }
 }
 
@@ -230,9 +212,7 @@ fn alone_old_driver() {
     assert!(
         matches!(error, BackendError::Device { code: 222, .. })
             && error.to_string().contains("a newer driver reads it; ")
-            && error
-                .to_string()
-                .contains("machine code for sm_90 was refused with code 20"),
+            && error.to_string().contains("machine code for sm_90 was refused with code 20"),
         "{error}"
     );
     // Batches made for another device's limits.
@@ -243,9 +223,7 @@ fn alone_old_driver() {
         .unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     for param in &case.params {
-        state
-            .write(&backend, Role::Grad, &param.name, &[0; 4])
-            .unwrap();
+        state.write(&backend, Role::Grad, &param.name, &[0; 4]).unwrap();
     }
     let error = plan.run(&mut state, &backend).unwrap_err().to_string();
     assert!(

@@ -25,11 +25,7 @@ fn measured(planner: Planner) -> Planner {
 
 #[test]
 fn every_rule_cut_in_every_way_has_the_norms_of_the_host() {
-    let cut = LaunchLimits {
-        argument_bytes: 700,
-        chunk_elements: 64,
-        chunks_per_launch: 3,
-    };
+    let cut = LaunchLimits { argument_bytes: 700, chunk_elements: 64, chunks_per_launch: 3 };
     let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 2048], DType::F32).with_groups();
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;
@@ -73,9 +69,7 @@ fn train(rule: Optimizer, way: WayOfStep, backend: &dyn Backend) -> (Vec<Vec<f64
         write_grads(&mut state, &case, step, backend);
         if step == 3 {
             let bytes = f32::INFINITY.to_le_bytes().repeat(3);
-            state
-                .write(backend, Role::Grad, "tensor.1", &bytes)
-                .unwrap();
+            state.write(backend, Role::Grad, "tensor.1", &bytes).unwrap();
         }
         match (way, &graph) {
             (WayOfStep::Replayed, Some(graph)) => plan.replay(&mut state, backend, graph).unwrap(),
@@ -128,10 +122,7 @@ fn step_at(
 ) -> Result<(Vec<Vec<u8>>, Vec<UnitSums>), BackendError> {
     let rule = rule.rule();
     let kernel = rule.kernel(DType::F32, Precision::default()).unwrap();
-    let limits = LaunchLimits {
-        chunk_elements,
-        ..LaunchLimits::default()
-    };
+    let limits = LaunchLimits { chunk_elements, ..LaunchLimits::default() };
     let tensors = (0..offsets.len() as u32).map(|tensor| Batchable {
         tensor,
         first_element: 0,
@@ -144,13 +135,7 @@ fn step_at(
     let mut scalars = vec![0; layout.scalar_bytes];
     let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = GroupValues {
-        lr: 0.01,
-        lr_scale: 1.0,
-        weight_decay: None,
-        trust: None,
-        step: 1,
-    };
+    let values = GroupValues { lr: 0.01, lr_scale: 1.0, weight_decay: None, trust: None, step: 1 };
     kernel.write_step_scalars(values, &mut step_scalars);
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
     let tensors = 0..=offsets.len() as u64;
@@ -167,10 +152,7 @@ fn step_at(
         control: None,
         grad_sums: None,
         tensor_sums: None,
-        update_sums: Some(UpdateSums {
-            rows: sums.as_mut(),
-            firsts: &firsts,
-        }),
+        update_sums: Some(UpdateSums { rows: sums.as_mut(), firsts: &firsts }),
         step_scalars: &step_scalars,
         limits,
     };
@@ -191,11 +173,7 @@ fn step_at(
 }
 
 fn one_of_each_shape() -> [Optimizer; 3] {
-    [
-        Adam::default().into(),
-        Sgd::with_momentum().into(),
-        Lars::default().into(),
-    ]
+    [Adam::default().into(), Sgd::with_momentum().into(), Lars::default().into()]
 }
 
 #[test]
@@ -206,9 +184,7 @@ fn addresses_that_no_pack_fits_have_the_sums_of_the_host_and_touch_no_other() {
             let found = step_at(&cuda(), &rule, places, (5, 65_536)).unwrap();
             let expected = step_at(&cpu(), &rule, places, (5, 65_536)).unwrap();
             assert!(found == expected, "{rule}, shift {shift}");
-            let [sums @ .., behind, last] = &found.1[..] else {
-                panic!("five rows")
-            };
+            let [sums @ .., behind, last] = &found.1[..] else { panic!("five rows") };
             assert!(sums.iter().all(|units| units[0] > 0.0), "{rule}");
             assert_eq!((behind, last), (&[0.0; 8], &[0.0; 8]), "{rule}");
         }
@@ -222,14 +198,7 @@ fn rows_that_do_not_fit_are_refused_before_anything_is_written() {
         for backend in [&cuda() as &dyn Backend, &cpu()] {
             let error = step_at(backend, &rule, places, (3, 65_536)).unwrap_err();
             assert!(
-                matches!(
-                    error,
-                    BackendError::OutOfBounds {
-                        len_bytes: 256,
-                        found: 192,
-                        ..
-                    }
-                ),
+                matches!(error, BackendError::OutOfBounds { len_bytes: 256, found: 192, .. }),
                 "{rule}: {error}"
             );
             assert!(step_at(backend, &rule, places, (4, 65_536)).is_ok());
@@ -253,9 +222,7 @@ fn arguments_have_no_entries_that_measure() {
     assert_eq!(plan.table(), TableKind::Resident);
     let notes = plan.explain().iter().map(ToString::to_string);
     let notes: Vec<String> = notes.collect();
-    let says_why = notes
-        .iter()
-        .any(|note| note.contains("resident, for pass `update_norms`"));
+    let says_why = notes.iter().any(|note| note.contains("resident, for pass `update_norms`"));
     assert!(says_why, "{notes:?}");
     let mut state = allocate(&plan, &case, &backend);
     assert!(plan.run(&mut state, &backend).is_ok());

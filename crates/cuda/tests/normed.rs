@@ -15,25 +15,14 @@ use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};
 
 fn rules() -> [Optimizer; 2] {
     [
-        Optimizer::Lars(Lars {
-            lr: 0.5,
-            rescale: 0.25,
-            eps: 1e-3,
-            ..Lars::default()
-        }),
-        Optimizer::Lamb(Lamb {
-            lr: 0.01,
-            ..Lamb::default()
-        }),
+        Optimizer::Lars(Lars { lr: 0.5, rescale: 0.25, eps: 1e-3, ..Lars::default() }),
+        Optimizer::Lamb(Lamb { lr: 0.01, ..Lamb::default() }),
     ]
 }
 
 /// Three chunks to a launch: tensors go on over launches.
 fn three_chunks() -> LaunchLimits {
-    LaunchLimits {
-        chunks_per_launch: 3,
-        ..LaunchLimits::with_argument_bytes(4096)
-    }
+    LaunchLimits { chunks_per_launch: 3, ..LaunchLimits::with_argument_bytes(4096) }
 }
 
 #[test]
@@ -96,20 +85,12 @@ fn cut_over_launches(dtype: DType, precision: Precision) {
 
 #[test]
 fn many_tensors_in_few_launches_give_the_bits_of_the_host() {
-    let mut case = Case::new(
-        (0..200).map(|i| [0, 1, 511, 512, 513, 1025][i % 6]),
-        DType::F32,
-    );
+    let mut case = Case::new((0..200).map(|i| [0, 1, 511, 512, 513, 1025][i % 6]), DType::F32);
     case.steps = 2;
     for rule in rules() {
         for argument_bytes in [700, 32_764] {
             let limits = LaunchLimits::with_argument_bytes(argument_bytes);
-            same_bits_on(
-                &cuda().with_limits(limits),
-                rule,
-                Precision::default(),
-                &case,
-            );
+            same_bits_on(&cuda().with_limits(limits), rule, Precision::default(), &case);
         }
     }
 }
@@ -117,10 +98,7 @@ fn many_tensors_in_few_launches_give_the_bits_of_the_host() {
 #[test]
 fn tensors_of_a_leaf_at_most_give_the_bits_of_the_host() {
     let numels = (0..90).map(|i| [1, 0, 63, 64, 65, 512, 1023, 1024, 5][i % 9]);
-    for (dtype, precision) in formats()
-        .into_iter()
-        .chain([(DType::F32, Precision::default())])
-    {
+    for (dtype, precision) in formats().into_iter().chain([(DType::F32, Precision::default())]) {
         let mut case = Case::new(numels.clone(), dtype).with_groups();
         case.steps = 2;
         let mut extreme = case.clone().with_gradients(Gradients::Extreme);
@@ -146,15 +124,9 @@ fn excluded_tensors_take_the_rate_that_the_option_says() {
     let mut case = Case::new([33, 1000, 700], DType::F32);
     case.params[1].weight_decay = Some(0.0);
     for excluded in [Excluded::PlainLr, Excluded::TrustRatio] {
-        let lars = Lars {
-            excluded,
-            ..Lars::default()
-        };
+        let lars = Lars { excluded, ..Lars::default() };
         same_bits_on(&cuda(), Optimizer::Lars(lars), Precision::default(), &case);
-        let lamb = Lamb {
-            excluded,
-            ..Lamb::default()
-        };
+        let lamb = Lamb { excluded, ..Lamb::default() };
         same_bits_on(&cuda(), Optimizer::Lamb(lamb), Precision::default(), &case);
     }
 }
@@ -168,35 +140,21 @@ fn tensors_that_are_not_finite_are_left_and_counted() {
         let host = cpu();
         let run = |backend: &dyn Backend| {
             backend.take_skipped().unwrap();
-            outcome(
-                &Planner::new(rule).plan(&case.params).unwrap(),
-                &case,
-                backend,
-            );
+            outcome(&Planner::new(rule).plan(&case.params).unwrap(), &case, backend);
             backend.take_skipped().unwrap()
         };
         let (expected, found) = (run(&host), run(&backend));
-        assert!(
-            expected >= 6 && found == expected,
-            "{rule}: {found} of {expected}"
-        );
+        assert!(expected >= 6 && found == expected, "{rule}: {found} of {expected}");
     }
     // A tensor of several launches is counted once.
     let case = Case::new([65_536 * 7 + 1], DType::F32);
     let backend = cuda().with_limits(three_chunks());
-    let plan = Planner::new(rules()[0])
-        .limits(three_chunks())
-        .plan(&case.params)
-        .unwrap();
+    let plan = Planner::new(rules()[0]).limits(three_chunks()).plan(&case.params).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     let bytes = case.param_bytes(0);
-    state
-        .write(&backend, Role::Param, "tensor.0", &bytes)
-        .unwrap();
+    state.write(&backend, Role::Param, "tensor.0", &bytes).unwrap();
     let infinite = f32::INFINITY.to_le_bytes().repeat(65_536 * 7 + 1);
-    state
-        .write(&backend, Role::Grad, "tensor.0", &infinite)
-        .unwrap();
+    state.write(&backend, Role::Grad, "tensor.0", &infinite).unwrap();
     plan.run(&mut state, &backend).unwrap();
     assert_eq!(backend.take_skipped(), Ok(1));
 }
@@ -205,10 +163,7 @@ fn tensors_that_are_not_finite_are_left_and_counted() {
 fn addresses_that_no_pack_fits_give_the_same_bits_and_touch_nothing_else() {
     for rule in rules() {
         for shift in 0..4u64 {
-            let kernel = rule
-                .rule()
-                .kernel(DType::F32, Precision::default())
-                .unwrap();
+            let kernel = rule.rule().kernel(DType::F32, Precision::default()).unwrap();
             let offsets = [shift, 3301 + shift, 6640];
             let places = Places::cut(&offsets, 3299);
             let run = |backend: &dyn Backend| {
@@ -234,11 +189,7 @@ const MUTANTS: [Mutant; 7] = [
     // A tensor would read the sums of another one that has been summed since.
     Mutant {
         name: "one_row_for_all_chunks",
-        edits: &[(
-            "normed.cuh",
-            ".rows) + index * ROW_VALUES",
-            ".rows) + 0 * index * ROW_VALUES",
-        )],
+        edits: &[("normed.cuh", ".rows) + index * ROW_VALUES", ".rows) + 0 * index * ROW_VALUES")],
     },
     // Where most units have no elements, a block goes on to others.
     Mutant {
@@ -294,10 +245,7 @@ fn mutants_that_wait_wrongly_are_found() {
 #[test]
 #[ignore = "run by mutants_that_wait_wrongly_are_found on drivers built from mutants"]
 fn alone_lars_has_the_bits_of_the_host() {
-    let mut case = Case::new(
-        [1000, 65_536 * 2 + 5, 9, 65_536 * 3, 513, 70_000],
-        DType::F32,
-    );
+    let mut case = Case::new([1000, 65_536 * 2 + 5, 9, 65_536 * 3, 513, 70_000], DType::F32);
     case.steps = 2;
     // On rows that others have used.
     let backend = cuda();

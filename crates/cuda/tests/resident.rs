@@ -34,24 +34,15 @@ fn every_16_bit_format_gives_the_bits_of_the_host() {
     for (dtype, precision) in formats() {
         let case = Case::new([0, 1, 65], dtype).with_groups();
         for rule in rules() {
-            same_bits_of(
-                rule,
-                &|planner| planner.precision(precision),
-                &case,
-                &cuda(),
-            );
+            same_bits_of(rule, &|planner| planner.precision(precision), &case, &cuda());
         }
     }
 }
 
 #[test]
 fn any_number_of_tensors_is_one_launch_with_the_bits_of_the_host() {
-    let many = |count: u64| {
-        Case::new(
-            (0..count).map(|i| [64, 0, 1, 63, 65][i as usize % 5]),
-            DType::F32,
-        )
-    };
+    let many =
+        |count: u64| Case::new((0..count).map(|i| [64, 0, 1, 63, 65][i as usize % 5]), DType::F32);
     for count in [0, 1, 161, 10_000] {
         let mut case = many(count).with_groups();
         case.steps = 2;
@@ -62,16 +53,10 @@ fn any_number_of_tensors_is_one_launch_with_the_bits_of_the_host() {
             let recorder =
                 Recorder::new(cuda().with_limits(LaunchLimits::with_argument_bytes(4096)));
             let planner = || Planner::new(rule).table(TableKind::Resident);
-            let plan = planner()
-                .limits(recorder.limits())
-                .plan(&case.params)
-                .unwrap();
+            let plan = planner().limits(recorder.limits()).plan(&case.params).unwrap();
             let found = outcome(&plan, &case, &recorder);
             let host = planner().plan(&case.params).unwrap();
-            assert!(
-                found == outcome(&host, &case, &cpu()),
-                "{count} tensors, {rule}"
-            );
+            assert!(found == outcome(&host, &case, &cpu()), "{count} tensors, {rule}");
             let launches = recorder.take();
             let per_step = usize::from(count > 0) * 2;
             assert_eq!(launches.len(), 2 * per_step, "{count} tensors, {rule}");
@@ -82,11 +67,7 @@ fn any_number_of_tensors_is_one_launch_with_the_bits_of_the_host() {
 
 #[test]
 fn chunks_and_launches_of_any_size_give_the_bits_of_the_host() {
-    let cut = LaunchLimits {
-        argument_bytes: 700,
-        chunk_elements: 64,
-        chunks_per_launch: 3,
-    };
+    let cut = LaunchLimits { argument_bytes: 700, chunk_elements: 64, chunks_per_launch: 3 };
     let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], DType::F32).with_groups();
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;
@@ -134,10 +115,7 @@ fn random_rounding_draws_the_same_in_a_graph() {
     let case = Case::new([700, 3, 1025], DType::BF16);
     for rule in [Optimizer::from(Adam::default()), Lars::default().into()] {
         let planner = Planner::new(rule).precision(precision);
-        let plan = planner
-            .table(TableKind::Resident)
-            .plan(&case.params)
-            .unwrap();
+        let plan = planner.table(TableKind::Resident).plan(&case.params).unwrap();
         let host = cpu();
         let mut expected = allocate(&plan, &case, &host);
         let backend = cuda();
@@ -148,11 +126,7 @@ fn random_rounding_draws_the_same_in_a_graph() {
             plan.run(&mut expected, &host).unwrap();
             write_grads(&mut state, &case, step, &backend);
             plan.replay(&mut state, &backend, &graph).unwrap();
-            assert_eq!(
-                state.step(),
-                step,
-                "no gradient is read, so every step counts"
-            );
+            assert_eq!(state.step(), step, "no gradient is read, so every step counts");
         }
         let found = read_all(&state, &case, &backend);
         assert!(found == read_all(&expected, &case, &host), "{rule}");
@@ -162,14 +136,10 @@ fn random_rounding_draws_the_same_in_a_graph() {
 #[test]
 fn absent_parameters_and_set_steps_build_the_tables_anew() {
     let case = Case::new([700, 3, 1025], DType::F32);
-    for planner in [
-        Planner::new(Adam::default().into()),
-        scaled(Planner::new(Adam::default().into())),
-    ] {
-        let plan = planner
-            .table(TableKind::Resident)
-            .plan(&case.params)
-            .unwrap();
+    for planner in
+        [Planner::new(Adam::default().into()), scaled(Planner::new(Adam::default().into()))]
+    {
+        let plan = planner.table(TableKind::Resident).plan(&case.params).unwrap();
         let run = |backend: &dyn Backend| {
             let mut state = allocate(&plan, &case, backend);
             for step in 1..=6 {
@@ -197,9 +167,7 @@ fn absent_parameters_and_set_steps_build_the_tables_anew() {
 fn what_cannot_be_recorded_is_refused() {
     let case = Case::new([700, 3], DType::F32);
     let backend = cuda();
-    let in_arguments = scaled(Planner::new(Adam::default().into()))
-        .plan(&case.params)
-        .unwrap();
+    let in_arguments = scaled(Planner::new(Adam::default().into())).plan(&case.params).unwrap();
     let mut state = allocate(&in_arguments, &case, &backend);
     let expected = "step: expected one that the device runs without the host, found that its \
                     tables are in arguments; plan with resident tables, or use `run`";
@@ -215,26 +183,14 @@ fn what_cannot_be_recorded_is_refused() {
     plan.replay(&mut state, &backend, &graph).unwrap();
     state.set_without_gradient("tensor.1").unwrap();
     let stale = PlanError::StaleGraph;
-    assert_eq!(
-        plan.replay(&mut state, &backend, &graph).unwrap_err(),
-        stale
-    );
+    assert_eq!(plan.replay(&mut state, &backend, &graph).unwrap_err(), stale);
     assert!(
-        plan.capture(&mut state, &backend)
-            .unwrap_err()
-            .to_string()
-            .contains("without gradient")
+        plan.capture(&mut state, &backend).unwrap_err().to_string().contains("without gradient")
     );
     plan.run(&mut state, &backend).unwrap();
-    assert_eq!(
-        plan.replay(&mut state, &backend, &graph).unwrap_err(),
-        stale
-    );
+    assert_eq!(plan.replay(&mut state, &backend, &graph).unwrap_err(), stale);
     let mut other = allocate(&plan, &case, &backend);
-    assert_eq!(
-        plan.replay(&mut other, &backend, &graph).unwrap_err(),
-        stale
-    );
+    assert_eq!(plan.replay(&mut other, &backend, &graph).unwrap_err(), stale);
     let host = cpu();
     let mut on_host = allocate(&plan, &case, &host);
     let error = plan.capture(&mut on_host, &host).unwrap_err();
@@ -258,10 +214,7 @@ fn a_graph_keeps_the_memory_that_it_runs_on() {
     let mut state = allocate(&plan, &case, &backend);
     plan.run(&mut state, &backend).unwrap();
     let graph = backend
-        .capture(&mut || {
-            plan.enqueue(&mut state, &backend)
-                .map_err(|error| panic!("{error}"))
-        })
+        .capture(&mut || plan.enqueue(&mut state, &backend).map_err(|error| panic!("{error}")))
         .unwrap();
     drop(state);
     backend.take_skipped().unwrap();
@@ -278,16 +231,10 @@ fn tensors_skipped_by_a_resident_table_are_counted_once_it_is_gone() {
     let run = |backend: &dyn Backend| {
         outcome(&plan, &case, backend);
         outcome(&plan, &case, backend);
-        (
-            backend.take_skipped().unwrap(),
-            backend.take_skipped().unwrap(),
-        )
+        (backend.take_skipped().unwrap(), backend.take_skipped().unwrap())
     };
     let (expected, found) = (run(&cpu()), run(&cuda()));
-    assert!(
-        expected.0 >= 6 && found == expected,
-        "{found:?} of {expected:?}"
-    );
+    assert!(expected.0 >= 6 && found == expected, "{found:?} of {expected:?}");
 }
 
 const MUTANTS: [Mutant; 5] = [
@@ -336,11 +283,7 @@ const MUTANTS: [Mutant; 5] = [
 
 #[test]
 fn mutants_that_read_a_table_wrongly_are_found() {
-    check_mutants(
-        &MUTANTS,
-        &["fused_adam.cu", "amp.cu"],
-        "alone_adam_has_the_bits_of_the_host",
-    );
+    check_mutants(&MUTANTS, &["fused_adam.cu", "amp.cu"], "alone_adam_has_the_bits_of_the_host");
 }
 
 #[test]

@@ -25,12 +25,8 @@ fn a_copy_moves_as_many_bytes_as_asked_for() {
     assert_eq!(found[..200], bytes[..200]);
     assert_eq!(found[200..], [0; 100], "nothing behind the copy is written");
     let error = backend.copy(from.as_ref(), to.as_mut(), 257).unwrap_err();
-    let expected = BackendError::OutOfBounds {
-        backend: "cuda",
-        offset_bytes: 0,
-        len_bytes: 257,
-        found: 256,
-    };
+    let expected =
+        BackendError::OutOfBounds { backend: "cuda", offset_bytes: 0, len_bytes: 257, found: 256 };
     assert_eq!(error, expected);
     let other = cuda();
     let error = other.copy(from.as_ref(), to.as_mut(), 1).unwrap_err();

@@ -27,14 +27,7 @@ pub fn param_chunk_sum<C: Compute, const N: usize>(
     lists: [&[u8]; MAX_LISTS],
 ) -> f64 {
     let (param, master) = (lists[0], lists[2 + N]);
-    C::visit(
-        format,
-        Param {
-            level,
-            param,
-            master,
-        },
-    )
+    C::visit(format, Param { level, param, master })
 }
 
 /// A chunk of a parameter before its format is known to the compiler.

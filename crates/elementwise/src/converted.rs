@@ -43,12 +43,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
     type Output = ();
 
     fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
-        let Self {
-            roles,
-            step_scalar_bytes,
-            update,
-            run,
-        } = self;
+        let Self { roles, step_scalar_bytes, update, run } = self;
         let call = run.call;
         let mut lists = run.lists.into_iter();
         let mut next = || lists.next().unwrap_or_default();
@@ -77,18 +72,9 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                 for (values, list) in values.state.iter_mut().zip(&*state) {
                     widen(values, &list[elements.clone()]);
                 }
-                let of_values = HostCall {
-                    step_scalars,
-                    changes: None,
-                    squares: None,
-                    ..call
-                };
+                let of_values = HostCall { step_scalars, changes: None, squares: None, ..call };
                 let spans = HostSpans::one(part.numel, 0);
-                update(HostRun::new(
-                    of_values,
-                    values.lists(part.numel, roles),
-                    spans,
-                ));
+                update(HostRun::new(of_values, values.lists(part.numel, roles), spans));
                 let rounding = R::of(&step_scalars[step_scalar_bytes..], &part);
                 for (at, (values, list)) in values.state.iter().zip(state.iter_mut()).enumerate() {
                     narrow::<C, S, R>(values, &mut list[elements.clone()], (rounding, at + 1));

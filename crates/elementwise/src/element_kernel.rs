@@ -68,12 +68,8 @@ where
     rule.validate()?;
     let format = Format::new(rule.name(), dtype, precision)?;
     Ok(match dtype {
-        DType::F64 => Box::new(ElementKernel::<R, f64, SCALARS, STEP_SCALARS>::new(
-            *rule, format,
-        )),
-        _ => Box::new(ElementKernel::<R, f32, SCALARS, STEP_SCALARS>::new(
-            *rule, format,
-        )),
+        DType::F64 => Box::new(ElementKernel::<R, f64, SCALARS, STEP_SCALARS>::new(*rule, format)),
+        _ => Box::new(ElementKernel::<R, f32, SCALARS, STEP_SCALARS>::new(*rule, format)),
     })
 }
 
@@ -91,12 +87,7 @@ where
     R: ElementRule<SCALARS, STEP_SCALARS>,
 {
     fn new(rule: R, format: Format) -> Self {
-        Self {
-            rule,
-            format,
-            lists: format.lists(rule.state()),
-            compute: PhantomData,
-        }
+        Self { rule, format, lists: format.lists(rule.state()), compute: PhantomData }
     }
 }
 

@@ -71,10 +71,7 @@ where
                 leaves[index] = sum;
                 non_finite += count_if_needed::<C, P>(sum, elements);
             }
-            SquareSum {
-                sum: fold(leaves),
-                non_finite,
-            }
+            SquareSum { sum: fold(leaves), non_finite }
         },
     )
 }
@@ -217,17 +214,11 @@ mod tests {
 
     #[test]
     fn every_level_sums_in_the_fixed_tree() {
-        for numel in [
-            0, 1, 63, 64, 65, 1023, 1024, 1025, 5000, 65_535, 65_536, 65_537, 200_001,
-        ] {
+        for numel in [0, 1, 63, 64, 65, 1023, 1024, 1025, 5000, 65_535, 65_536, 65_537, 200_001] {
             let values = values(numel);
             for level in Level::available() {
                 let found = square_sum::<f32, f32>(level, &values);
-                assert_eq!(
-                    found.sum.to_bits(),
-                    naive(&values).to_bits(),
-                    "{numel}, {level}"
-                );
+                assert_eq!(found.sum.to_bits(), naive(&values).to_bits(), "{numel}, {level}");
                 assert_eq!(found.non_finite, 0);
             }
         }
@@ -262,13 +253,7 @@ mod tests {
         let found = square_sum::<f64, f64>(Level::detect(), &[1e200, 3.0, f64::NAN]);
         assert_eq!(found.non_finite, 1);
         let found = square_sum::<f64, f64>(Level::detect(), &[1e200, 3.0]);
-        assert_eq!(
-            found,
-            SquareSum {
-                sum: f64::INFINITY,
-                non_finite: 0
-            }
-        );
+        assert_eq!(found, SquareSum { sum: f64::INFINITY, non_finite: 0 });
         let largest = square_sum::<f32, f32>(Level::detect(), &[f32::MAX; 2000]);
         assert!(largest.sum.is_finite() && largest.non_finite == 0);
     }

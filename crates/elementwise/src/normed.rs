@@ -95,10 +95,7 @@ fn step_normed(tensor: Tensor<'_>, normed: &dyn NormedKernel, pool: Option<&Pool
     if outcome == Outcome::Update {
         let finished = Tensor {
             kernel: tensor.kernel,
-            call: HostCall {
-                step_scalars: &step_scalars,
-                ..tensor.call
-            },
+            call: HostCall { step_scalars: &step_scalars, ..tensor.call },
             group: 0,
             lists: tensor.lists,
             ..tensor
@@ -240,10 +237,7 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f
     };
     let elements = chunk * CHUNK..tensor.numel.min((chunk + 1) * CHUNK);
     let mut lists: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
-    for ((bytes, list), declared) in lists
-        .iter_mut()
-        .zip(&tensor.lists)
-        .zip(tensor.kernel.lists())
+    for ((bytes, list), declared) in lists.iter_mut().zip(&tensor.lists).zip(tensor.kernel.lists())
     {
         let width = declared.dtype.len_bytes();
         *bytes = &list.bytes()[elements.start * width..elements.end * width];
@@ -288,9 +282,7 @@ impl Split for Tensor<'_> {
             Some(_) => u64::from(CHUNK_ELEMENTS),
             None => CUT_ELEMENTS,
         };
-        let at = elements
-            .next_multiple_of(cut_elements)
-            .min(self.numel as u64) as usize;
+        let at = elements.next_multiple_of(cut_elements).min(self.numel as u64) as usize;
         let mut right: [HostList<'_>; MAX_LISTS] = Default::default();
         let declared = self.kernel.lists();
         for ((list, rest), declared) in self.lists.iter_mut().zip(&mut right).zip(declared) {
@@ -317,10 +309,7 @@ impl Split for Tensor<'_> {
             sums: None,
             update_sums,
         };
-        (
-            part(self.lists, left_sums, 0, at),
-            part(right, right_sums, at, self.numel - at),
-        )
+        (part(self.lists, left_sums, 0, at), part(right, right_sums, at, self.numel - at))
     }
 
     fn run(self) {
@@ -334,7 +323,6 @@ impl Split for Tensor<'_> {
             return update_chunk(rest);
         }
         let spans = self.spans();
-        self.kernel
-            .run_host(HostRun::new(self.call, self.lists, spans));
+        self.kernel.run_host(HostRun::new(self.call, self.lists, spans));
     }
 }

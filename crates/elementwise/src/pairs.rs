@@ -185,11 +185,7 @@ fn narrow<C: Compute, P: Storage<C>, R: Rounding, const NUMBERS: bool>(
 /// The word whose lower half is the first of two neighbours in memory, and back.
 #[inline(always)]
 const fn first_lower(word: u32) -> u32 {
-    if cfg!(target_endian = "big") {
-        word.rotate_left(16)
-    } else {
-        word
-    }
+    if cfg!(target_endian = "big") { word.rotate_left(16) } else { word }
 }
 
 #[cfg(test)]
@@ -243,11 +239,7 @@ mod tests {
             squares: None,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
-        let precision = Precision {
-            master: Master::None,
-            state: StateDType::Bf16,
-            rounding,
-        };
+        let precision = Precision { master: Master::None, state: StateDType::Bf16, rounding };
         let format = Format::new("test", DType::BF16, precision).unwrap();
         run_format::<f32, _, 2>(&Mix, format, HostRun::new(call, all, spans));
     }
@@ -273,17 +265,10 @@ mod tests {
         // By 1 pairs do not multiply, elements do; blocks without NaN are narrowed by a path of
         // their own.
         for (factor, numbers) in [(0.7, false), (1.0, false), (0.7, true), (1.0, true)] {
-            for numel in [
-                0, 1, 15, 16, 31, 32, 33, 47, 48, 49, 79, 80, 81, 95, 96, 97, 1000,
-            ] {
+            for numel in [0, 1, 15, 16, 31, 32, 33, 47, 48, 49, 79, 80, 81, 95, 96, 97, 1000] {
                 let mut alone = lists(numel, numbers);
                 for at in 0..numel {
-                    run_part(
-                        (rounding, Level::PORTABLE),
-                        &mut alone,
-                        at..at + 1,
-                        (factor, key),
-                    );
+                    run_part((rounding, Level::PORTABLE), &mut alone, at..at + 1, (factor, key));
                 }
                 let nan = alone.iter().flatten().any(|x| x.is_nan());
                 assert!(numbers != nan || numel < 100, "{numel}");

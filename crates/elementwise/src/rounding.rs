@@ -57,17 +57,11 @@ impl Rounding for Stochastic {
     #[inline(always)]
     fn of(key: &[u8], span: &HostSpan) -> Self {
         let [step_key] = read_values(key);
-        Self {
-            key: tensor_key(step_key, span.parameter),
-            element: span.first_element,
-        }
+        Self { key: tensor_key(step_key, span.parameter), element: span.first_element }
     }
     #[inline(always)]
     fn at(self, first: usize) -> Self {
-        Self {
-            element: self.element + first as u64,
-            ..self
-        }
+        Self { element: self.element + first as u64, ..self }
     }
     #[inline(always)]
     fn random_bits(self, lane: usize, list: usize) -> u32 {

@@ -70,9 +70,7 @@ where
             // Copies: what may lie anywhere may overlap a block, which then stays in memory.
             let update = *update;
             let grad_factor = C::round(call.grad_factor);
-            let Around {
-                most, ahead_bytes, ..
-            } = around;
+            let Around { most, ahead_bytes, .. } = around;
             for span in run.spans {
                 let bytes = call.step_scalars_of(span.group, U::STEP_SCALAR_BYTES + R::KEY_BYTES);
                 let step_scalars = update.step_scalars(bytes);
@@ -307,11 +305,7 @@ where
                 K::narrow(values[lane])
             };
         }
-        Block {
-            param,
-            master,
-            state,
-        }
+        Block { param, master, state }
     }
 
     #[inline(always)]

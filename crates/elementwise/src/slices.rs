@@ -34,11 +34,7 @@ pub struct OwnHyper {
 
 impl Default for OwnHyper {
     fn default() -> Self {
-        Self {
-            lr_scale: 1.0,
-            weight_decay: None,
-            trust: None,
-        }
+        Self { lr_scale: 1.0, weight_decay: None, trust: None }
     }
 }
 
@@ -107,11 +103,8 @@ pub fn step_slices<T: Compute, const N: usize>(
     let prepared = Prepared::new::<T>(rule, step)?;
     prepared.check(tensors.iter())?;
     let step_scalars = prepared.step_scalars(OwnHyper::default());
-    let work = Work {
-        kernel: prepared.kernel.as_ref(),
-        call: prepared.call(&step_scalars),
-        tensors,
-    };
+    let work =
+        Work { kernel: prepared.kernel.as_ref(), call: prepared.call(&step_scalars), tensors };
     match pool {
         Some(pool) => pool.run(work),
         None => work.run(),
@@ -136,17 +129,10 @@ pub fn step_normed_slices<T: Compute, const N: usize>(
     let prepared = Prepared::new::<T>(rule, step)?;
     prepared.check(tensors.iter().map(|(tensor, _)| tensor))?;
     for (tensor, (_, own)) in tensors.iter().enumerate() {
-        let values = [
-            ("lr_scale", Some(own.lr_scale)),
-            ("weight_decay", own.weight_decay),
-        ];
+        let values = [("lr_scale", Some(own.lr_scale)), ("weight_decay", own.weight_decay)];
         for (what, value) in values {
             if let Some(found) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
-                return Err(StepError::OwnHyper {
-                    what,
-                    tensor,
-                    found,
-                });
+                return Err(StepError::OwnHyper { what, tensor, found });
             }
         }
     }
@@ -191,13 +177,7 @@ impl Prepared {
         }
         let mut scalars = vec![0; kernel.argument_layout().scalar_bytes];
         kernel.write_scalars(&mut scalars);
-        Ok(Self {
-            kernel,
-            scalars,
-            lr: rule.lr(),
-            step,
-            level: Level::detect(),
-        })
+        Ok(Self { kernel, scalars, lr: rule.lr(), step, level: Level::detect() })
     }
 
     /// Whether every list of every tensor is as long as its parameter.
@@ -206,11 +186,7 @@ impl Prepared {
         tensors: impl Iterator<Item = &'a SliceTensor<'a, T, N>>,
     ) -> Result<(), StepError> {
         let lists = self.kernel.lists();
-        assert_eq!(
-            lists.len(),
-            N + 2,
-            "the rule's crate brings every list of its kernel"
-        );
+        assert_eq!(lists.len(), N + 2, "the rule's crate brings every list of its kernel");
         for (index, tensor) in tensors.enumerate() {
             let expected = tensor.param.len();
             let state = tensor.state.iter().map(|list| list.len());
@@ -268,14 +244,7 @@ impl<'a, T: Compute, const N: usize> SliceTensor<'a, T, N> {
             }
             list
         });
-        (
-            Self { param, grad, state },
-            Self {
-                param: param_rest,
-                grad: grad_rest,
-                state: rest,
-            },
-        )
+        (Self { param, grad, state }, Self { param: param_rest, grad: grad_rest, state: rest })
     }
 
     fn into_lists(self) -> [HostList<'a>; MAX_LISTS] {
@@ -317,11 +286,7 @@ impl<T: Compute, const N: usize> Split for Work<'_, T, N> {
             wanted -= numel.min(wanted);
         }
         let (kernel, call) = (self.kernel, self.call);
-        let part = |tensors| Work {
-            kernel,
-            call,
-            tensors,
-        };
+        let part = |tensors| Work { kernel, call, tensors };
         (part(left), part(right))
     }
 

@@ -28,10 +28,7 @@ struct Sums<'a> {
 
 impl<'a> Sums<'a> {
     fn of(leaves: &'a LeafSums) -> Self {
-        Self {
-            leaves,
-            lanes: [0.0; NORM_LANES],
-        }
+        Self { leaves, lanes: [0.0; NORM_LANES] }
     }
 }
 
@@ -75,10 +72,7 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
     ) {
         let (level, new) = (self.level, (param, master));
         if let Some(Sums { lanes, .. }) = &mut self.changes {
-            let old = (
-                &self.old_param[..param.len()],
-                &self.old_master[..master.len()],
-            );
+            let old = (&self.old_param[..param.len()], &self.old_master[..master.len()]);
             level.run(
                 #[inline(always)]
                 || add::<C, K, true>(lanes, old, new),
@@ -209,11 +203,7 @@ mod tests {
             for master in [Master::None, Master::F32, Master::Remainder] {
                 for state in [StateDType::Compute, StateDType::Bf16] {
                     for rounding in [Round::Nearest, Round::Stochastic { seed: 7 }] {
-                        let precision = Precision {
-                            master,
-                            state,
-                            rounding,
-                        };
+                        let precision = Precision { master, state, rounding };
                         formats.extend(Format::new("test", dtype, precision));
                     }
                 }
@@ -270,10 +260,7 @@ mod tests {
         let run = HostRun::new(call, host_lists(format, &mut plain), spans());
         run_format::<C, _, 1>(&Mix, format, run);
         let squares = no_sums();
-        let taking = HostCall {
-            squares: Some(&squares),
-            ..call
-        };
+        let taking = HostCall { squares: Some(&squares), ..call };
         let run = HostRun::new(taking, host_lists(format, &mut taken), spans());
         run_format::<C, _, 1>(&Mix, format, run);
         let sum = total(&squares);
@@ -284,11 +271,7 @@ mod tests {
         }
         let [param, grad] = chunk_sums::<C, _, 1, 2>(level, &Both, format, written);
         let alone = param_chunk_sum::<C, 1>(level, format, written);
-        assert_eq!(
-            [sum, alone].map(f64::to_bits),
-            [param.to_bits(); 2],
-            "{case}"
-        );
+        assert_eq!([sum, alone].map(f64::to_bits), [param.to_bits(); 2], "{case}");
         let alone = grad_chunk_sum::<C>(level, format, written[1]);
         assert_eq!(alone.to_bits(), grad.to_bits(), "{case}");
     }

@@ -53,11 +53,7 @@ where
     C: Compute,
     T: Terms<C, N, SUMS>,
 {
-    let sums = Sums::<T, N, SUMS> {
-        level,
-        terms,
-        lists,
-    };
+    let sums = Sums::<T, N, SUMS> { level, terms, lists };
     C::visit(format, sums)
 }
 
@@ -162,11 +158,7 @@ impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C,
             let master = self.master.get(at).copied();
             let p = K::widen(self.param[at], master.unwrap_or_else(K::Master::zeroed));
             let state = std::array::from_fn(|list| {
-                if list < T::READ {
-                    self.state[list][at].widen()
-                } else {
-                    C::ZERO
-                }
+                if list < T::READ { self.state[list][at].widen() } else { C::ZERO }
             });
             let of_place = terms.terms(p, self.grad[at].widen(), state);
             for (values, value) in values.iter_mut().zip(of_place) {
@@ -299,9 +291,7 @@ mod tests {
     fn values(numel: usize, seed: u64) -> Vec<f32> {
         let mut state = seed;
         let next = |_| {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let exponent = (state >> 59) as i32 - 16;
             ((state >> 33) as f32 / 2e9 - 0.5) * 2f32.powi(exponent)
         };
@@ -310,9 +300,9 @@ mod tests {
 
     #[test]
     fn the_tree_is_the_naive_transcription_at_every_level_and_length() {
-        for numel in [
-            0, 1, 15, 16, 17, 63, 64, 65, 511, 513, 1023, 1024, 1025, 4095, 20_000, 65_535, 65_536,
-        ] {
+        for numel in
+            [0, 1, 15, 16, 17, 63, 64, 65, 511, 513, 1023, 1024, 1025, 4095, 20_000, 65_535, 65_536]
+        {
             let (a, b) = (values(numel, 3), values(numel, 4));
             let wide: Vec<f64> = a.iter().map(|&x| f64::from(x)).collect();
             let sum: Vec<f64> = a.iter().zip(&b).map(|(a, b)| f64::from(a + b)).collect();
@@ -339,19 +329,13 @@ mod tests {
         let split: Vec<(u16, u16)> = masters.iter().map(|&x| split_bf16(x)).collect();
         let params: Vec<u16> = split.iter().map(|split| split.0).collect();
         let remainders: Vec<u16> = split.iter().map(|split| split.1).collect();
-        let own: Vec<f64> = params
-            .iter()
-            .map(|&bits| bf16::from_bits(bits).to_f64())
-            .collect();
+        let own: Vec<f64> = params.iter().map(|&bits| bf16::from_bits(bits).to_f64()).collect();
         for (master, list, expected) in [
             (Master::None, &[][..], &own),
             (Master::F32, bytemuck::cast_slice(&masters), &wide),
             (Master::Remainder, bytemuck::cast_slice(&remainders), &wide),
         ] {
-            let precision = Precision {
-                master,
-                ..Precision::default()
-            };
+            let precision = Precision { master, ..Precision::default() };
             let format = Format::new("test", DType::BF16, precision).unwrap();
             let mut lists: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
             (lists[0], lists[1]) = (bytemuck::cast_slice(&params), bytemuck::cast_slice(&params));

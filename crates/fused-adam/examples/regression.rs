@@ -8,14 +8,9 @@ use fusestep_fused_adam::{Adam, AdamTensors, StepError, WeightDecay};
 const TRUTH: ([f32; 2], f32) = ([3.0, -2.0], 0.5);
 
 fn main() -> Result<(), StepError> {
-    let points: Vec<[f32; 2]> = (0..100)
-        .map(|i| [(i % 10) as f32 / 5.0 - 1.0, (i / 10) as f32 / 5.0 - 1.0])
-        .collect();
-    let adam = Adam {
-        lr: 0.05,
-        weight_decay: WeightDecay::Decoupled(0.0),
-        ..Adam::default()
-    };
+    let points: Vec<[f32; 2]> =
+        (0..100).map(|i| [(i % 10) as f32 / 5.0 - 1.0, (i / 10) as f32 / 5.0 - 1.0]).collect();
+    let adam = Adam { lr: 0.05, weight_decay: WeightDecay::Decoupled(0.0), ..Adam::default() };
     let (mut w, mut b) = (vec![0.0f32; 2], vec![0.0f32]);
     let (mut w_state, mut b_state) = ([vec![0.0; 2], vec![0.0; 2]], [vec![0.0], vec![0.0]]);
     let mut loss = 0.0;

@@ -45,10 +45,5 @@ pub fn update(adam: &Adam, step: u64, element: Element, grad: f64) -> Element {
     let m_hat = m / (1.0 - adam.beta1.powf(t));
     let w_hat = w / (1.0 - adam.beta2.powf(t));
     p -= adam.lr * m_hat / (w_hat.sqrt() + adam.eps);
-    Element {
-        param: p,
-        moment1: m,
-        moment2: v,
-        max_moment2,
-    }
+    Element { param: p, moment1: m, moment2: v, max_moment2 }
 }

@@ -89,11 +89,7 @@ impl UpdateRule for Adam {
             ("beta1", self.beta1, Domain::BelowOne),
             ("beta2", self.beta2, Domain::BelowOne),
             ("eps", self.eps, Domain::NotNegative),
-            (
-                "weight_decay",
-                self.weight_decay.lambda(),
-                Domain::NotNegative,
-            ),
+            ("weight_decay", self.weight_decay.lambda(), Domain::NotNegative),
         ])
     }
 
@@ -152,9 +148,7 @@ impl ElementRule<4, 4> for Adam {
     // corrections cost no division per element.
     fn step_scalars(&self, values: GroupValues) -> [f64; 4] {
         let lr = values.lr * values.lr_scale;
-        let lambda = values
-            .weight_decay
-            .unwrap_or_else(|| self.weight_decay.lambda());
+        let lambda = values.weight_decay.unwrap_or_else(|| self.weight_decay.lambda());
         let (decay, l2) = match self.weight_decay {
             WeightDecay::L2(_) => (1.0, lambda),
             WeightDecay::Decoupled(_) => (1.0 - lr * lambda, 0.0),
@@ -173,10 +167,8 @@ impl ElementRule<4, 4> for Adam {
     }
 
     fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
-        let (decoupled, lambda) = (
-            self.weight_decay.decoupled_scalar(),
-            self.weight_decay.lambda(),
-        );
+        let (decoupled, lambda) =
+            (self.weight_decay.decoupled_scalar(), self.weight_decay.lambda());
         vec![self.beta1, self.beta2, lambda, decoupled, self.eps]
     }
 

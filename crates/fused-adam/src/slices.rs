@@ -82,16 +82,12 @@ impl Adam {
                 found,
             };
             match (&mut tensor.max_moment2, self.second_moment) {
-                (Some(w), SecondMoment::Largest) => largest.push(SliceTensor {
-                    param,
-                    grad,
-                    state: [m, v, &mut **w],
-                }),
-                (None, SecondMoment::Running) => running.push(SliceTensor {
-                    param,
-                    grad,
-                    state: [m, v],
-                }),
+                (Some(w), SecondMoment::Largest) => {
+                    largest.push(SliceTensor { param, grad, state: [m, v, &mut **w] })
+                }
+                (None, SecondMoment::Running) => {
+                    running.push(SliceTensor { param, grad, state: [m, v] })
+                }
                 (None, SecondMoment::Largest) => {
                     let expected = "a slice, because the second moment is `Largest`";
                     return Err(refuse(expected, "none"));

@@ -12,37 +12,16 @@ use fusestep_tensor::DType;
 fn hyper_parameters_out_of_range_are_named() {
     let good = Adam::default();
     for (bad, message) in [
-        (
-            Adam {
-                lr: f64::NAN,
-                ..good
-            },
-            "lr: expected a finite value of at least 0, found NaN",
-        ),
-        (
-            Adam { lr: -1.0, ..good },
-            "lr: expected a finite value of at least 0, found -1",
-        ),
-        (
-            Adam { beta1: 1.0, ..good },
-            "beta1: expected a value in [0, 1), found 1",
-        ),
-        (
-            Adam {
-                beta2: -0.1,
-                ..good
-            },
-            "beta2: expected a value in [0, 1), found -0.1",
-        ),
+        (Adam { lr: f64::NAN, ..good }, "lr: expected a finite value of at least 0, found NaN"),
+        (Adam { lr: -1.0, ..good }, "lr: expected a finite value of at least 0, found -1"),
+        (Adam { beta1: 1.0, ..good }, "beta1: expected a value in [0, 1), found 1"),
+        (Adam { beta2: -0.1, ..good }, "beta2: expected a value in [0, 1), found -0.1"),
         (
             Adam { eps: -1e-8, ..good },
             "eps: expected a finite value of at least 0, found -0.00000001",
         ),
         (
-            Adam {
-                weight_decay: WeightDecay::L2(f64::INFINITY),
-                ..good
-            },
+            Adam { weight_decay: WeightDecay::L2(f64::INFINITY), ..good },
             "weight_decay: expected a finite value of at least 0, found inf",
         ),
     ] {
@@ -57,15 +36,11 @@ fn gradient(i: usize, step: u64) -> f64 {
 }
 
 fn run<T: Compute>(adam: &Adam, numel: usize, steps: u64, pool: Option<&Pool>) -> Vec<T> {
-    let mut p: Vec<T> = (0..numel)
-        .map(|i| T::round(gradient(i, 0) * 10.0))
-        .collect();
+    let mut p: Vec<T> = (0..numel).map(|i| T::round(gradient(i, 0) * 10.0)).collect();
     let mut state = vec![vec![T::round(0.0); numel]; 3];
     for step in 1..=steps {
         let g: Vec<T> = (0..numel).map(|i| T::round(gradient(i, step))).collect();
-        let [m, v, w] = &mut state[..] else {
-            unreachable!()
-        };
+        let [m, v, w] = &mut state[..] else { unreachable!() };
         let tensors = &mut [AdamTensors {
             param: &mut p,
             grad: &g,
@@ -83,19 +58,10 @@ fn run<T: Compute>(adam: &Adam, numel: usize, steps: u64, pool: Option<&Pool>) -
 
 fn configurations() -> Vec<Adam> {
     let mut all = Vec::new();
-    for weight_decay in [
-        WeightDecay::Decoupled(0.01),
-        WeightDecay::L2(0.1),
-        WeightDecay::L2(0.0),
-    ] {
+    for weight_decay in [WeightDecay::Decoupled(0.01), WeightDecay::L2(0.1), WeightDecay::L2(0.0)] {
         for second_moment in [SecondMoment::Running, SecondMoment::Largest] {
             for objective in [Objective::Minimize, Objective::Maximize] {
-                all.push(Adam {
-                    weight_decay,
-                    second_moment,
-                    objective,
-                    ..Adam::default()
-                });
+                all.push(Adam { weight_decay, second_moment, objective, ..Adam::default() });
             }
         }
     }
@@ -108,17 +74,12 @@ fn f64_agrees_with_the_reference_over_many_steps() {
         for numel in [1, 15, 16, 17, 33] {
             let found = run::<f64>(&adam, numel, 100, None);
             for (i, found) in found.iter().enumerate() {
-                let mut element = reference::Element {
-                    param: gradient(i, 0) * 10.0,
-                    ..Default::default()
-                };
+                let mut element =
+                    reference::Element { param: gradient(i, 0) * 10.0, ..Default::default() };
                 for step in 1..=100 {
                     element = reference::update(&adam, step, element, gradient(i, step));
                 }
-                assert!(
-                    (found - element.param).abs() <= 1e-12,
-                    "{adam:?} element {i}"
-                );
+                assert!((found - element.param).abs() <= 1e-12, "{adam:?} element {i}");
             }
         }
     }
@@ -159,9 +120,6 @@ fn nothing_is_written_when_a_later_tensor_is_wrong() {
             ],
         )
         .unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "grad of tensor 1: expected 4 elements, found 3"
-    );
+    assert_eq!(error.to_string(), "grad of tensor 1: expected 4 elements, found 3");
     assert_eq!((p, m, v), ([1.0; 4], [0.0; 4], [0.0; 4]));
 }

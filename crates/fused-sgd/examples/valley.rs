@@ -27,18 +27,9 @@ fn steps(sgd: &Sgd) -> Result<u64, StepError> {
 }
 
 fn main() -> Result<(), StepError> {
-    let plain = Sgd {
-        lr: 0.01,
-        ..Sgd::default()
-    };
-    let momentum = Sgd {
-        lr: 0.01,
-        ..Sgd::with_momentum()
-    };
-    let nesterov = Sgd {
-        nesterov: Nesterov::Nesterov,
-        ..momentum
-    };
+    let plain = Sgd { lr: 0.01, ..Sgd::default() };
+    let momentum = Sgd { lr: 0.01, ..Sgd::with_momentum() };
+    let nesterov = Sgd { nesterov: Nesterov::Nesterov, ..momentum };
     let counts = [steps(&plain)?, steps(&momentum)?, steps(&nesterov)?];
     for (name, count) in ["plain", "momentum", "nesterov"].iter().zip(counts) {
         println!("{name}: {count} steps");

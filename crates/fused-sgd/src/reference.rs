@@ -39,8 +39,5 @@ pub fn update(sgd: &Sgd, step: u64, element: Element, grad: f64) -> Element {
         Nesterov::Plain => sgd.lr * u,
         Nesterov::Nesterov => sgd.lr * (g + sgd.momentum * u),
     };
-    Element {
-        param: p,
-        velocity: u,
-    }
+    Element { param: p, velocity: u }
 }

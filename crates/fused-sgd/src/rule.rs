@@ -61,11 +61,7 @@ impl Default for Sgd {
 
 impl UpdateRule for Sgd {
     fn name(&self) -> &'static str {
-        if self.has_velocity() {
-            "momentum"
-        } else {
-            "sgd"
-        }
+        if self.has_velocity() { "momentum" } else { "sgd" }
     }
 
     fn lr(&self) -> f64 {
@@ -109,13 +105,7 @@ impl UpdateRule for Sgd {
             ("weight_decay", lambda, Domain::NotNegative),
             ("rescale", self.rescale, Domain::Positive),
         ])?;
-        let refuse = |what, expected, found| {
-            Err(RuleError::Hyper {
-                what,
-                expected,
-                found,
-            })
-        };
+        let refuse = |what, expected, found| Err(RuleError::Hyper { what, expected, found });
         if self.nesterov == Nesterov::Nesterov && !self.has_velocity() {
             return refuse("momentum", "a value in (0, 1) with nesterov", self.momentum);
         }
@@ -140,10 +130,7 @@ impl UpdateRule for Sgd {
 impl Sgd {
     /// Momentum as most use it: μ 0.9, the rest as by default.
     pub fn with_momentum() -> Self {
-        Self {
-            momentum: 0.9,
-            ..Self::default()
-        }
+        Self { momentum: 0.9, ..Self::default() }
     }
 
     /// Whether there is a velocity: momentum is above 0.
@@ -179,11 +166,7 @@ impl ElementRule<2, 4> for Sgd {
     }
 
     fn flags(&self) -> u32 {
-        let velocity = if self.has_velocity() {
-            FLAG_VELOCITY
-        } else {
-            0
-        };
+        let velocity = if self.has_velocity() { FLAG_VELOCITY } else { 0 };
         let nesterov = match self.nesterov {
             Nesterov::Plain => 0,
             Nesterov::Nesterov => FLAG_NESTEROV,
@@ -223,19 +206,11 @@ impl ElementRule<2, 4> for Sgd {
     }
 
     fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
-        vec![
-            self.dampening,
-            self.weight_decay.lambda(),
-            self.weight_decay.decoupled_scalar(),
-        ]
+        vec![self.dampening, self.weight_decay.lambda(), self.weight_decay.decoupled_scalar()]
     }
 
     fn run<T: Compute>(&self, scalars: [T; 2], format: Format, run: HostRun<'_, '_>) {
-        let update = SgdUpdate {
-            scalars,
-            nesterov: self.nesterov,
-            objective: self.objective,
-        };
+        let update = SgdUpdate { scalars, nesterov: self.nesterov, objective: self.objective };
         if self.has_velocity() {
             run_format::<T, _, 1>(&update, format, run)
         } else {

@@ -76,16 +76,10 @@ impl Sgd {
                 found,
             };
             match (&mut tensor.velocity, self.has_velocity()) {
-                (Some(velocity), true) => with.push(SliceTensor {
-                    param,
-                    grad,
-                    state: [&mut **velocity],
-                }),
-                (None, false) => without.push(SliceTensor {
-                    param,
-                    grad,
-                    state: [],
-                }),
+                (Some(velocity), true) => {
+                    with.push(SliceTensor { param, grad, state: [&mut **velocity] })
+                }
+                (None, false) => without.push(SliceTensor { param, grad, state: [] }),
                 (None, true) => {
                     return Err(refuse("a slice, because momentum is above 0", "none"));
                 }

@@ -49,8 +49,6 @@ fn backward(
     batch: usize,
     mut give: impl FnMut(&str, &[f32]) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let gradient: Vec<f32> = (0..1000)
-        .map(|at| ((at * batch) % 17) as f32 - 8.0)
-        .collect();
+    let gradient: Vec<f32> = (0..1000).map(|at| ((at * batch) % 17) as f32 - 8.0).collect();
     give("w", &gradient)
 }

@@ -100,10 +100,7 @@ pub(crate) struct Asked {
 impl<K: Kind> Builder<K> {
     /// The rule with its defaults at this learning rate.
     pub fn new(lr: f64) -> Self {
-        Self {
-            rule: K::rule(lr),
-            asked: Asked::default(),
-        }
+        Self { rule: K::rule(lr), asked: Asked::default() }
     }
 
     /// Changes the rule's own settings: `AdamW::new(1e-3).settings(|adam| adam.beta2 = 0.95)`.
@@ -257,11 +254,7 @@ impl Asked {
             return Ok(planner);
         }
         planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
-        Ok(if self.streams(topology) == 0 {
-            planner.with(FuseReduceIntoUpdate)
-        } else {
-            planner
-        })
+        Ok(if self.streams(topology) == 0 { planner.with(FuseReduceIntoUpdate) } else { planner })
     }
 
     /// Communication streams of a rank.

@@ -54,9 +54,7 @@ impl Device for Cpu {
 
     fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend>, Error> {
         let threads = NonZeroUsize::new(self.threads.get().div_ceil(ranks.max(1)));
-        Ok(Box::new(CpuBackend::new(
-            threads.unwrap_or(NonZeroUsize::MIN),
-        )))
+        Ok(Box::new(CpuBackend::new(threads.unwrap_or(NonZeroUsize::MIN))))
     }
 }
 

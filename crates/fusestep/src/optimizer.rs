@@ -197,9 +197,7 @@ impl<'c> FusedOptimizer<'c> {
         let running = self.running.as_mut();
         let running =
             running.ok_or("grad_on_device: expected an optimizer that could be set up")?;
-        Ok(running
-            .state
-            .grad_on_device(running.backend.as_ref(), name)?)
+        Ok(running.state.grad_on_device(running.backend.as_ref(), name)?)
     }
 
     /// Gives a gradient; with communication streams its bucket is reduced as soon as it is full,
@@ -298,12 +296,9 @@ impl<'c> FusedOptimizer<'c> {
         let lost = || Error::from("expected an optimizer that could be set up");
         let Running { backend, state } = self.running.as_mut().ok_or_else(lost)?;
         Ok(match &mut self.ranks {
-            Ranks::Alone(solo) => work(
-                &self.plan,
-                state,
-                backend.as_ref(),
-                &mut Comms::direct(solo),
-            )?,
+            Ranks::Alone(solo) => {
+                work(&self.plan, state, backend.as_ref(), &mut Comms::direct(solo))?
+            }
             Ranks::Many(comms) => work(&self.plan, state, backend.as_ref(), comms)?,
             Ranks::Waiting(_) | Ranks::Lost => return Err(lost()),
         })
@@ -343,10 +338,5 @@ fn check_dtype<T: Element>(state: &State, role: Role, name: &str) -> Result<(), 
     if expected == T::DTYPE {
         return Ok(());
     }
-    Err(PlanError::WrongDType {
-        role,
-        name: name.to_owned(),
-        expected,
-        found: T::DTYPE,
-    })
+    Err(PlanError::WrongDType { role, name: name.to_owned(), expected, found: T::DTYPE })
 }

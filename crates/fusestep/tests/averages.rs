@@ -22,11 +22,7 @@ fn params(dtype: DType) -> Vec<ParamDesc> {
 /// Powers of two, so that means over ranks are exact.
 fn grad(param: usize, step: usize, at: usize) -> f32 {
     let exponent = (at * 7 + step * 3 + param) % 11;
-    let sign = if (at + step).is_multiple_of(3) {
-        -1.0
-    } else {
-        1.0
-    };
+    let sign = if (at + step).is_multiple_of(3) { -1.0 } else { 1.0 };
     sign * (exponent as f32 - 10.0).exp2()
 }
 
@@ -55,26 +51,19 @@ fn run(
     }
     let bytes = |gathered: &fusestep::GatheredParams| {
         let all = 0..NAMES.len();
-        all.map(|at| gathered.bytes(at).to_vec())
-            .collect::<Vec<_>>()
+        all.map(|at| gathered.bytes(at).to_vec()).collect::<Vec<_>>()
     };
     let params = bytes(&opt.gather(&NAMES)?);
     Ok([params, bytes(&opt.gather_averages(&NAMES)?)])
 }
 
 fn builder(precision: Precision) -> fusestep::Builder<fusestep::kinds::ScheduleFree> {
-    ScheduleFree::new(0.05)
-        .settings(|rule| rule.warmup_steps = 2)
-        .precision(precision)
+    ScheduleFree::new(0.05).settings(|rule| rule.warmup_steps = 2).precision(precision)
 }
 
 /// Every way to keep a parameter that its average is computed from in a way of its own.
 fn formats() -> [(DType, Precision); 6] {
-    let of = |master, state| Precision {
-        master,
-        state,
-        ..Precision::default()
-    };
+    let of = |master, state| Precision { master, state, ..Precision::default() };
     [
         (DType::F32, Precision::default()),
         (DType::F64, Precision::default()),
@@ -88,11 +77,7 @@ fn formats() -> [(DType, Precision); 6] {
 #[test]
 fn averages_are_the_same_bits_at_every_stage_and_leave_training_alone() {
     for (dtype, precision) in formats() {
-        let build = |zero| {
-            builder(precision)
-                .zero(zero)
-                .build(&params(dtype), Cpu::new())
-        };
+        let build = |zero| builder(precision).zero(zero).build(&params(dtype), Cpu::new());
         let expected = run(&mut build(0).unwrap(), dtype, false).unwrap();
         assert!(expected[0] != expected[1], "{dtype}: y is not x");
         let asked = run(&mut build(0).unwrap(), dtype, true).unwrap();
@@ -112,25 +97,16 @@ fn averages_are_the_same_bits_at_every_stage_and_leave_training_alone() {
 
 #[test]
 fn the_average_of_a_plan_is_that_of_slices() {
-    let mut opt = builder(Precision::default())
-        .build(&params(DType::F32), Cpu::new())
-        .unwrap();
+    let mut opt = builder(Precision::default()).build(&params(DType::F32), Cpu::new()).unwrap();
     let [_, averages] = run(&mut opt, DType::F32, false).unwrap();
-    let rule = fusestep::schedule_free::ScheduleFree {
-        lr: 0.05,
-        warmup_steps: 2,
-        ..Default::default()
-    };
+    let rule =
+        fusestep::schedule_free::ScheduleFree { lr: 0.05, warmup_steps: 2, ..Default::default() };
     for (param, numel) in NUMELS.into_iter().enumerate() {
         let (mut y, mut v, mut z) = (vec![0.0f32; numel], vec![0.0; numel], vec![0.0; numel]);
         for step in 1..=STEPS {
             let grad: Vec<f32> = (0..numel).map(|at| grad(param, step, at)).collect();
-            let tensor = ScheduleFreeTensors {
-                param: &mut y,
-                grad: &grad,
-                moment2: &mut v,
-                base: &mut z,
-            };
+            let tensor =
+                ScheduleFreeTensors { param: &mut y, grad: &grad, moment2: &mut v, base: &mut z };
             rule.step(step as u64, &mut [tensor]).unwrap();
         }
         let mut x = vec![0.0; numel];
@@ -153,8 +129,5 @@ fn before_the_first_step_and_under_other_rules_it_is_the_parameter() {
     assert!(params == averages);
     let error = adam.state().unwrap().dtype(Role::Base, "small");
     let text = error.unwrap_err().to_string();
-    assert!(
-        text.contains("small") && text.contains("Schedule-Free"),
-        "{text}"
-    );
+    assert!(text.contains("small") && text.contains("Schedule-Free"), "{text}");
 }

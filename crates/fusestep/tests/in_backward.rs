@@ -33,9 +33,7 @@ fn train(opt: &mut FusedOptimizer<'_>, rank: usize, folder: &Path) -> Result<Vec
     opt.finish_saves()?;
     let names = NUMELS.map(|(name, _)| name);
     let gathered = opt.gather(&names)?;
-    Ok((0..names.len())
-        .map(|at| gathered.bytes(at).to_vec())
-        .collect())
+    Ok((0..names.len()).map(|at| gathered.bytes(at).to_vec()).collect())
 }
 
 #[test]
@@ -43,11 +41,7 @@ fn one_rank_and_three_end_with_the_bits_of_updates_in_the_step() -> Result<(), E
     for zero in 0..=2 {
         let build = |in_backward: bool| {
             let builder = AdamW::new(1e-2).zero(zero).bucket_cap_mib(0.01);
-            let builder = if in_backward {
-                builder.update_in_backward()
-            } else {
-                builder
-            };
+            let builder = if in_backward { builder.update_in_backward() } else { builder };
             builder.build(&params(), Cpu::new())
         };
         let run = |in_backward, world: usize| -> Result<Vec<Vec<u8>>, Error> {
@@ -77,11 +71,7 @@ fn what_stands_against_it_is_refused_when_the_optimizer_is_built() {
     let error = clipped.build(&params(), Cpu::new()).unwrap_err();
     assert!(error.to_string().contains("update_in_backward"), "{error}");
     // One rank takes a tensor's norms where it updates it; several tell each other first.
-    let lamb = || {
-        Lamb::new(1e-3)
-            .update_in_backward()
-            .build(&params(), Cpu::new())
-    };
+    let lamb = || Lamb::new(1e-3).update_in_backward().build(&params(), Cpu::new());
     assert!(lamb().is_ok());
     let many = fusestep::threads(2, |comm| lamb()?.on(comm).map(|_| ()));
     let error = many.unwrap_err().to_string();

@@ -35,10 +35,7 @@ fn what_is_remembered_before_ranks_are_given_is_in_their_checkpoint() -> Result<
     };
     for resumes in [false, true] {
         for (resumed, told) in train(resumes)? {
-            assert_eq!(
-                (resumed, told.as_deref()),
-                (usize::from(resumes), Some("state 7"))
-            );
+            assert_eq!((resumed, told.as_deref()), (usize::from(resumes), Some("state 7")));
         }
     }
     Ok(())

@@ -10,11 +10,7 @@ fn norm(values: &[f64]) -> f64 {
 }
 
 fn main() -> Result<(), StepError> {
-    let lamb = Lamb {
-        lr: 0.01,
-        weight_decay: 0.0,
-        ..Lamb::default()
-    };
+    let lamb = Lamb { lr: 0.01, weight_decay: 0.0, ..Lamb::default() };
     let starts = [[0.01f64; 16], [1.0; 16]];
     let mut layers = starts;
     let mut state = [[[0.0; 16]; 2]; 2];
@@ -27,17 +23,9 @@ fn main() -> Result<(), StepError> {
     let skipped = lamb.step(1, &mut tensors)?;
     assert!(skipped.is_empty());
     for (layer, start) in layers.iter().zip(starts) {
-        let moved: Vec<f64> = layer
-            .iter()
-            .zip(start)
-            .map(|(new, old)| new - old)
-            .collect();
+        let moved: Vec<f64> = layer.iter().zip(start).map(|(new, old)| new - old).collect();
         let share = norm(&moved) / norm(&start);
-        println!(
-            "a layer of norm {:.2} moved by {:.4} of it",
-            norm(&start),
-            share
-        );
+        println!("a layer of norm {:.2} moved by {:.4} of it", norm(&start), share);
         assert!((share - 0.01).abs() < 1e-4, "{share}");
     }
     Ok(())

@@ -36,12 +36,7 @@ pub struct LambKernel<T> {
 impl<T: Compute> LambKernel<T> {
     /// The kernel of a validated configuration.
     pub(crate) fn new(config: Lamb, format: Format) -> Self {
-        Self {
-            config,
-            format,
-            lists: format.lists(&STATE),
-            compute: PhantomData,
-        }
+        Self { config, format, lists: format.lists(&STATE), compute: PhantomData }
     }
 
     /// The step scalars of a group, as this kernel wrote them, and what follows.
@@ -86,33 +81,19 @@ impl<T: Compute> MultiTensorKernel for LambKernel<T> {
         let step_scalars = self.config.step_scalars(values);
         let out = self.format.write_key(values.step, out);
         let Direction { scale, eps, lambda } = step_scalars.direction;
-        write_padded(
-            &[step_scalars.lr, step_scalars.trust],
-            &mut out[..DIRECTION_AT],
-        );
-        write_padded(
-            &[scale, eps, lambda].map(T::round),
-            &mut out[DIRECTION_AT..],
-        );
+        write_padded(&[step_scalars.lr, step_scalars.trust], &mut out[..DIRECTION_AT]);
+        write_padded(&[scale, eps, lambda].map(T::round), &mut out[DIRECTION_AT..]);
     }
 
     fn resident(&self) -> Option<ResidentStepScalars> {
         let c = &self.config;
-        let hyper = [
-            c.beta1,
-            c.beta2,
-            c.weight_decay,
-            c.excluded.plain_scalar(),
-            c.eps,
-        ];
+        let hyper = [c.beta1, c.beta2, c.weight_decay, c.excluded.plain_scalar(), c.eps];
         let entry = step_scalars_entry!("lamb", self.format);
         Some(ResidentStepScalars::new(entry, &hyper, self.format.seed()))
     }
 
     fn run_host(&self, run: HostRun<'_, '_>) {
-        let update = LambUpdate {
-            scalars: Scalars::<T>::read(run.call.scalars),
-        };
+        let update = LambUpdate { scalars: Scalars::<T>::read(run.call.scalars) };
         run_format::<T, _, 2>(&update, self.format, run);
     }
 
@@ -159,8 +140,7 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
         let Direction { scale, eps, lambda } = of_group.direction;
         write_padded(&[step_size, scale, eps, lambda], step_scalars);
         let own = padded_bytes::<T>(4);
-        self.format
-            .copy_key((bytes, step_scalar_bytes::<T>()), (step_scalars, own));
+        self.format.copy_key((bytes, step_scalar_bytes::<T>()), (step_scalars, own));
         Outcome::Update
     }
 }
@@ -174,11 +154,7 @@ impl<T: Compute> StepScalars<T> {
     fn read(bytes: &[u8]) -> Self {
         let [lr, trust] = read_values(bytes);
         let [scale, eps, lambda] = read_values(&bytes[DIRECTION_AT..]);
-        Self {
-            lr,
-            trust,
-            direction: Direction { scale, eps, lambda },
-        }
+        Self { lr, trust, direction: Direction { scale, eps, lambda } }
     }
 }
 
@@ -186,12 +162,7 @@ impl<T: Compute> Scalars<T> {
     fn read(bytes: &[u8]) -> Self {
         let [beta1, one_minus_beta1, beta2, one_minus_beta2] =
             read_values(&bytes[WORKSPACE_BYTES..]);
-        Self {
-            beta1,
-            one_minus_beta1,
-            beta2,
-            one_minus_beta2,
-        }
+        Self { beta1, one_minus_beta1, beta2, one_minus_beta2 }
     }
 
     /// The new moments, and the direction of the step, operation for operation those of
@@ -250,10 +221,7 @@ impl<T: Compute> Update<T, 2> for LambUpdate<T> {
     #[inline(always)]
     fn step_scalars(&self, bytes: &[u8]) -> Finished<T> {
         let [step_size, scale, eps, lambda] = read_values(bytes);
-        Finished {
-            step_size,
-            direction: Direction { scale, eps, lambda },
-        }
+        Finished { step_size, direction: Direction { scale, eps, lambda } }
     }
 
     #[inline(always)]

@@ -34,15 +34,7 @@ impl<'a, T> LambTensors<'a, T> {
         moment1: &'a mut [T],
         moment2: &'a mut [T],
     ) -> Self {
-        Self {
-            param,
-            grad,
-            moment1,
-            moment2,
-            lr_scale: 1.0,
-            weight_decay: None,
-            trust: None,
-        }
+        Self { param, grad, moment1, moment2, lr_scale: 1.0, weight_decay: None, trust: None }
     }
 }
 

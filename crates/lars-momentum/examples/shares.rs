@@ -6,12 +6,7 @@
 use fusestep_lars_momentum::{Lars, LarsTensors, StepError, Trust};
 
 fn main() -> Result<(), StepError> {
-    let lars = Lars {
-        lr: 1.0,
-        trust_coefficient: 0.01,
-        weight_decay: 0.0,
-        ..Lars::default()
-    };
+    let lars = Lars { lr: 1.0, trust_coefficient: 0.01, weight_decay: 0.0, ..Lars::default() };
     let (mut flat, mut steep, mut bias) = ([1.0f64; 16], [1.0f64; 16], [1.0f64; 4]);
     let (mut first, mut second, mut third) = ([0.0; 16], [0.0; 16], [0.0; 4]);
     let mut tensors = [
@@ -25,10 +20,7 @@ fn main() -> Result<(), StepError> {
     ];
     let skipped = lars.step(&mut tensors)?;
     assert!(skipped.is_empty());
-    println!(
-        "flat {:.4}, steep {:.4}, bias {:.4}",
-        flat[0], steep[0], bias[0]
-    );
+    println!("flat {:.4}, steep {:.4}, bias {:.4}", flat[0], steep[0], bias[0]);
     assert!((flat[0] - 0.99).abs() < 1e-9 && (steep[0] - 0.99).abs() < 1e-9);
     assert!((bias[0] - 0.95).abs() < 1e-12);
     Ok(())

@@ -65,11 +65,7 @@ impl UpdateRule for Lars {
         check_hyper(&[
             ("lr", self.lr, Domain::NotNegative),
             ("momentum", self.momentum, Domain::BelowOne),
-            (
-                "trust_coefficient",
-                self.trust_coefficient,
-                Domain::NotNegative,
-            ),
+            ("trust_coefficient", self.trust_coefficient, Domain::NotNegative),
             ("weight_decay", self.weight_decay, Domain::NotNegative),
             ("eps", self.eps, Domain::NotNegative),
             ("rescale", self.rescale, Domain::Positive),

@@ -44,12 +44,7 @@ pub struct LarsKernel<T> {
 impl<T: Compute> LarsKernel<T> {
     /// The kernel of a validated configuration.
     pub(crate) fn new(config: Lars, format: Format) -> Self {
-        Self {
-            config,
-            format,
-            lists: format.lists(&STATE),
-            compute: PhantomData,
-        }
+        Self { config, format, lists: format.lists(&STATE), compute: PhantomData }
     }
 }
 
@@ -79,18 +74,9 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
     }
 
     fn write_scalars(&self, out: &mut [u8]) {
-        let Lars {
-            trust_coefficient,
-            eps,
-            rescale,
-            momentum,
-            ..
-        } = self.config;
+        let Lars { trust_coefficient, eps, rescale, momentum, .. } = self.config;
         out[..WORKSPACE_BYTES].fill(0);
-        write_padded(
-            &[trust_coefficient, eps, rescale],
-            &mut out[WORKSPACE_BYTES..UPDATE_AT],
-        );
+        write_padded(&[trust_coefficient, eps, rescale], &mut out[WORKSPACE_BYTES..UPDATE_AT]);
         write_padded(&[momentum, rescale].map(T::round), &mut out[UPDATE_AT..]);
     }
 
@@ -103,10 +89,7 @@ impl<T: Compute> MultiTensorKernel for LarsKernel<T> {
     }
 
     fn resident(&self) -> Option<ResidentStepScalars> {
-        let hyper = [
-            self.config.weight_decay,
-            self.config.excluded.plain_scalar(),
-        ];
+        let hyper = [self.config.weight_decay, self.config.excluded.plain_scalar()];
         let entry = step_scalars_entry!("lars_momentum", self.format);
         Some(ResidentStepScalars::new(entry, &hyper, self.format.seed()))
     }
@@ -155,17 +138,12 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
         let of_group = call.step_scalars_of(group, STEP_SCALAR_BYTES + self.format.key_bytes());
         let [lr, lambda, trust] = read_values(of_group);
         let [trust_coefficient, eps, rescale] = read_values(&call.scalars[WORKSPACE_BYTES..]);
-        let scalars = RateScalars {
-            trust_coefficient,
-            eps,
-            rescale: rescale * call.grad_factor,
-        };
+        let scalars = RateScalars { trust_coefficient, eps, rescale: rescale * call.grad_factor };
         match finished::<T>(&scalars, &StepScalars { lr, lambda, trust }, sums) {
             Some(finished) => {
                 write_padded(&[finished.local, finished.lambda], step_scalars);
                 let own = padded_bytes::<T>(2);
-                self.format
-                    .copy_key((of_group, STEP_SCALAR_BYTES), (step_scalars, own));
+                self.format.copy_key((of_group, STEP_SCALAR_BYTES), (step_scalars, own));
                 Outcome::Update
             }
             None => Outcome::Skip,
@@ -197,10 +175,7 @@ fn finished<T: Compute>(
     }
     let local = T::round(local);
     let finite = p.is_finite() && g.is_finite() && local.exact().is_finite();
-    finite.then(|| Finished {
-        local,
-        lambda: T::round(step_scalars.lambda),
-    })
+    finite.then(|| Finished { local, lambda: T::round(step_scalars.lambda) })
 }
 
 /// The update of `kernels/lars_momentum.cu`, operation for operation.
@@ -212,9 +187,7 @@ struct LarsUpdate<T> {
 impl<T: Compute> LarsUpdate<T> {
     fn of(call: HostCall<'_>) -> Self {
         let [momentum, rescale] = read_values(&call.scalars[UPDATE_AT..]);
-        Self {
-            scalars: Scalars { momentum, rescale },
-        }
+        Self { scalars: Scalars { momentum, rescale } }
     }
 }
 

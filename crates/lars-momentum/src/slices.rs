@@ -27,14 +27,7 @@ pub struct LarsTensors<'a, T> {
 impl<'a, T> LarsTensors<'a, T> {
     /// Tensors with the optimizer's own hyper-parameters.
     pub fn new(param: &'a mut [T], grad: &'a [T], velocity: &'a mut [T]) -> Self {
-        Self {
-            param,
-            grad,
-            velocity,
-            lr_scale: 1.0,
-            weight_decay: None,
-            trust: None,
-        }
+        Self { param, grad, velocity, lr_scale: 1.0, weight_decay: None, trust: None }
     }
 }
 

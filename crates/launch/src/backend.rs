@@ -262,9 +262,7 @@ pub trait Backend {
         _launch: &Launch<'_>,
         _table: &dyn ResidentTable,
     ) -> Result<(), BackendError> {
-        Err(BackendError::ForeignTable {
-            backend: self.name(),
-        })
+        Err(BackendError::ForeignTable { backend: self.name() })
     }
 
     /// Whether launches take any [`Buffer`] that the host can write, whoever allocated it.
@@ -301,9 +299,7 @@ pub trait Backend {
         _launch: Launch<'_>,
         _table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        Err(BackendError::ForeignTable {
-            backend: self.name(),
-        })
+        Err(BackendError::ForeignTable { backend: self.name() })
     }
 
     /// Changes the learning rate that a table derives its step scalars from, from the next launch
@@ -312,9 +308,7 @@ pub trait Backend {
     /// # Errors
     /// [`BackendError::ForeignTable`]; [`BackendError::Device`].
     fn set_table_lr(&self, _table: &mut dyn ResidentTable, _lr: f64) -> Result<(), BackendError> {
-        Err(BackendError::ForeignTable {
-            backend: self.name(),
-        })
+        Err(BackendError::ForeignTable { backend: self.name() })
     }
 
     /// Builds the tables of a reduction; as [`Backend::place_table`].
@@ -337,9 +331,7 @@ pub trait Backend {
         _reduce: Reduce<'_>,
         _table: &dyn ResidentTable,
     ) -> Result<LaunchReport, BackendError> {
-        Err(BackendError::ForeignTable {
-            backend: self.name(),
-        })
+        Err(BackendError::ForeignTable { backend: self.name() })
     }
 
     /// Records what `enqueue` enqueues instead of running it. The memory of what was recorded lives

@@ -85,10 +85,7 @@ pub fn batches(
             found: limits.argument_bytes,
         });
     }
-    let too_many = || LaunchError::TooMany {
-        kernel: kernel.to_owned(),
-        expected: MAX_LAUNCHES,
-    };
+    let too_many = || LaunchError::TooMany { kernel: kernel.to_owned(), expected: MAX_LAUNCHES };
     let launch_elements = u64::from(limits.chunk_elements) * u64::from(limits.chunks_per_launch);
     let mut filling = Filling::new(layout, limits);
     for tensor in tensors {
@@ -121,13 +118,7 @@ struct Filling {
 
 impl Filling {
     fn new(layout: ArgumentLayout, limits: LaunchLimits) -> Self {
-        Self {
-            layout,
-            limits,
-            full: Vec::new(),
-            batch: Batch::default(),
-            groups: HashMap::new(),
-        }
+        Self { layout, limits, full: Vec::new(), batch: Batch::default(), groups: HashMap::new() }
     }
 
     /// Adds as much of `tensor` as one launch can still take; returns the elements added, at least
@@ -184,11 +175,8 @@ impl Filling {
 mod tests {
     use super::*;
 
-    const LAYOUT: ArgumentLayout = ArgumentLayout {
-        lists: 4,
-        scalar_bytes: 24,
-        step_scalar_bytes: 16,
-    };
+    const LAYOUT: ArgumentLayout =
+        ArgumentLayout { lists: 4, scalar_bytes: 24, step_scalar_bytes: 16 };
 
     fn run(numels: &[u64], groups: &[u32], limits: LaunchLimits) -> Vec<Batch> {
         let tensors = numels.iter().enumerate().map(|(i, &numel)| Batchable {
@@ -222,15 +210,7 @@ mod tests {
     #[test]
     fn caps_are_filled_exactly() {
         let limits = LaunchLimits::with_argument_bytes(4096);
-        for (count, launches) in [
-            (0, 0),
-            (1, 1),
-            (83, 1),
-            (84, 1),
-            (85, 2),
-            (168, 2),
-            (169, 3),
-        ] {
+        for (count, launches) in [(0, 0), (1, 1), (83, 1), (84, 1), (85, 2), (168, 2), (169, 3)] {
             let numels = vec![7; count];
             let batches = run(&numels, &[0], limits);
             assert_eq!(batches.len(), launches, "{count} tensors");
@@ -241,25 +221,16 @@ mod tests {
     #[test]
     fn an_empty_tensor_anywhere_loses_nothing() {
         let limits = LaunchLimits::with_argument_bytes(LAYOUT.bytes(2, 1));
-        for numels in [
-            [0, 5, 6, 7],
-            [5, 0, 6, 7],
-            [5, 6, 7, 0],
-            [0, 0, 0, 9],
-            [9, 0, 0, 0],
-            [0, 0, 0, 0],
-        ] {
+        for numels in
+            [[0, 5, 6, 7], [5, 0, 6, 7], [5, 6, 7, 0], [0, 0, 0, 9], [9, 0, 0, 0], [0, 0, 0, 0]]
+        {
             assert_covered_once(&numels, &run(&numels, &[0], limits), limits);
         }
     }
 
     #[test]
     fn a_tensor_goes_on_in_the_next_launch_when_chunks_run_out() {
-        let limits = LaunchLimits {
-            argument_bytes: 4096,
-            chunk_elements: 4,
-            chunks_per_launch: 3,
-        };
+        let limits = LaunchLimits { argument_bytes: 4096, chunk_elements: 4, chunks_per_launch: 3 };
         let numels = [1, 4, 5, 100, 0, 13];
         let batches = run(&numels, &[0], limits);
         assert_covered_once(&numels, &batches, limits);
@@ -290,12 +261,7 @@ mod tests {
 
     #[test]
     fn a_limit_too_small_for_one_tensor_is_an_error() {
-        let tensor = Batchable {
-            tensor: 0,
-            first_element: 0,
-            numel: 1,
-            group: 0,
-        };
+        let tensor = Batchable { tensor: 0, first_element: 0, numel: 1, group: 0 };
         let limits = LaunchLimits::with_argument_bytes(LAYOUT.bytes(1, 1) - 1);
         let error = batches("adam", [tensor], LAYOUT, limits).unwrap_err();
         assert!(error.to_string().contains("expected at least 112 bytes"));

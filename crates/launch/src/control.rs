@@ -41,11 +41,7 @@ const _: () = assert!(size_of::<ControlBlock>() == CONTROL_BYTES);
 
 impl Default for ControlBlock {
     fn default() -> Self {
-        Self {
-            grad_factor: 1.0,
-            loss_scale: 1.0,
-            ..Self::zeroed()
-        }
+        Self { grad_factor: 1.0, loss_scale: 1.0, ..Self::zeroed() }
     }
 }
 

@@ -40,13 +40,7 @@ impl DeviceSliceMut<'_> {
     /// come, and used by nobody else meanwhile but in the order that `order` says; its events live
     /// as long as the slice.
     pub unsafe fn new(ordinal: u32, address: u64, len_bytes: usize, order: DeviceOrder) -> Self {
-        Self {
-            ordinal,
-            address,
-            len_bytes,
-            order,
-            memory: PhantomData,
-        }
+        Self { ordinal, address, len_bytes, order, memory: PhantomData }
     }
 
     /// The device's number.
@@ -89,10 +83,7 @@ mod tests {
         // SAFETY: nobody looks behind the address.
         let slice = || unsafe { DeviceSliceMut::new(1, 4096, 100, DeviceOrder::HostWaits) };
         let part = slice().part(10..30).unwrap();
-        assert_eq!(
-            (part.ordinal(), part.address(), part.len_bytes()),
-            (1, 4106, 20)
-        );
+        assert_eq!((part.ordinal(), part.address(), part.len_bytes()), (1, 4106, 20));
         assert_eq!(part.order(), DeviceOrder::HostWaits);
         assert_eq!(slice().part(100..100).unwrap().len_bytes(), 0);
         assert!(slice().part(90..101).is_none());

@@ -165,12 +165,7 @@ pub struct HostRun<'a, 'b> {
 impl<'a> HostRun<'a, '_> {
     /// An update from gradients in their list.
     pub fn new(call: HostCall<'a>, lists: [HostList<'a>; MAX_LISTS], spans: HostSpans<'a>) -> Self {
-        Self {
-            call,
-            lists,
-            spans,
-            across: None,
-        }
+        Self { call, lists, spans, across: None }
     }
 }
 
@@ -238,17 +233,8 @@ impl<'a> HostSpans<'a> {
     /// A part of one tensor that fills the lists: which parameter it belongs to and how many of its
     /// elements come before.
     pub fn part(numel: usize, group: u32, parameter: u32, first_element: u64) -> Self {
-        let span = HostSpan {
-            start: 0,
-            numel,
-            group,
-            parameter,
-            first_element,
-        };
-        Self {
-            single: (numel > 0).then_some(span),
-            ..Self::of(&[], Places::default(), 0, 0)
-        }
+        let span = HostSpan { start: 0, numel, group, parameter, first_element };
+        Self { single: (numel > 0).then_some(span), ..Self::of(&[], Places::default(), 0, 0) }
     }
 
     /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly
@@ -265,16 +251,7 @@ impl<'a> HostSpans<'a> {
             }
             None => ([].iter(), [].as_slice()),
         };
-        Self {
-            single: None,
-            batches,
-            records,
-            groups,
-            offsets,
-            members,
-            first,
-            end,
-        }
+        Self { single: None, batches, records, groups, offsets, members, first, end }
     }
 }
 
@@ -350,31 +327,16 @@ mod tests {
     use super::*;
 
     fn batches() -> Vec<Batch> {
-        let record = |tensor, numel| Record {
-            tensor,
-            first_element: 0,
-            numel,
-            first_chunk: 0,
-            group: 0,
-        };
-        let batch = |records, group| Batch {
-            records,
-            groups: vec![group],
-            chunks: 1,
-        };
-        vec![
-            batch(vec![record(0, 5), record(2, 3)], 7),
-            batch(vec![record(3, 10)], 8),
-        ]
+        let record =
+            |tensor, numel| Record { tensor, first_element: 0, numel, first_chunk: 0, group: 0 };
+        let batch = |records, group| Batch { records, groups: vec![group], chunks: 1 };
+        vec![batch(vec![record(0, 5), record(2, 3)], 7), batch(vec![record(3, 10)], 8)]
     }
 
     #[test]
     fn spans_cover_what_lies_in_the_range_and_nothing_else() {
         let (batches, offsets) = (batches(), [0, 64, 64, 128, 192]);
-        let places = Places {
-            offsets: &offsets,
-            members: &[9, 4, 6, 5],
-        };
+        let places = Places { offsets: &offsets, members: &[9, 4, 6, 5] };
         let spans = |first, end| -> Vec<(usize, usize, u32)> {
             HostSpans::of(&batches, places, first, end)
                 .map(|span| (span.start, span.numel, span.group))

@@ -116,9 +116,6 @@ pub struct LaunchReport {
 impl LaunchReport {
     /// The report of running these batches one launch each.
     pub fn of(batches: &[Batch]) -> Self {
-        Self {
-            launches: batches.len() as u64,
-            elements: batches.iter().map(Batch::elements).sum(),
-        }
+        Self { launches: batches.len() as u64, elements: batches.iter().map(Batch::elements).sum() }
     }
 }

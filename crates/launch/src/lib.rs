@@ -8,10 +8,7 @@ mod backend_error;
 mod batch;
 mod buffer;
 mod control;
-#[expect(
-    unsafe_code,
-    reason = "memory of a device can only be promised, and tests promise some"
-)]
+#[expect(unsafe_code, reason = "memory of a device can only be promised, and tests promise some")]
 mod device;
 mod error;
 mod host;

@@ -55,10 +55,7 @@ impl Default for LaunchLimits {
 impl LaunchLimits {
     /// The default limits with this many argument bytes.
     pub fn with_argument_bytes(argument_bytes: usize) -> Self {
-        Self {
-            argument_bytes,
-            ..Self::default()
-        }
+        Self { argument_bytes, ..Self::default() }
     }
 
     /// Refuses limits of 0.
@@ -66,10 +63,9 @@ impl LaunchLimits {
     /// # Errors
     /// [`LaunchError::ZeroLimit`] naming the limit.
     pub fn validate(&self) -> Result<(), LaunchError> {
-        for (what, value) in [
-            ("chunk elements", self.chunk_elements),
-            ("chunks per launch", self.chunks_per_launch),
-        ] {
+        for (what, value) in
+            [("chunk elements", self.chunk_elements), ("chunks per launch", self.chunks_per_launch)]
+        {
             if value == 0 {
                 return Err(LaunchError::ZeroLimit { what });
             }
@@ -125,11 +121,7 @@ mod tests {
 
     #[test]
     fn adam_fits_84_tensors_into_4096_bytes_and_681_into_32764() {
-        let adam = ArgumentLayout {
-            lists: 4,
-            scalar_bytes: 24,
-            step_scalar_bytes: 16,
-        };
+        let adam = ArgumentLayout { lists: 4, scalar_bytes: 24, step_scalar_bytes: 16 };
         assert_eq!(adam.record_bytes(), 48);
         assert_eq!(adam.records_per_launch(ARGUMENT_BYTES_CLASSIC, 1), 84);
         assert_eq!(adam.records_per_launch(ARGUMENT_BYTES_LARGE, 1), 681);

@@ -168,12 +168,7 @@ mod tests {
             (Excluded::PlainLr, Some(0.1), None, Trust::Ratio),
             (Excluded::PlainLr, Some(0.0), None, Trust::Plain),
             (Excluded::TrustRatio, Some(0.0), None, Trust::Ratio),
-            (
-                Excluded::PlainLr,
-                Some(0.0),
-                Some(Trust::Ratio),
-                Trust::Ratio,
-            ),
+            (Excluded::PlainLr, Some(0.0), Some(Trust::Ratio), Trust::Ratio),
             (Excluded::TrustRatio, None, Some(Trust::Plain), Trust::Plain),
         ] {
             assert_eq!(excluded.trust(&values(weight_decay, trust)), expected);
@@ -182,12 +177,7 @@ mod tests {
 
     #[test]
     fn the_workspace_is_little_endian_in_the_order_of_its_fields() {
-        let workspace = Workspace {
-            rows: 0x0102,
-            first_row: 4,
-            head_chunks: 5,
-            tail_chunks: 6,
-        };
+        let workspace = Workspace { rows: 0x0102, first_row: 4, head_chunks: 5, tail_chunks: 6 };
         let mut expected = [0; WORKSPACE_BYTES];
         (expected[0], expected[1]) = (2, 1);
         (expected[8], expected[12], expected[16]) = (4, 5, 6);

@@ -130,18 +130,9 @@ impl Format {
     /// [`RuleError::DType`] for a parameter that is not floating point; [`RuleError::Precision`]
     /// naming what cannot be had for this dtype and what can.
     pub fn new(rule: &'static str, dtype: DType, precision: Precision) -> Result<Self, RuleError> {
-        let refuse = |what, expected, found| RuleError::Precision {
-            rule,
-            what,
-            dtype,
-            expected,
-            found,
-        };
-        let Precision {
-            master,
-            state,
-            rounding,
-        } = precision;
+        let refuse =
+            |what, expected, found| RuleError::Precision { rule, what, dtype, expected, found };
+        let Precision { master, state, rounding } = precision;
         let layout = match (dtype, master, state) {
             (DType::F64, Master::None, StateDType::Compute) => Layout::F64,
             (DType::F32, Master::None, StateDType::Compute) => Layout::F32,
@@ -164,11 +155,7 @@ impl Format {
             (DType::F64, _, StateDType::Bf16) => return Err(refuse("state", "f64", "bf16")),
             (DType::F16, _, StateDType::Bf16) => return Err(refuse("state", "f32", "bf16")),
             (found, ..) => {
-                return Err(RuleError::DType {
-                    rule,
-                    expected: "f32, f64, f16 or bf16",
-                    found,
-                });
+                return Err(RuleError::DType { rule, expected: "f32, f64, f16 or bf16", found });
             }
         };
         let format = Self { layout, rounding };
@@ -234,11 +221,7 @@ impl Format {
     /// The lists of a rule with this state: parameter, gradient, state, and at last what is beside
     /// the parameter.
     pub fn lists(&self, state: &[Role]) -> Vec<TensorList> {
-        let list = |role, dtype, access| TensorList {
-            role,
-            dtype,
-            access,
-        };
+        let list = |role, dtype, access| TensorList { role, dtype, access };
         // A master is all that the update reads; the parameter is only its rounded copy.
         let param = match self.master() {
             Master::F32 => Access::Write,
@@ -248,9 +231,7 @@ impl Format {
             list(Role::Param, self.param(), param),
             list(Role::Grad, self.param(), Access::Read),
         ];
-        let state = state
-            .iter()
-            .map(|&role| list(role, self.state(), Access::ReadWrite));
+        let state = state.iter().map(|&role| list(role, self.state(), Access::ReadWrite));
         lists.extend(state);
         match self.master() {
             Master::None => {}
@@ -401,11 +382,7 @@ mod tests {
                  without master weights is to be rounded, found stochastic",
             ),
         ] {
-            let precision = Precision {
-                master,
-                state,
-                rounding,
-            };
+            let precision = Precision { master, state, rounding };
             let error = Format::new("lion", dtype, precision).unwrap_err();
             assert_eq!(error.to_string(), message);
         }
@@ -418,11 +395,7 @@ mod tests {
         for dtype in ALL {
             for master in [Master::None, Master::F32, Master::Remainder] {
                 for state in [StateDType::Compute, StateDType::Bf16] {
-                    let precision = Precision {
-                        master,
-                        state,
-                        rounding: Rounding::Nearest,
-                    };
+                    let precision = Precision { master, state, rounding: Rounding::Nearest };
                     let Ok(format) = Format::new("adam", dtype, precision) else {
                         continue;
                     };
@@ -445,15 +418,9 @@ mod tests {
 
     #[test]
     fn random_rounding_makes_room_for_its_key() {
-        let own = ArgumentLayout {
-            lists: 4,
-            scalar_bytes: 24,
-            step_scalar_bytes: 16,
-        };
-        let precision = Precision {
-            rounding: Rounding::Stochastic { seed: 3 },
-            ..Precision::default()
-        };
+        let own = ArgumentLayout { lists: 4, scalar_bytes: 24, step_scalar_bytes: 16 };
+        let precision =
+            Precision { rounding: Rounding::Stochastic { seed: 3 }, ..Precision::default() };
         let format = Format::new("adam", DType::BF16, precision).unwrap();
         let layout = format.argument_layout(own);
         assert_eq!((layout.lists, layout.step_scalar_bytes), (6, 24));

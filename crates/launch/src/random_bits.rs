@@ -36,9 +36,7 @@ pub fn tensor_key(step_key: u64, parameter: u32) -> u64 {
 #[inline(always)]
 pub fn element_word(tensor_key: u64, low: u32, high: u32, word: u32) -> u32 {
     let (a, b) = (tensor_key as u32, (tensor_key >> 32) as u32);
-    let b = b
-        .wrapping_add(high.wrapping_mul(HIGH))
-        .wrapping_add(word.wrapping_mul(WORD));
+    let b = b.wrapping_add(high.wrapping_mul(HIGH)).wrapping_add(word.wrapping_mul(WORD));
     mix32(mix32(low.wrapping_add(a)) ^ b)
 }
 
@@ -123,11 +121,8 @@ mod tests {
             ("word", words(5, 10, 3, 1)),
             ("next element", base[1..].to_vec()),
         ] {
-            let same: u64 = base
-                .iter()
-                .zip(&other)
-                .map(|(a, b)| u64::from((!(a ^ b)).count_ones()))
-                .sum();
+            let same: u64 =
+                base.iter().zip(&other).map(|(a, b)| u64::from((!(a ^ b)).count_ones())).sum();
             let bits = 32.0 * other.len() as f64;
             let deviations = (same as f64 - bits / 2.0) / (bits.sqrt() / 2.0);
             assert!(deviations.abs() < 6.0, "{what}: {deviations} deviations");

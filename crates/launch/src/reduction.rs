@@ -46,11 +46,7 @@ pub trait MultiTensorReduction: Send + Sync {
 
     /// Bytes of scalars and step scalars.
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
-            lists: 1,
-            scalar_bytes: REDUCTION_SCALAR_BYTES,
-            step_scalar_bytes: 0,
-        }
+        ArgumentLayout { lists: 1, scalar_bytes: REDUCTION_SCALAR_BYTES, step_scalar_bytes: 0 }
     }
 
     /// Sums one chunk on the host, in the calling thread; `chunk` holds aligned elements of the

@@ -213,11 +213,7 @@ mod tests {
             chunk_elements: 4,
             ..LaunchLimits::default()
         };
-        let layout = ArgumentLayout {
-            lists: 3,
-            scalar_bytes: 8,
-            step_scalar_bytes: 8,
-        };
+        let layout = ArgumentLayout { lists: 3, scalar_bytes: 8, step_scalar_bytes: 8 };
         let tensors = (0..).zip(numels).map(|(tensor, &numel)| Batchable {
             tensor,
             first_element: 0,
@@ -243,11 +239,7 @@ mod tests {
 
     #[test]
     fn a_launch_of_a_table_has_its_head_and_its_address() {
-        let layout = ArgumentLayout {
-            lists: 1,
-            scalar_bytes: 8,
-            step_scalar_bytes: 16,
-        };
+        let layout = ArgumentLayout { lists: 1, scalar_bytes: 8, step_scalar_bytes: 16 };
         let table: Vec<u8> = (0..100).collect();
         let found = pack_launch_of_table(&table, layout, 0x0102);
         let mut expected = table[..32].to_vec();
@@ -266,23 +258,12 @@ mod tests {
             step,
         };
         let step_scalars = ResidentStepScalars::new("rule_sets_f32", &[2.0, 3.0], 9);
-        let layout = ArgumentLayout {
-            lists: 3,
-            scalar_bytes: 8,
-            step_scalar_bytes: 24,
-        };
-        let bytes = pack_steps(
-            &step_scalars,
-            layout,
-            &batch(&[1, 1]),
-            &[values(1.0, 1), values(0.5, 7)],
-        );
+        let layout = ArgumentLayout { lists: 3, scalar_bytes: 8, step_scalar_bytes: 24 };
+        let bytes =
+            pack_steps(&step_scalars, layout, &batch(&[1, 1]), &[values(1.0, 1), values(0.5, 7)]);
         assert_eq!(bytes.len(), STEPS_BYTES + 2 * GROUP_BYTES);
         let f64_at = |at: usize| f64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
-        assert_eq!(
-            [f64_at(0), f64_at(8), f64_at(16), f64_at(24)],
-            [0.5, 2.0, 3.0, 0.0]
-        );
+        assert_eq!([f64_at(0), f64_at(8), f64_at(16), f64_at(24)], [0.5, 2.0, 3.0, 0.0]);
         assert_eq!(bytes[64..72], 9u64.to_le_bytes());
         assert_eq!(words(&bytes[72..80]), [2, 24]);
         let second = STEPS_BYTES + GROUP_BYTES;

@@ -152,11 +152,7 @@ impl Domain {
 pub fn check_hyper(values: &[(&'static str, f64, Domain)]) -> Result<(), RuleError> {
     for &(what, found, domain) in values {
         if !domain.contains(found) {
-            return Err(RuleError::Hyper {
-                what,
-                expected: domain.text(),
-                found,
-            });
+            return Err(RuleError::Hyper { what, expected: domain.text(), found });
         }
     }
     Ok(())

@@ -28,10 +28,7 @@ where
 
 impl Summand for SquareSum {
     fn plus(self, other: Self) -> Self {
-        Self {
-            sum: self.sum + other.sum,
-            non_finite: self.non_finite + other.non_finite,
-        }
+        Self { sum: self.sum + other.sum, non_finite: self.non_finite + other.non_finite }
     }
 }
 

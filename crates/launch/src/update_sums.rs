@@ -69,16 +69,9 @@ pub fn pack_update_sums(
 ) -> Vec<u8> {
     let rows = launch.update_sums.as_ref();
     let rows = rows.expect("the launch leaves sums over what it changes");
-    let layout = ArgumentLayout {
-        lists: values.len() + 3,
-        scalar_bytes: 8,
-        step_scalar_bytes: 0,
-    };
+    let layout = ArgumentLayout { lists: values.len() + 3, scalar_bytes: 8, step_scalar_bytes: 0 };
     let mut out = vec![0; layout.bytes(batch.records.len(), 0)];
-    let mut writer = Writer {
-        out: &mut out,
-        at: 0,
-    };
+    let mut writer = Writer { out: &mut out, at: 0 };
     let counts = [batch.records.len() as u32, 0];
     writer.header(counts, launch.limits.chunk_elements, 0, control);
     writer.u64(sums);
@@ -110,10 +103,7 @@ impl LaunchLimits {
 
     /// The limits for launches that leave sums over what they change, whatever the kernel.
     pub fn measured(self) -> Self {
-        Self {
-            chunk_elements: CHUNK_ELEMENTS,
-            ..self
-        }
+        Self { chunk_elements: CHUNK_ELEMENTS, ..self }
     }
 }
 

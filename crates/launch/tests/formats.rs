@@ -16,34 +16,16 @@ fn hyper_parameters_are_held_to_their_domains() {
             [0.0, 1e300],
             [-1e-300, f64::INFINITY],
         ),
-        (
-            Domain::BelowOne,
-            "a value in [0, 1)",
-            [0.0, 0.999],
-            [1.0, -0.1],
-        ),
-        (
-            Domain::Positive,
-            "a finite value above 0",
-            [1e-300, 1e300],
-            [0.0, f64::INFINITY],
-        ),
+        (Domain::BelowOne, "a value in [0, 1)", [0.0, 0.999], [1.0, -0.1]),
+        (Domain::Positive, "a finite value above 0", [1e-300, 1e300], [0.0, f64::INFINITY]),
     ];
     for (domain, text, good, bad) in cases {
         for value in good {
             assert_eq!(check_hyper(&[("x", value, domain)]), Ok(()), "{value}");
         }
         for found in bad {
-            let expected = RuleError::Hyper {
-                what: "b",
-                expected: text,
-                found,
-            };
-            let values = [
-                ("a", good[0], domain),
-                ("b", found, domain),
-                ("c", found, domain),
-            ];
+            let expected = RuleError::Hyper { what: "b", expected: text, found };
+            let values = [("a", good[0], domain), ("b", found, domain), ("c", found, domain)];
             assert_eq!(check_hyper(&values), Err(expected));
         }
         assert!(check_hyper(&[("x", f64::NAN, domain)]).is_err());
@@ -66,17 +48,10 @@ fn decay_and_direction_are_what_a_device_reads() {
 fn random_rounding_is_flagged_and_keyed() {
     let nearest = Precision::default();
     let rounding = Rounding::Stochastic { seed: 7 };
-    let random = Precision {
-        rounding,
-        state: StateDType::Bf16,
-        ..nearest
-    };
+    let random = Precision { rounding, state: StateDType::Bf16, ..nearest };
     let plain = Format::new("test", DType::F64, nearest).unwrap();
     assert_eq!((plain.flags(), plain.key_bytes(), plain.seed()), (0, 0, 0));
-    assert_eq!(
-        (plain.rounding(), plain.state()),
-        (Rounding::Nearest, DType::F64)
-    );
+    assert_eq!((plain.rounding(), plain.state()), (Rounding::Nearest, DType::F64));
     let keyed = Format::new("test", DType::BF16, random).unwrap();
     assert_eq!((keyed.flags(), FLAG_STOCHASTIC), (0x8000_0000, 0x8000_0000));
     assert_eq!((keyed.key_bytes(), keyed.seed()), (KEY_BYTES, 7));
@@ -84,10 +59,7 @@ fn random_rounding_is_flagged_and_keyed() {
     let mut step_scalars = [0; 24];
     assert_eq!(keyed.write_key(3, &mut step_scalars).len(), 16);
     let key = step_key(7, 3).to_le_bytes();
-    assert_eq!(
-        (&step_scalars[..16], &step_scalars[16..]),
-        (&[0; 16][..], &key[..])
-    );
+    assert_eq!((&step_scalars[..16], &step_scalars[16..]), (&[0; 16][..], &key[..]));
     let mut finished = [1; 20];
     keyed.copy_key((&step_scalars, 16), (&mut finished, 10));
     assert_eq!(
@@ -98,28 +70,15 @@ fn random_rounding_is_flagged_and_keyed() {
         random.to_string(),
         "master weights none, state bf16, rounded at random with seed 7"
     );
-    let master = Precision {
-        master: Master::F32,
-        ..nearest
-    };
-    assert_eq!(
-        master.to_string(),
-        "master weights f32, state as computed, rounded to nearest"
-    );
+    let master = Precision { master: Master::F32, ..nearest };
+    assert_eq!(master.to_string(), "master weights f32, state as computed, rounded to nearest");
 }
 
 #[test]
 fn sums_of_squares_are_added_and_launches_of_sums_have_whole_chunks() {
     let sum = |sum, non_finite| SquareSum { sum, non_finite };
     assert_eq!(sum(1.5, 2).plus(sum(0.25, 5)), sum(1.75, 7));
-    let limits = LaunchLimits {
-        chunk_elements: 10,
-        chunks_per_launch: 3,
-        argument_bytes: 500,
-    };
-    let measured = LaunchLimits {
-        chunk_elements: CHUNK_ELEMENTS,
-        ..limits
-    };
+    let limits = LaunchLimits { chunk_elements: 10, chunks_per_launch: 3, argument_bytes: 500 };
+    let measured = LaunchLimits { chunk_elements: CHUNK_ELEMENTS, ..limits };
     assert_eq!(limits.measured(), measured);
 }

@@ -70,16 +70,9 @@ impl Backend for Plain {
     }
 }
 
-const PARAM: TensorList = TensorList {
-    role: Role::Param,
-    dtype: DType::F32,
-    access: Access::ReadWrite,
-};
-const GRAD: TensorList = TensorList {
-    role: Role::Grad,
-    dtype: DType::BF16,
-    access: Access::Read,
-};
+const PARAM: TensorList =
+    TensorList { role: Role::Param, dtype: DType::F32, access: Access::ReadWrite };
+const GRAD: TensorList = TensorList { role: Role::Grad, dtype: DType::BF16, access: Access::Read };
 
 /// A kernel of a parameter in 32 bits and a gradient in 16.
 struct Kernel {
@@ -98,11 +91,7 @@ impl MultiTensorKernel for Kernel {
         const { &[PARAM, GRAD] }
     }
     fn argument_layout(&self) -> ArgumentLayout {
-        ArgumentLayout {
-            lists: self.words,
-            scalar_bytes: 8,
-            step_scalar_bytes: 8,
-        }
+        ArgumentLayout { lists: self.words, scalar_bytes: 8, step_scalar_bytes: 8 }
     }
     fn flags(&self) -> u32 {
         self.flags
@@ -156,10 +145,7 @@ const OFFSETS: [u64; 4] = [0, 64, 4096, 8192];
 const MEMBERS: [u32; 3] = [5, 9, 4];
 
 fn lists() -> Vec<ListBuffer> {
-    let list = |list| ListBuffer {
-        list,
-        buffer: Box::new(Memory(Vec::new())),
-    };
+    let list = |list| ListBuffer { list, buffer: Box::new(Memory(Vec::new())) };
     [PARAM, GRAD].map(list).into()
 }
 
@@ -181,13 +167,8 @@ fn launch<'a>(
         grad_sums: None,
         tensor_sums: None,
         update_sums,
-        step_scalars: &[
-            10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23, 24, 25, 26, 27,
-        ],
-        limits: LaunchLimits {
-            chunk_elements: 1024,
-            ..LaunchLimits::default()
-        },
+        step_scalars: &[10, 11, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23, 24, 25, 26, 27],
+        limits: LaunchLimits { chunk_elements: 1024, ..LaunchLimits::default() },
     }
 }
 
@@ -244,18 +225,12 @@ fn arguments_are_header_scalars_step_scalars_and_records() {
     let second = |fields: Fields| fields.u64(0x1000 + 4 * 4096).u64(0x9000 + 2 * 4032);
     let plain = second(first(head(3)).place(1500, 0, 0)).place(7, 2, 1);
     let random = first(head(FLAG_STOCHASTIC)).u64(9).u64(1024);
-    let random = second(random.place(1500, 0, 0))
-        .u64(4)
-        .u64(0)
-        .place(7, 2, 1);
+    let random = second(random.place(1500, 0, 0)).u64(4).u64(0).place(7, 2, 1);
     for (flags, words, expected) in [(3, 2, plain), (FLAG_STOCHASTIC, 4, random)] {
         let (kernel, batches) = (Kernel { flags, words }, [batch()]);
         let mut lists = lists();
         let launch = launch(&kernel, &batches, &mut lists, None);
-        let addresses = Addresses {
-            lists: &[0x1000, 0x9000],
-            control: 0x77,
-        };
+        let addresses = Addresses { lists: &[0x1000, 0x9000], control: 0x77 };
         let mut out = vec![0xee; expected.0.len() + 3];
         let len = pack(&launch, &batches[0], addresses, &mut out);
         assert_eq!(out[..len], expected.0);
@@ -273,19 +248,10 @@ fn tensors_that_lie_anywhere_have_addresses_of_their_own() {
         let mut own = lists();
         let launch = launch(&kernel, &batches, &mut own, None);
         let (mut expected, mut found) = (vec![0xee; 200], vec![0xee; 200]);
-        let addresses = Addresses {
-            lists: &[0x1000, 0x9000],
-            control: 0x77,
-        };
+        let addresses = Addresses { lists: &[0x1000, 0x9000], control: 0x77 };
         let len = pack(&launch, &batches[0], addresses, &mut expected);
-        let addresses = TensorAddresses {
-            tensors: alike.as_flattened(),
-            control: 0x77,
-        };
-        assert_eq!(
-            pack_tensors(&launch, &batches[0], addresses, &mut found),
-            len
-        );
+        let addresses = TensorAddresses { tensors: alike.as_flattened(), control: 0x77 };
+        assert_eq!(pack_tensors(&launch, &batches[0], addresses, &mut found), len);
         assert_eq!(found, expected);
     }
     let (mut expected, mut found) = ([0; 100], [0; 100]);
@@ -297,16 +263,10 @@ fn tensors_that_lie_anywhere_have_addresses_of_their_own() {
 
 #[test]
 fn random_rounding_adds_two_words_to_a_record_of_any_length() {
-    let kernel = Kernel {
-        flags: FLAG_STOCHASTIC,
-        words: 3,
-    };
+    let kernel = Kernel { flags: FLAG_STOCHASTIC, words: 3 };
     let (batches, mut lists) = ([batch()], lists());
     let launch = launch(&kernel, &batches, &mut lists[..1], None);
-    let addresses = Addresses {
-        lists: &[0x1000],
-        control: 0,
-    };
+    let addresses = Addresses { lists: &[0x1000], control: 0 };
     let mut out = [0; 1000];
     let len = pack(&launch, &batches[0], addresses, &mut out);
     assert_eq!(len, kernel.argument_layout().bytes(2, 2));
@@ -318,10 +278,7 @@ fn random_rounding_adds_two_words_to_a_record_of_any_length() {
 fn tables_of_changes_are_header_sums_and_records() {
     let (kernel, batches) = (Kernel { flags: 3, words: 2 }, [batch()]);
     let (mut lists, mut rows) = (lists(), Memory(Vec::new()));
-    let update_sums = UpdateSums {
-        rows: &mut rows,
-        firsts: &[0, 1, 3, 4],
-    };
+    let update_sums = UpdateSums { rows: &mut rows, firsts: &[0, 1, 3, 4] };
     let launch = launch(&kernel, &batches, &mut lists, Some(update_sums));
     let changed = |kept, skipped| ChangedRecord { kept, skipped };
     let changed = [changed(0x100, 0x10), changed(0x200, 0)];
@@ -342,10 +299,7 @@ fn tables_are_arguments_and_the_record_of_every_chunk() {
     let (kernel, batches) = (Kernel { flags: 0, words: 2 }, [batch()]);
     let mut own = lists();
     let launch = launch(&kernel, &batches, &mut own, None);
-    let addresses = Addresses {
-        lists: &[0x1000, 0x9000],
-        control: 0,
-    };
+    let addresses = Addresses { lists: &[0x1000, 0x9000], control: 0 };
     let mut arguments = vec![0; 1000];
     let len = pack(&launch, &batches[0], addresses, &mut arguments);
     let chunks = Fields::default().u32(0).u32(0).u32(1);
@@ -376,10 +330,7 @@ fn arguments_of_reductions_and_conclusions() {
 }
 
 fn gradients(bytes: Vec<u8>) -> ListBuffer {
-    ListBuffer {
-        list: GRAD,
-        buffer: Box::new(Memory(bytes)),
-    }
+    ListBuffer { list: GRAD, buffer: Box::new(Memory(bytes)) }
 }
 
 #[test]
@@ -404,12 +355,8 @@ fn leaves_are_counted_from_the_start_of_each_record() {
         assert_eq!((sum.sum, sum.non_finite), (expected, 2 * numel));
     }
     let error = Plain.leaf_squares(leaves, &mut sums[..2]).unwrap_err();
-    let expected = BackendError::OutOfBounds {
-        backend: "plain",
-        offset_bytes: 0,
-        len_bytes: 48,
-        found: 32,
-    };
+    let expected =
+        BackendError::OutOfBounds { backend: "plain", offset_bytes: 0, len_bytes: 48, found: 32 };
     assert_eq!(error, expected);
 }
 
@@ -431,12 +378,7 @@ fn a_backend_refuses_what_it_does_not_say_it_can() {
     let (kernel, batches) = (Kernel { flags: 0, words: 2 }, [batch()]);
     let unavailable = |error| matches!(error, BackendError::Unavailable { .. });
     let mut own = lists();
-    let replicas = Replicas {
-        rank: 0,
-        first: 0,
-        grads: &[],
-        lists: &mut [],
-    };
+    let replicas = Replicas { rank: 0, first: 0, grads: &[], lists: &mut [] };
     let reduced = Plain.launch_reduced(launch(&kernel, &batches, &mut own, None), replicas);
     assert!(unavailable(reduced.unwrap_err()));
     let sums = Plain.leaf_sums(&launch(&kernel, &batches, &mut own, None), &mut []);
@@ -459,11 +401,7 @@ fn a_backend_refuses_what_it_does_not_say_it_can() {
 #[test]
 fn a_control_block_opens_and_shuts_the_gate() {
     let mut buffer = Plain.allocate(64).unwrap();
-    let mut block = ControlBlock {
-        grad_factor: 0.25,
-        skipped: 3,
-        ..ControlBlock::default()
-    };
+    let mut block = ControlBlock { grad_factor: 0.25, skipped: 3, ..ControlBlock::default() };
     block.write(&Plain, buffer.as_mut()).unwrap();
     assert_eq!(ControlBlock::read(&Plain, buffer.as_ref()), Ok(block));
     assert_eq!(ControlBlock::on_host(buffer.as_ref()), Some(block));
@@ -486,10 +424,7 @@ fn bytes_elements_and_launches_are_counted() {
     let report = LaunchReport::of(&[batch(), batch()]);
     assert_eq!((report.launches, report.elements), (2, 3014));
     let launch = launch(&kernel, &[], &mut [], None);
-    assert_eq!(
-        (launch.first(0), launch.first(1), launch.first(2)),
-        (0, 64, 0)
-    );
+    assert_eq!((launch.first(0), launch.first(1), launch.first(2)), (0, 64, 0));
     // A kernel without norms is cut as the limits say.
     let limits = launch.limits;
     assert_eq!((limits.of(&kernel), limits.chunk_elements), (limits, 1024));

@@ -6,18 +6,12 @@
 use fusestep_lion::{Lion, LionTensors, StepError};
 
 fn main() -> Result<(), StepError> {
-    let lion = Lion {
-        lr: 0.01,
-        ..Lion::default()
-    };
+    let lion = Lion { lr: 0.01, ..Lion::default() };
     let (mut param, mut moment1) = ([0.0f32; 3], [0.0f32; 3]);
     for step in 1..=100 {
         let noise = if step % 2 == 0 { 1.0 } else { -1.0 };
-        let tensor = LionTensors {
-            param: &mut param,
-            grad: &[1e-3, 1e3, noise],
-            moment1: &mut moment1,
-        };
+        let tensor =
+            LionTensors { param: &mut param, grad: &[1e-3, 1e3, noise], moment1: &mut moment1 };
         lion.step(step, &mut [tensor])?;
     }
     println!("after 100 steps of 0.01: {param:?}");

@@ -23,10 +23,7 @@ pub struct Element {
 
 /// The element after a step with gradient `grad`; every step is alike.
 pub fn update(lion: &Lion, element: Element, grad: f64) -> Element {
-    let Element {
-        param: p,
-        moment1: m,
-    } = element;
+    let Element { param: p, moment1: m } = element;
     let g = match lion.objective {
         Objective::Minimize => grad,
         Objective::Maximize => -grad,

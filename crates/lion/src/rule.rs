@@ -129,10 +129,7 @@ impl ElementRule<4, 2> for Lion {
     }
 
     fn run<T: Compute>(&self, scalars: [T; 4], format: Format, run: HostRun<'_, '_>) {
-        let update = LionUpdate {
-            scalars,
-            objective: self.objective,
-        };
+        let update = LionUpdate { scalars, objective: self.objective };
         run_format::<T, _, 1>(&update, format, run);
     }
 }

@@ -45,9 +45,7 @@ impl Images {
     pub(crate) fn select(&self, positions: &[usize]) -> Self {
         let mut selected = Self::default();
         for &at in positions {
-            selected
-                .pixels
-                .extend_from_slice(&self.pixels[at * PIXELS..(at + 1) * PIXELS]);
+            selected.pixels.extend_from_slice(&self.pixels[at * PIXELS..(at + 1) * PIXELS]);
             selected.labels.push(self.labels[at]);
         }
         selected

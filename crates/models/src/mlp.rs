@@ -30,9 +30,8 @@ pub(crate) fn start(seed: u64, dtype: DType) -> Result<Vec<Var>> {
         let (inputs, outputs) = (pair[0], pair[1]);
         // He et al. 2015, uniform: keeps the variance through layers of rectifiers.
         let bound = (6.0 / inputs as f32).sqrt();
-        let values: Vec<f32> = (0..inputs * outputs)
-            .map(|_| (rng.random::<f32>() * 2.0 - 1.0) * bound)
-            .collect();
+        let values: Vec<f32> =
+            (0..inputs * outputs).map(|_| (rng.random::<f32>() * 2.0 - 1.0) * bound).collect();
         let weight = Tensor::from_vec(values, (outputs, inputs), &Device::Cpu)?;
         vars.push(Var::zeros(outputs, dtype, &Device::Cpu)?);
         vars.push(Var::from_tensor(&weight.to_dtype(dtype)?)?);
@@ -44,10 +43,7 @@ pub(crate) fn start(seed: u64, dtype: DType) -> Result<Vec<Var>> {
 fn forward(vars: &[Var], images: &Tensor) -> Result<Tensor> {
     let mut x = images.clone();
     for (index, layer) in vars.chunks(2).enumerate() {
-        let (bias, weight) = (
-            layer[0].to_dtype(DType::F32)?,
-            layer[1].to_dtype(DType::F32)?,
-        );
+        let (bias, weight) = (layer[0].to_dtype(DType::F32)?, layer[1].to_dtype(DType::F32)?);
         x = x.matmul(&weight.t()?)?.broadcast_add(&bias)?;
         if 2 * (index + 1) < vars.len() {
             x = x.relu()?;

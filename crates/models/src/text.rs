@@ -58,10 +58,7 @@ impl Text {
         let token = |c: char| characters.binary_search(&c).unwrap_or_default() as u32;
         let tokens: Vec<u32> = text.chars().map(token).collect();
         let vocabulary = characters.len();
-        let model = Transformer {
-            vocabulary,
-            ..model
-        };
+        let model = Transformer { vocabulary, ..model };
         model.validate()?;
         let (context, found) = (model.context, tokens.len());
         let least = HELD_BACK * (context + 1);
@@ -70,12 +67,7 @@ impl Text {
             "text: expected at least {least} characters for a context of {context}, found {found}; \
              take a smaller context"
         );
-        Ok(Self {
-            characters,
-            tokens,
-            model,
-            learned: found - found / HELD_BACK,
-        })
+        Ok(Self { characters, tokens, model, learned: found - found / HELD_BACK })
     }
 
     /// The model.
@@ -103,9 +95,7 @@ impl Text {
         let windows = (self.tokens.len() - self.learned - 1) / self.model.context;
         let every = windows.div_ceil(TEST_WINDOWS).max(1);
         let starts = (0..windows).step_by(every);
-        starts
-            .map(|at| self.learned + at * self.model.context)
-            .collect()
+        starts.map(|at| self.learned + at * self.model.context).collect()
     }
 }
 
@@ -163,10 +153,7 @@ impl Task for Text {
             right += windows * f64::from(found.mean_all()?.to_scalar::<f32>()?);
             count += windows;
         }
-        Ok(Tested {
-            loss: loss / count,
-            accuracy: right / count,
-        })
+        Ok(Tested { loss: loss / count, accuracy: right / count })
     }
 
     fn write(&self, vars: &[Var], seed: u64) -> Result<Option<String>> {

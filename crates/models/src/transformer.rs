@@ -35,13 +35,7 @@ pub struct Transformer {
 /// elements.
 impl Default for Transformer {
     fn default() -> Self {
-        Self {
-            layers: 4,
-            width: 256,
-            heads: 4,
-            context: 64,
-            vocabulary: 65,
-        }
+        Self { layers: 4, width: 256, heads: 4, context: 64, vocabulary: 65 }
     }
 }
 
@@ -143,9 +137,7 @@ impl Transformer {
         let (layers, behind) = layers.split_at(layers.len() - AROUND[1]);
         let x = before[0].index_select(&tokens.flatten_all()?, 0)?;
         let positions = before[1].narrow(0, 0, length)?;
-        let x = x
-            .reshape((batch, length, width))?
-            .broadcast_add(&positions)?;
+        let x = x.reshape((batch, length, width))?.broadcast_add(&positions)?;
         let mut x = x.reshape((batch * length, width))?;
         let unseen = unseen(length)?;
         for layer in layers.chunks(OF_LAYER) {
@@ -167,20 +159,14 @@ impl Transformer {
     ) -> Result<Tensor> {
         let of_head = self.width / self.heads;
         let heads = |var: &Tensor| {
-            let split = x
-                .matmul(var)?
-                .reshape((batch, length, self.heads, of_head))?;
+            let split = x.matmul(var)?.reshape((batch, length, self.heads, of_head))?;
             split.transpose(1, 2)?.contiguous()
         };
         let scale = 1.0 / (of_head as f64).sqrt();
         let query = (heads(&vars[0])? * scale)?;
-        let scores = query
-            .matmul(&heads(&vars[1])?.t()?)?
-            .broadcast_add(unseen)?;
+        let scores = query.matmul(&heads(&vars[1])?.t()?)?.broadcast_add(unseen)?;
         let mixed = softmax(&scores)?.matmul(&heads(&vars[2])?)?;
-        let together = mixed
-            .transpose(1, 2)?
-            .reshape((batch * length, self.width))?;
+        let together = mixed.transpose(1, 2)?.reshape((batch * length, self.width))?;
         together.matmul(&vars[3])
     }
 
@@ -252,11 +238,7 @@ fn softmax(scores: &Tensor) -> Result<Tensor> {
 /// What keeps scores of later positions from being seen: −∞ above the diagonal, else 0.
 fn unseen(length: usize) -> Result<Tensor> {
     let score = |at: usize| {
-        if at % length > at / length {
-            f32::NEG_INFINITY
-        } else {
-            0.0
-        }
+        if at % length > at / length { f32::NEG_INFINITY } else { 0.0 }
     };
     let scores: Vec<f32> = (0..length * length).map(score).collect();
     Tensor::from_vec(scores, (length, length), &Device::Cpu)
@@ -266,13 +248,8 @@ fn unseen(length: usize) -> Result<Tensor> {
 mod tests {
     use super::*;
 
-    const TINY: Transformer = Transformer {
-        layers: 2,
-        width: 8,
-        heads: 2,
-        context: 5,
-        vocabulary: 7,
-    };
+    const TINY: Transformer =
+        Transformer { layers: 2, width: 8, heads: 2, context: 5, vocabulary: 7 };
 
     fn tokens(tokens: &[u32]) -> Tensor {
         Tensor::from_slice(tokens, (1, tokens.len()), &Device::Cpu).unwrap()
@@ -309,10 +286,7 @@ mod tests {
             };
             let by = 0.002 / slope.sqrt();
             let found = (moved(by) - moved(-by)) / (2.0 * by);
-            assert!(
-                (found / slope - 1.0).abs() < 0.02,
-                "{name}: {found} {slope}"
-            );
+            assert!((found / slope - 1.0).abs() < 0.02, "{name}: {found} {slope}");
         }
     }
 
@@ -320,15 +294,9 @@ mod tests {
     fn sizes_that_make_no_model_are_refused() {
         let refused = |model: Transformer| model.start(1, DType::F32).unwrap_err().to_string();
         let error = refused(Transformer { heads: 3, ..TINY });
-        assert!(
-            error.contains("multiple of the 3 heads, found 8"),
-            "{error}"
-        );
+        assert!(error.contains("multiple of the 3 heads, found 8"), "{error}");
         let error = refused(Transformer { layers: 0, ..TINY });
-        assert!(
-            error.contains("layers: expected a number from 1"),
-            "{error}"
-        );
+        assert!(error.contains("layers: expected a number from 1"), "{error}");
         let vars = TINY.start(1, DType::F32).unwrap();
         let error = TINY.logits(&vars, &tokens(&[0; 6])).unwrap_err();
         assert!(error.to_string().contains("at most 5 positions, found 6"));

@@ -21,10 +21,7 @@ fn train(plan: &Plan, params: &[ParamDesc]) -> Result<Vec<f32>, Box<dyn Error>> 
             }
         }
         let report = plan.run(&mut state, &backend)?;
-        println!(
-            "step {}: norm of all gradients {:?}",
-            report.step, report.grad_norm
-        );
+        println!("step {}: norm of all gradients {:?}", report.step, report.grad_norm);
     }
     let mut all = Vec::new();
     for param in params {
@@ -36,11 +33,7 @@ fn train(plan: &Plan, params: &[ParamDesc]) -> Result<Vec<f32>, Box<dyn Error>> 
 fn main() -> Result<(), Box<dyn Error>> {
     let layer = |index: u64| {
         let name = format!("layer{index}.weight");
-        Ok::<_, Box<dyn Error>>(ParamDesc::new(
-            name,
-            Shape::new([32, 8 * index])?,
-            DType::F32,
-        ))
+        Ok::<_, Box<dyn Error>>(ParamDesc::new(name, Shape::new([32, 8 * index])?, DType::F32))
     };
     let params = (1..=5).map(layer).collect::<Result<Vec<_>, _>>()?;
     let planner = || Planner::new(Adam::default().into());

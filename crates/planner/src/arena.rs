@@ -104,12 +104,7 @@ impl GradientArena {
         }
         let (regions, count) = regions(plan);
         let mut arena = Self {
-            ready: Ready::new(
-                plan.segments
-                    .iter()
-                    .map(|s| full_tensors(plan, s))
-                    .collect(),
-            ),
+            ready: Ready::new(plan.segments.iter().map(|s| full_tensors(plan, s)).collect()),
             segments,
             sums: (0..count).map(|_| None).collect(),
             regions,
@@ -266,8 +261,7 @@ impl GradientArena {
     /// Gives back the memory of segments that are through, but for what stays.
     fn drop_spares(&mut self) {
         let (kept, before) = (self.kept, bytes_of(&self.spare));
-        self.spare
-            .retain(|spare| kept.is_some() && address(spare.as_ref()) == kept);
+        self.spare.retain(|spare| kept.is_some() && address(spare.as_ref()) == kept);
         self.held_bytes -= before - bytes_of(&self.spare);
     }
 

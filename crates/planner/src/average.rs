@@ -29,11 +29,7 @@ pub(crate) struct Adapting {
 /// [`Plan::average_now`].
 pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<()> {
     step.state.since_average = 0;
-    let Some(rule) = step
-        .plan
-        .local_sgd()
-        .filter(|_| step.plan.topology.world > 1)
-    else {
+    let Some(rule) = step.plan.local_sgd().filter(|_| step.plan.topology.world > 1) else {
         return Ok(());
     };
     master::follow_views(step.state);
@@ -53,10 +49,7 @@ pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool> {
         let loss = mean_loss(step.state, step.comms)?;
         step.state.adapting.first = Some((loss, step.state.lr()));
     }
-    let now = LocalSgd {
-        every: step.state.adapting.every.unwrap_or(rule.every),
-        ..rule
-    };
+    let now = LocalSgd { every: step.state.adapting.every.unwrap_or(rule.every), ..rule };
     step.state.since_average += 1;
     // Skipped steps count, for other ranks may have taken theirs.
     let taken = step.state.step() + step.state.skipped();
@@ -184,11 +177,6 @@ fn round_masters(dtype: DType, masters: &[u8], params: &mut [u8]) {
 fn mean_loss(state: &State, comms: &mut Comms<'_>) -> Result<f64> {
     let mut loss = [state.adapting.loss.unwrap_or(f64::NAN)];
     let operation = Operation::AllReduce(ReduceOp::Average);
-    comms.in_place(
-        operation,
-        DType::F64,
-        None,
-        bytemuck::cast_slice_mut::<f64, u8>(&mut loss),
-    )?;
+    comms.in_place(operation, DType::F64, None, bytemuck::cast_slice_mut::<f64, u8>(&mut loss))?;
     Ok(loss[0])
 }

@@ -21,10 +21,7 @@ impl Beside {
     pub(crate) fn read(
         mut read: impl FnMut(Role) -> Result<Option<(DType, Vec<u8>)>>,
     ) -> Result<Self> {
-        let mut beside = Self {
-            lists: Default::default(),
-            base: DType::F32,
-        };
+        let mut beside = Self { lists: Default::default(), base: DType::F32 };
         for (own, role) in beside.lists.iter_mut().zip(BESIDE) {
             if let Some((dtype, bytes)) = read(role)? {
                 *own = bytes;
@@ -85,10 +82,7 @@ pub(crate) fn average_of(
     bytes: &mut [u8],
 ) -> Result<()> {
     let param = state.find(name)?;
-    let (dtype, numel) = (
-        state.params[param].dtype,
-        state.params[param].numel() as usize,
-    );
+    let (dtype, numel) = (state.params[param].dtype, state.params[param].numel() as usize);
     check_len(Role::Param, name, numel * dtype.len_bytes(), bytes.len())?;
     let Some(factor) = factor_of(state, param) else {
         return Ok(());

@@ -69,10 +69,8 @@ pub(crate) fn of_read(
     let members = spec.members.iter().enumerate();
     let tensors = members.filter(|&(_, &member)| takes_part(member as usize));
     let batchable = tensors.map(|(tensor, _)| within(spec, tensor as u32, &read.elements, 0));
-    let limits = plan.batch_limits(LaunchLimits {
-        chunk_elements: kernel.chunk_elements(),
-        ..plan.limits
-    });
+    let limits =
+        plan.batch_limits(LaunchLimits { chunk_elements: kernel.chunk_elements(), ..plan.limits });
     let layout = kernel.argument_layout();
     Ok(batches(kernel.entry(), batchable, layout, limits)?)
 }
@@ -130,29 +128,18 @@ pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<()> {
     }
     for storage in &mut state.storages {
         let step_scalar_bytes = storage.kernel.argument_layout().step_scalar_bytes;
-        storage
-            .step_scalars
-            .resize(step_scalar_bytes * groups.groups.len(), 0);
+        storage.step_scalars.resize(step_scalar_bytes * groups.groups.len(), 0);
     }
     let mut norm = Vec::new();
     if let (Some(memory), Some(stage)) = (&mut state.norm, plan.norm_stage()) {
         for read in &stage.reads {
-            norm.push(batches::of_read(plan, read, |param| {
-                !state.without_gradient[param]
-            })?);
+            norm.push(batches::of_read(plan, read, |param| !state.without_gradient[param])?);
         }
         memory.placed = false;
     }
     let without_gradient = &state.without_gradient;
-    state
-        .exchange
-        .refresh(plan, |param| !without_gradient[param], &groups)?;
-    state.schedule = Schedule {
-        groups,
-        batches,
-        norm,
-        stale: false,
-    };
+    state.exchange.refresh(plan, |param| !without_gradient[param], &groups)?;
+    state.schedule = Schedule { groups, batches, norm, stale: false };
     Ok(())
 }
 
@@ -166,12 +153,7 @@ pub(crate) fn within(
     let own = spec.layout.range(tensor as usize);
     let start = own.start.max(elements.start).min(own.end);
     let end = own.end.min(elements.end).max(start);
-    Batchable {
-        tensor,
-        first_element: start - own.start,
-        numel: end - start,
-        group,
-    }
+    Batchable { tensor, first_element: start - own.start, numel: end - start, group }
 }
 
 /// Launches of a plan's stages behind the first of each: a stage is bounded by itself, but there

@@ -151,10 +151,7 @@ fn most_of(ranks: usize) -> usize {
 }
 
 fn too_many(ranks: usize) -> PlanError {
-    PlanError::TooManyBuckets {
-        expected: most_of(ranks),
-        world: ranks,
-    }
+    PlanError::TooManyBuckets { expected: most_of(ranks), world: ranks }
 }
 
 struct Filling<'a> {
@@ -178,10 +175,7 @@ impl Filling<'_> {
         let numel = spec.layout.numel(tensor as usize);
         if let Some(open) = self.open[storage].clone() {
             let together = end_of(spec, tensor) - spec.layout.offset(open.start as usize);
-            let count = open
-                .clone()
-                .filter(|&t| spec.layout.numel(t as usize) > 0)
-                .count();
+            let count = open.clone().filter(|&t| spec.layout.numel(t as usize) > 0).count();
             // Only neighbours can share a range; a layout in the order of readiness makes all of
             // them neighbours.
             let next = (open.end..tensor).all(|t| spec.layout.numel(t as usize) == 0)
@@ -210,12 +204,7 @@ impl Filling<'_> {
         let mut at = start;
         while at < elements.end && self.buckets.len() <= MAX_BUCKETS {
             let end = self.end_of_bucket(spec, &elements, at);
-            self.buckets.push(Bucket {
-                storage,
-                segment,
-                elements: at..end,
-                bounds: Vec::new(),
-            });
+            self.buckets.push(Bucket { storage, segment, elements: at..end, bounds: Vec::new() });
             at = end;
         }
         self.segments.push(Segment {
@@ -240,18 +229,10 @@ impl Filling<'_> {
         let cap = (caps.bytes / spec.grad_dtype().len_bytes() as u64).max(1);
         let cap = (cap / grain * grain).max(grain);
         // What is left beyond the cap may be padding only.
-        let first = spec
-            .layout
-            .offsets()
-            .partition_point(|&offset| offset <= elements.start)
-            - 1;
+        let first = spec.layout.offsets().partition_point(|&offset| offset <= elements.start) - 1;
         let last = spec.layout.offset(first) + spec.layout.numel(first);
         let one = end_of(spec, first as u32) == elements.end;
-        if one && last.saturating_sub(at) > cap {
-            at + cap
-        } else {
-            elements.end
-        }
+        if one && last.saturating_sub(at) > cap { at + cap } else { elements.end }
     }
 }
 
@@ -286,10 +267,7 @@ pub(crate) fn cut(
         };
         // What a rank would need to have as much as all others, and all of them together.
         let fair = (loads.iter().sum::<u64>() + numel).div_ceil(ranks as u64);
-        let wanted: Vec<u64> = loads
-            .iter()
-            .map(|load| fair.saturating_sub(*load))
-            .collect();
+        let wanted: Vec<u64> = loads.iter().map(|load| fair.saturating_sub(*load)).collect();
         let all: u64 = wanted.iter().sum::<u64>().max(1);
         let mut sum = 0;
         bucket.bounds = vec![bucket.elements.start];
@@ -353,12 +331,7 @@ pub(crate) fn make(plan: &mut Plan) -> Result<()> {
         plan.stages.splice(at..at, buckets.clone().map(reduce));
     }
     if gathers {
-        let gather = |bucket| {
-            Stage::Gather(Gather {
-                bucket,
-                broadcasts: Vec::new(),
-            })
-        };
+        let gather = |bucket| Stage::Gather(Gather { bucket, broadcasts: Vec::new() });
         plan.stages.extend(buckets.map(gather));
     }
     Ok(())

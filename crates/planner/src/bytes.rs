@@ -51,12 +51,7 @@ impl<'a> Bytes<'a> {
         match self {
             Bytes::Host(bytes) => {
                 let len_bytes = bytes.len();
-                let call = Call {
-                    operation,
-                    dtype,
-                    counts,
-                    buffers: Buffers::InPlace(bytes),
-                };
+                let call = Call { operation, dtype, counts, buffers: Buffers::InPlace(bytes) };
                 on_host(comm, call, len_bytes)
             }
             Bytes::Device(memory) => comm.execute_on_device(DeviceCall {

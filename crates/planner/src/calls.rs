@@ -49,11 +49,7 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
     if plan.topology.world == 1 {
         return calls.all;
     }
-    let windows = if plan.reduces_each() {
-        u64::from(plan.micro_steps())
-    } else {
-        1
-    };
+    let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
     if plan.reduces() {
         calls_about_gradients(plan, &mut calls);
     }
@@ -64,21 +60,14 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
         match stage {
             Stage::Reduce(reduce) => reduce_calls(plan, &mut calls, reduce, windows),
             Stage::ReduceUpdate(update) => {
-                let numel = update
-                    .bucket
-                    .map_or(0, |bucket| plan.buckets[bucket].numel());
+                let numel = update.bucket.map_or(0, |bucket| plan.buckets[bucket].numel());
                 let spec = &plan.storages[update.storage];
                 let replicas = plan.replicated(spec).into_iter();
                 let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
                 let width = spec.grad_dtype().len_bytes() + replicas.sum::<usize>();
                 let len_bytes = numel * width as u64;
                 let world = calls.world;
-                calls.data(
-                    Operation::ReduceUpdate,
-                    update.bucket,
-                    (len_bytes, world),
-                    1,
-                );
+                calls.data(Operation::ReduceUpdate, update.bucket, (len_bytes, world), 1);
             }
             Stage::Norm(_) => norm_calls(plan, &mut calls),
             Stage::Trust => {
@@ -127,10 +116,7 @@ fn calls_about_gradients(plan: &Plan, calls: &mut Calls) {
 fn update_norm_calls(plan: &Plan, calls: &mut Calls) {
     if plan.update_norms && plan.zero != ZeroStage::None {
         let chunk = u64::from(fusestep_launch::CHUNK_ELEMENTS);
-        let chunks = plan
-            .params
-            .iter()
-            .map(|param| param.numel().div_ceil(chunk));
+        let chunks = plan.params.iter().map(|param| param.numel().div_ceil(chunk));
         let len_bytes = 8 * chunks.sum::<u64>();
         calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
     }
@@ -228,11 +214,7 @@ fn average_calls(plan: &Plan, calls: &mut Calls, averaged: crate::Averaged) {
 /// The gathers of a program that asks for a layer's parameters before its forward and before
 /// its backward pass, in every micro-step.
 fn layer_gathers(plan: &Plan, calls: &mut Calls) {
-    let layer = |name: &str| {
-        name.rsplit_once('.')
-            .map_or(name, |(layer, _)| layer)
-            .to_owned()
-    };
+    let layer = |name: &str| name.rsplit_once('.').map_or(name, |(layer, _)| layer).to_owned();
     let mut asked: std::collections::BTreeMap<(String, usize), u64> = Default::default();
     for (index, segment) in plan.segments.iter().enumerate() {
         let spec = &plan.storages[segment.storage];

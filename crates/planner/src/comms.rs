@@ -74,11 +74,7 @@ impl<'a> Comms<'a> {
         count: usize,
     ) -> Result<Self, CollectiveError> {
         let (streams, ahead) = streams_of(comm, count)?;
-        Ok(Self {
-            streams,
-            ahead,
-            ..Self::direct(comm)
-        })
+        Ok(Self { streams, ahead, ..Self::direct(comm) })
     }
 
     /// For plans whose shards lie in groups of `group` consecutive ranks ([`crate::Shard::group`]),
@@ -97,12 +93,7 @@ impl<'a> Comms<'a> {
         }
         let mut groups = ShardGroups::split(comm, group.get())?;
         let (streams, ahead) = streams_of(groups.within.as_mut(), stream_count)?;
-        Ok(Self {
-            streams,
-            ahead,
-            groups: Some(groups),
-            ..Self::direct(comm)
-        })
+        Ok(Self { streams, ahead, groups: Some(groups), ..Self::direct(comm) })
     }
 
     /// Has segments reduced as soon as their last gradient is given where no stream does so, from
@@ -201,10 +192,7 @@ impl<'a> Comms<'a> {
     }
 
     pub(crate) fn set_plan(&mut self, plan_hash: u64) {
-        let context = CallContext {
-            plan_hash,
-            bucket: None,
-        };
+        let context = CallContext { plan_hash, bucket: None };
         self.comm.set_context(context);
         if let Some(groups) = &mut self.groups {
             groups.set_context(context);
@@ -282,10 +270,7 @@ impl<'a> Comms<'a> {
         self.count(Operation::ReduceUpdate, len_bytes, self.comm.world_size());
         self.comm.set_context(context);
         let done = self.comm.reduce_update(call, work);
-        self.comm.set_context(CallContext {
-            bucket: None,
-            ..context
-        });
+        self.comm.set_context(CallContext { bucket: None, ..context });
         done
     }
 

@@ -159,13 +159,7 @@ pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
         }
     }
     let mut follow = |kind, index, len_bytes, length| {
-        events.push(Event {
-            kind,
-            index,
-            len_bytes,
-            start: now,
-            end: now + length,
-        });
+        events.push(Event { kind, index, len_bytes, start: now, end: now + length });
         now += length;
     };
     for call in calls.iter().filter(|call| call.operation == FUSED) {
@@ -180,19 +174,11 @@ pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
         call.what == CallPurpose::Data && call.operation != FUSED && !is_reduce(call)
     });
     for call in others {
-        let link = if call.operation == "all-reduce" {
-            model.link
-        } else {
-            model.half(model.gather)
-        };
+        let link =
+            if call.operation == "all-reduce" { model.link } else { model.half(model.gather) };
         let length = link.alpha_seconds + call.len_bytes as f64 / link.beta_bytes_per_second;
         let length = length * call.times as f64 / call.every as f64;
-        follow(
-            EventKind::Gather,
-            call.bucket.unwrap_or(0),
-            call.len_bytes,
-            length,
-        );
+        follow(EventKind::Gather, call.bucket.unwrap_or(0), call.len_bytes, length);
     }
     events
 }
@@ -208,9 +194,7 @@ fn fresh_seconds(plan: &Plan, model: &CostModel) -> f64 {
     // One that is being filled, and one for each stream.
     let most = (model.comm_streams as u64 + 1).saturating_mul(largest);
     let fresh = all.min(most).saturating_sub(kept_bytes(plan));
-    model
-        .fresh_bytes_per_second
-        .map_or(0.0, |rate| fresh as f64 / rate)
+    model.fresh_bytes_per_second.map_or(0.0, |rate| fresh as f64 / rate)
 }
 
 /// Adds the calls of one backward pass that begins at `start` and takes `length`; returns when the
@@ -226,11 +210,8 @@ fn reduce_events(
     let mut ready = 0;
     for call in reduces {
         ready += call.len_bytes;
-        let link = if call.operation == "all-reduce" {
-            model.link
-        } else {
-            model.half(model.scatter)
-        };
+        let link =
+            if call.operation == "all-reduce" { model.link } else { model.half(model.scatter) };
         let part = match model.comm_streams {
             0 => 1.0,
             _ => ready as f64 / total.max(1) as f64,

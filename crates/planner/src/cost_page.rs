@@ -27,11 +27,7 @@ pub(crate) fn page(plan: &Plan, model: &CostModel) -> String {
 fn draw(page: &mut String, events: &[Event]) {
     let end = events.iter().map(|event| event.end).fold(0.0, f64::max);
     let scale = WIDTH / end.max(f64::MIN_POSITIVE);
-    let _ = write!(
-        page,
-        "<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\">",
-        3.0 * ROW
-    );
+    let _ = write!(page, "<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\">", 3.0 * ROW);
     for event in events {
         let (row, color) = match event.kind {
             EventKind::Backward => (0.0, "#7a8ca3"),

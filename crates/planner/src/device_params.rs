@@ -66,10 +66,7 @@ pub(crate) fn gather_on_device(
         return Err(PlanError::NotOnDevice { name });
     }
     comms.set_plan(plan.hash());
-    let mut found = DeviceParams {
-        buffers: Vec::new(),
-        places: vec![(0, 0..0); names.len()],
-    };
+    let mut found = DeviceParams { buffers: Vec::new(), places: vec![(0, 0..0); names.len()] };
     let (wanted, here) = wanted::asked_for(plan, state, names, Values::Params)?;
     for Here { at, param } in here {
         let (storage, tensor) = plan.places[param];

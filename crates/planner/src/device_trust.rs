@@ -151,17 +151,13 @@ impl DeviceTrust {
         let members = &plan.storages[stage.storage].members;
         let mut runs: Vec<(Vec<Batchable>, u64)> = Vec::new();
         let mut next = None;
-        for (batch, record) in all
-            .iter()
-            .flat_map(|batch| batch.records.iter().map(move |record| (batch, record)))
+        for (batch, record) in
+            all.iter().flat_map(|batch| batch.records.iter().map(move |record| (batch, record)))
         {
             let rows = &self.of_params[members[record.tensor as usize] as usize];
             let end = record.first_element + record.numel;
             let first = rows.partition_point(|row| row.elements.end <= record.first_element);
-            for row in rows[first..]
-                .iter()
-                .take_while(|row| row.elements.start < end)
-            {
+            for row in rows[first..].iter().take_while(|row| row.elements.start < end) {
                 if next != Some(row.number) {
                     runs.push((Vec::new(), row.number));
                 }
@@ -179,16 +175,9 @@ impl DeviceTrust {
         let limits = plan.limits_of(kernel.as_ref());
         let runs = runs.into_iter().map(|(run, first)| {
             let layout = kernel.argument_layout();
-            Ok(Run {
-                batches: batches(kernel.entry(), run, layout, limits)?,
-                first,
-                table: None,
-            })
+            Ok(Run { batches: batches(kernel.entry(), run, layout, limits)?, first, table: None })
         });
-        Ok(OwnSums {
-            stage: stage.clone(),
-            runs: runs.collect::<Result<_>>()?,
-        })
+        Ok(OwnSums { stage: stage.clone(), runs: runs.collect::<Result<_>>()? })
     }
 }
 
@@ -220,17 +209,12 @@ fn rows_of_leaves(plan: &Plan) -> Result<(Vec<Vec<Row>>, u64)> {
         for (tensor, &member) in spec.members.iter().enumerate() {
             let tensor = spec.layout.range(tensor);
             let first = parts.partition_point(|part| part.end <= tensor.start);
-            for part in parts[first..]
-                .iter()
-                .take_while(|part| part.start < tensor.end)
-            {
+            for part in parts[first..].iter().take_while(|part| part.start < tensor.end) {
                 let start = part.start.max(tensor.start) - tensor.start;
                 let end = part.end.min(tensor.end) - tensor.start;
                 for at in (start..end).step_by(ROW_ELEMENTS as usize) {
-                    rows[member as usize].push(Row {
-                        elements: at..end.min(at + ROW_ELEMENTS),
-                        number: count,
-                    });
+                    rows[member as usize]
+                        .push(Row { elements: at..end.min(at + ROW_ELEMENTS), number: count });
                     count += 1;
                 }
             }
@@ -245,11 +229,8 @@ pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool> {
         return Ok(false);
     };
     own.filled = false;
-    let done = if step.comms.is_on_device_of(step.backend) {
-        fill_sums(step, &mut own)
-    } else {
-        Ok(())
-    };
+    let done =
+        if step.comms.is_on_device_of(step.backend) { fill_sums(step, &mut own) } else { Ok(()) };
     let filled = own.filled;
     step.state.exchange.trust_on_device = Some(own);
     done.map(|()| filled)
@@ -279,9 +260,7 @@ fn own_leaves(
         Some(parts) => parts,
         None => {
             let parts = state.exchange.trust.iter();
-            parts
-                .map(|part| own.own_sums(plan, part))
-                .collect::<Result<_, _>>()?
+            parts.map(|part| own.own_sums(plan, part)).collect::<Result<_, _>>()?
         }
     };
     let resident = state.tables.kind == TableKind::Resident;

@@ -130,11 +130,7 @@ fn fmt_stage(plan: &Plan, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stag
                 0 => "all-gather".to_owned(),
                 calls => counted(calls as u64, "broadcast"),
             };
-            writeln!(
-                f,
-                "{calls} of parameters, {}",
-                text_of_bucket(plan, gather.bucket)
-            )
+            writeln!(f, "{calls} of parameters, {}", text_of_bucket(plan, gather.bucket))
         }
         Stage::Average(rule) => {
             writeln!(f, "average parameters every {} steps", rule.every)
@@ -160,9 +156,9 @@ fn fmt_update(
     stage: &Optimize,
 ) -> fmt::Result {
     let storage = &plan.storages[stage.storage];
-    let bucket = stage.bucket.map_or(String::new(), |bucket| {
-        format!("{} of ", text_of_bucket(plan, bucket))
-    });
+    let bucket = stage
+        .bucket
+        .map_or(String::new(), |bucket| format!("{} of ", text_of_bucket(plan, bucket)));
     writeln!(
         f,
         "{what} {bucket}storage {} with {}, {} ({})",

@@ -26,13 +26,7 @@ pub(crate) fn enqueue(plan: &Plan, state: &mut State, backend: &dyn Backend) -> 
         return run::run(plan, state, backend).map(|_| ());
     }
     let mut report = StepReport::default();
-    let done = run::each_stage(
-        plan,
-        state,
-        &mut Executor::Backend(backend),
-        None,
-        &mut report,
-    );
+    let done = run::each_stage(plan, state, &mut Executor::Backend(backend), None, &mut report);
     state.or_poison(done)?;
     count_enqueued(state, backend)
 }
@@ -64,18 +58,12 @@ pub(crate) fn record(
             other => {
                 let reason = other.to_string();
                 stopped = Some(other);
-                BackendError::Unavailable {
-                    backend: backend.name(),
-                    reason,
-                }
+                BackendError::Unavailable { backend: backend.name(), reason }
             }
         })
     });
     let graph = graph.map_err(|error| stopped.unwrap_or(error.into()))?;
-    Ok(StepGraph {
-        graph,
-        generation: state.tables.generation,
-    })
+    Ok(StepGraph { graph, generation: state.tables.generation })
 }
 
 /// [`Plan::replay`].
@@ -139,9 +127,7 @@ pub(crate) fn check_capturable(state: &State) -> Result<()> {
         return Err(not_capturable("its tables are in arguments"));
     }
     if state.without_gradient_count > 0 {
-        return Err(not_capturable(
-            "parameters are without gradient in the next step",
-        ));
+        return Err(not_capturable("parameters are without gradient in the next step"));
     }
     Ok(())
 }

@@ -379,9 +379,6 @@ impl PlanError {
     /// Whether it is one of saving or resuming, which comes on all ranks in the same call and
     /// leaves the run as it was: training may go on.
     pub fn is_of_checkpoint(&self) -> bool {
-        matches!(
-            self,
-            Self::Checkpoint { .. } | Self::File(_) | Self::OtherRank { .. }
-        )
+        matches!(self, Self::Checkpoint { .. } | Self::File(_) | Self::OtherRank { .. })
     }
 }

@@ -47,9 +47,7 @@ pub(crate) struct Exchange {
 
 impl std::fmt::Debug for Exchange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Exchange")
-            .field("shared", &self.shared)
-            .finish_non_exhaustive()
+        f.debug_struct("Exchange").field("shared", &self.shared).finish_non_exhaustive()
     }
 }
 
@@ -103,10 +101,7 @@ impl Exchange {
             if plan.kernel_of(member)?.normed().is_none() {
                 continue;
             }
-            let own = Optimize {
-                elements,
-                ..stage.clone()
-            };
+            let own = Optimize { elements, ..stage.clone() };
             let batches = batches::of_update(plan, &own, &takes_part, groups)?;
             self.trust.push((own, batches));
         }
@@ -167,29 +162,18 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
         let first = partials.len() as u64;
         let leaves = step.state.exchange.of_param(param, 2, (&squares, &slices));
         partials.extend(chunk_squares(&leaves));
-        tensors.push(TensorPartials {
-            first,
-            count: partials.len() as u64 - first,
-        });
+        tensors.push(TensorPartials { first, count: partials.len() as u64 - first });
     }
     if elsewhere > 0 {
-        tensors.push(TensorPartials {
-            first: partials.len() as u64,
-            count: 1,
-        });
-        partials.push(SquareSum {
-            sum: 0.0,
-            non_finite: elsewhere,
-        });
+        tensors.push(TensorPartials { first: partials.len() as u64, count: 1 });
+        partials.push(SquareSum { sum: 0.0, non_finite: elsewhere });
     }
     let mut sums = vec![SquareSum::default(); tensors.len()];
     let mut block = ControlBlock::read(step.backend, norm.control.as_ref())?;
-    norm.rule
-        .run_host(&partials, &tensors, &mut sums, &mut block);
+    norm.rule.run_host(&partials, &tensors, &mut sums, &mut block);
     block.write(step.backend, norm.control.as_mut())?;
     let own = &sums[..step.plan.params.len()];
-    step.backend
-        .write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
+    step.backend.write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
     Ok(block.found != 0)
 }
 
@@ -212,10 +196,7 @@ fn share(
     values[at..at + own.len()].copy_from_slice(own);
     let bytes = bytemuck::cast_slice_mut(&mut values);
     comms.in_place(Operation::AllGather, DType::F64, None, bytes)?;
-    Ok(Slices {
-        values,
-        of_rank: own.len(),
-    })
+    Ok(Slices { values, of_rank: own.len() })
 }
 
 /// The sums of squares of the leaves that this rank reads, each with the number of its elements
@@ -285,13 +266,7 @@ pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<()> {
             told[place * MAX_SUMS..(place + 1) * MAX_SUMS].copy_from_slice(&sums);
         }
     }
-    let slices = share(
-        step.plan,
-        &step.state.exchange,
-        step.comms,
-        &mut told,
-        MAX_SUMS,
-    )?;
+    let slices = share(step.plan, &step.state.exchange, step.comms, &mut told, MAX_SUMS)?;
     let exchange = &step.state.exchange;
     for storage in &mut step.state.storages {
         let Some(sums) = &mut storage.tensor_sums else {
@@ -325,10 +300,7 @@ impl Slices {
     /// make up.
     fn of(&self, range: Range<usize>) -> Vec<f64> {
         let ranks = self.values.chunks_exact(self.of_rank);
-        ranks
-            .flat_map(|rank| &rank[range.clone()])
-            .copied()
-            .collect()
+        ranks.flat_map(|rank| &rank[range.clone()]).copied().collect()
     }
 }
 

@@ -41,11 +41,7 @@ pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<()> {
 
 fn check_conflicts(plan: &Plan) -> Result<()> {
     let conflict = |first: &str, second: &str, why| {
-        Err(PlanError::Conflict {
-            first: first.to_owned(),
-            second: second.to_owned(),
-            why,
-        })
+        Err(PlanError::Conflict { first: first.to_owned(), second: second.to_owned(), why })
     };
     let local = plan.local_sgd().is_some();
     let zero = format!("zero stage {}", plan.zero.number());
@@ -68,11 +64,7 @@ fn check_conflicts(plan: &Plan) -> Result<()> {
     let distributed = plan.storages.iter().any(|spec| spec.distributed);
     if distributed && local && plan.gradients.rule().is_some() {
         let why = "leave no gradients of which ranks could form one norm";
-        return conflict(
-            "distributed",
-            "local_sgd with clipping or loss scaling",
-            why,
-        );
+        return conflict("distributed", "local_sgd with clipping or loss scaling", why);
     }
     if distributed && local && plan.has_normed()? {
         let why = "do not go together, since a trust ratio takes the norm of all slices at \
@@ -102,10 +94,7 @@ fn share_out(plan: &mut Plan) {
             };
             parts.into_iter().map(place).collect()
         } else {
-            vec![Part {
-                elements: 0..spec.layout.total_numel(),
-                at: 0,
-            }]
+            vec![Part { elements: 0..spec.layout.total_numel(), at: 0 }]
         };
         let zero = if shared { plan.zero } else { ZeroStage::None };
         let segmented = reduces && !spec.distributed;
@@ -169,12 +158,10 @@ fn by_bucket<'a>(
     own.iter().filter_map(move |&index| {
         let bucket = &plan.buckets[index];
         let first = |tensor: &u32| spec.layout.range(*tensor as usize);
-        let from = optimize
-            .tensors
-            .partition_point(|tensor| first(tensor).end <= bucket.elements.start);
-        let to = optimize
-            .tensors
-            .partition_point(|tensor| first(tensor).start < bucket.elements.end);
+        let from =
+            optimize.tensors.partition_point(|tensor| first(tensor).end <= bucket.elements.start);
+        let to =
+            optimize.tensors.partition_point(|tensor| first(tensor).start < bucket.elements.end);
         let tensors: Vec<u32> = optimize.tensors.get(from..to)?.to_vec();
         let elements = match plan.zero {
             ZeroStage::None => bucket.elements.clone(),
@@ -289,10 +276,7 @@ fn broadcasts(
             Some(call) if (own.end - call.elements.start) * width <= cap_bytes => {
                 call.elements.end = own.end;
             }
-            _ => calls.push(Broadcast {
-                owner,
-                elements: own,
-            }),
+            _ => calls.push(Broadcast { owner, elements: own }),
         }
     }
     (count, calls)

@@ -100,9 +100,7 @@ pub(crate) fn broadcast_parameters(
 ) -> Result<()> {
     state.check_plan(plan)?;
     if let (ZeroStage::Three, Some(first)) = (plan.zero, plan.params.first()) {
-        return Err(PlanError::InShards {
-            name: first.name.clone(),
-        });
+        return Err(PlanError::InShards { name: first.name.clone() });
     }
     comms.set_plan(plan.hash());
     let of_buckets = plan.caps.as_ref().map(|caps| caps.bytes);
@@ -151,12 +149,9 @@ pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<()> 
             let place = (&mut *buffer, bytes(range));
             return on_device(step.backend, step.comms, place, (operation, dtype, counts));
         }
-        in_place(
-            step.backend,
-            step.comms,
-            (buffer.as_mut(), bytes(range)),
-            |comms, own| comms.in_group(operation, dtype, counts.as_deref(), own),
-        )
+        in_place(step.backend, step.comms, (buffer.as_mut(), bytes(range)), |comms, own| {
+            comms.in_group(operation, dtype, counts.as_deref(), own)
+        })
     };
     for part in &gather.broadcasts {
         let operation = Operation::Broadcast { root: part.owner };
@@ -196,10 +191,7 @@ pub(crate) fn own_parts(
     names: &[&str],
     values: Values,
 ) -> Result<Asked> {
-    let mut asked = Asked {
-        buffers: Vec::new(),
-        places: vec![(0, 0..0); names.len()],
-    };
+    let mut asked = Asked { buffers: Vec::new(), places: vec![(0, 0..0); names.len()] };
     let (wanted, here) = asked_for(plan, state, names, values)?;
     for Here { at, param } in here {
         let (storage, _) = plan.places[param];
@@ -214,11 +206,7 @@ pub(crate) fn own_parts(
             }
         }
         asked.places[at] = (asked.buffers.len(), 0..len_bytes);
-        asked.buffers.push(AskedBuffer {
-            dtype,
-            calls: Vec::new(),
-            memory,
-        });
+        asked.buffers.push(AskedBuffer { dtype, calls: Vec::new(), memory });
     }
     for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
         own_part(plan, state, backend, group, &mut asked)?;

@@ -117,10 +117,7 @@ impl State {
         };
         absorb(dtype, &mut [], Some(&mut *sums), Some(target.bytes), added);
         if how.last.is_some() {
-            let ended = Absorb {
-                first: false,
-                ..how
-            };
+            let ended = Absorb { first: false, ..how };
             absorb(dtype, target.bytes, Some(sums), None, ended);
         }
         Ok(())
@@ -199,9 +196,7 @@ impl State {
     /// Refuses a view of a gradient that was pushed in this micro-step.
     fn check_not_pushed(&self, param: usize) -> Result<()> {
         if self.arena.now[param] == Given::Pushed {
-            return Err(PlanError::GradientTwice {
-                name: self.params[param].name.clone(),
-            });
+            return Err(PlanError::GradientTwice { name: self.params[param].name.clone() });
         }
         Ok(())
     }
@@ -224,9 +219,7 @@ impl State {
         let param = self.find(name)?;
         self.check_not_pushed(param)?;
         let place = self.place_of(param);
-        let error = || PlanError::NotOnDevice {
-            name: name.to_owned(),
-        };
+        let error = || PlanError::NotOnDevice { name: name.to_owned() };
         if self.arena.on_host {
             return Err(error());
         }
@@ -280,9 +273,7 @@ impl State {
     fn sums_beside(&mut self, place: &Place) -> Result<()> {
         let memory = self.memory_of(place, in_host_memory)?;
         let copied = memory.and_then(|memory| memory.host().map(<[u8]>::to_vec));
-        let sums = self
-            .arena
-            .sums_of(place.region, place.dtype, in_host_memory)?;
+        let sums = self.arena.sums_of(place.region, place.dtype, in_host_memory)?;
         if let (Some(copied), Some(sums)) = (copied, sums.host_mut()) {
             let len = copied.len().min(sums.len());
             sums[..len].copy_from_slice(&copied[..len]);

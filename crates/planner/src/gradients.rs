@@ -26,9 +26,7 @@ pub(crate) fn push_grad(step: &mut RankStep<'_, '_>, name: &str, bytes: &[u8]) -
     let len_bytes = step.plan.params[param].numel() as usize * dtype.len_bytes();
     check_len(Role::Grad, name, len_bytes, bytes.len())?;
     if step.state.arena.now[param] != Given::No {
-        return Err(PlanError::GradientTwice {
-            name: name.to_owned(),
-        });
+        return Err(PlanError::GradientTwice { name: name.to_owned() });
     }
     let how = how_to_absorb(step.plan, step.state, param);
     step.state.absorb(step.backend, param, Some(bytes), how)?;
@@ -132,21 +130,14 @@ pub(crate) fn complete(
             Given::Pushed => continue,
             Given::Viewed => {
                 state.take_view_back(backend, param)?;
-                let how = Absorb {
-                    last: Some(divisor),
-                    ..how_to_absorb(plan, state, param)
-                };
+                let how = Absorb { last: Some(divisor), ..how_to_absorb(plan, state, param) };
                 if sums {
                     state.absorb_view(backend, param, how)?;
                 }
                 state.arena.given[param] += 1;
             }
             Given::No if sums && state.arena.given[param] > 0 => {
-                let how = Absorb {
-                    first: false,
-                    weight: None,
-                    last: Some(divisor),
-                };
+                let how = Absorb { first: false, weight: None, last: Some(divisor) };
                 state.absorb(backend, param, None, how)?;
             }
             // What nobody has given is left out; what other ranks or micro-steps have is zero

@@ -38,11 +38,7 @@ pub(crate) fn handshake(
         return Ok(());
     }
     let mut fields = settings(plan, state);
-    fields.extend(
-        caller
-            .iter()
-            .map(|(name, value)| ((*name).to_owned(), value.clone())),
-    );
+    fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
     fields.extend(values(plan, state, backend)?);
     compare(comms, &fields)
 }
@@ -72,20 +68,13 @@ pub(crate) fn compare_parameters(
 fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     let mut fields = vec![
         ("world size".to_owned(), plan.topology.world.to_string()),
-        (
-            "number of parameters".to_owned(),
-            plan.params.len().to_string(),
-        ),
+        ("number of parameters".to_owned(), plan.params.len().to_string()),
         ("number of rules".to_owned(), plan.rules.len().to_string()),
     ];
     let mut add = |name: &str, value: String| fields.push((name.to_owned(), value));
     for (index, rule) in state.rules.iter().enumerate() {
         let of = |name: &str| {
-            if index == 0 {
-                name.to_owned()
-            } else {
-                format!("{name} of rule {index}")
-            }
+            if index == 0 { name.to_owned() } else { format!("{name} of rule {index}") }
         };
         add(&of("optimizer"), rule.name().to_owned());
         for (name, value) in rule.rule().hyper_parameters() {
@@ -120,10 +109,7 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
         add(&format!("precision of {dtype} parameters"), precision);
     }
     for (param, rule) in plan.params.iter().zip(plan.rule_of.iter()) {
-        add(
-            &format!("parameter `{}`", param.name),
-            text_of(param, *rule),
-        );
+        add(&format!("parameter `{}`", param.name), text_of(param, *rule));
     }
     add("plan", format!("{:016x}", plan.hash));
     fields
@@ -203,12 +189,8 @@ fn text_of_averages(rule: Option<LocalSgd>) -> String {
 
 fn text_of(param: &ParamDesc, rule: u32) -> String {
     let of_rule = || "its rule's".to_owned();
-    let decay = param
-        .weight_decay
-        .map_or_else(of_rule, |decay| decay.to_string());
-    let trust = param
-        .trust
-        .map_or_else(of_rule, |trust| format!("{trust:?}"));
+    let decay = param.weight_decay.map_or_else(of_rule, |decay| decay.to_string());
+    let trust = param.trust.map_or_else(of_rule, |trust| format!("{trust:?}"));
     format!(
         "{} {}, lr_scale {}, weight decay {decay}, trust ratio {trust}, rule {rule}",
         param.dtype, param.shape, param.lr_scale
@@ -225,9 +207,7 @@ impl Comms<'_> {
         if self.world() == 1 {
             return Ok(());
         }
-        let fields = fields
-            .iter()
-            .map(|(name, value)| (name.to_string(), value.clone()));
+        let fields = fields.iter().map(|(name, value)| (name.to_string(), value.clone()));
         compare(self, &fields.collect::<Vec<_>>())
     }
 }
@@ -256,9 +236,7 @@ fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
     let mut told = [0u8; TOLD_BYTES];
     if rank == other {
         let at = found[other] as usize - 1;
-        let value = fields
-            .get(at)
-            .map_or("nothing", |(_, value)| value.as_str());
+        let value = fields.get(at).map_or("nothing", |(_, value)| value.as_str());
         let len = (0..=value.len().min(TOLD_BYTES))
             .rev()
             .find(|&len| value.is_char_boundary(len))
@@ -268,16 +246,13 @@ fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
     let broadcast = Operation::Broadcast { root: other };
     comms.in_place(broadcast, DType::U8, None, &mut told)?;
     let line = of_first.get(found[other] as usize - 1).copied();
-    let (field, expected) = line
-        .and_then(|line| line.split_once('\0'))
-        .unwrap_or(("fields", "none"));
+    let (field, expected) =
+        line.and_then(|line| line.split_once('\0')).unwrap_or(("fields", "none"));
     Err(PlanError::RanksDiffer {
         field: field.to_owned(),
         expected: expected.chars().take(TOLD_BYTES).collect(),
         rank: other,
-        found: String::from_utf8_lossy(&told)
-            .trim_end_matches('\0')
-            .to_owned(),
+        found: String::from_utf8_lossy(&told).trim_end_matches('\0').to_owned(),
     })
 }
 

@@ -16,9 +16,7 @@ const BAR_HEIGHT: f64 = 26.0;
 /// Tensors narrower than this are drawn together: a bar of 10,000 tensors stays readable and small.
 const MIN_WIDTH: f64 = 1.0;
 
-const COLORS: [&str; 6] = [
-    "#4878a8", "#6aa84f", "#c27c3e", "#8e6bb0", "#3f9aa0", "#b0556b",
-];
+const COLORS: [&str; 6] = ["#4878a8", "#6aa84f", "#c27c3e", "#8e6bb0", "#3f9aa0", "#b0556b"];
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2em auto;padding:0 1em;\
 background:#fff;color:#1c1c1c}h1{font-size:1.4em}h2{font-size:1.1em;margin-top:1.6em}svg{width:100%;height:auto;display:block}\
@@ -96,24 +94,12 @@ fn totals(plan: &Plan, page: &mut String) {
         ("parameters", grouped(plan.params.len() as u64)),
         ("elements", grouped(plan.elements())),
         ("launches per step", grouped(plan.launches() as u64)),
-        (
-            "launches of the naive plan",
-            grouped(plan.naive_launches() as u64),
-        ),
+        ("launches of the naive plan", grouped(plan.naive_launches() as u64)),
         ("optimizer state", bytes(plan.state_bytes())),
         ("memory traffic per step", bytes(plan.traffic_bytes())),
-        (
-            "norm of gradients clipped to",
-            or_not(plan.gradients.max_norm.map(MaxNorm::value)),
-        ),
-        (
-            "loss scale of the first step",
-            or_not(plan.gradients.loss_scale.map(|s| s.scale())),
-        ),
-        (
-            "argument bytes per launch",
-            grouped(plan.limits.argument_bytes as u64),
-        ),
+        ("norm of gradients clipped to", or_not(plan.gradients.max_norm.map(MaxNorm::value))),
+        ("loss scale of the first step", or_not(plan.gradients.loss_scale.map(|s| s.scale()))),
+        ("argument bytes per launch", grouped(plan.limits.argument_bytes as u64)),
     ];
     page.push_str("<table>\n");
     let schedule = plan.schedule().map(ToString::to_string);
@@ -126,10 +112,7 @@ fn totals(plan: &Plan, page: &mut String) {
 
 /// Label, batch and storage of each launch.
 fn drawn_launches(plan: &Plan) -> Vec<(String, &Batch, usize)> {
-    let launches = plan
-        .stages
-        .iter()
-        .flat_map(|stage| stage_launches(plan, stage));
+    let launches = plan.stages.iter().flat_map(|stage| stage_launches(plan, stage));
     let labelled = launches.map(|(kernel, storage, batch)| {
         let label = format!(
             "{}, {}, {}, {}",
@@ -183,12 +166,7 @@ fn launch_bars(plan: &Plan, page: &mut String) {
 fn storage_bars(plan: &Plan, page: &mut String) {
     /// Storages drawn; a naive plan has one for each tensor.
     const MOST: usize = 16;
-    let largest = plan
-        .storages
-        .iter()
-        .map(|s| s.layout.total_numel())
-        .max()
-        .unwrap_or(0);
+    let largest = plan.storages.iter().map(|s| s.layout.total_numel()).max().unwrap_or(0);
     for (index, storage) in plan.storages.iter().take(MOST).enumerate() {
         let roles = storage.roles();
         let _ = writeln!(
@@ -204,11 +182,7 @@ fn storage_bars(plan: &Plan, page: &mut String) {
         bar(page, blocks, largest);
     }
     if plan.storages.len() > MOST {
-        let _ = writeln!(
-            page,
-            "<p>and {} more storages</p>",
-            plan.storages.len() - MOST
-        );
+        let _ = writeln!(page, "<p>and {} more storages</p>", plan.storages.len() - MOST);
     }
 }
 
@@ -226,10 +200,7 @@ fn largest(launches: &[(String, &Batch, usize)]) -> u64 {
 
 /// One bar of blocks to scale.
 fn bar<'a>(page: &mut String, of: impl Iterator<Item = (&'a str, u64)>, largest: u64) {
-    let _ = write!(
-        page,
-        "<svg viewBox=\"0 0 {BAR_WIDTH} {BAR_HEIGHT}\" role=\"img\">"
-    );
+    let _ = write!(page, "<svg viewBox=\"0 0 {BAR_WIDTH} {BAR_HEIGHT}\" role=\"img\">");
     blocks(page, of, largest);
     page.push_str("</svg>\n");
 }
@@ -243,11 +214,7 @@ fn blocks<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, l
         if count == 0 || width == 0.0 {
             return;
         }
-        let more = if count > 1 {
-            format!(" and {} more", count - 1)
-        } else {
-            String::new()
-        };
+        let more = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
         let _ = write!(
             page,
             "<rect x=\"{x:.2}\" y=\"1\" width=\"{:.2}\" height=\"{}\" fill=\"{}\"><title>{}{more}: {} elements</title></rect>",

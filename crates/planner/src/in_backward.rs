@@ -81,9 +81,7 @@ impl InBackward {
         Self {
             units,
             alone,
-            rest: params
-                .filter(|&param| !of_segment[param as usize])
-                .collect(),
+            rest: params.filter(|&param| !of_segment[param as usize]).collect(),
             next: 0,
             given: vec![0; plan.params.len()],
             under_way: None,
@@ -110,11 +108,7 @@ impl InBackward {
 
 impl Unit {
     fn of(params: Vec<u32>) -> Self {
-        Self {
-            missing: params.len(),
-            params,
-            ..Self::default()
-        }
+        Self { missing: params.len(), params, ..Self::default() }
     }
 }
 
@@ -208,10 +202,7 @@ pub(crate) fn update_rest(step: &mut RankStep<'_, '_>) -> Result<StepReport> {
     };
     step.state.in_backward.again();
     let report = run::end_update(step.state, &Executor::Backend(step.backend), begun)?;
-    Ok(StepReport {
-        without_gradient,
-        ..report
-    })
+    Ok(StepReport { without_gradient, ..report })
 }
 
 /// Begins a step, unless it has begun: settings are those of this moment for all of its updates.
@@ -230,11 +221,8 @@ fn update_unit(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
     // Taken out, so that its stages can borrow the rest of the state.
     let mut unit = std::mem::take(&mut step.state.in_backward.units[index]);
     let is_segment = index < step.plan.segments.len();
-    let agreed = if is_segment {
-        agree(step.plan, step.state, step.comms, &unit.params)
-    } else {
-        Ok(())
-    };
+    let agreed =
+        if is_segment { agree(step.plan, step.state, step.comms, &unit.params) } else { Ok(()) };
     let done = agreed.and_then(|()| run_unit(step, &unit));
     unit.updated = done.is_ok();
     step.state.in_backward.units[index] = unit;
@@ -255,14 +243,7 @@ fn run_unit(step: &mut RankStep<'_, '_>, unit: &Unit) -> Result<()> {
         let comms = (step.plan.topology.world > 1).then_some(&mut *step.comms);
         // A step that may be skipped has all its gradients first, and is never here.
         let place = (&step.plan.stages[at], update);
-        let done = run::run_stage(
-            step.plan,
-            step.state,
-            &mut executor,
-            comms,
-            place,
-            &mut false,
-        )?;
+        let done = run::run_stage(step.plan, step.state, &mut executor, comms, place, &mut false)?;
         if let Some(begun) = &mut step.state.in_backward.under_way {
             begun.report.launches += done.launches;
             begun.report.elements += done.elements;
@@ -294,9 +275,7 @@ fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<()> {
 /// Hears from all ranks which of these parameters any of them has given a gradient, and leaves the
 /// others out of the step.
 fn agree(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, params: &[u32]) -> Result<()> {
-    let own = params
-        .iter()
-        .map(|&param| state.arena.given[param as usize]);
+    let own = params.iter().map(|&param| state.arena.given[param as usize]);
     let mut given: Vec<u8> = own.map(|given| u8::from(given > 0)).collect();
     if plan.reduces() && !given.is_empty() {
         let largest = Operation::AllReduce(ReduceOp::Max);

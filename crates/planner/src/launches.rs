@@ -17,13 +17,7 @@ pub(crate) fn of_stage<'a>(
     update: usize,
 ) -> Option<Launch<'a>> {
     // Taken apart so that the launch can borrow the batches beside the storage.
-    let State {
-        schedule,
-        storages,
-        norm,
-        exchange,
-        ..
-    } = state;
+    let State { schedule, storages, norm, exchange, .. } = state;
     let decided = (norm.as_ref(), &*exchange);
     launch(plan, stage, (&schedule.batches[update], storages), decided)
 }
@@ -78,10 +72,7 @@ fn launch<'a>(
 /// Derives every group's step scalars to come, in f64 and rounded once.
 pub(crate) fn write_step_scalars(state: &mut State) {
     for storage in 0..state.storages.len() {
-        let step_scalar_bytes = state.storages[storage]
-            .kernel
-            .argument_layout()
-            .step_scalar_bytes;
+        let step_scalar_bytes = state.storages[storage].kernel.argument_layout().step_scalar_bytes;
         for group in 0..state.schedule.groups.groups.len() {
             let rule = state.storages[storage].spec.rule;
             let values = values_of(state, rule, group);

@@ -34,10 +34,7 @@ pub(crate) fn place_leaves(plan: &Plan) -> (Vec<Range<usize>>, usize) {
     let (mut next, mut shared) = (0, 0);
     for distributed in [false, true] {
         // As gradients lie, so that the leaves of a read follow each other.
-        let storages = plan
-            .storages
-            .iter()
-            .filter(|spec| spec.distributed == distributed);
+        let storages = plan.storages.iter().filter(|spec| spec.distributed == distributed);
         for &param in storages.flat_map(|spec| &spec.members) {
             let first = next;
             next += leaves_of(plan.params[param as usize].numel());
@@ -88,9 +85,6 @@ pub(crate) fn chunk_squares(leaves: &[f64]) -> impl Iterator<Item = SquareSum> +
     leaves.chunks(2 * CHUNK_LEAVES).map(|leaves| {
         let sums: Vec<f64> = leaves.iter().copied().step_by(2).collect();
         let counts = leaves.iter().skip(1).step_by(2);
-        SquareSum {
-            sum: chunk(&sums),
-            non_finite: counts.map(|&count| count as u64).sum(),
-        }
+        SquareSum { sum: chunk(&sums), non_finite: counts.map(|&count| count as u64).sum() }
     })
 }

@@ -70,9 +70,7 @@ pub(crate) fn check(state: &State) -> Result<()> {
     }
     let mut awaited = state.params.iter().zip(&state.masters.awaited);
     match awaited.find(|(param, awaited)| **awaited && param.numel() > 0) {
-        Some((param, _)) => Err(PlanError::BorrowedMaster {
-            name: param.name.clone(),
-        }),
+        Some((param, _)) => Err(PlanError::BorrowedMaster { name: param.name.clone() }),
         None => Ok(()),
     }
 }
@@ -111,22 +109,15 @@ fn follow_write(state: &mut State, backend: &dyn Backend, name: &str, bytes: &[u
         let mut old = Vec::new();
         state.read_shard(backend, Role::Param, param, |_, bytes| old.push(bytes))?;
         let mut old = old.into_iter();
-        rewrite(
-            state,
-            backend,
-            (Role::Remainder, param),
-            |held, remainder| {
-                let old = old.next().unwrap_or_default();
-                let new = bytes[held.within(2)]
-                    .chunks_exact(2)
-                    .zip(old.chunks_exact(2));
-                for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
-                    if new != old {
-                        remainder.fill(0);
-                    }
+        rewrite(state, backend, (Role::Remainder, param), |held, remainder| {
+            let old = old.next().unwrap_or_default();
+            let new = bytes[held.within(2)].chunks_exact(2).zip(old.chunks_exact(2));
+            for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
+                if new != old {
+                    remainder.fill(0);
                 }
-            },
-        )?;
+            }
+        })?;
     }
     Ok(())
 }
@@ -189,11 +180,7 @@ pub(crate) fn follow_views(state: &mut State) {
             continue;
         };
         for held in held {
-            let at = if whole {
-                start + held.elements.start
-            } else {
-                held.at
-            };
+            let at = if whole { start + held.elements.start } else { held.at };
             let own = Held { at, ..held.clone() };
             follow_master(dtype, &param[own.place(2)], &mut master[held.place(4)]);
         }

@@ -39,12 +39,8 @@ pub(crate) fn place(plan: &mut Plan) -> Result<()> {
     }
     let rank = plan.shard_place().rank;
     let mut reads = Vec::new();
-    let read = |storage, bucket, elements| GradientRead {
-        storage,
-        bucket,
-        elements,
-        batches: Vec::new(),
-    };
+    let read =
+        |storage, bucket, elements| GradientRead { storage, bucket, elements, batches: Vec::new() };
     // Of reduced gradients every rank reads its part, even where it has all of them.
     for (index, bucket) in plan.buckets.iter().enumerate() {
         reads.push(read(bucket.storage, Some(index), bucket.part(rank)));
@@ -183,29 +179,15 @@ impl NormState {
     /// plan order.
     fn scale_of(&self, sums: &[SquareSum]) -> f64 {
         let all = tree_sum(sums.len(), |tensor| sums[tensor]);
-        let scale = (all.sum.sqrt() / self.block.grad_norm)
-            .log2()
-            .round()
-            .exp2();
-        if scale.is_finite() && scale > 0.0 {
-            scale
-        } else {
-            self.block.loss_scale
-        }
+        let scale = (all.sum.sqrt() / self.block.grad_norm).log2().round().exp2();
+        if scale.is_finite() && scale > 0.0 { scale } else { self.block.loss_scale }
     }
 
     /// The loss scale as a value.
     pub(crate) fn loss_scale(&self) -> LossScale {
-        let ControlBlock {
-            loss_scale,
-            good_steps,
-            bad_steps,
-            ..
-        } = self.block;
+        let ControlBlock { loss_scale, good_steps, bad_steps, .. } = self.block;
         let start = self.rule.loss_scale;
-        start
-            .restored(loss_scale, good_steps, bad_steps)
-            .unwrap_or(start)
+        start.restored(loss_scale, good_steps, bad_steps).unwrap_or(start)
     }
 
     /// Goes on from a loss scale of a checkpoint.
@@ -215,10 +197,7 @@ impl NormState {
         loss_scale: LossScale,
         skipped: u64,
     ) -> Result<()> {
-        self.block = ControlBlock {
-            skipped,
-            ..GradientRule::first_block(loss_scale)
-        };
+        self.block = ControlBlock { skipped, ..GradientRule::first_block(loss_scale) };
         Ok(self.block.write(backend, self.control.as_mut())?)
     }
 
@@ -242,10 +221,8 @@ pub(crate) fn grad_reports(
     let mut sums = vec![SquareSum::default(); state.params.len()];
     backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
     let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
-    let report = |sum: &SquareSum| GradReport {
-        norm: sum.sum.sqrt() / scale,
-        non_finite: sum.non_finite,
-    };
+    let report =
+        |sum: &SquareSum| GradReport { norm: sum.sum.sqrt() / scale, non_finite: sum.non_finite };
     Ok(Some(sums.iter().map(report).collect()))
 }
 

@@ -98,35 +98,20 @@ impl Optimizer {
         param: &ParamDesc,
         precisions: &Precisions,
     ) -> Result<Box<dyn MultiTensorKernel>> {
-        self.rule()
-            .kernel(param.dtype, precisions.of(param.dtype))
-            .map_err(|error| match error {
-                RuleError::DType {
-                    rule,
-                    expected,
-                    found,
-                } => PlanError::DType {
-                    name: param.name.clone(),
-                    optimizer: rule,
-                    expected,
-                    found,
-                },
-                RuleError::Precision {
-                    rule,
-                    what,
-                    dtype,
-                    expected,
-                    found,
-                } => PlanError::Precision {
-                    name: param.name.clone(),
-                    optimizer: rule,
-                    what,
-                    dtype,
-                    expected,
-                    found,
-                },
-                other => PlanError::Rule(other),
-            })
+        self.rule().kernel(param.dtype, precisions.of(param.dtype)).map_err(|error| match error {
+            RuleError::DType { rule, expected, found } => {
+                PlanError::DType { name: param.name.clone(), optimizer: rule, expected, found }
+            }
+            RuleError::Precision { rule, what, dtype, expected, found } => PlanError::Precision {
+                name: param.name.clone(),
+                optimizer: rule,
+                what,
+                dtype,
+                expected,
+                found,
+            },
+            other => PlanError::Rule(other),
+        })
     }
 }
 

@@ -161,11 +161,7 @@ impl Plan {
 
     /// Writes down what a pass decided, with its reason.
     pub(crate) fn note(&mut self, pass: &str, verdict: Verdict, reason: impl Into<String>) {
-        self.notes.push(Note {
-            pass: pass.to_owned(),
-            verdict,
-            reason: reason.into(),
-        });
+        self.notes.push(Note { pass: pass.to_owned(), verdict, reason: reason.into() });
     }
 
     /// Micro-steps of an update.
@@ -257,20 +253,13 @@ impl Plan {
 
     /// The limits of launches of a kernel.
     pub(crate) fn limits_of(&self, kernel: &dyn MultiTensorKernel) -> LaunchLimits {
-        if self.update_norms {
-            self.limits.measured()
-        } else {
-            self.limits.of(kernel)
-        }
+        if self.update_norms { self.limits.measured() } else { self.limits.of(kernel) }
     }
 
     /// The limits of batches: a resident table has room for any number of tensors.
     pub(crate) fn batch_limits(&self, limits: LaunchLimits) -> LaunchLimits {
         match self.table {
-            TableKind::Resident => LaunchLimits {
-                argument_bytes: usize::MAX,
-                ..limits
-            },
+            TableKind::Resident => LaunchLimits { argument_bytes: usize::MAX, ..limits },
             _ => limits,
         }
     }
@@ -339,9 +328,7 @@ impl Plan {
 
     /// The element of its storage that a bucket's segment begins with; 0 of a whole storage.
     pub(crate) fn segment_start(&self, bucket: Option<usize>) -> u64 {
-        bucket.map_or(0, |bucket| {
-            self.segments[self.buckets[bucket].segment].elements.start
-        })
+        bucket.map_or(0, |bucket| self.segments[self.buckets[bucket].segment].elements.start)
     }
 
     pub(crate) fn is_distributed(&self, param: usize) -> bool {

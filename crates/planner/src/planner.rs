@@ -177,9 +177,7 @@ impl Planner {
         topology.validate()?;
         self.limits.validate()?;
         if u32::try_from(params.len()).is_err() {
-            return Err(PlanError::TooManyParameters {
-                found: params.len(),
-            });
+            return Err(PlanError::TooManyParameters { found: params.len() });
         }
         check_unique_names(params)?;
         check_total_numel(params)?;
@@ -290,13 +288,7 @@ impl Planner {
         plan.naive_launches = plan.launches();
         if topology.world > 1 {
             // Where the first call stands is where all of them come.
-            plan.stages.insert(
-                0,
-                Stage::Reduce(Reduce {
-                    bucket: 0,
-                    result: Reduced::Whole,
-                }),
-            );
+            plan.stages.insert(0, Stage::Reduce(Reduce { bucket: 0, result: Reduced::Whole }));
             bucket::make(&mut plan)?;
         }
         let empty = params.iter().filter(|param| param.numel() == 0).count();

@@ -14,10 +14,7 @@ pub(crate) struct Precisions {
 impl Precisions {
     /// One precision for all dtypes.
     pub(crate) fn all(precision: Precision) -> Self {
-        Self {
-            all: precision,
-            exceptions: Vec::new(),
-        }
+        Self { all: precision, exceptions: Vec::new() }
     }
 
     /// These settings, but for one dtype.
@@ -28,10 +25,7 @@ impl Precisions {
 
     /// The precision of parameters of this dtype.
     pub(crate) fn of(&self, dtype: DType) -> Precision {
-        let exception = self
-            .exceptions
-            .iter()
-            .find(|exception| exception.0 == dtype);
+        let exception = self.exceptions.iter().find(|exception| exception.0 == dtype);
         exception.map_or(self.all, |exception| exception.1)
     }
 }

@@ -45,10 +45,7 @@ pub(crate) fn prefetch(
             comms.count_in_group(Operation::AllGather, range.len());
         }
     }
-    let context = CallContext {
-        plan_hash: plan.hash(),
-        bucket: None,
-    };
+    let context = CallContext { plan_hash: plan.hash(), bucket: None };
     let calls = asked.buffers.iter().any(|buffer| !buffer.calls.is_empty());
     let way = match comms.stream_ahead()? {
         Some(stream) if calls => {
@@ -63,12 +60,7 @@ pub(crate) fn prefetch(
             Way::Here(asked)
         }
     };
-    Ok(PendingGather {
-        way,
-        len_bytes,
-        plan_hash: plan.hash(),
-        version: state.params_version,
-    })
+    Ok(PendingGather { way, len_bytes, plan_hash: plan.hash(), version: state.params_version })
 }
 
 fn make_calls(comm: &mut dyn Communicator, asked: &mut Asked) -> Result<(), CollectiveError> {

@@ -67,11 +67,7 @@ pub(crate) fn capture_on<'a>(
     state.arena.settle(keeps_segments(plan));
     state.arena.clear();
     comms.finish_on_device()?;
-    Ok(RankGraph {
-        graph: graph?,
-        token,
-        communicator: PhantomData,
-    })
+    Ok(RankGraph { graph: graph?, token, communicator: PhantomData })
 }
 
 /// [`Plan::replay_on`].

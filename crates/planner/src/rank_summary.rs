@@ -128,9 +128,7 @@ pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSumm
         let of = calls.iter().filter(move |call| call.what == what);
         of.map(|call| call.times.div_ceil(call.every)).sum::<u64>()
     };
-    let sent = calls
-        .iter()
-        .map(|call| call.bytes_sent.saturating_mul(call.times) / call.every);
+    let sent = calls.iter().map(|call| call.bytes_sent.saturating_mul(call.times) / call.every);
     let sent = sent.fold(0, u64::saturating_add);
     let of_rank = |rank| rank_bytes(plan, rank, sent);
     // Ranks that share out nothing all keep the same.
@@ -179,13 +177,10 @@ fn is_shared(plan: &Plan) -> bool {
 /// a naive plan has as many of them as tensors.
 fn own_elements(plan: &Plan, rank: usize) -> Vec<u64> {
     let shared = is_shared(plan);
-    let whole = plan.storages.iter().map(|spec| {
-        if shared && !spec.distributed {
-            0
-        } else {
-            spec.layout.total_numel()
-        }
-    });
+    let whole = plan
+        .storages
+        .iter()
+        .map(|spec| if shared && !spec.distributed { 0 } else { spec.layout.total_numel() });
     let mut own: Vec<u64> = whole.collect();
     if shared {
         // What is distributed lies in no bucket.
@@ -199,20 +194,14 @@ fn own_elements(plan: &Plan, rank: usize) -> Vec<u64> {
 
 /// What a rank keeps and sends.
 fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes {
-    let mut found = RankBytes {
-        bytes_sent,
-        memory_bytes: kept_bytes(plan),
-        ..RankBytes::default()
-    };
+    let mut found =
+        RankBytes { bytes_sent, memory_bytes: kept_bytes(plan), ..RankBytes::default() };
     let sums = plan.accumulation();
     for (spec, own) in plan.storages.iter().zip(own_elements(plan, rank)) {
         found.memory_bytes += sums.map_or(0, |rule| rule.sum_bytes(spec, own));
         for (list, extent) in spec.lists.iter().zip(&spec.extents) {
-            let numel = if *extent == crate::Extent::Shard {
-                own
-            } else {
-                spec.layout.total_numel()
-            };
+            let numel =
+                if *extent == crate::Extent::Shard { own } else { spec.layout.total_numel() };
             let len_bytes = numel * list.dtype.len_bytes() as u64;
             found.memory_bytes += len_bytes;
             if list.role.is_state() {
@@ -240,16 +229,10 @@ fn naive_collectives(plan: &Plan) -> u64 {
     }
     let tensors = plan.storages.iter().filter(|spec| !spec.distributed);
     let full = tensors.map(|spec| {
-        (0..spec.layout.tensors())
-            .filter(|&tensor| spec.layout.numel(tensor) > 0)
-            .count()
+        (0..spec.layout.tensors()).filter(|&tensor| spec.layout.numel(tensor) > 0).count()
     });
     let tensors = full.sum::<usize>() as u64;
-    let windows = if plan.reduces_each() {
-        u64::from(plan.micro_steps())
-    } else {
-        1
-    };
+    let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
     let gathers = match plan.zero {
         ZeroStage::None => 0,
         ZeroStage::One | ZeroStage::Two => 1,
@@ -261,11 +244,7 @@ fn naive_collectives(plan: &Plan) -> u64 {
 /// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the
 /// backward pass: least together at buckets of `√(S·α·β)` bytes.
 fn proposed_cap(plan: &Plan, model: &CostModel) -> u64 {
-    let link = if plan.zero >= ZeroStage::One {
-        model.half(model.scatter)
-    } else {
-        model.link
-    };
+    let link = if plan.zero >= ZeroStage::One { model.half(model.scatter) } else { model.link };
     let bytes = plan.buckets.iter().map(|bucket| {
         let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
         bucket.numel() * width

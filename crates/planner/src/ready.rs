@@ -17,11 +17,7 @@ pub(crate) struct Ready {
 impl Ready {
     /// Buckets of so many gradients each, none of them given.
     pub(crate) fn new(of: Vec<usize>) -> Self {
-        Self {
-            missing: of.clone(),
-            of,
-            next: 0,
-        }
+        Self { missing: of.clone(), of, next: 0 }
     }
 
     /// Counts a gradient of a bucket.

@@ -100,10 +100,7 @@ impl World {
             own_order: vec![false; BUCKETS],
             results: Vec::new(),
         };
-        Self {
-            bug,
-            ranks: [rank.clone(), rank],
-        }
+        Self { bug, ranks: [rank.clone(), rank] }
     }
 
     fn start(rank: &mut Rank, bucket: usize) {
@@ -213,9 +210,7 @@ impl World {
         let [first, second] = [0, 1].map(|rank| self.ranks[rank].calls.get(at).copied());
         let (first, second) = (first?, second?);
         if first != second {
-            return Some(Err(format!(
-                "call {at}: bucket {first} on rank 0, {second} on rank 1"
-            )));
+            return Some(Err(format!("call {at}: bucket {first} on rank 0, {second} on rank 1")));
         }
         let mut world = self.clone();
         let sum = self.ranks.iter().map(|rank| rank.memory[first]).sum();
@@ -289,10 +284,7 @@ fn walk(bug: Bug) -> Walk {
 fn no_interleaving_changes_a_sum_or_waits_for_ever() {
     let found = walk(Bug::None);
     assert_eq!(found.wrong, None);
-    assert!(
-        found.overlapped && found.ends > 0 && found.worlds > 50,
-        "{found:?}"
-    );
+    assert!(found.overlapped && found.ends > 0 && found.worlds > 50, "{found:?}");
 }
 
 #[test]

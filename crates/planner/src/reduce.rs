@@ -251,11 +251,7 @@ pub(crate) fn agree_on_given(plan: &Plan, state: &State, comms: &mut Comms<'_>) 
     let (low, high) = given[params..].split_at((given.len() - params) / 2);
     // The largest of each byte and of its complement fit each other only where all ranks have
     // the same.
-    if low
-        .iter()
-        .zip(high)
-        .any(|(byte, complement)| byte ^ complement != 0xff)
-    {
+    if low.iter().zip(high).any(|(byte, complement)| byte ^ complement != 0xff) {
         return Err(PlanError::Topology {
             expected: "the same weights of micro-steps on all ranks, since gradients are \
                        reduced in each"
@@ -292,23 +288,16 @@ pub(crate) fn reduce_and_update(
     let replicas = replicas_of(bucket, spec, &replicated, &mut buffers);
     let call = ReduceUpdate {
         grad_dtype: grad,
-        grads: memory
-            .host()
-            .and_then(|all| all.get(in_segment))
-            .unwrap_or_default(),
+        grads: memory.host().and_then(|all| all.get(in_segment)).unwrap_or_default(),
         replicas,
         counts: &bucket.counts(),
     };
-    let context = CallContext {
-        plan_hash: step.plan.hash(),
-        bucket: Some(index as u32),
-    };
+    let context = CallContext { plan_hash: step.plan.hash(), bucket: Some(index as u32) };
     let mut outcome = Ok(LaunchReport::default());
     let done = step.comms.reduce_update(call, context, &mut |mut memory| {
         let lists = replicated.iter().zip(&mut memory.replicas);
-        let mut lists: SmallVec<[_; MAX_LISTS]> = lists
-            .map(|(&list, ranks)| Replicated { list, ranks })
-            .collect();
+        let mut lists: SmallVec<[_; MAX_LISTS]> =
+            lists.map(|(&list, ranks)| Replicated { list, ranks }).collect();
         let replicas = Replicas {
             rank: memory.rank,
             first: stage.elements.start,
@@ -369,10 +358,7 @@ fn replicas_of<'a>(
         let dtype = spec.lists[index].dtype;
         let all = buffer.host_mut().unwrap_or_default();
         let bytes = all.get_mut(bucket.place(0, dtype.len_bytes()));
-        Replica {
-            dtype,
-            bytes: bytes.unwrap_or_default(),
-        }
+        Replica { dtype, bytes: bytes.unwrap_or_default() }
     });
     replicas.collect()
 }

@@ -48,18 +48,9 @@ pub(crate) fn regions(plan: &Plan) -> (Vec<Region>, usize) {
     let whole = |param: usize| {
         let (storage, _) = plan.places[param];
         // Beside segments only empty tensors are left, which need no memory.
-        let numel = if segmented[storage] {
-            0
-        } else {
-            plan.storages[storage].layout.total_numel()
-        };
-        Region {
-            index: count + storage,
-            storage,
-            segment: None,
-            first: 0,
-            numel,
-        }
+        let numel =
+            if segmented[storage] { 0 } else { plan.storages[storage].layout.total_numel() };
+        Region { index: count + storage, storage, segment: None, first: 0, numel }
     };
     let regions = regions.into_iter().enumerate();
     let regions = regions.map(|(param, region)| region.unwrap_or_else(|| whole(param)));

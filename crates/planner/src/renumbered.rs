@@ -19,11 +19,7 @@ pub(crate) struct Renumbered {
 impl Renumbered {
     /// `inner` of `world`, its rank `i` being the world's `ranks[i]`.
     pub(crate) fn new(inner: Box<dyn Communicator>, ranks: Vec<usize>, world: Aborter) -> Self {
-        Self {
-            inner,
-            ranks,
-            world,
-        }
+        Self { inner, ranks, world }
     }
 
     fn own_rank(&self) -> usize {
@@ -46,10 +42,9 @@ impl Renumbered {
         let error = self.in_world(error);
         let told = match &error {
             // Groups of a world do not end when a rank leaves the world in peace.
-            CollectiveError::Left { .. } => CollectiveError::Aborted {
-                rank: self.own_rank(),
-                reason: error.to_string(),
-            },
+            CollectiveError::Left { .. } => {
+                CollectiveError::Aborted { rank: self.own_rank(), reason: error.to_string() }
+            }
             error => error.clone(),
         };
         self.world.close(told.clone());
@@ -104,19 +99,16 @@ impl Communicator for Renumbered {
         let seen = (self.inner.aborter(), self.ranks.clone());
         let last = self.ranks.iter().max().map_or(0, |last| last + 1);
         let in_group = |rank: usize| self.ranks.iter().position(|own| *own == rank);
-        let back: Vec<usize> = (0..last)
-            .map(|rank| in_group(rank).unwrap_or(rank))
-            .collect();
-        Aborter::new(self.own_rank(), move |error| {
-            inner.close(error.in_world(&back))
-        })
-        .seeing(move || {
-            let error = seen.0.failure()?;
-            if world.failure().as_ref() == Some(&error) {
-                return Some(error);
-            }
-            Some(error.in_world(&seen.1))
-        })
+        let back: Vec<usize> = (0..last).map(|rank| in_group(rank).unwrap_or(rank)).collect();
+        Aborter::new(self.own_rank(), move |error| inner.close(error.in_world(&back))).seeing(
+            move || {
+                let error = seen.0.failure()?;
+                if world.failure().as_ref() == Some(&error) {
+                    return Some(error);
+                }
+                Some(error.in_world(&seen.1))
+            },
+        )
     }
 
     fn recorder(&self) -> &FlightRecorder {

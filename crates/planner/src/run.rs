@@ -14,10 +14,7 @@ pub(crate) fn run(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Resu
     if plan.tensors.are_borrowed() {
         return Err(PlanError::NoSuchList {
             role: fusestep_tensor::Role::Param,
-            name: plan
-                .params
-                .first()
-                .map_or(String::new(), |p| p.name.clone()),
+            name: plan.params.first().map_or(String::new(), |p| p.name.clone()),
             hint: "its tensors are borrowed; use `run_borrowed`",
         });
     }
@@ -93,10 +90,7 @@ pub(crate) fn end_update(
     executor: &Executor<'_>,
     begun: Begun,
 ) -> Result<StepReport> {
-    let Begun {
-        mut report,
-        skipped_before,
-    } = begun;
+    let Begun { mut report, skipped_before } = begun;
     let settled = settle(state, executor, skipped_before, &mut report);
     state.or_poison(settled)?;
     state.params_version += 1;
@@ -120,14 +114,7 @@ pub(crate) fn each_stage(
     let (mut updates, mut skipped) = (0, false);
     for stage in &plan.stages {
         let place = (stage, updates);
-        let done = run_stage(
-            plan,
-            state,
-            executor,
-            comms.as_deref_mut(),
-            place,
-            &mut skipped,
-        )?;
+        let done = run_stage(plan, state, executor, comms.as_deref_mut(), place, &mut skipped)?;
         updates += usize::from(stage.update().is_some());
         report.launches += done.launches;
         report.elements += done.elements;

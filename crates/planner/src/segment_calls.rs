@@ -73,12 +73,7 @@ impl SegmentCalls {
                 in_shard: own.unwrap_or_default(),
             }
         });
-        Self {
-            dtype,
-            plan_hash: plan.hash(),
-            buckets: buckets.collect(),
-            fit_shard,
-        }
+        Self { dtype, plan_hash: plan.hash(), buckets: buckets.collect(), fit_shard }
     }
 
     /// Makes the calls on the segment's memory, whose results stay there.
@@ -129,10 +124,7 @@ impl SegmentCalls {
             });
             make(comm, call)?;
         }
-        comm.set_context(CallContext {
-            plan_hash: self.plan_hash,
-            bucket: None,
-        });
+        comm.set_context(CallContext { plan_hash: self.plan_hash, bucket: None });
         Ok(())
     }
 }
@@ -143,9 +135,7 @@ fn in_shard(spec: &StorageSpec, elements: Range<u64>, width: usize) -> Option<Ra
         return Some(0..0);
     }
     // Parts are in order, and there may be as many of them as of buckets.
-    let next = spec
-        .shard
-        .partition_point(|part| part.elements.start <= elements.start);
+    let next = spec.shard.partition_point(|part| part.elements.start <= elements.start);
     let part = spec.shard.get(next.checked_sub(1)?)?;
     if part.elements.end < elements.end {
         return None;

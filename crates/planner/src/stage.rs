@@ -70,16 +70,9 @@ pub enum Extent {
 impl StorageSpec {
     /// What the arenas hold; with the dtypes, unless there is only one.
     pub(crate) fn roles(&self) -> Vec<String> {
-        let one = self
-            .lists
-            .windows(2)
-            .all(|two| two[0].dtype == two[1].dtype);
+        let one = self.lists.windows(2).all(|two| two[0].dtype == two[1].dtype);
         let name = |list: &TensorList| {
-            if one {
-                list.role.to_string()
-            } else {
-                format!("{} {}", list.role, list.dtype)
-            }
+            if one { list.role.to_string() } else { format!("{} {}", list.role, list.dtype) }
         };
         self.lists.iter().map(name).collect()
     }
@@ -87,9 +80,7 @@ impl StorageSpec {
     /// Elements of this rank's shard, padding included.
     pub fn shard_numel(&self) -> u64 {
         let parts = self.shard.iter();
-        parts
-            .map(|part| part.elements.end - part.elements.start)
-            .sum()
+        parts.map(|part| part.elements.end - part.elements.start).sum()
     }
 
     /// Elements of a list's arenas on this rank, padding included.
@@ -114,9 +105,7 @@ impl StorageSpec {
     pub(crate) fn bytes_of(&self, wanted: impl Fn(Role) -> bool) -> u64 {
         let lists = self.lists.iter().enumerate();
         let wanted = lists.filter(|(_, list)| wanted(list.role));
-        wanted
-            .map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index))
-            .sum()
+        wanted.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
     }
 
     /// Position of a list.
@@ -139,20 +128,16 @@ impl StorageSpec {
     /// The elements of a tensor that this rank's shard has, as elements of the storage.
     pub(crate) fn own_elements(&self, tensor: usize) -> impl Iterator<Item = Part> + '_ {
         let elements = self.layout.range(tensor);
-        let first = self
-            .shard
-            .partition_point(|part| part.elements.end <= elements.start);
+        let first = self.shard.partition_point(|part| part.elements.end <= elements.start);
         let parts = self.shard[first..].iter();
         let end = elements.end;
-        parts
-            .take_while(move |part| part.elements.start < end)
-            .map(move |part| {
-                let start = part.elements.start.max(elements.start);
-                Part {
-                    elements: start..part.elements.end.min(elements.end),
-                    at: part.at + start - part.elements.start,
-                }
-            })
+        parts.take_while(move |part| part.elements.start < end).map(move |part| {
+            let start = part.elements.start.max(elements.start);
+            Part {
+                elements: start..part.elements.end.min(elements.end),
+                at: part.at + start - part.elements.start,
+            }
+        })
     }
 }
 

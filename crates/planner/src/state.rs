@@ -137,11 +137,7 @@ impl State {
     /// # Panics
     /// If they are not as many as the plan has parameters.
     pub fn set_steps(&mut self, steps: impl ExactSizeIterator<Item = u64> + Clone) {
-        assert_eq!(
-            steps.len(),
-            self.steps_behind.len(),
-            "one step count for each parameter"
-        );
+        assert_eq!(steps.len(), self.steps_behind.len(), "one step count for each parameter");
         let most = steps.clone().max().unwrap_or(0).min(MAX_STEPS);
         self.set_step(most);
         for (behind, step) in self.steps_behind.iter_mut().zip(steps) {
@@ -288,10 +284,7 @@ impl State {
     /// Refuses another plan than the state's, and a state that a step has failed on.
     pub(crate) fn check_plan(&self, plan: &Plan) -> Result<()> {
         if self.plan_hash != plan.hash {
-            return Err(PlanError::ForeignState {
-                expected: plan.hash,
-                found: self.plan_hash,
-            });
+            return Err(PlanError::ForeignState { expected: plan.hash, found: self.plan_hash });
         }
         match self.poisoned {
             Some(step) => Err(PlanError::Poisoned { step }),
@@ -304,11 +297,7 @@ impl State {
         let step = self.step + 1;
         match self.in_backward.updated() {
             None => Ok(()),
-            Some(updated) => Err(PlanError::StepUnderWay {
-                what,
-                step,
-                updated,
-            }),
+            Some(updated) => Err(PlanError::StepUnderWay { what, step, updated }),
         }
     }
 

@@ -29,12 +29,7 @@ impl<'a, 'c> RankStep<'a, 'c> {
         backend: &'a dyn Backend,
         comms: &'a mut Comms<'c>,
     ) -> Self {
-        Self {
-            plan,
-            state,
-            backend,
-            comms,
-        }
+        Self { plan, state, backend, comms }
     }
 }
 
@@ -109,11 +104,7 @@ fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<()
     if step.plan.reduces() {
         reduce::reduce_all(step)?;
     }
-    let how = Absorb {
-        first: step.state.arena.micro_steps == 0,
-        weight,
-        last: None,
-    };
+    let how = Absorb { first: step.state.arena.micro_steps == 0, weight, last: None };
     each_reduced(step.plan, step.state, step.backend, how)?;
     let mut bytes = step.state.arena.weights_hash.to_le_bytes().to_vec();
     bytes.extend(weight.unwrap_or(1.0).to_le_bytes());
@@ -182,11 +173,8 @@ fn update(
             reduce::reduce_all(step)?;
         }
     }
-    let report = if step.plan.in_backward {
-        update_rest(step)?
-    } else {
-        update_all(step, divisor)?
-    };
+    let report =
+        if step.plan.in_backward { update_rest(step)? } else { update_all(step, divisor)? };
     let averaged = average::average_if_due(step)?;
     step.comms.finish_on_device()?;
     let peak = step.state.arena.settle(keeps_segments(step.plan));
@@ -205,11 +193,7 @@ fn update(
 fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport> {
     let given = reduce::agree_on_given(step.plan, step.state, step.comms)?;
     if step.plan.reduces_each() {
-        let how = Absorb {
-            first: false,
-            weight: None,
-            last: Some(divisor),
-        };
+        let how = Absorb { first: false, weight: None, last: Some(divisor) };
         each_reduced(step.plan, step.state, step.backend, how)?;
     }
     for (param, _) in given.iter().enumerate().filter(|(_, given)| **given == 0) {

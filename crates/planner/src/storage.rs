@@ -66,10 +66,7 @@ impl StorageSpec {
         match self.extents[list] {
             Extent::Shard => self.held_of_shard(tensor).collect(),
             Extent::Segments => Vec::new(),
-            Extent::Whole => vec![Held {
-                elements: 0..own.end - own.start,
-                at: own.start,
-            }],
+            Extent::Whole => vec![Held { elements: 0..own.end - own.start, at: own.start }],
         }
     }
 
@@ -97,9 +94,7 @@ impl StorageSpec {
 
     /// The part of the shard that has an element.
     fn part_of(&self, element: u64) -> Option<&Part> {
-        let at = self
-            .shard
-            .partition_point(|part| part.elements.end <= element);
+        let at = self.shard.partition_point(|part| part.elements.end <= element);
         self.shard.get(at)
     }
 }
@@ -126,10 +121,5 @@ pub(crate) fn check_len(role: Role, name: &str, expected: usize, found: usize) -
     if expected == found {
         return Ok(());
     }
-    Err(PlanError::LenBytes {
-        role,
-        name: name.to_owned(),
-        expected,
-        found,
-    })
+    Err(PlanError::LenBytes { role, name: name.to_owned(), expected, found })
 }

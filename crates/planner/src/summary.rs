@@ -37,18 +37,8 @@ pub(crate) fn hash(plan: &Plan) -> u64 {
     let mut text = HashWriter(Xxh3::new());
     let names = plan.rules.iter().map(Optimizer::name).collect::<Vec<_>>();
     let (params, precisions) = (&plan.params, &plan.precisions);
-    let shape = (
-        plan.topology.world,
-        plan.shard_group,
-        plan.zero,
-        plan.ownership,
-    );
-    let asked = (
-        &plan.gradients,
-        plan.update_norms,
-        plan.accumulation(),
-        plan.local_sgd(),
-    );
+    let shape = (plan.topology.world, plan.shard_group, plan.zero, plan.ownership);
+    let asked = (&plan.gradients, plan.update_norms, plan.accumulation(), plan.local_sgd());
     // A hash has no error to return.
     let _ = write!(
         text,
@@ -56,13 +46,7 @@ pub(crate) fn hash(plan: &Plan) -> u64 {
         plan.rule_of, plan.tensors, plan.segments, plan.buckets
     );
     for spec in &plan.storages {
-        let lists = (
-            spec.kernel,
-            spec.rule,
-            &spec.members,
-            &spec.layout,
-            &spec.lists,
-        );
+        let lists = (spec.kernel, spec.rule, &spec.members, &spec.layout, &spec.lists);
         let _ = write!(text, "{lists:?}{}", spec.distributed);
     }
     if plan.in_backward {
@@ -72,11 +56,7 @@ pub(crate) fn hash(plan: &Plan) -> u64 {
         let _ = match stage {
             // Elements and batches are this rank's own.
             Stage::Optimize(own) | Stage::ReduceUpdate(own) => {
-                write!(
-                    text,
-                    "update{:?}{:?}{:?}",
-                    own.storage, own.bucket, own.tensors
-                )
+                write!(text, "update{:?}{:?}{:?}", own.storage, own.bucket, own.tensors)
             }
             Stage::Norm(_) => write!(text, "norm"),
             other => write!(text, "{other:?}"),

@@ -131,10 +131,7 @@ pub(crate) struct Tables {
 
 impl Tables {
     pub(crate) fn of(plan: &Plan) -> Self {
-        Self {
-            kind: plan.table,
-            ..Self::default()
-        }
+        Self { kind: plan.table, ..Self::default() }
     }
 
     pub(crate) fn supersede(&mut self) {
@@ -160,11 +157,7 @@ pub(crate) fn read_applied(state: &mut State, backend: &dyn Backend) -> Result<u
     let before = norm.block.applied;
     norm.settle(backend, pending)?;
     let applied = norm.block.applied.saturating_sub(before);
-    if std::mem::take(&mut state.tables.superseded) {
-        Ok(0)
-    } else {
-        Ok(applied)
-    }
+    if std::mem::take(&mut state.tables.superseded) { Ok(0) } else { Ok(applied) }
 }
 
 /// Makes batches and tables ready for a step; whether the backend derives the step scalars itself.
@@ -251,11 +244,7 @@ pub(crate) fn place_update(
     let values: Vec<GroupValues> = launches::group_values(state, rule).collect();
     Ok(match launches::of_stage(plan, state, stage, update) {
         // Sums that the host has go with arguments.
-        Some(Launch {
-            tensor_sums: Some(TensorSums::Host(_)),
-            ..
-        })
-        | None => None,
+        Some(Launch { tensor_sums: Some(TensorSums::Host(_)), .. }) | None => None,
         Some(launch) => backend.place_table(&launch, &values)?,
     })
 }
@@ -316,11 +305,7 @@ pub(crate) fn run_update(
     // Taken out, so that the launch can borrow the rest of the state.
     let place = state.tables.updates.get_mut(update);
     let table = place.and_then(Option::take);
-    let done = match (
-        launches::of_stage(plan, state, stage, update),
-        &table,
-        executor,
-    ) {
+    let done = match (launches::of_stage(plan, state, stage, update), &table, executor) {
         (None, ..) => Ok(LaunchReport::default()),
         (Some(launch), Some(table), Executor::Backend(backend)) => {
             backend.launch_table(launch, table.as_ref())

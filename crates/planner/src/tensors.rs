@@ -32,11 +32,7 @@ impl State {
         };
         let bytes = bytes.ok_or_else(|| self.not_on_host(role, name))?;
         // What has no elements lies nowhere, so not aligned either.
-        Ok(if bytes.is_empty() {
-            &[]
-        } else {
-            bytemuck::cast_slice(bytes)
-        })
+        Ok(if bytes.is_empty() { &[] } else { bytemuck::cast_slice(bytes) })
     }
 
     /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master
@@ -56,11 +52,7 @@ impl State {
         }
         if role == Role::Grad {
             let bytes = self.grad_view(param)?.ok_or(error)?;
-            return Ok(if bytes.is_empty() {
-                &mut []
-            } else {
-                bytemuck::cast_slice_mut(bytes)
-            });
+            return Ok(if bytes.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(bytes) });
         }
         let own = &mut self.storages[storage];
         let held = whole(own.spec.held(tensor, list), &self.params[param])?;
@@ -214,11 +206,7 @@ impl State {
     }
 
     pub(crate) fn not_on_host(&self, role: Role, name: &str) -> PlanError {
-        PlanError::NotOnHost {
-            role,
-            name: name.to_owned(),
-            backend: self.backend,
-        }
+        PlanError::NotOnHost { role, name: name.to_owned(), backend: self.backend }
     }
 
     /// Whether a model is evaluated with other values than its parameters: a rule of them averages
@@ -342,15 +330,10 @@ fn why_no_list(tensors: Tensors, role: Role) -> &'static str {
 
 /// The one range that has a whole tensor.
 fn whole(held: Vec<Held>, desc: &ParamDesc) -> Result<Held> {
-    let nothing = Held {
-        elements: 0..0,
-        at: 0,
-    };
+    let nothing = Held { elements: 0..0, at: 0 };
     let one = held.into_iter().next().unwrap_or(nothing);
     if one.elements == (0..desc.numel()) {
         return Ok(one);
     }
-    Err(PlanError::InShards {
-        name: desc.name.clone(),
-    })
+    Err(PlanError::InShards { name: desc.name.clone() })
 }

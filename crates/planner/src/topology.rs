@@ -38,11 +38,7 @@ impl Default for Topology {
 
 impl Topology {
     /// A world of one rank.
-    pub const SOLO: Topology = Topology {
-        rank: 0,
-        world: 1,
-        reach: Reach::Calls,
-    };
+    pub const SOLO: Topology = Topology { rank: 0, world: 1, reach: Reach::Calls };
 
     /// Rank `rank` of `world`, which reach each other by calls.
     ///
@@ -50,11 +46,7 @@ impl Topology {
     /// [`PlanError::Topology`] if there is no such rank, or there are more ranks than
     /// [`MAX_WORLD`].
     pub fn new(rank: usize, world: usize) -> Result<Self> {
-        let topology = Self {
-            rank,
-            world,
-            reach: Reach::Calls,
-        };
+        let topology = Self { rank, world, reach: Reach::Calls };
         topology.validate().map(|()| topology)
     }
 
@@ -63,11 +55,7 @@ impl Topology {
         Self {
             rank: comm.rank(),
             world: comm.world_size(),
-            reach: if comm.shares_memory() {
-                Reach::SharedMemory
-            } else {
-                Reach::Calls
-            },
+            reach: if comm.shares_memory() { Reach::SharedMemory } else { Reach::Calls },
         }
     }
 

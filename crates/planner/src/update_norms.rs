@@ -39,10 +39,7 @@ impl UpdateRows {
 
     /// What a launch borrows of them.
     pub(crate) fn lend(&mut self) -> UpdateSums<'_> {
-        UpdateSums {
-            rows: self.rows.as_mut(),
-            firsts: &self.firsts,
-        }
+        UpdateSums { rows: self.rows.as_mut(), firsts: &self.firsts }
     }
 }
 
@@ -152,11 +149,7 @@ fn read_sums(
     reader: &mut UpdateReader,
     skipped: bool,
 ) -> Result<()> {
-    let UpdateReader {
-        chunks,
-        firsts: places,
-        copy,
-    } = reader;
+    let UpdateReader { chunks, firsts: places, copy } = reader;
     chunks.fill(0.0);
     if skipped {
         return Ok(());
@@ -221,11 +214,7 @@ fn sums_of_ranks(
         sum_over(comms, &mut told, Scope::ShardGroup)?;
     }
     let sum = |param: usize| {
-        if distributed(param) {
-            own.sum(param)
-        } else {
-            sum_of(&told[own.place(param)])
-        }
+        if distributed(param) { own.sum(param) } else { sum_of(&told[own.place(param)]) }
     };
     let sums: Vec<f64> = (0..own.params()).map(sum).collect();
     let total = total_over_slices(plan, comms, &sums, distributed)?;
@@ -240,9 +229,7 @@ fn total_over_slices(
     sums: &[f64],
     distributed: impl Fn(usize) -> bool,
 ) -> Result<f64> {
-    let params: Vec<usize> = (0..sums.len())
-        .filter(|&param| distributed(param))
-        .collect();
+    let params: Vec<usize> = (0..sums.len()).filter(|&param| distributed(param)).collect();
     let (rank, world) = (plan.topology.rank, plan.topology.world);
     let mut all = vec![0.0; world * params.len()];
     for (at, &param) in params.iter().enumerate() {

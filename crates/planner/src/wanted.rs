@@ -65,12 +65,7 @@ pub(crate) fn asked_for(
             segment.storage == storage && segment.elements.contains(&elements.start)
         });
         match segment.filter(|_| shared && !elements.is_empty()) {
-            Some(segment) => wanted.push(Wanted {
-                segment,
-                elements,
-                at,
-                factor,
-            }),
+            Some(segment) => wanted.push(Wanted { segment, elements, at, factor }),
             None => here.push(Here { at, param }),
         }
     }

@@ -83,10 +83,7 @@ impl Ahead {
         };
         let address = object.as_ptr().addr();
         if seen.object != address {
-            *seen = Seen {
-                object: address,
-                ..Seen::default()
-            };
+            *seen = Seen { object: address, ..Seen::default() };
         } else if seen.description == 0 {
             // Its own again where a library does not tell, which is asked once.
             let found = addresses(object).unwrap_or((address, address));
@@ -100,8 +97,5 @@ fn addresses(object: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
     let py = object.py();
     let description = object.getattr(intern!(py, "_cdata"))?.extract()?;
     let storage = object.call_method0(intern!(py, "untyped_storage"))?;
-    Ok((
-        description,
-        storage.getattr(intern!(py, "_cdata"))?.extract()?,
-    ))
+    Ok((description, storage.getattr(intern!(py, "_cdata"))?.extract()?))
 }

@@ -282,10 +282,7 @@ impl Collector {
 }
 
 fn expected(parameter: &Parameter, list: usize) -> Expected<'_> {
-    Expected {
-        dtype: parameter.lists[list].dtype,
-        shape: &parameter.shape,
-    }
+    Expected { dtype: parameter.lists[list].dtype, shape: &parameter.shape }
 }
 
 /// What does not fit, in PyTorch's kinds.

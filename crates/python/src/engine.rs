@@ -20,29 +20,21 @@ pub(crate) fn connect(
             return Err(format!("engine: expected processes or mpi, found {other}").into());
         }
     }
-    let options = ProcessOptions {
-        timeout,
-        ..ProcessOptions::default()
-    };
+    let options = ProcessOptions { timeout, ..ProcessOptions::default() };
     Ok(Box::new(ProcessCommunicator::world(&options)?))
 }
 
 #[cfg(feature = "mpi")]
 fn mpi(timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
-    let options = fusestep_collective_mpi::MpiOptions {
-        timeout,
-        ..Default::default()
-    };
+    let options = fusestep_collective_mpi::MpiOptions { timeout, ..Default::default() };
     let world = fusestep_collective_mpi::MpiCommunicator::world(&options)?;
     Ok(Box::new(world))
 }
 
 #[cfg(not(feature = "mpi"))]
 fn mpi(_: Duration) -> Result<Box<dyn Communicator>, Error> {
-    Err(
-        "engine: expected a build with MPI, found one that leaves it out; build the wheel with \
+    Err("engine: expected a build with MPI, found one that leaves it out; build the wheel with \
          `maturin build --release --features mpi` (it takes an MPI with mpicc, and libclang), or \
          start the processes with torchrun"
-            .into(),
-    )
+        .into())
 }

@@ -25,10 +25,7 @@ impl<'py> Getter<'py> {
         let own = own.and_then(|own| {
             let kind = own.get_type();
             // What can be set as well goes before an attribute that the object itself has.
-            let (get, set) = (
-                slot(&kind, ffi::Py_tp_descr_get),
-                slot(&kind, ffi::Py_tp_descr_set),
-            );
+            let (get, set) = (slot(&kind, ffi::Py_tp_descr_get), slot(&kind, ffi::Py_tp_descr_set));
             if get.is_null() || set.is_null() {
                 return None;
             }

@@ -214,9 +214,7 @@ impl Handles {
         expected: Expected<'_>,
     ) -> Result<Place, Unfit> {
         if !self.fits(tensor.get_type_ptr()) {
-            return Err(no_memory(
-                "expected a tensor of PyTorch, found another object",
-            ));
+            return Err(no_memory("expected a tensor of PyTorch, found another object"));
         }
         // SAFETY: an object of a class whose objects have a handle at this distance, kept by
         // `tensor`; the interpreter's lock is held, without which nobody may change a tensor.
@@ -240,9 +238,7 @@ impl Handles {
 /// Where objects of the class have what their `_cdata` says; `None` if that is not one place.
 fn distance(class: &Bound<'_, PyType>, probes: &[Bound<'_, PyAny>]) -> PyResult<Option<usize>> {
     let len: usize = class.getattr("__basicsize__")?.extract()?;
-    let handles = probes
-        .iter()
-        .map(|probe| probe.getattr("_cdata")?.extract());
+    let handles = probes.iter().map(|probe| probe.getattr("_cdata")?.extract());
     let handles = handles.collect::<PyResult<Vec<usize>>>()?;
     let word = size_of::<usize>();
     let mut places = (size_of::<ffi::PyObject>()..=len.saturating_sub(word)).step_by(word);

@@ -28,11 +28,7 @@ fn check(settings: &Bound<'_, PyDict>) -> PyResult<()> {
 }
 
 /// The ways for processes to reach each other that this build has.
-const ENGINES: &[&str] = if cfg!(feature = "mpi") {
-    &["processes", "mpi"]
-} else {
-    &["processes"]
-};
+const ENGINES: &[&str] = if cfg!(feature = "mpi") { &["processes", "mpi"] } else { &["processes"] };
 
 /// The extension module of the package `fusestep`.
 #[pymodule]

@@ -28,10 +28,7 @@ pub(crate) struct Member {
 
 impl Member {
     fn place(&self, list: usize, address: usize) -> Place {
-        Place {
-            address,
-            len_bytes: self.elements * self.lists[list].dtype.len_bytes(),
-        }
+        Place { address, len_bytes: self.elements * self.lists[list].dtype.len_bytes() }
     }
 
     /// First and one past last address of tensors with elements, of those lists that `takes` takes.
@@ -146,14 +143,9 @@ impl Checked {
 
     fn sort(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
         self.written.clear();
-        for (at, member) in members
-            .iter()
-            .enumerate()
-            .filter(|(at, _)| now.has_gradient[*at])
-        {
+        for (at, member) in members.iter().enumerate().filter(|(at, _)| now.has_gradient[*at]) {
             let written = member.spans(now.of(at), |access| access != Access::Read);
-            self.written
-                .extend(written.map(|(start, end)| (start, end, at)));
+            self.written.extend(written.map(|(start, end)| (start, end, at)));
         }
         self.written.sort_unstable();
         let mut pairs = self.written.windows(2);
@@ -182,10 +174,7 @@ impl Checked {
 /// Whether what is written lies where it lay.
 fn are_written_alike(before: &Places, now: &Places, members: &[Member]) -> bool {
     members.iter().enumerate().all(|(at, member)| {
-        let mut lists = member
-            .lists
-            .iter()
-            .zip(before.of(at).iter().zip(now.of(at)));
+        let mut lists = member.lists.iter().zip(before.of(at).iter().zip(now.of(at)));
         !now.has_gradient[at]
             || lists.all(|(list, (before, now))| list.access == Access::Read || before == now)
     })
@@ -214,11 +203,7 @@ impl<'a> Loan<'a> {
         checked: &mut Checked,
     ) -> Result<Self, Overlap> {
         checked.check(places, members)?;
-        Ok(Self {
-            places,
-            members,
-            backend,
-        })
+        Ok(Self { places, members, backend })
     }
 
     /// Asks for the memory of a tensor that is updated soon, if it is too short for the processor

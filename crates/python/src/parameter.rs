@@ -190,9 +190,7 @@ impl Mapping {
         }
         self.has_grown = false;
         let items = state.iter();
-        self.items = items
-            .map(|(key, value)| [key.unbind(), value.unbind()])
-            .collect();
+        self.items = items.map(|(key, value)| [key.unbind(), value.unbind()]).collect();
         Ok(())
     }
 }

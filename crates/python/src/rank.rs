@@ -108,10 +108,7 @@ impl<'c> Rank<'c> {
         let state = plan.allocate_on(&backend, comm)?;
         let shared = comm.allocate(1)?;
         let mut rank_of = Self {
-            kept: Arc::new(Kept {
-                state: Mutex::new(state),
-                _shared: Mutex::new(shared),
-            }),
+            kept: Arc::new(Kept { state: Mutex::new(state), _shared: Mutex::new(shared) }),
             comms: Comms::with_streams(comm, streams)?.reducing_when_full(),
             plan,
             backend,
@@ -175,11 +172,9 @@ impl<'c> Rank<'c> {
     pub(crate) fn begin(&mut self) -> Result<(), Error> {
         let mut state = self.kept.state();
         if self.plan.topology().world > 1 {
-            self.plan
-                .broadcast_parameters(&mut state, &self.backend, &mut self.comms, 0)?;
+            self.plan.broadcast_parameters(&mut state, &self.backend, &mut self.comms, 0)?;
         }
-        self.plan
-            .handshake(&state, &self.backend, &mut self.comms, &[])?;
+        self.plan.handshake(&state, &self.backend, &mut self.comms, &[])?;
         Ok(())
     }
 
@@ -187,8 +182,7 @@ impl<'c> Rank<'c> {
     pub(crate) fn given(&mut self, param: usize) -> Result<(), Error> {
         let mut state = self.kept.state();
         let name = &self.plan.params()[param].name;
-        self.plan
-            .give_view(&mut state, &self.backend, &mut self.comms, name)?;
+        self.plan.give_view(&mut state, &self.backend, &mut self.comms, name)?;
         Ok(())
     }
 
@@ -196,8 +190,7 @@ impl<'c> Rank<'c> {
     pub(crate) fn push(&mut self, param: usize, bytes: &[u8]) -> Result<(), Error> {
         let mut state = self.kept.state();
         let name = &self.plan.params()[param].name;
-        self.plan
-            .push_grad(&mut state, &self.backend, &mut self.comms, name, bytes)?;
+        self.plan.push_grad(&mut state, &self.backend, &mut self.comms, name, bytes)?;
         Ok(())
     }
 
@@ -236,9 +229,7 @@ impl<'c> Rank<'c> {
     pub(crate) fn flush(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
         let mut state = self.kept.state();
         take_rules(&mut state, rules)?;
-        let report = self
-            .plan
-            .flush(&mut state, &self.backend, &mut self.comms)?;
+        let report = self.plan.flush(&mut state, &self.backend, &mut self.comms)?;
         Self::stepped(&state, &self.backend, report)
     }
 
@@ -278,8 +269,7 @@ impl<'c> Rank<'c> {
             (&mut self.comms, folder),
         )?;
         if resumed.is_some() {
-            self.plan
-                .handshake(&state, &self.backend, &mut self.comms, &[])?;
+            self.plan.handshake(&state, &self.backend, &mut self.comms, &[])?;
         }
         Ok(resumed)
     }
@@ -288,13 +278,8 @@ impl<'c> Rank<'c> {
     pub(crate) fn save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
         self.tell_of_saves()?;
         let state = self.kept.state();
-        let run = RunToSave {
-            state: &state,
-            backend: &self.backend,
-            params: None,
-        };
-        self.checkpoints
-            .begin(&self.plan, run, &mut self.comms, (folder, steps))?;
+        let run = RunToSave { state: &state, backend: &self.backend, params: None };
+        self.checkpoints.begin(&self.plan, run, &mut self.comms, (folder, steps))?;
         Ok(())
     }
 
@@ -330,10 +315,7 @@ fn param_address(state: &mut State, desc: &ParamDesc) -> Result<usize, PlanError
 /// Where a gradient lies, without its counting as given.
 fn grad_address(state: &State, desc: &ParamDesc) -> Result<usize, PlanError> {
     fn of<T: Element>(state: &State, name: &str) -> Result<usize, PlanError> {
-        Ok(state
-            .view::<T>(Role::Grad, name)?
-            .as_ptr()
-            .expose_provenance())
+        Ok(state.view::<T>(Role::Grad, name)?.as_ptr().expose_provenance())
     }
     match desc.dtype {
         DType::F64 => of::<f64>(state, &desc.name),

@@ -68,11 +68,7 @@ impl Ranks {
             .map_err(|error| PyRuntimeError::new_err(format!("threads: {error}")))?;
         let ready = wait(py, ready, |_| {})?.map_err(failed)?;
         Ok(Self {
-            link: Mutex::new(Link {
-                tasks: Some(tasks),
-                closed: "",
-                ended: Some(ended),
-            }),
+            link: Mutex::new(Link { tasks: Some(tasks), closed: "", ended: Some(ended) }),
             aborter: ready.aborter,
             rank: ready.rank,
             world: ready.world,
@@ -105,9 +101,7 @@ impl Ranks {
     /// written by others.
     fn places(&self) -> Vec<(usize, Option<usize>)> {
         let places = self.places.iter();
-        places
-            .map(|borrowed| (borrowed.param, borrowed.grad))
-            .collect()
+        places.map(|borrowed| (borrowed.param, borrowed.grad)).collect()
     }
 
     /// Takes the parameters of rank 0 and compares what decides the bits.
@@ -256,9 +250,7 @@ impl Ranks {
             return Ok(());
         }
         let expected = self.names.len();
-        Err(PyValueError::new_err(format!(
-            "index: expected one below {expected}, found {index}"
-        )))
+        Err(PyValueError::new_err(format!("index: expected one below {expected}, found {index}")))
     }
 
     fn send(&self, task: Task) -> PyResult<()> {

@@ -22,9 +22,7 @@ impl Settings<'_, '_> {
             PyValueError::new_err(format!("`{name}`: expected {expected}, found none"))
         })?;
         value.extract().map_err(|_| {
-            let found = value
-                .repr()
-                .map_or_else(|_| "what has no text".into(), |r| r.to_string());
+            let found = value.repr().map_or_else(|_| "what has no text".into(), |r| r.to_string());
             PyTypeError::new_err(format!("{name}: expected {expected}, found {found}"))
         })
     }
@@ -38,11 +36,7 @@ impl Settings<'_, '_> {
     }
 
     fn objective(&self) -> PyResult<Objective> {
-        Ok(if self.is_set("maximize")? {
-            Objective::Maximize
-        } else {
-            Objective::Minimize
-        })
+        Ok(if self.is_set("maximize")? { Objective::Maximize } else { Objective::Minimize })
     }
 
     fn decay(&self) -> PyResult<WeightDecay> {
@@ -153,11 +147,7 @@ impl Settings<'_, '_> {
             lr,
             momentum: self.number("momentum")?,
             dampening: self.number("dampening")?,
-            nesterov: if self.is_set("nesterov")? {
-                Nesterov::Nesterov
-            } else {
-                Nesterov::Plain
-            },
+            nesterov: if self.is_set("nesterov")? { Nesterov::Nesterov } else { Nesterov::Plain },
             weight_decay: WeightDecay::L2(self.number("weight_decay")?),
             rescale: 1.0,
             objective: self.objective()?,

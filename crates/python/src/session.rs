@@ -84,9 +84,7 @@ impl Session {
         let trains = |group| described.iter().any(|p| p.trains && p.group == group);
         let (distinct, rule_numbers) = number(&rules, trains);
         let Some(&first) = distinct.first().or(rules.first()) else {
-            return Err(PyValueError::new_err(
-                "expected a parameter group, found none",
-            ));
+            return Err(PyValueError::new_err("expected a parameter group, found none"));
         };
         let mut planner = Settings(options).planner(first, Tensors::BorrowedWithState)?;
         let mut names = vec![Vec::new(); distinct.len()];
@@ -114,9 +112,8 @@ impl Session {
         }
         let plan = planner.plan(&descs).map_err(refused)?;
         let state = plan.allocate(threads::backend(NonZeroUsize::MIN)?.as_ref());
-        let counted: PyResult<bool> = options
-            .get_item("counts")?
-            .map_or(Ok(false), |counts| counts.extract());
+        let counted: PyResult<bool> =
+            options.get_item("counts")?.map_or(Ok(false), |counts| counts.extract());
         let members: Vec<Member> = own.iter().filter_map(Parameter::borrowed).collect();
         Ok(Self {
             plan,
@@ -154,10 +151,7 @@ impl Session {
     #[pyo3(
         signature = (parameters, rules, owner, gradients, threads, private=false, written=None)
     )]
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one call, in place of objects at each step"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "one call, in place of objects at each step")]
     fn step<'py>(
         &mut self,
         py: Python<'py>,
@@ -280,9 +274,7 @@ impl Session {
     /// How far each parameter moved in the last step, by name; `None` where it was not asked for.
     fn update_norms(&mut self) -> PyResult<Option<Vec<(String, f64)>>> {
         let backend = threads::backend(NonZeroUsize::MIN)?;
-        let norms = unlocked(&mut self.state)
-            .update_norms(backend.as_ref())
-            .map_err(refused)?;
+        let norms = unlocked(&mut self.state).update_norms(backend.as_ref()).map_err(refused)?;
         let members = self.parameters.iter().filter(|p| p.member.is_some());
         Ok(norms.map(|norms| members.map(|p| p.name.clone()).zip(norms).collect()))
     }
@@ -399,17 +391,10 @@ impl Session {
             ))
         })?;
         let (plan, state) = (&self.plan, unlocked(&mut self.state));
-        let may_skip = plan
-            .stages()
-            .iter()
-            .any(|stage| matches!(stage, Stage::Norm(_)));
+        let may_skip = plan.stages().iter().any(|stage| matches!(stage, Stage::Norm(_)));
         // Few are told sooner than a thread is woken.
         let is_behind = may_skip || self.members.len() < MANY;
-        let (meanwhile, behind) = if is_behind {
-            (None, written)
-        } else {
-            (written, None)
-        };
+        let (meanwhile, behind) = if is_behind { (None, written) } else { (written, None) };
         let mut told = Ok(());
         let report = py.detach(|| {
             let mut run = || plan.run_borrowed(state, &mut loan);

@@ -43,13 +43,10 @@ impl Setup {
         threads: usize,
     ) -> PyResult<(Self, Vec<Option<usize>>)> {
         let (rules, trusts) = (parse(rules)?, trusts(rules)?);
-        let (distinct, rule_numbers) = number(&rules, |group| {
-            described.iter().any(|param| param.group == group)
-        });
+        let (distinct, rule_numbers) =
+            number(&rules, |group| described.iter().any(|param| param.group == group));
         let Some(&first) = distinct.first() else {
-            return Err(PyValueError::new_err(
-                "expected a parameter that trains, found none",
-            ));
+            return Err(PyValueError::new_err("expected a parameter that trains, found none"));
         };
         let asked = Settings(options);
         let mut planner = asked.planner(first, Tensors::Kept)?;

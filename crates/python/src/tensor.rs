@@ -53,13 +53,9 @@ impl Told<'_> {
             return Err(Unfit::DType(self.dtype));
         }
         let same = self.shape.len() == expected.shape.len()
-            && self
-                .shape
-                .iter()
-                .zip(expected.shape)
-                .all(|(&found, &expected)| {
-                    u64::try_from(found).is_ok_and(|found| found == expected)
-                });
+            && self.shape.iter().zip(expected.shape).all(|(&found, &expected)| {
+                u64::try_from(found).is_ok_and(|found| found == expected)
+            });
         if !same {
             return Err(Unfit::Shape(self.shape.to_vec()));
         }

@@ -28,10 +28,7 @@ const MOST: usize = 4;
 pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
     let process = std::process::id();
     let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(own) = made
-        .iter()
-        .find(|own| (own.process, own.threads) == (process, threads))
-    {
+    if let Some(own) = made.iter().find(|own| (own.process, own.threads) == (process, threads)) {
         return Ok(Arc::clone(&own.backend));
     }
     let backend = Arc::new(CpuBackend::in_pool(pool(threads)?));
@@ -42,11 +39,7 @@ pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
             std::mem::forget(oldest);
         }
     }
-    made.push(Made {
-        process,
-        threads,
-        backend: Arc::clone(&backend),
-    });
+    made.push(Made { process, threads, backend: Arc::clone(&backend) });
     Ok(backend)
 }
 

@@ -6,11 +6,7 @@
 use fusestep_rmsprop::{RmsProp, RmsPropTensors, StepError};
 
 fn main() -> Result<(), StepError> {
-    let rmsprop = RmsProp {
-        lr: 1e-3,
-        alpha: 0.9,
-        ..RmsProp::default()
-    };
+    let rmsprop = RmsProp { lr: 1e-3, alpha: 0.9, ..RmsProp::default() };
     let (mut param, mut moment2) = ([0.0f32], [0.0f32]);
     let mut last = 0.0;
     for step in 1..=400 {

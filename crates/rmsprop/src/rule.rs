@@ -144,11 +144,7 @@ impl ElementRule<4, 2> for RmsProp {
             Centering::MeanSquare => 0,
             Centering::Centered => FLAG_CENTERED,
         };
-        let velocity = if self.has_velocity() {
-            FLAG_VELOCITY
-        } else {
-            0
-        };
+        let velocity = if self.has_velocity() { FLAG_VELOCITY } else { 0 };
         maximize | centered | velocity
     }
 

@@ -77,21 +77,13 @@ impl RmsProp {
             let (param, grad) = (&mut *tensor.param, tensor.grad);
             let v = &mut *tensor.moment2;
             match (&mut tensor.moment1, &mut tensor.velocity) {
-                (None, None) => one.push(SliceTensor {
-                    param,
-                    grad,
-                    state: [v],
-                }),
-                (Some(last), None) | (None, Some(last)) => two.push(SliceTensor {
-                    param,
-                    grad,
-                    state: [v, &mut **last],
-                }),
-                (Some(a), Some(b)) => three.push(SliceTensor {
-                    param,
-                    grad,
-                    state: [v, &mut **a, &mut **b],
-                }),
+                (None, None) => one.push(SliceTensor { param, grad, state: [v] }),
+                (Some(last), None) | (None, Some(last)) => {
+                    two.push(SliceTensor { param, grad, state: [v, &mut **last] })
+                }
+                (Some(a), Some(b)) => {
+                    three.push(SliceTensor { param, grad, state: [v, &mut **a, &mut **b] })
+                }
             }
         }
         match (self.centering, self.has_velocity()) {

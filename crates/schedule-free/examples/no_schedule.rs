@@ -8,22 +8,14 @@ use fusestep_schedule_free::{ScheduleFree, ScheduleFreeTensors, StepError};
 const LOWEST: f32 = 2.0;
 
 fn main() -> Result<(), StepError> {
-    let rule = ScheduleFree {
-        lr: 0.05,
-        warmup_steps: 10,
-        ..ScheduleFree::default()
-    };
+    let rule = ScheduleFree { lr: 0.05, warmup_steps: 10, ..ScheduleFree::default() };
     let (mut y, mut moment2, mut z, mut x) = ([0.0f32], [0.0f32], [0.0f32], [0.0f32]);
     let mut noise = 1u32;
     for step in 1..=2000 {
         noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         let grad = [y[0] - LOWEST + (noise >> 8) as f32 / (1 << 23) as f32 - 1.0];
-        let tensor = ScheduleFreeTensors {
-            param: &mut y,
-            grad: &grad,
-            moment2: &mut moment2,
-            base: &mut z,
-        };
+        let tensor =
+            ScheduleFreeTensors { param: &mut y, grad: &grad, moment2: &mut moment2, base: &mut z };
         rule.step(step, &mut [tensor])?;
         if [20, 100, 500, 2000].contains(&step) {
             rule.average(&y, &z, &mut x)?;

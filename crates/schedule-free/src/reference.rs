@@ -33,11 +33,7 @@ impl Element {
 
 /// The element after step `step`, counted from 1, with gradient `grad`.
 pub fn update(rule: &ScheduleFree, step: u64, element: Element, grad: f64) -> Element {
-    let base = if step == 1 {
-        element.param
-    } else {
-        element.base
-    };
+    let base = if step == 1 { element.param } else { element.base };
     let average = Element { base, ..element }.average(rule);
     let warmed = |step: u64| match rule.warmup_steps {
         0 => 1.0,
@@ -51,9 +47,5 @@ pub fn update(rule: &ScheduleFree, step: u64, element: Element, grad: f64) -> El
     let base = base - rate * direction;
     let share = warmed(step).powi(2) / weights;
     let average = (1.0 - share) * average + share * base;
-    Element {
-        param: (1.0 - rule.beta1) * base + rule.beta1 * average,
-        moment2,
-        base,
-    }
+    Element { param: (1.0 - rule.beta1) * base + rule.beta1 * average, moment2, base }
 }

@@ -36,14 +36,7 @@ pub struct ScheduleFree {
 
 impl Default for ScheduleFree {
     fn default() -> Self {
-        Self {
-            lr: 2.5e-3,
-            beta1: 0.9,
-            beta2: 0.999,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            warmup_steps: 0,
-        }
+        Self { lr: 2.5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, warmup_steps: 0 }
     }
 }
 
@@ -92,10 +85,7 @@ impl UpdateRule for ScheduleFree {
     /// The parameter is y, of which β₁ tells how far it is from the average x; and how much a step
     /// weighs in x follows from the length of the warm-up.
     fn settings_of_state(&self) -> Vec<(&'static str, String)> {
-        vec![
-            ("beta1", self.beta1.to_string()),
-            ("warmup_steps", self.warmup_steps.to_string()),
-        ]
+        vec![("beta1", self.beta1.to_string()), ("warmup_steps", self.warmup_steps.to_string())]
     }
 
     fn validate(&self) -> Result<(), RuleError> {
@@ -168,13 +158,7 @@ impl ElementRule<2, 6> for ScheduleFree {
 
     fn hyper_parameters_of_step_scalars(&self) -> Vec<f64> {
         let warmup_steps = f64::from(self.warmup_steps);
-        vec![
-            self.beta1,
-            self.beta2,
-            self.eps,
-            self.weight_decay,
-            warmup_steps,
-        ]
+        vec![self.beta1, self.beta2, self.eps, self.weight_decay, warmup_steps]
     }
 
     fn run<T: Compute>(&self, scalars: [T; 2], format: Format, run: HostRun<'_, '_>) {

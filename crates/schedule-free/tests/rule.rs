@@ -8,10 +8,7 @@ use fusestep_tensor::DType;
 #[test]
 fn shares_are_the_weights_over_their_sum() {
     for warmup_steps in [0, 1, 2, 7, 100] {
-        let rule = ScheduleFree {
-            warmup_steps,
-            ..ScheduleFree::default()
-        };
+        let rule = ScheduleFree { warmup_steps, ..ScheduleFree::default() };
         let mut sum = 0.0;
         for step in 1..=300u64 {
             let [warmed, share, ..] = rule.step_scalars(GroupValues {

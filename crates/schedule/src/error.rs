@@ -48,13 +48,7 @@ pub enum ScheduleError {
 impl fmt::Display for ScheduleError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ScheduleError::Range {
-                index,
-                phase,
-                what,
-                expected,
-                found,
-            } => write!(
+            ScheduleError::Range { index, phase, what, expected, found } => write!(
                 f,
                 "schedule, phase {}: {what} of {phase}: expected {expected}, found {found}",
                 index + 1
@@ -70,11 +64,7 @@ impl fmt::Display for ScheduleError {
                 "schedule: expected at most {MOST_PHASES} phases, found {found}; `step` changes \
                  the rate as often as it likes"
             ),
-            ScheduleError::Text {
-                index,
-                expected,
-                found,
-            } => write!(
+            ScheduleError::Text { index, expected, found } => write!(
                 f,
                 "schedule, phase {}: expected {expected}, found `{}`",
                 index + 1,

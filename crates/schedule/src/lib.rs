@@ -32,11 +32,7 @@ pub struct Schedule {
 impl Schedule {
     /// Factor 1 at every step.
     pub fn constant() -> Self {
-        Phase::Constant {
-            steps: None,
-            factor: 1.0,
-        }
-        .into()
+        Phase::Constant { steps: None, factor: 1.0 }.into()
     }
 
     /// A linear rise over so many steps: (t + 1) / (steps + 1), so that no step is lost at rate 0
@@ -77,10 +73,7 @@ impl Schedule {
             phase.validate(index)?;
             let last = index + 1 == self.phases.len();
             if phase.steps().is_none() && !last {
-                return Err(ScheduleError::Endless {
-                    index,
-                    phase: phase.name(),
-                });
+                return Err(ScheduleError::Endless { index, phase: phase.name() });
             }
         }
         Ok(())
@@ -111,17 +104,13 @@ impl Schedule {
             Phase::Constant { steps: None, .. } => Some(0),
             other => other.steps(),
         };
-        self.phases
-            .iter()
-            .try_fold(0u64, |sum, phase| Some(sum.saturating_add(steps(phase)?)))
+        self.phases.iter().try_fold(0u64, |sum, phase| Some(sum.saturating_add(steps(phase)?)))
     }
 }
 
 impl From<Phase> for Schedule {
     fn from(phase: Phase) -> Self {
-        Self {
-            phases: vec![phase],
-        }
+        Self { phases: vec![phase] }
     }
 }
 

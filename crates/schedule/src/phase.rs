@@ -58,11 +58,7 @@ pub enum Phase {
 impl Phase {
     /// As [`crate::Schedule::warmup`].
     pub(crate) fn warmup(steps: u64) -> Self {
-        Phase::Linear {
-            steps,
-            from: 1.0 / (steps as f64 + 1.0),
-            to: 1.0,
-        }
+        Phase::Linear { steps, from: 1.0 / (steps as f64 + 1.0), to: 1.0 }
     }
 
     /// How many steps it takes; `None` if it has no end.
@@ -90,11 +86,9 @@ impl Phase {
             Phase::Cosine { steps, floor } => {
                 floor + (1.0 - floor) * (1.0 + libm::cos(PI * share(t, *steps))) / 2.0
             }
-            Phase::Polynomial {
-                steps,
-                power,
-                floor,
-            } => floor + (1.0 - floor) * libm::pow(1.0 - share(t, *steps), *power),
+            Phase::Polynomial { steps, power, floor } => {
+                floor + (1.0 - floor) * libm::pow(1.0 - share(t, *steps), *power)
+            }
             Phase::Step { every, gamma, .. } => libm::pow(*gamma, (t / every.get()) as f64),
         }
     }
@@ -138,23 +132,14 @@ impl Phase {
             Range::Power => (true, "a finite number of at least 0"),
             // The last factor is the largest.
             Range::Gamma => (
-                found <= 1.0
-                    || self
-                        .steps()
-                        .is_some_and(|end| self.factor(end) <= MOST_FACTOR),
+                found <= 1.0 || self.steps().is_some_and(|end| self.factor(end) <= MOST_FACTOR),
                 "a number from 0 to 1, or STEPS after which its factor is at most 1e6",
             ),
         };
         if holds && found >= 0.0 && found.is_finite() {
             return Ok(());
         }
-        Err(ScheduleError::Range {
-            index,
-            phase: self.name(),
-            what,
-            expected,
-            found,
-        })
+        Err(ScheduleError::Range { index, phase: self.name(), what, expected, found })
     }
 }
 

@@ -40,19 +40,11 @@ impl fmt::Display for Phase {
                 write!(f, "cosine:{steps}")?;
                 optional(f, (*floor != 0.0).then_some(floor))
             }
-            Phase::Polynomial {
-                steps,
-                power,
-                floor,
-            } => {
+            Phase::Polynomial { steps, power, floor } => {
                 write!(f, "polynomial:{steps}:{power}")?;
                 optional(f, (*floor != 0.0).then_some(floor))
             }
-            Phase::Step {
-                every,
-                gamma,
-                steps,
-            } => {
+            Phase::Step { every, gamma, steps } => {
                 write!(f, "step:{every}:{gamma}")?;
                 optional(f, steps.as_ref())
             }
@@ -79,9 +71,7 @@ impl FromStr for Schedule {
         }
         let phases = text.split(',').enumerate();
         let phases = phases.map(|(index, text)| phase(index, text.trim()));
-        let schedule = Schedule {
-            phases: phases.collect::<Result<_, _>>()?,
-        };
+        let schedule = Schedule { phases: phases.collect::<Result<_, _>>()? };
         schedule.validate()?;
         Ok(schedule)
     }
@@ -112,18 +102,15 @@ fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
             _ => None,
         }),
         "linear" => ("linear:STEPS:FROM:TO", |n| match n {
-            [steps, from, to] => Some(Phase::Linear {
-                steps: number(steps)?,
-                from: number(from)?,
-                to: number(to)?,
-            }),
+            [steps, from, to] => {
+                Some(Phase::Linear { steps: number(steps)?, from: number(from)?, to: number(to)? })
+            }
             _ => None,
         }),
         "cosine" => ("cosine:STEPS[:FLOOR]", |n| match n {
-            [steps, rest @ ..] => Some(Phase::Cosine {
-                steps: number(steps)?,
-                floor: one_or(rest, 0.0)?,
-            }),
+            [steps, rest @ ..] => {
+                Some(Phase::Cosine { steps: number(steps)?, floor: one_or(rest, 0.0)? })
+            }
             _ => None,
         }),
         "polynomial" => ("polynomial:STEPS:POWER[:FLOOR]", |n| match n {
@@ -143,9 +130,7 @@ fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
             _ => None,
         }),
         _ => {
-            return Err(refuse(
-                "constant, warmup, linear, cosine, polynomial or step",
-            ));
+            return Err(refuse("constant, warmup, linear, cosine, polynomial or step"));
         }
     };
     let read = (numbers.len() <= MOST_NUMBERS).then(|| read(&numbers));
@@ -159,10 +144,7 @@ fn constant(numbers: &[&str]) -> Option<Phase> {
         ["", rest @ ..] if !rest.is_empty() => (None, rest),
         [steps, rest @ ..] => (Some(number(steps)?), rest),
     };
-    Some(Phase::Constant {
-        steps,
-        factor: one_or(rest, 1.0)?,
-    })
+    Some(Phase::Constant { steps, factor: one_or(rest, 1.0)? })
 }
 
 fn number<T: FromStr>(text: &str) -> Option<T> {

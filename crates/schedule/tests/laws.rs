@@ -9,20 +9,13 @@ use proptest::prelude::*;
 fn phase() -> impl Strategy<Value = Phase> {
     let (steps, factor, share) = (0u64..200, 0.0..3.0f64, 0.0..=1.0f64);
     prop_oneof![
-        (steps.clone(), factor.clone()).prop_map(|(steps, factor)| Phase::Constant {
-            steps: Some(steps),
-            factor
-        }),
+        (steps.clone(), factor.clone())
+            .prop_map(|(steps, factor)| Phase::Constant { steps: Some(steps), factor }),
         (steps.clone(), factor.clone(), factor.clone())
             .prop_map(|(steps, from, to)| Phase::Linear { steps, from, to }),
         (steps.clone(), share.clone()).prop_map(|(steps, floor)| Phase::Cosine { steps, floor }),
-        (steps.clone(), factor.clone(), share.clone()).prop_map(|(steps, power, floor)| {
-            Phase::Polynomial {
-                steps,
-                power,
-                floor,
-            }
-        }),
+        (steps.clone(), factor.clone(), share.clone())
+            .prop_map(|(steps, power, floor)| { Phase::Polynomial { steps, power, floor } }),
         (1u64..50, share, steps).prop_map(|(every, gamma, steps)| Phase::Step {
             every: NonZeroU64::new(every).unwrap(),
             gamma,
@@ -103,28 +96,13 @@ fn whatever_is_no_schedule_is_refused_by_phase_and_number() {
         ("warmup:-1", "expected warmup:STEPS"),
         ("cosine:9:0.1:2", "expected cosine:STEPS[:FLOOR]"),
         ("step:0:0.1", "EVERY above 0, found `step:0:0.1`"),
-        (
-            "cosine:9:1.5",
-            "floor of cosine: expected a number from 0 to 1, found 1.5",
-        ),
-        (
-            "step:9:-1",
-            "gamma of step: expected a number from 0 to 1, or",
-        ),
-        (
-            "step:9:1.5",
-            "gamma of step: expected a number from 0 to 1, or",
-        ),
+        ("cosine:9:1.5", "floor of cosine: expected a number from 0 to 1, found 1.5"),
+        ("step:9:-1", "gamma of step: expected a number from 0 to 1, or"),
+        ("step:9:1.5", "gamma of step: expected a number from 0 to 1, or"),
         ("step:1:2:21", "factor is at most 1e6, found 2"),
-        (
-            "linear:5:nan:1",
-            "from of linear: expected a number from 0 to 1e6, found NaN",
-        ),
+        ("linear:5:nan:1", "from of linear: expected a number from 0 to 1e6, found NaN"),
         ("constant:5:1e7", "expected a number from 0 to 1e6"),
-        (
-            "polynomial:5:inf",
-            "power of polynomial: expected a finite number",
-        ),
+        ("polynomial:5:inf", "power of polynomial: expected a finite number"),
         ("warm\u{1b}[2Jup", "found `warm\\u{1b}[2Jup`"),
         (
             "step:9:0.9,cosine:5",
@@ -135,10 +113,7 @@ fn whatever_is_no_schedule_is_refused_by_phase_and_number() {
         let error = text.parse::<Schedule>().unwrap_err();
         assert!(error.to_string().contains(expected), "{text}: {error}");
     }
-    let own = Schedule::from(Phase::Constant {
-        steps: None,
-        factor: -1.0,
-    });
+    let own = Schedule::from(Phase::Constant { steps: None, factor: -1.0 });
     assert!(matches!(own.validate(), Err(ScheduleError::Range { .. })));
 }
 
@@ -147,17 +122,9 @@ fn schedules_have_bounds_whatever_is_written() {
     let phases = vec!["constant:1"; MOST_PHASES].join(",");
     assert!(phases.parse::<Schedule>().is_ok());
     let error = format!("{phases},cosine:5").parse::<Schedule>();
-    assert_eq!(
-        error,
-        Err(ScheduleError::Phases {
-            found: MOST_PHASES + 1
-        })
-    );
+    assert_eq!(error, Err(ScheduleError::Phases { found: MOST_PHASES + 1 }));
     let built = (0..MOST_PHASES).fold(Schedule::cosine(1), |all, _| all.then(Schedule::cosine(1)));
-    assert!(matches!(
-        built.validate(),
-        Err(ScheduleError::Phases { .. })
-    ));
+    assert!(matches!(built.validate(), Err(ScheduleError::Phases { .. })));
     let long = "x".repeat(1 << 20).parse::<Schedule>().unwrap_err();
     assert!(long.to_string().len() < 400, "{long}");
     let grown: Schedule = "step:1:2:19".parse().unwrap();

@@ -50,12 +50,7 @@ impl StreamingCopies {
     /// read from memory afterwards, which an ordinary copy is not.
     #[inline]
     pub fn copy(&self, dst: &mut [u8], src: &[u8]) {
-        assert!(
-            dst.len() == src.len(),
-            "a copy of {} bytes into {}",
-            src.len(),
-            dst.len()
-        );
+        assert!(dst.len() == src.len(), "a copy of {} bytes into {}", src.len(), dst.len());
         let head = dst.as_ptr().align_offset(LINE_BYTES).min(dst.len());
         let (dst_head, dst) = dst.split_at_mut(head);
         let (src_head, src) = src.split_at(head);
@@ -130,20 +125,8 @@ mod x86_64 {
         };
     }
 
-    copy!(
-        copy_512,
-        "avx512f",
-        __m512i,
-        _mm512_loadu_si512,
-        _mm512_stream_si512
-    );
-    copy!(
-        copy_256,
-        "avx",
-        __m256i,
-        _mm256_loadu_si256,
-        _mm256_stream_si256
-    );
+    copy!(copy_512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_stream_si512);
+    copy!(copy_256, "avx", __m256i, _mm256_loadu_si256, _mm256_stream_si256);
     copy!(copy_128, "sse2", __m128i, _mm_loadu_si128, _mm_stream_si128);
 }
 

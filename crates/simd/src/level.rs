@@ -160,14 +160,10 @@ impl FromStr for Level {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let available = Self::available();
-        available
-            .iter()
-            .find(|level| level.name() == text)
-            .copied()
-            .ok_or_else(|| LevelError {
-                found: text.to_owned(),
-                expected: available.iter().map(|level| level.name()).collect(),
-            })
+        available.iter().find(|level| level.name() == text).copied().ok_or_else(|| LevelError {
+            found: text.to_owned(),
+            expected: available.iter().map(|level| level.name()).collect(),
+        })
     }
 }
 

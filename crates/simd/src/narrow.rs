@@ -52,16 +52,8 @@ pub fn narrow_f16(value: f32) -> u16 {
     let subnormal = (f32::from_bits(magnitude) + f32::from_bits(HALF)).to_bits();
     let subnormal = subnormal.wrapping_sub(HALF);
     let nan = magnitude >> 13 & 0x3ff | 0x7e00;
-    let narrow = if magnitude < F16_NORMAL {
-        subnormal
-    } else {
-        normal
-    };
-    let narrow = if magnitude >= F16_OVERFLOW {
-        0x7c00
-    } else {
-        narrow
-    };
+    let narrow = if magnitude < F16_NORMAL { subnormal } else { normal };
+    let narrow = if magnitude >= F16_OVERFLOW { 0x7c00 } else { narrow };
     let narrow = if magnitude > INFINITY { nan } else { narrow };
     (narrow | (bits & SIGN) >> 16) as u16
 }
@@ -124,11 +116,7 @@ fn rounded<const NUMBER: bool>(value: f32, addend: u32) -> u32 {
     let bits = value.to_bits();
     let sum = bits.wrapping_add(addend);
     // A comparison of floats is one instruction, one of their bits two.
-    if !NUMBER && value.is_nan() {
-        bits | QUIET
-    } else {
-        sum
-    }
+    if !NUMBER && value.is_nan() { bits | QUIET } else { sum }
 }
 
 /// An f32 as the nearest bf16, ties away from zero, and the signed difference of the bits: nothing
@@ -142,11 +130,7 @@ fn rounded<const NUMBER: bool>(value: f32, addend: u32) -> u32 {
 #[inline(always)]
 pub fn split_bf16(value: f32) -> (u16, u16) {
     let bits = value.to_bits();
-    let bits = if bits & MAGNITUDE > INFINITY {
-        INFINITY | QUIET
-    } else {
-        bits
-    };
+    let bits = if bits & MAGNITUDE > INFINITY { INFINITY | QUIET } else { bits };
     (((bits.wrapping_add(0x8000)) >> 16) as u16, bits as u16)
 }
 
@@ -165,9 +149,7 @@ mod tests {
     /// Every `step`-th pattern of 32 bits, with all neighbours of the boundaries of rounding.
     fn patterns(step: u32) -> impl Iterator<Item = u32> {
         let edges = (0..=u32::from(u16::MAX)).flat_map(|high| {
-            let around = [
-                0u32, 1, 0xfff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff,
-            ];
+            let around = [0u32, 1, 0xfff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff];
             around.map(|low| high << 16 | low)
         });
         (0..u32::MAX / step).map(move |i| i * step).chain(edges)
@@ -176,16 +158,8 @@ mod tests {
     fn check_narrowing(patterns: impl Iterator<Item = u32>) {
         for bits in patterns {
             let value = f32::from_bits(bits);
-            assert_eq!(
-                narrow_f16(value),
-                f16::from_f32_const(value).to_bits(),
-                "{bits:08x}"
-            );
-            assert_eq!(
-                narrow_bf16(value),
-                bf16::from_f32_const(value).to_bits(),
-                "{bits:08x}"
-            );
+            assert_eq!(narrow_f16(value), f16::from_f32_const(value).to_bits(), "{bits:08x}");
+            assert_eq!(narrow_bf16(value), bf16::from_f32_const(value).to_bits(), "{bits:08x}");
         }
     }
 
@@ -242,13 +216,7 @@ mod tests {
 
     #[test]
     fn rounding_at_random_takes_neighbours_with_the_probability_of_their_nearness() {
-        for bits in [
-            0x3f80_4000u32,
-            0x3f80_0001,
-            0xbf80_c000,
-            0x0000_8000,
-            0x7f7f_ffff,
-        ] {
+        for bits in [0x3f80_4000u32, 0x3f80_0001, 0xbf80_c000, 0x0000_8000, 0x7f7f_ffff] {
             let up = (0..=0xffff).filter(|&random_bits| {
                 let found = narrow_bf16_at_random(f32::from_bits(bits), random_bits);
                 assert!(found == (bits >> 16) as u16 || found == (bits >> 16) as u16 + 1);

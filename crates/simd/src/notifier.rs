@@ -64,10 +64,7 @@ impl Notifier {
         let mut is_done = done();
         while !is_done {
             guard = match deadline {
-                None => self
-                    .changed
-                    .wait(guard)
-                    .unwrap_or_else(PoisonError::into_inner),
+                None => self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) => {
                     let left = deadline.saturating_duration_since(Instant::now());
                     if left.is_zero() {

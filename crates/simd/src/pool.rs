@@ -73,10 +73,7 @@ impl Pool {
     /// [`MAX_THREADS`] together.
     pub fn new(threads: NonZeroUsize) -> Self {
         let most = NonZeroUsize::MIN.saturating_add(MAX_THREADS - 1);
-        Self {
-            threads: threads.min(most),
-            workers: Workers::Current,
-        }
+        Self { threads: threads.min(most), workers: Workers::Current }
     }
 
     /// As many threads as the pool has that the caller is in, rayon's global one outside of any.
@@ -88,10 +85,7 @@ impl Pool {
     /// As many threads as `pool` has, its workers beside the caller.
     pub fn of(pool: Arc<ThreadPool>) -> Self {
         let threads = NonZeroUsize::new(pool.current_num_threads());
-        Self {
-            workers: Workers::Of(pool),
-            ..Self::new(threads.unwrap_or(NonZeroUsize::MIN))
-        }
+        Self { workers: Workers::Of(pool), ..Self::new(threads.unwrap_or(NonZeroUsize::MIN)) }
     }
 
     /// The number of threads, the caller's included.
@@ -130,10 +124,7 @@ impl Pool {
     /// # Panics
     /// If there are more than [`MAX_SHARED`] indices; with the panic of `task`.
     pub fn share(&self, count: usize, order: Order, task: &(dyn Fn(usize) + Sync)) {
-        assert!(
-            count <= MAX_SHARED,
-            "at most {MAX_SHARED} indices are shared, found {count}"
-        );
+        assert!(count <= MAX_SHARED, "at most {MAX_SHARED} indices are shared, found {count}");
         let taken: [AtomicBool; MAX_SHARED] = std::array::from_fn(|_| AtomicBool::new(false));
         let threads = self.threads();
         self.work(&|number| {
@@ -187,10 +178,7 @@ impl Pool {
         let next = AtomicUsize::new(0);
         self.work(&|_| {
             while let Some(&(_, index)) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let part = cut[index]
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .take();
+                let part = cut[index].lock().unwrap_or_else(PoisonError::into_inner).take();
                 if let Some(part) = part {
                     part.run();
                 }
@@ -225,10 +213,7 @@ fn call_all<'s>(scope: &Scope<'s>, others: NonZeroUsize, task: &'s (dyn Fn(usize
 fn fan_out(calls: usize, others: NonZeroUsize, task: &(dyn Fn(usize) + Sync)) {
     if calls > 1 {
         let half = calls / 2;
-        rayon::join(
-            || fan_out(calls - half, others, task),
-            || fan_out(half, others, task),
-        );
+        rayon::join(|| fan_out(calls - half, others, task), || fan_out(half, others, task));
     } else {
         let worker = rayon::current_thread_index().unwrap_or(0);
         task(1 + worker % others);
@@ -350,10 +335,7 @@ mod tests {
             let pool = Pool::current();
             (pool.threads(), who_works(&pool, 3))
         });
-        assert_eq!(
-            (threads, names),
-            (3, ["own 0", "own 1", "own 2"].map(String::from).to_vec())
-        );
+        assert_eq!((threads, names), (3, ["own 0", "own 1", "own 2"].map(String::from).to_vec()));
     }
 
     #[test]

@@ -127,11 +127,7 @@ mod tests {
         let bytes = prefetch_bytes(2);
         assert!([NEAR_BYTES, FAR_BYTES].contains(&bytes));
         assert_eq!(bytes, prefetch_bytes(2));
-        let own = if fetches_by_itself(4) {
-            OVER_PAGES_BYTES
-        } else {
-            bytes
-        };
+        let own = if fetches_by_itself(4) { OVER_PAGES_BYTES } else { bytes };
         assert_eq!((own, own), (prefetch_bytes(4), prefetch_bytes(8)));
         if let Some(cache) = first_level_bytes() {
             assert!((4 << 10..=1 << 20).contains(&cache), "{cache} bytes");

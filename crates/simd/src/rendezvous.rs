@@ -91,11 +91,7 @@ pub fn participants<H, F>(parties: usize) -> Vec<Participant<H, F>> {
         failure: Mutex::new(None),
         notifier: Notifier::new(parties),
     }));
-    let participant = |party| Participant {
-        rendezvous: rendezvous.clone(),
-        party,
-        round: 0,
-    };
+    let participant = |party| Participant { rendezvous: rendezvous.clone(), party, round: 0 };
     (0..parties).map(participant).collect()
 }
 
@@ -118,21 +114,14 @@ impl<H, F: Clone> Rendezvous<H, F> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<F>> {
-        self.0
-            .failure
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.0.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts one arrival in, unless the rendezvous has failed.
     fn arrive(&self) -> Result<(), F> {
-        let added = self
-            .0
-            .gate
-            .0
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |gate| {
-                (gate & FAILED == 0).then(|| gate + 1)
-            });
+        let added = self.0.gate.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |gate| {
+            (gate & FAILED == 0).then(|| gate + 1)
+        });
         added.map(|_| ()).map_err(|_| self.broken())
     }
 
@@ -149,13 +138,9 @@ impl<H, F: Clone> Rendezvous<H, F> {
     fn fail_late(&self, round: u64, name: impl FnOnce(&[usize]) -> F) -> Option<F> {
         let target = round * self.0.places.len() as u64;
         let mut kept = self.lock();
-        let closed = self
-            .0
-            .gate
-            .0
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |gate| {
-                (gate & FAILED == 0 && gate < target).then_some(gate | FAILED)
-            });
+        let closed = self.0.gate.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |gate| {
+            (gate & FAILED == 0 && gate < target).then_some(gate | FAILED)
+        });
         match closed {
             Ok(gate) => {
                 let present = self.0.places.len() as u64 - (target - gate);
@@ -258,9 +243,7 @@ impl<H, F: Clone> Participant<H, F> {
         if gate() & !FAILED == target {
             inner.notifier.notify()
         } else {
-            if !inner
-                .notifier
-                .wait(|| opened() || gate() & FAILED != 0, Some(deadline))
+            if !inner.notifier.wait(|| opened() || gate() & FAILED != 0, Some(deadline))
                 && let Some(failure) = self.rendezvous.fail_late(self.round, late)
             {
                 return Err(failure);
@@ -302,9 +285,7 @@ impl<H, F> Drop for Departure<'_, H, F> {
 
 impl<H, F> std::fmt::Debug for Rendezvous<H, F> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Rendezvous")
-            .field("parties", &self.0.places.len())
-            .finish()
+        f.debug_struct("Rendezvous").field("parties", &self.0.places.len()).finish()
     }
 }
 

@@ -37,10 +37,7 @@ fn each<R: Send>(parties: usize, body: impl Fn(TestParticipant) -> R + Sync) -> 
             .into_iter()
             .map(|participant| scope.spawn(move || body(participant)))
             .collect();
-        threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap())
-            .collect()
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
@@ -82,9 +79,8 @@ fn every_party_reads_all_shares_and_writes_its_parts_in_every_round() {
                         .collect::<Vec<_>>()
                 });
                 let part = if own == parties - 1 { 4 } else { 1 };
-                let expected: Vec<_> = (0..parties)
-                    .map(|p| (p, p as u8, round as u8, part))
-                    .collect();
+                let expected: Vec<_> =
+                    (0..parties).map(|p| (p, p as u8, round as u8, part)).collect();
                 assert_eq!(seen.unwrap(), expected);
                 for (index, &byte) in writable.iter().enumerate() {
                     assert_eq!(
@@ -160,10 +156,7 @@ fn claims_stop_at_the_greatest_number() {
         (
             peers.reserved().writable(0).len(),
             lens.map(|len| {
-                (
-                    peers.claim(0, len).range().start,
-                    peers.claim(0, 0).writable(0).len(),
-                )
+                (peers.claim(0, len).range().start, peers.claim(0, 0).writable(0).len())
             }),
             lens.map(|len| peers.claim(0, len).writable(0).len()),
         )
@@ -215,9 +208,8 @@ fn a_failure_in_an_open_round_strikes_the_next() {
             replicas: Default::default(),
             replica_ends: &[],
         };
-        let first = participant.rendezvous(contribution, soon(60_000), name, |_| {
-            rendezvous.fail("later".to_owned())
-        });
+        let first = participant
+            .rendezvous(contribution, soon(60_000), name, |_| rendezvous.fail("later".to_owned()));
         (first, idle(&mut participant, soon(60_000)))
     });
     let expected = (Ok("later".to_owned()), Err("later".to_owned()));
@@ -231,15 +223,9 @@ fn a_round_opens_for_all_or_for_none_when_deadlines_race_with_arrivals() {
             std::thread::sleep(Duration::from_micros(
                 50 * ((trial + participant.party() as u64 * 7) % 11),
             ));
-            idle(
-                &mut participant,
-                Instant::now() + Duration::from_micros(300),
-            )
+            idle(&mut participant, Instant::now() + Duration::from_micros(300))
         });
-        assert!(
-            outcomes.iter().all(|outcome| *outcome == outcomes[0]),
-            "{outcomes:?}"
-        );
+        assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
     }
 }
 
@@ -268,11 +254,7 @@ fn a_panic_at_work_still_waits_for_the_others() {
         }));
         (caught.is_err(), writable)
     });
-    assert_eq!(
-        outcomes[0],
-        (true, vec![0, 7]),
-        "the write of party 1 came before party 0 unwound"
-    );
+    assert_eq!(outcomes[0], (true, vec![0, 7]), "the write of party 1 came before party 0 unwound");
     assert!(!outcomes[1].0);
 }
 

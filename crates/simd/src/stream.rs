@@ -76,12 +76,7 @@ impl<const W: usize> Split for Stream<'_, W> {
 
     fn run(self) {
         let ahead = self.prefetch_distance;
-        let Stream {
-            level,
-            read,
-            mut written,
-            ..
-        } = self;
+        let Stream { level, read, mut written, .. } = self;
         level.run(
             #[inline(always)]
             || {

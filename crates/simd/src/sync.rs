@@ -24,10 +24,7 @@ pub(crate) struct Patience {
 /// Few looks come before the first offer: a call of a few kilobytes takes less than these, and
 /// where the system has put two parties on one core, which it does while others use the rest,
 /// whoever looks keeps the other from coming.
-pub(crate) const PATIENCE: Patience = Patience {
-    spins: 64,
-    yields: 150,
-};
+pub(crate) const PATIENCE: Patience = Patience { spins: 64, yields: 150 };
 
 /// Memory whose users agree elsewhere on who may use it.
 pub(crate) struct Cell<T>(UnsafeCell<T>);

@@ -118,30 +118,20 @@ fn run(
             let rounds = deadlines.into_iter().enumerate();
             rounds
                 .map(|(index, deadline)| {
-                    round(
-                        &mut participant,
-                        &own,
-                        (10 * index + party) as u64,
-                        deadline,
-                    )
+                    round(&mut participant, &own, (10 * index + party) as u64, deadline)
                 })
                 .collect()
         }));
     }
     beside(rendezvous);
-    threads
-        .into_iter()
-        .map(|thread| thread.join().unwrap())
-        .collect()
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
 /// What every party sees in a round that opens: each value in watched memory and, where there is
 /// any, in shared bytes.
 fn seen(parties: usize, index: usize) -> Result<Vec<u64>, Failure> {
     let times = 1 + usize::from(!sync::is_changed());
-    Ok((0..parties)
-        .map(|party| (times * (10 * index + party)) as u64)
-        .collect())
+    Ok((0..parties).map(|party| (times * (10 * index + party)) as u64).collect())
 }
 
 /// Runs a scenario through the interleavings with at most so many interruptions, or through all.
@@ -166,30 +156,18 @@ fn broken_off(parties: usize) {
         assert_eq!(rendezvous.failure(), Some(Failure::Stop));
     });
     let first = &outcomes[0];
-    assert!(
-        outcomes.iter().all(|outcome| outcome == first),
-        "{outcomes:?}"
-    );
+    assert!(outcomes.iter().all(|outcome| outcome == first), "{outcomes:?}");
     assert!(*first == [seen(parties, 0)] || *first == [Err(Failure::Stop)]);
 }
 
 /// The deadline of the first parties passes at any moment.
 fn in_a_hurry(parties: usize, hurried: usize) {
     let deadlines: Vec<&[Instant]> = (0..parties)
-        .map(|party| {
-            if party < hurried {
-                &[PASSED][..]
-            } else {
-                &[NEVER][..]
-            }
-        })
+        .map(|party| if party < hurried { &[PASSED][..] } else { &[NEVER][..] })
         .collect();
     let outcomes = run(&deadlines, drop);
     let first = &outcomes[0];
-    assert!(
-        outcomes.iter().all(|outcome| outcome == first),
-        "{outcomes:?}"
-    );
+    assert!(outcomes.iter().all(|outcome| outcome == first), "{outcomes:?}");
     match &first[0] {
         Ok(_) => assert_eq!(first[0], seen(parties, 0)),
         Err(Failure::Late(late)) => assert!(!late.is_empty() && late.len() < parties, "{late:?}"),

@@ -15,9 +15,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Some(path) => PathBuf::from(path),
         None => {
             let path = folder.path().join("model.safetensors");
-            let bytes = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0]
-                .map(f32::to_le_bytes)
-                .concat();
+            let bytes = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0].map(f32::to_le_bytes).concat();
             let shape = Shape::new([2, 3])?;
             let tensor = TensorBytes::of(DType::F32, &shape, bytes.as_slice().into());
             write_atomically(&path, &[("weight".to_owned(), tensor)], HashMap::new())?;

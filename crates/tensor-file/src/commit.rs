@@ -36,16 +36,11 @@ pub(crate) struct Sum {
 
 impl Sum {
     pub(crate) fn of(bytes: &[u8]) -> Self {
-        Self {
-            len_bytes: bytes.len() as u64,
-            xxh3: format!("{:016x}", xxh3_64(bytes)),
-        }
+        Self { len_bytes: bytes.len() as u64, xxh3: format!("{:016x}", xxh3_64(bytes)) }
     }
 
     fn is_of(&self, files: &dyn Files, path: &Path) -> bool {
-        let long = FileKind::File {
-            len_bytes: self.len_bytes,
-        };
+        let long = FileKind::File { len_bytes: self.len_bytes };
         let as_long = files.kind(path).is_ok_and(|found| found == long);
         as_long && files.read(path).is_ok_and(|bytes| Sum::of(&bytes) == *self)
     }
@@ -72,12 +67,7 @@ struct Move {
 
 impl Journal {
     fn new(moves: Vec<Move>) -> Self {
-        Self {
-            format: FORMAT.to_owned(),
-            version: VERSION,
-            xxh3: sum_of(&moves),
-            moves,
-        }
+        Self { format: FORMAT.to_owned(), version: VERSION, xxh3: sum_of(&moves), moves }
     }
 
     /// Reads and checks the journal at `path` of the first file `target`; why it is none to follow,
@@ -103,9 +93,7 @@ impl Journal {
         let whole =
             |journal: &Self| journal.format == FORMAT && journal.xxh3 == sum_of(&journal.moves);
         let Some(journal) = journal.filter(whole) else {
-            return Err(format!(
-                "expected moves and their checksum, found others; {HELP}"
-            ));
+            return Err(format!("expected moves and their checksum, found others; {HELP}"));
         };
         journal.check_moves(path, target)?;
         Ok(journal)
@@ -166,9 +154,7 @@ pub fn commit_together(mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFile
     let journal = journal_of(&prepared[0].target);
     for file in &mut prepared {
         let ready = part::ready(&file.part, &journal);
-        files
-            .rename(&file.part, &ready)
-            .map_err(io_error(&file.path, "replace"))?;
+        files.rename(&file.part, &ready).map_err(io_error(&file.path, "replace"))?;
         file.part = ready;
     }
     sync_folders(files, &prepared)?;
@@ -200,10 +186,7 @@ pub fn commit_together(mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFile
             // They are the journal's now.
             file.part = PathBuf::new();
         }
-        return Err(TensorFileError::Interrupted {
-            journal,
-            reason: error.to_string(),
-        });
+        return Err(TensorFileError::Interrupted { journal, reason: error.to_string() });
     }
     // Everything is in place; a journal that cannot be removed finds nothing left to do.
     let _ = files.remove_file(&journal);
@@ -234,10 +217,7 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
     let Ok(FileKind::File { len_bytes }) = files.kind(&path) else {
         return Ok(false);
     };
-    let refuse = |reason: String| TensorFileError::Journal {
-        path: path.clone(),
-        reason,
-    };
+    let refuse = |reason: String| TensorFileError::Journal { path: path.clone(), reason };
     if len_bytes > part::MAX_JOURNAL_BYTES {
         let most = part::MAX_JOURNAL_BYTES;
         let reason =
@@ -257,9 +237,7 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
     }
     if left.is_empty() && moved == 0 {
         // Taken back, and the journal's own removal was lost.
-        files
-            .remove_file(&path)
-            .map_err(io_error(&path, "remove"))?;
+        files.remove_file(&path).map_err(io_error(&path, "remove"))?;
         return Ok(false);
     }
     for step in &journal.moves {
@@ -284,9 +262,7 @@ pub fn finish_interrupted_in(files: &dyn Files, target: &Path) -> Result<bool, T
             .sync_folder(&place::folder(&step.to))
             .map_err(io_error(Path::new(&quoted(&step.to)), "sync its folder"))?;
     }
-    files
-        .remove_file(&path)
-        .map_err(io_error(&path, "remove"))?;
+    files.remove_file(&path).map_err(io_error(&path, "remove"))?;
     Ok(true)
 }
 
@@ -383,15 +359,8 @@ mod tests {
             let (from, to) = (from.to_owned(), to.to_owned());
             Journal::new(vec![Move { from, to, sum }])
         };
-        let unknown = Sum {
-            len_bytes: 3,
-            xxh3: "y".repeat(5_000),
-        };
-        let present = Move {
-            from: from.clone(),
-            to: place.clone(),
-            sum: Sum::of(b"new"),
-        };
+        let unknown = Sum { len_bytes: 3, xxh3: "y".repeat(5_000) };
+        let present = Move { from: from.clone(), to: place.clone(), sum: Sum::of(b"new") };
         let mut missing = moves(&long, &long, unknown).moves;
         missing.push(present);
         for journal in [Journal::new(missing), moves(&from, &long, Sum::of(b"new"))] {

@@ -93,11 +93,8 @@ pub(crate) fn tensors(
     let mut before = "the start of the data".to_owned();
     for (begin, end, name) in spans {
         if begin != covered {
-            let what = if begin < covered {
-                "data_offsets overlap"
-            } else {
-                "data_offsets leave a gap"
-            };
+            let what =
+                if begin < covered { "data_offsets overlap" } else { "data_offsets leave a gap" };
             let wrong = Wrong {
                 what,
                 expected: format!("a begin of {covered}, where {before} ends"),
@@ -112,12 +109,7 @@ pub(crate) fn tensors(
 }
 
 fn length_error(path: &Path, what: &'static str, expected: u64, found: u64) -> TensorFileError {
-    TensorFileError::Length {
-        path: path.to_owned(),
-        what,
-        expected,
-        found,
-    }
+    TensorFileError::Length { path: path.to_owned(), what, expected, found }
 }
 
 /// What is wrong with one entry.
@@ -183,9 +175,7 @@ fn tensor(value: &Value) -> Result<(u64, u64), Wrong> {
             found: format!("{offsets:?}"),
         });
     };
-    let bits = shape
-        .iter()
-        .try_fold(dtype.bitsize() as u64, |bits, &dim| bits.checked_mul(dim));
+    let bits = shape.iter().try_fold(dtype.bitsize() as u64, |bits, &dim| bits.checked_mul(dim));
     let Some(len_bytes) = bits.map(|bits| bits.div_ceil(8)) else {
         return Err(Wrong {
             what: "shape",
@@ -204,9 +194,7 @@ fn tensor(value: &Value) -> Result<(u64, u64), Wrong> {
 }
 
 fn counts(what: &'static str, value: &Value) -> Result<Vec<u64>, Wrong> {
-    let counts = value
-        .as_array()
-        .and_then(|array| array.iter().map(Value::as_u64).collect());
+    let counts = value.as_array().and_then(|array| array.iter().map(Value::as_u64).collect());
     counts.ok_or_else(|| Wrong {
         what,
         expected: "a list of counts".into(),

@@ -128,9 +128,7 @@ impl Files for Disk {
     fn kind(&self, path: &Path) -> io::Result<FileKind> {
         let found = fs::metadata(path)?;
         Ok(if found.is_file() {
-            FileKind::File {
-                len_bytes: found.len(),
-            }
+            FileKind::File { len_bytes: found.len() }
         } else if found.is_dir() {
             FileKind::Folder
         } else {

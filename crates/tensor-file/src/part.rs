@@ -80,12 +80,7 @@ pub(crate) fn remove_ready_of(files: &dyn Files, folder: &Path, journal: &Path) 
     let of_dead = |name: &&String| {
         name.starts_with(PREFIX) && name.ends_with(&suffix) && writer(name).is_dead(|| false)
     };
-    for name in files
-        .list(folder)
-        .unwrap_or_default()
-        .iter()
-        .filter(of_dead)
-    {
+    for name in files.list(folder).unwrap_or_default().iter().filter(of_dead) {
         let _ = files.remove_file(&folder.join(name));
     }
 }
@@ -98,11 +93,7 @@ pub(crate) fn is_ready(part: &Path, journal: &Path) -> bool {
 }
 
 fn suffix_of_ready(part: &Path, journal: &Path) -> &'static str {
-    if part.parent() == journal.parent() {
-        READY
-    } else {
-        READY_ELSEWHERE
-    }
+    if part.parent() == journal.parent() { READY } else { READY_ELSEWHERE }
 }
 
 /// What a journal says; `None` where there is none that is followed: a pipe or a device, which may
@@ -169,10 +160,9 @@ fn writer(name: &str) -> Writer {
     let mut fields = name.strip_prefix(PREFIX).unwrap_or_default().split('-');
     let pid = fields.next().and_then(|pid| pid.parse().ok());
     match (pid, fields.next(), fields.next()) {
-        (Some(pid), Some(place), Some(began)) if place == place_of_processes() => Writer::Here {
-            pid,
-            began: began.to_owned(),
-        },
+        (Some(pid), Some(place), Some(began)) if place == place_of_processes() => {
+            Writer::Here { pid, began: began.to_owned() }
+        }
         _ => Writer::Elsewhere,
     }
 }
@@ -204,11 +194,7 @@ fn place_of_processes() -> &'static str {
         let container = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
         let text = format!("{}{}", start.trim(), container.display());
         let word: String = text.chars().filter(char::is_ascii_alphanumeric).collect();
-        if word.is_empty() {
-            "unknown".to_owned()
-        } else {
-            word
-        }
+        if word.is_empty() { "unknown".to_owned() } else { word }
     })
 }
 
@@ -236,12 +222,8 @@ mod tests {
         let (_, rest) = name[PREFIX.len()..].split_once('-').unwrap();
         let of_dead = folder.path().join(format!("{PREFIX}{}-{rest}", child.id()));
         let reused = rest.replace(&began_at(std::process::id()).unwrap(), "1");
-        let reused = folder
-            .path()
-            .join(format!("{PREFIX}{}-{reused}", std::process::id()));
-        let elsewhere = folder
-            .path()
-            .join(format!("{PREFIX}1-othermachine-5-0{SUFFIX}"));
+        let reused = folder.path().join(format!("{PREFIX}{}-{reused}", std::process::id()));
+        let elsewhere = folder.path().join(format!("{PREFIX}1-othermachine-5-0{SUFFIX}"));
         let foreign = folder.path().join("notes.part");
         for path in [&of_dead, &reused, &elsewhere, &foreign] {
             std::fs::write(path, b"x").unwrap();
@@ -258,9 +240,7 @@ mod tests {
         let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let places = [first.path().join("p"), second.path().join("s")];
         let commit = |places: &[PathBuf]| {
-            let prepared = places
-                .iter()
-                .map(|place| Prepared::bytes(place, b"new").unwrap());
+            let prepared = places.iter().map(|place| Prepared::bytes(place, b"new").unwrap());
             crate::commit_together(prepared.collect()).unwrap();
         };
         let mut child = std::process::Command::new("true").spawn().unwrap();

@@ -80,10 +80,7 @@ impl TensorFile {
     /// # Errors
     /// As [`TensorFile::read`].
     pub fn read_in(files: &dyn Files, path: &Path) -> Result<Self, TensorFileError> {
-        let not_a_file = |found| TensorFileError::NotAFile {
-            path: path.to_owned(),
-            found,
-        };
+        let not_a_file = |found| TensorFileError::NotAFile { path: path.to_owned(), found };
         match files.kind(path).map_err(io_error(path, "open"))? {
             FileKind::Folder => Err(not_a_file("a folder")),
             FileKind::Other => Err(not_a_file("a pipe, socket or device")),
@@ -112,10 +109,8 @@ impl TensorFile {
         let mut found = BTreeMap::new();
         for (name, info) in metadata.tensors() {
             let dims: Vec<u64> = info.shape.iter().map(|&dim| dim as u64).collect();
-            let shape = Shape::new(dims).map_err(|source| TensorFileError::Shape {
-                path: path.to_owned(),
-                source,
-            })?;
+            let shape = Shape::new(dims)
+                .map_err(|source| TensorFileError::Shape { path: path.to_owned(), source })?;
             let (begin, end) = info.data_offsets;
             let entry = TensorEntry {
                 dtype: info.dtype,
@@ -220,21 +215,13 @@ mod tests {
                 "`a`: shape and data_offsets disagree: expected 16 bytes for shape [4] of \
                  \"F32\", found data_offsets [0, 12]",
             ),
-            (
-                format!("{{{a},{a}}}"),
-                12,
-                "`a`: expected the name once, found it 2 times",
-            ),
+            (format!("{{{a},{a}}}"), 12, "`a`: expected the name once, found it 2 times"),
             (
                 format!("{{{a}}}"),
                 9,
                 "tensor data: expected 12 bytes, found 9; the file is truncated",
             ),
-            (
-                format!("{{{a}}}"),
-                13,
-                "tensor data: expected 12 bytes, found 13",
-            ),
+            (format!("{{{a}}}"), 13, "tensor data: expected 12 bytes, found 13"),
             (
                 format!("{{{}}}", entry("a", "F32", "[-1]", 0, 12)),
                 12,
@@ -262,10 +249,7 @@ mod tests {
     fn descriptions_are_bounded_and_quoted_safely() {
         for (header, data_bytes, message) in [
             (
-                format!(
-                    "{{{}}}",
-                    entry("a", "F32", &format!("[1{}]", ",1".repeat(3_000)), 0, 4)
-                ),
+                format!("{{{}}}", entry("a", "F32", &format!("[1{}]", ",1".repeat(3_000)), 0, 4)),
                 4,
                 "`a`: description: expected at most 4096 bytes of dtype, shape and data_offsets, \
                  found 6048 bytes",
@@ -275,11 +259,7 @@ mod tests {
                 12,
                 "FFF… (3002 characters)",
             ),
-            (
-                format!("{{{}}}", entry("a\\u202e", "F33", "[3]", 0, 12)),
-                12,
-                "`a\\u{202e}`: dtype",
-            ),
+            (format!("{{{}}}", entry("a\\u202e", "F33", "[3]", 0, 12)), 12, "`a\\u{202e}`: dtype"),
         ] {
             let text = refusal(file(&header, data_bytes));
             assert!(text.contains(message), "{text}\nlacks {message}");
@@ -299,11 +279,7 @@ mod tests {
         text[9] = 0xff;
         assert!(refusal(text).contains("UTF-8"));
         let missing = TensorFile::read(Path::new("/no/such/file")).unwrap_err();
-        assert!(
-            missing
-                .to_string()
-                .starts_with("/no/such/file: cannot open")
-        );
+        assert!(missing.to_string().starts_with("/no/such/file: cannot open"));
         let folder = TensorFile::read(Path::new("/")).unwrap_err();
         assert!(folder.to_string().contains("found a folder"));
         let device = TensorFile::read(Path::new("/dev/null")).unwrap_err();

@@ -36,11 +36,7 @@ impl<'a> TensorBytes<'a> {
             DType::U8 => Dtype::U8,
             DType::U16 => Dtype::U16,
         };
-        Self {
-            dtype,
-            shape: shape.dims().iter().map(|&dim| dim as usize).collect(),
-            bytes,
-        }
+        Self { dtype, shape: shape.dims().iter().map(|&dim| dim as usize).collect(), bytes }
     }
 }
 
@@ -184,13 +180,7 @@ impl<'a> Prepared<'a> {
         }
         let part = part::write(files, &place::folder(&target), bytes)
             .map_err(io_error(path, "write a file in its folder"))?;
-        let prepared = Self {
-            files,
-            path: path.to_owned(),
-            target,
-            part,
-            sum: Sum::of(bytes),
-        };
+        let prepared = Self { files, path: path.to_owned(), target, part, sum: Sum::of(bytes) };
         // A file system without permissions has none to hand on.
         let _ = files.keep_mode(&prepared.target, &prepared.part);
         Ok(prepared)
@@ -202,9 +192,7 @@ impl<'a> Prepared<'a> {
     /// [`TensorFileError::Io`]; whatever was at the place is still there then, unless only the
     /// folder could not be synced.
     pub fn commit(mut self) -> Result<(), TensorFileError> {
-        self.files
-            .rename(&self.part, &self.target)
-            .map_err(io_error(&self.path, "replace"))?;
+        self.files.rename(&self.part, &self.target).map_err(io_error(&self.path, "replace"))?;
         self.part = PathBuf::new();
         // The rename itself is only durable once the folder is.
         self.files
@@ -233,11 +221,9 @@ pub fn serialize(
 ) -> Result<Vec<u8>, TensorFileError> {
     let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
     let metadata = (!metadata.is_empty()).then_some(metadata);
-    let mut bytes =
-        safetensors::serialize(views, metadata).map_err(|error| TensorFileError::Write {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        })?;
+    let mut bytes = safetensors::serialize(views, metadata).map_err(|error| {
+        TensorFileError::Write { path: path.to_owned(), reason: error.to_string() }
+    })?;
     sort_metadata(&mut bytes);
     Ok(bytes)
 }
@@ -287,18 +273,11 @@ pub(crate) fn io_error(
     path: &Path,
     operation: &'static str,
 ) -> impl FnOnce(io::Error) -> TensorFileError {
-    move |error| TensorFileError::Io {
-        path: path.to_owned(),
-        operation,
-        reason: error.to_string(),
-    }
+    move |error| TensorFileError::Io { path: path.to_owned(), operation, reason: error.to_string() }
 }
 
 fn not_a_file(path: &Path, found: &'static str) -> TensorFileError {
-    TensorFileError::NotAFile {
-        path: path.to_owned(),
-        found,
-    }
+    TensorFileError::NotAFile { path: path.to_owned(), found }
 }
 
 #[cfg(test)]
@@ -309,11 +288,8 @@ mod tests {
     use crate::TensorFile;
 
     fn tensors(value: u8) -> Vec<(String, TensorBytes<'static>)> {
-        let tensor = TensorBytes {
-            dtype: Dtype::F32,
-            shape: vec![2],
-            bytes: Cow::Owned(vec![value; 8]),
-        };
+        let tensor =
+            TensorBytes { dtype: Dtype::F32, shape: vec![2], bytes: Cow::Owned(vec![value; 8]) };
         vec![("a".into(), tensor)]
     }
 
@@ -386,10 +362,7 @@ mod tests {
         for value in [1, 2] {
             write_atomically(&link, &tensors(value), HashMap::new()).unwrap();
             assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
-            assert_eq!(
-                TensorFile::read(&real).unwrap().bytes("a").unwrap(),
-                [value; 8]
-            );
+            assert_eq!(TensorFile::read(&real).unwrap().bytes("a").unwrap(), [value; 8]);
         }
     }
 
@@ -417,9 +390,6 @@ mod tests {
         symlink("new", at("dangling")).unwrap();
         write_atomically(&at("dangling"), &tensors(1), HashMap::new()).unwrap();
         assert!(fs::symlink_metadata(at("dangling")).unwrap().is_symlink());
-        assert_eq!(
-            TensorFile::read(&at("new")).unwrap().bytes("a").unwrap(),
-            [1; 8]
-        );
+        assert_eq!(TensorFile::read(&at("new")).unwrap().bytes("a").unwrap(), [1; 8]);
     }
 }

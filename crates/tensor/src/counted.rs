@@ -41,10 +41,7 @@ mod tests {
         assert_eq!(counted(1_000, "launch"), "1,000 launches");
         assert_eq!(counted(3, "epoch"), "3 epochs");
         assert_eq!(counted_are(1, "bucket"), "1 bucket is");
-        assert_eq!(
-            counted_are(25_557_032, "element"),
-            "25,557,032 elements are"
-        );
+        assert_eq!(counted_are(25_557_032, "element"), "25,557,032 elements are");
         assert_eq!(grouped(999), "999");
     }
 }

@@ -40,14 +40,7 @@ pub enum Trust {
 impl ParamDesc {
     /// A descriptor with the optimizer's own hyper-parameters.
     pub fn new(name: impl Into<String>, shape: Shape, dtype: DType) -> Self {
-        Self {
-            name: name.into(),
-            shape,
-            dtype,
-            lr_scale: 1.0,
-            weight_decay: None,
-            trust: None,
-        }
+        Self { name: name.into(), shape, dtype, lr_scale: 1.0, weight_decay: None, trust: None }
     }
 
     /// The element count.
@@ -60,19 +53,12 @@ impl ParamDesc {
     /// # Errors
     /// [`TensorError::Hyper`] if `lr_scale` or `weight_decay` is negative or not finite.
     pub fn validate(&self) -> Result<(), TensorError> {
-        let checks = [
-            ("lr_scale", Some(self.lr_scale)),
-            ("weight_decay", self.weight_decay),
-        ];
+        let checks = [("lr_scale", Some(self.lr_scale)), ("weight_decay", self.weight_decay)];
         for (what, value) in checks {
             if let Some(value) = value
                 && !(value.is_finite() && value >= 0.0)
             {
-                return Err(TensorError::Hyper {
-                    name: self.name.clone(),
-                    what,
-                    found: value,
-                });
+                return Err(TensorError::Hyper { name: self.name.clone(), what, found: value });
             }
         }
         Ok(())
@@ -87,11 +73,7 @@ pub fn check_unique_names(params: &[ParamDesc]) -> Result<(), TensorError> {
     let mut seen: HashMap<&str, usize> = HashMap::with_capacity(params.len());
     for (second, param) in params.iter().enumerate() {
         if let Some(first) = seen.insert(&param.name, second) {
-            return Err(TensorError::DuplicateName {
-                name: param.name.clone(),
-                first,
-                second,
-            });
+            return Err(TensorError::DuplicateName { name: param.name.clone(), first, second });
         }
     }
     Ok(())

@@ -32,16 +32,8 @@ pub enum DType {
 
 impl DType {
     /// All of them.
-    pub const ALL: [Self; 8] = [
-        Self::F32,
-        Self::F64,
-        Self::F16,
-        Self::BF16,
-        Self::I32,
-        Self::I64,
-        Self::U8,
-        Self::U16,
-    ];
+    pub const ALL: [Self; 8] =
+        [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I32, Self::I64, Self::U8, Self::U16];
 
     /// Bytes of one element.
     pub const fn len_bytes(self) -> usize {
@@ -78,15 +70,14 @@ impl FromStr for DType {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL
-            .into_iter()
-            .find(|dtype| dtype.name().eq_ignore_ascii_case(text))
-            .ok_or_else(|| {
+        Self::ALL.into_iter().find(|dtype| dtype.name().eq_ignore_ascii_case(text)).ok_or_else(
+            || {
                 format!(
                     "unknown dtype `{}`: expected f32, f64, f16, bf16, i32, i64, u8 or u16",
                     Quoted(text)
                 )
-            })
+            },
+        )
     }
 }
 

@@ -89,13 +89,7 @@ mod tests {
         let long = "é".repeat(MAX_QUOTED_CHARS + 1);
         let shown = Quoted(&long).to_string();
         assert!(shown.ends_with("… (201 characters)"), "{shown}");
-        assert_eq!(
-            escaped("a\tb\n\u{1b}[0m\u{2067}"),
-            "a\tb\n\\u{1b}[0m\\u{2067}"
-        );
-        assert_eq!(
-            escaped_json("\"\u{7f}\u{9b}\u{202e}é𝄞\""),
-            "\"\\u007f\\u009b\\u202eé𝄞\""
-        );
+        assert_eq!(escaped("a\tb\n\u{1b}[0m\u{2067}"), "a\tb\n\\u{1b}[0m\\u{2067}");
+        assert_eq!(escaped_json("\"\u{7f}\u{9b}\u{202e}é𝄞\""), "\"\\u007f\\u009b\\u202eé𝄞\"");
     }
 }

@@ -33,8 +33,7 @@ impl Shape {
         let numel = if dims.contains(&0) {
             Some(0)
         } else {
-            dims.iter()
-                .try_fold(1u64, |product, &dim| product.checked_mul(dim))
+            dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim))
         };
         match numel {
             Some(numel) if numel <= MAX_NUMEL => Ok(Self { dims, numel }),

@@ -6,9 +6,8 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 /// Element counts around vector, block and chunk edges.
-pub const EDGE_NUMELS: [u64; 14] = [
-    0, 1, 15, 16, 17, 31, 32, 33, 511, 513, 65_535, 65_536, 65_537, 0,
-];
+pub const EDGE_NUMELS: [u64; 14] =
+    [0, 1, 15, 16, 17, 31, 32, 33, 511, 513, 65_535, 65_536, 65_537, 0];
 
 /// What the gradients look like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,12 +38,7 @@ impl Case {
             let shape = Shape::new([numel]).expect("a count is a valid shape");
             ParamDesc::new(format!("tensor.{index}"), shape, dtype)
         });
-        Self {
-            params: params.collect(),
-            gradients: Gradients::Ordinary,
-            seed: 7,
-            steps: 3,
-        }
+        Self { params: params.collect(), gradients: Gradients::Ordinary, seed: 7, steps: 3 }
     }
 
     /// This case with other gradients.

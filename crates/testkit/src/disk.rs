@@ -156,18 +156,12 @@ impl SimulatedDisk {
         }
         // A file in a folder that is gone is gone, too.
         let folders = &inner.durable.folders;
-        let reachable = |path: &PathBuf| {
-            path.ancestors()
-                .skip(1)
-                .all(|above| folders.contains(above))
-        };
+        let reachable =
+            |path: &PathBuf| path.ancestors().skip(1).all(|above| folders.contains(above));
         inner.durable.files.retain(|path, _| reachable(path));
         let folders = folders.clone();
-        let reachable = |path: &PathBuf| {
-            path.ancestors()
-                .skip(1)
-                .all(|above| folders.contains(above))
-        };
+        let reachable =
+            |path: &PathBuf| path.ancestors().skip(1).all(|above| folders.contains(above));
         inner.durable.folders.retain(reachable);
         inner.now = inner.durable.clone();
         inner.dead = false;
@@ -240,11 +234,7 @@ impl Inner {
     }
 
     fn readable(&self) -> io::Result<()> {
-        if self.dead {
-            Err(io::Error::other("the power is off"))
-        } else {
-            Ok(())
-        }
+        if self.dead { Err(io::Error::other("the power is off")) } else { Ok(()) }
     }
 
     fn require_parent(&self, path: &Path) -> io::Result<()> {
@@ -313,9 +303,7 @@ impl Files for SimulatedDisk {
 
     fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
         let inner = &mut *self.lock();
-        let made = inner
-            .file(from)
-            .map(|bytes| Change::Make(to.to_owned(), bytes));
+        let made = inner.file(from).map(|bytes| Change::Make(to.to_owned(), bytes));
         inner.enter(made.as_ref().ok().cloned())?;
         inner.require_parent(to)?;
         inner.change(made?);

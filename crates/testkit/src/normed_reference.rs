@@ -24,12 +24,7 @@ pub(crate) fn near_lars(lars: &Lars, plan: &Plan, case: &Case, found: &[u8]) {
         for grad in &tensor.grads {
             changed |= fusestep_lars_momentum::reference::update(&own, trust, &mut p, grad, &mut u);
         }
-        Expected {
-            param: p,
-            state: vec![u],
-            scale: own.lr,
-            changed,
-        }
+        Expected { param: p, state: vec![u], scale: own.lr, changed }
     });
 }
 
@@ -158,12 +153,7 @@ impl<'a> Scales<'a> {
 
     /// Some roundings of the dtype apart, or apart by little of the scale.
     fn is_near(&self, role: Role, dtype: DType, found: f64, value: f64) -> bool {
-        let Kept {
-            param_error,
-            state_error,
-            steps,
-            ..
-        } = *self.kept;
+        let Kept { param_error, state_error, steps, .. } = *self.kept;
         let (relative, epsilon) = match dtype {
             DType::F64 => (1e-13, 1e-16 + 1e-11 * self.update),
             _ => (1e-5, 1e-8 + 1e-3 * self.update),

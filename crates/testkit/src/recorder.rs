@@ -41,11 +41,7 @@ impl RecordedLaunch {
 
     /// One that updates nothing.
     fn of_sums(entry: &'static str, batch: &Batch, argument_bytes: usize) -> Self {
-        Self {
-            groups: 0,
-            elements: 0,
-            ..Self::of(entry, batch, argument_bytes)
-        }
+        Self { groups: 0, elements: 0, ..Self::of(entry, batch, argument_bytes) }
     }
 }
 
@@ -60,10 +56,7 @@ pub struct Recorder<B> {
 impl<B: Backend> Recorder<B> {
     /// Records what `inner` is asked to launch.
     pub fn new(inner: B) -> Self {
-        Self {
-            inner,
-            launches: Mutex::new(Vec::new()),
-        }
+        Self { inner, launches: Mutex::new(Vec::new()) }
     }
 
     fn record(&self, launches: impl IntoIterator<Item = RecordedLaunch>) {

@@ -75,10 +75,7 @@ fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
             }
             compared += 1;
             let expected = expected(&optimizer, first[at], &grads, kept.state_error);
-            let grad = Near {
-                value: grads.last().copied().unwrap_or(0.0),
-                scale: 0.0,
-            };
+            let grad = Near { value: grads.last().copied().unwrap_or(0.0), scale: 0.0 };
             let param_again = expected.param;
             let expected = [expected.param, grad].into_iter().chain(expected.state);
             let expected = expected.chain([param_again]);
@@ -112,13 +109,7 @@ fn expected(optimizer: &Optimizer, param: f64, grads: &[f64], state_error: f64) 
     }
     // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is as
     // large as its rate all the same, and decay carries them into the moments.
-    let Sensitivity {
-        state: roles,
-        update,
-        velocity,
-        l2,
-        is_normalized,
-    } = sensitivity(optimizer);
+    let Sensitivity { state: roles, update, velocity, l2, is_normalized } = sensitivity(optimizer);
     let rate = if is_normalized { update } else { 0.0 };
     // `is_near` takes a thousandth of the scale.
     let jumps = 1e3 * undecided(optimizer, param, grads, state_error);
@@ -131,10 +122,7 @@ fn expected(optimizer: &Optimizer, param: f64, grads: &[f64], state_error: f64) 
         },
     };
     Expected {
-        param: Near {
-            value,
-            scale: rate + jumps,
-        },
+        param: Near { value, scale: rate + jumps },
         state: roles.iter().zip(state).map(near).collect(),
     }
 }
@@ -179,31 +167,15 @@ struct Rounding {
 
 impl Rounding {
     fn new(plan: &Plan, optimizer: Optimizer, dtype: DType, steps: u64) -> Self {
-        let Sensitivity {
-            state,
-            update,
-            velocity,
-            l2,
-            ..
-        } = sensitivity(&optimizer);
+        let Sensitivity { state, update, velocity, l2, .. } = sensitivity(&optimizer);
         let kept = Kept::new(plan, state, dtype, steps);
         let decayed = PARAM * l2 * kept.param_error;
-        Self {
-            kept,
-            update,
-            velocity,
-            decayed,
-        }
+        Self { kept, update, velocity, decayed }
     }
 
     /// Some roundings of the dtype apart, or apart by little of the scale.
     fn is_near(&self, role: Role, dtype: DType, found: f64, Near { value, scale }: Near) -> bool {
-        let Kept {
-            param_error,
-            state_error,
-            steps,
-            ..
-        } = self.kept;
+        let Kept { param_error, state_error, steps, .. } = self.kept;
         let (relative, epsilon) = match dtype {
             DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
             _ => (1e-5, 1e-8 + 1e-3 * scale),

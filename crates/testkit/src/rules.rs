@@ -27,43 +27,22 @@ pub fn each_rule() -> Vec<Optimizer> {
 /// bf16 parameters of a [`crate::Case`] move.
 pub fn rules() -> Vec<Optimizer> {
     let mut all = element_rules();
-    all.push(
-        Lars {
-            lr: 0.5,
-            trust_coefficient: 0.1,
-            eps: 1e-3,
-            ..Lars::default()
-        }
-        .into(),
-    );
-    all.push(
-        Lamb {
-            lr: 0.01,
-            ..Lamb::default()
-        }
-        .into(),
-    );
+    all.push(Lars { lr: 0.5, trust_coefficient: 0.1, eps: 1e-3, ..Lars::default() }.into());
+    all.push(Lamb { lr: 0.01, ..Lamb::default() }.into());
     all
 }
 
 /// Those of [`rules`] that update every element on its own.
 pub fn element_rules() -> Vec<Optimizer> {
-    let adam = Adam {
-        lr: 1e-2,
-        ..Adam::default()
-    };
+    let adam = Adam { lr: 1e-2, ..Adam::default() };
     let largest = Adam {
         second_moment: SecondMoment::Largest,
         weight_decay: WeightDecay::L2(0.01),
         objective: Objective::Maximize,
         ..adam
     };
-    let lion = Lion {
-        lr: 1e-3,
-        weight_decay: 0.1,
-        objective: Objective::Maximize,
-        ..Lion::default()
-    };
+    let lion =
+        Lion { lr: 1e-3, weight_decay: 0.1, objective: Objective::Maximize, ..Lion::default() };
     let adagrad = Adagrad {
         lr_decay: 0.1,
         initial_sum: 1e-3,
@@ -71,12 +50,8 @@ pub fn element_rules() -> Vec<Optimizer> {
         objective: Objective::Maximize,
         ..Adagrad::default()
     };
-    let schedule_free = ScheduleFree {
-        lr: 1e-2,
-        weight_decay: 0.1,
-        warmup_steps: 2,
-        ..ScheduleFree::default()
-    };
+    let schedule_free =
+        ScheduleFree { lr: 1e-2, weight_decay: 0.1, warmup_steps: 2, ..ScheduleFree::default() };
     let mut all: Vec<Optimizer> = vec![adam.into(), largest.into(), lion.into(), adagrad.into()];
     all.push(schedule_free.into());
     all.extend(sgd_rules().map(Optimizer::from));
@@ -85,49 +60,19 @@ pub fn element_rules() -> Vec<Optimizer> {
 }
 
 fn sgd_rules() -> [Sgd; 3] {
-    let momentum = Sgd {
-        lr: 1.0,
-        weight_decay: WeightDecay::L2(0.01),
-        ..Sgd::with_momentum()
-    };
-    let plain = Sgd {
-        momentum: 0.0,
-        rescale: 0.125,
-        ..momentum
-    };
-    let dampened = Sgd {
-        dampening: 0.25,
-        weight_decay: WeightDecay::Decoupled(0.1),
-        ..momentum
-    };
-    let nesterov = Sgd {
-        nesterov: Nesterov::Nesterov,
-        objective: Objective::Maximize,
-        ..momentum
-    };
+    let momentum = Sgd { lr: 1.0, weight_decay: WeightDecay::L2(0.01), ..Sgd::with_momentum() };
+    let plain = Sgd { momentum: 0.0, rescale: 0.125, ..momentum };
+    let dampened = Sgd { dampening: 0.25, weight_decay: WeightDecay::Decoupled(0.1), ..momentum };
+    let nesterov = Sgd { nesterov: Nesterov::Nesterov, objective: Objective::Maximize, ..momentum };
     [plain, dampened, nesterov]
 }
 
 /// One for each set of lists.
 fn rmsprop_rules() -> [RmsProp; 4] {
-    let plain = RmsProp {
-        lr: 1e-3,
-        ..RmsProp::default()
-    };
-    let centered = RmsProp {
-        centering: Centering::Centered,
-        ..plain
-    };
-    let with_momentum = RmsProp {
-        momentum: 0.9,
-        objective: Objective::Maximize,
-        ..plain
-    };
-    let both = RmsProp {
-        momentum: 0.5,
-        weight_decay: 0.01,
-        ..centered
-    };
+    let plain = RmsProp { lr: 1e-3, ..RmsProp::default() };
+    let centered = RmsProp { centering: Centering::Centered, ..plain };
+    let with_momentum = RmsProp { momentum: 0.9, objective: Objective::Maximize, ..plain };
+    let both = RmsProp { momentum: 0.5, weight_decay: 0.01, ..centered };
     [plain, centered, with_momentum, both]
 }
 
@@ -151,12 +96,8 @@ pub fn reference_step(
     let [first, second, third] = *state;
     match rule {
         Optimizer::Adam(rule) => {
-            let element = adam::Element {
-                param,
-                moment1: first,
-                moment2: second,
-                max_moment2: third,
-            };
+            let element =
+                adam::Element { param, moment1: first, moment2: second, max_moment2: third };
             let new = adam::update(rule, step, element, grad);
             *state = [new.moment1, new.moment2, new.max_moment2];
             new.param
@@ -196,11 +137,7 @@ pub fn reference_step(
             new.param
         }
         Optimizer::ScheduleFree(rule) => {
-            let element = schedule_free::Element {
-                param,
-                moment2: first,
-                base: second,
-            };
+            let element = schedule_free::Element { param, moment2: first, base: second };
             let new = schedule_free::update(rule, step, element, grad);
             (state[0], state[1]) = (new.moment2, new.base);
             new.param
@@ -225,13 +162,8 @@ pub(crate) struct Sensitivity {
 
 /// How far rounding may take an element of this rule.
 pub(crate) fn sensitivity(rule: &Optimizer) -> Sensitivity {
-    let normalized = |state, update, l2| Sensitivity {
-        state,
-        update,
-        velocity: 0.0,
-        l2,
-        is_normalized: true,
-    };
+    let normalized =
+        |state, update, l2| Sensitivity { state, update, velocity: 0.0, l2, is_normalized: true };
     match rule {
         Optimizer::Adam(rule) => {
             let state: &[Role] = match rule.second_moment {
@@ -241,11 +173,7 @@ pub(crate) fn sensitivity(rule: &Optimizer) -> Sensitivity {
             normalized(state, rule.lr, l2_of(rule.weight_decay))
         }
         Optimizer::Sgd(rule) => Sensitivity {
-            state: if rule.has_velocity() {
-                &[Role::Velocity]
-            } else {
-                &[]
-            },
+            state: if rule.has_velocity() { &[Role::Velocity] } else { &[] },
             update: rule.lr * 3.0 * GRAD,
             velocity: 3.0 * GRAD,
             l2: l2_of(rule.weight_decay),
@@ -268,10 +196,7 @@ pub(crate) fn sensitivity(rule: &Optimizer) -> Sensitivity {
             };
             // The first step divides g by the root of (1 − α)·g².
             let velocity = 1.0 / (1.0 - rule.alpha).sqrt() / (1.0 - rule.momentum);
-            Sensitivity {
-                velocity,
-                ..normalized(state, rule.lr * velocity, rule.weight_decay)
-            }
+            Sensitivity { velocity, ..normalized(state, rule.lr * velocity, rule.weight_decay) }
         }
         Optimizer::ScheduleFree(rule) => normalized(&[Role::Moment2, Role::Base], rule.lr, 0.0),
         other => panic!("{} takes norms of tensors", other.name()),
@@ -308,10 +233,7 @@ pub(crate) fn undecided(rule: &Optimizer, param: f64, grads: &[f64], state_error
     let Optimizer::Lion(rule) = rule else {
         return 0.0;
     };
-    let mut element = lion::Element {
-        param,
-        ..lion::Element::default()
-    };
+    let mut element = lion::Element { param, ..lion::Element::default() };
     let mut sum = 0.0;
     for &grad in grads {
         if lion::certainty(rule, element, grad) < 1e-6 + 2.0 * state_error {

@@ -19,10 +19,7 @@ pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
         for threads in [1, 2, 3] {
             let count = NonZeroUsize::new(threads).expect("not zero");
             let cpu = CpuBackend::new(count);
-            all.push((
-                format!("cpu, {level}, {threads} threads"),
-                Box::new(cpu.at_level(level)),
-            ));
+            all.push((format!("cpu, {level}, {threads} threads"), Box::new(cpu.at_level(level))));
         }
     }
     add_cuda(&mut all);
@@ -45,11 +42,8 @@ fn add_cuda(_: &mut Vec<(String, Box<dyn Backend>)>) {
 /// Limits that put tensors into launches in as many ways as the tests need: default, classic, tiny,
 /// and cut by chunks.
 fn limits() -> [LaunchLimits; 4] {
-    let tiny_chunks = LaunchLimits {
-        argument_bytes: 700,
-        chunk_elements: 512,
-        chunks_per_launch: 5,
-    };
+    let tiny_chunks =
+        LaunchLimits { argument_bytes: 700, chunk_elements: 512, chunks_per_launch: 5 };
     [
         LaunchLimits::default(),
         LaunchLimits::with_argument_bytes(4096),
@@ -67,17 +61,13 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     let mut state = plan.allocate(backend).expect("memory for a test");
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.param_bytes(index);
-        state
-            .write(backend, Role::Param, &param.name, &bytes)
-            .expect("the case's own parameter");
+        state.write(backend, Role::Param, &param.name, &bytes).expect("the case's own parameter");
     }
     let mut reported = Vec::new();
     for step in 1..=case.steps {
         for (index, param) in case.params.iter().enumerate() {
             let bytes = case.grad_bytes(index, step);
-            state
-                .write(backend, Role::Grad, &param.name, &bytes)
-                .expect("the case's own gradient");
+            state.write(backend, Role::Grad, &param.name, &bytes).expect("the case's own gradient");
         }
         let report = plan.run(&mut state, backend);
         let report = report.expect("a step of a valid plan");
@@ -95,13 +85,9 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     let mut all = Vec::new();
     for param in &case.params {
         for role in state.roles(&param.name).expect("a parameter of the plan") {
-            let dtype = state
-                .dtype(role, &param.name)
-                .expect("a tensor of the plan");
+            let dtype = state.dtype(role, &param.name).expect("a tensor of the plan");
             let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
-            state
-                .read(backend, role, &param.name, &mut bytes)
-                .expect("a tensor of the plan");
+            state.read(backend, role, &param.name, &mut bytes).expect("a tensor of the plan");
             one_nan(&mut bytes, dtype);
             all.extend_from_slice(&bytes);
         }
@@ -171,18 +157,10 @@ pub fn check_bits(
 /// Gives every NaN the same payload: payloads are outside the numeric contract.
 fn one_nan(bytes: &mut [u8], dtype: DType) {
     match dtype {
-        DType::F32 => replace(bytes, f32::NAN.to_le_bytes(), |b| {
-            f32::from_le_bytes(b).is_nan()
-        }),
-        DType::F64 => replace(bytes, f64::NAN.to_le_bytes(), |b| {
-            f64::from_le_bytes(b).is_nan()
-        }),
-        DType::F16 => replace(bytes, f16::NAN.to_le_bytes(), |b| {
-            f16::from_le_bytes(b).is_nan()
-        }),
-        DType::BF16 => replace(bytes, bf16::NAN.to_le_bytes(), |b| {
-            bf16::from_le_bytes(b).is_nan()
-        }),
+        DType::F32 => replace(bytes, f32::NAN.to_le_bytes(), |b| f32::from_le_bytes(b).is_nan()),
+        DType::F64 => replace(bytes, f64::NAN.to_le_bytes(), |b| f64::from_le_bytes(b).is_nan()),
+        DType::F16 => replace(bytes, f16::NAN.to_le_bytes(), |b| f16::from_le_bytes(b).is_nan()),
+        DType::BF16 => replace(bytes, bf16::NAN.to_le_bytes(), |b| bf16::from_le_bytes(b).is_nan()),
         _ => {}
     }
 }

@@ -88,8 +88,7 @@ fn finished(journal: &[u8]) -> Outcome {
     let of_journal = |path: &Path| path == Path::new(JOURNAL);
     let others = || {
         let all = content(&disk).into_iter();
-        all.filter(|(path, _)| !of_journal(path))
-            .collect::<Vec<_>>()
+        all.filter(|(path, _)| !of_journal(path)).collect::<Vec<_>>()
     };
     let before = others();
     let outcome = finish_interrupted_in(&disk, Path::new(FIRST));

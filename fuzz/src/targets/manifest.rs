@@ -39,9 +39,7 @@ pub(super) fn read_whole(folder: CheckpointFolder<'_>, manifest: &Manifest) -> O
         let expected = spec.shape.numel() * spec.dtype.len_bytes() as u64;
         let found = whole.get(name).map_or(0, Vec::len) as u64;
         if found != expected {
-            return Err(format!(
-                "`{name}`: expected {expected} bytes, found {found}"
-            ));
+            return Err(format!("`{name}`: expected {expected} bytes, found {found}"));
         }
     }
     Ok("whole".to_owned())

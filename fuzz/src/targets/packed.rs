@@ -85,11 +85,7 @@ impl Packer {
         let offsets = numels.map(|numel| {
             let offset = next;
             // One storage has no more elements than this; tensors may lie over each other here.
-            next = if offset + numel > 1 << 51 {
-                64
-            } else {
-                offset + numel
-            };
+            next = if offset + numel > 1 << 51 { 64 } else { offset + numel };
             offset
         });
         let offsets: Vec<u64> = offsets.collect();
@@ -102,11 +98,7 @@ impl Packer {
             lists: buffers.collect::<Result<_, String>>()?,
             firsts: (0..lists.len() as u64).map(|list| list * 7).collect(),
             addresses: (1..=lists.len() as u64).map(|list| list << 56).collect(),
-            kernel: Kernel {
-                lists,
-                layout,
-                flags: if at_random { FLAG_STOCHASTIC } else { 0 },
-            },
+            kernel: Kernel { lists, layout, flags: if at_random { FLAG_STOCHASTIC } else { 0 } },
             limits,
             members: (0..offsets.len() as u32).rev().collect(),
             offsets,
@@ -125,9 +117,8 @@ impl Packer {
             let place = packer.offsets[tensor] - packer.firsts[list];
             packer.addresses[list] + place * packer.width(list)
         });
-        let tensors: Vec<u64> = (0..self.offsets.len() * self.kernel.lists.len())
-            .map(|at| (at as u64) << 20)
-            .collect();
+        let tensors: Vec<u64> =
+            (0..self.offsets.len() * self.kernel.lists.len()).map(|at| (at as u64) << 20).collect();
         let of_tensors = self.expected(batch, |packer, tensor, list| {
             tensors[tensor * packer.kernel.lists.len() + list]
         });
@@ -149,10 +140,7 @@ impl Packer {
         let (lists, control) = (&self.addresses[..], CONTROL);
         let length = pack(&launch, batch, Addresses { lists, control }, &mut self.out);
         same("arguments", &self.out[..length], &expected)?;
-        let anywhere = TensorAddresses {
-            tensors: &tensors,
-            control,
-        };
+        let anywhere = TensorAddresses { tensors: &tensors, control };
         let length = pack_tensors(&launch, batch, anywhere, &mut self.out);
         same("arguments of tensors", &self.out[..length], &of_tensors)?;
         if batch.chunks <= MOST_CHUNKS {
@@ -215,19 +203,12 @@ fn check_table(
     }
     same("table", table, &expected)?;
     if table.len() != arguments.len() + 4 * batch.chunks as usize {
-        return Err(format!(
-            "a table without a word for each of {} chunks",
-            batch.chunks
-        ));
+        return Err(format!("a table without a word for each of {} chunks", batch.chunks));
     }
     let mut head = arguments[..layout.bytes(0, 0)].to_vec();
     head[15] |= (FLAG_RESIDENT >> 24) as u8;
     head.extend(TABLE.to_le_bytes());
-    same(
-        "launch of a table",
-        &pack_launch_of_table(table, layout, TABLE),
-        &head,
-    )
+    same("launch of a table", &pack_launch_of_table(table, layout, TABLE), &head)
 }
 
 /// What step scalars are derived from: as many bytes as are said, and the steps taken before.
@@ -246,17 +227,9 @@ fn check_steps(layout: ArgumentLayout, batch: &Batch) -> Result<(), String> {
     if steps.len() != STEPS_BYTES + batch.groups.len() * GROUP_BYTES {
         return Err(format!("{} bytes of steps", steps.len()));
     }
-    for (group, bytes) in batch
-        .groups
-        .iter()
-        .zip(steps[STEPS_BYTES..].chunks(GROUP_BYTES))
-    {
+    for (group, bytes) in batch.groups.iter().zip(steps[STEPS_BYTES..].chunks(GROUP_BYTES)) {
         let taken = u64::from(*group).saturating_sub(1);
-        same(
-            "steps of a group",
-            &bytes[..8],
-            &f64::from(*group).to_le_bytes(),
-        )?;
+        same("steps of a group", &bytes[..8], &f64::from(*group).to_le_bytes())?;
         same("steps of a group", &bytes[16..24], &taken.to_le_bytes())?;
     }
     Ok(())
@@ -266,12 +239,7 @@ fn same(what: &str, found: &[u8], expected: &[u8]) -> Result<(), String> {
     if found == expected {
         return Ok(());
     }
-    let at = found
-        .iter()
-        .zip(expected)
-        .position(|(found, expected)| found != expected);
+    let at = found.iter().zip(expected).position(|(found, expected)| found != expected);
     let (found, expected) = (found.len(), expected.len());
-    Err(format!(
-        "{what}: expected {expected} bytes, found {found}, other ones from {at:?} on"
-    ))
+    Err(format!("{what}: expected {expected} bytes, found {found}, other ones from {at:?} on"))
 }

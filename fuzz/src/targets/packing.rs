@@ -45,10 +45,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
     for batch in made.iter().take(MOST_PACKED).chain(made.last()) {
         packer.check(batch)?;
     }
-    let mut left = tensors
-        .into_iter()
-        .filter(|tensor| tensor.numel > 0)
-        .peekable();
+    let mut left = tensors.into_iter().filter(|tensor| tensor.numel > 0).peekable();
     for batch in &made {
         let bytes = layout.bytes(batch.records.len(), batch.groups.len());
         if bytes > limits.argument_bytes || batch.chunks > limits.chunks_per_launch {

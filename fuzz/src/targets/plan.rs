@@ -41,11 +41,7 @@ fn made(numbers: &mut Numbers<'_>, rank: usize, world: usize) -> Result<Plan, Pl
         Sgd::default().into(),
         Lamb::default().into(),
         Lars::default().into(),
-        Adam {
-            lr: f64::from_bits(numbers.wide()),
-            ..Adam::default()
-        }
-        .into(),
+        Adam { lr: f64::from_bits(numbers.wide()), ..Adam::default() }.into(),
     ];
     let rule = rules[numbers.byte() as usize % rules.len()];
     let limits = LaunchLimits {
@@ -127,9 +123,7 @@ fn check(world: usize, plan_of: impl Fn(usize) -> Result<Plan, String>) -> Resul
     disjoint(&pooled)?;
     match numel(&pooled) {
         found if found == expected => Ok(()),
-        found => Err(format!(
-            "expected {expected} elements, found {found} updated"
-        )),
+        found => Err(format!("expected {expected} elements, found {found} updated")),
     }
 }
 

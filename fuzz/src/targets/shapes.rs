@@ -14,12 +14,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
         Err(error) => return Ok(format!("{error:#}")),
     };
     match Planner::new(Adam::default().into()).plan(&params) {
-        Ok(plan) => Ok(plan
-            .to_string()
-            .lines()
-            .next()
-            .unwrap_or_default()
-            .to_owned()),
+        Ok(plan) => Ok(plan.to_string().lines().next().unwrap_or_default().to_owned()),
         Err(error) => Ok(error.to_string()),
     }
 }

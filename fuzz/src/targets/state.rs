@@ -31,21 +31,14 @@ pub(crate) fn params(dtype: DType) -> Result<Vec<ParamDesc>, PlanError> {
 pub(crate) fn plan(first: u8) -> Result<Plan, PlanError> {
     let rules: [Optimizer; RULES as usize] = [
         Adam::default().into(),
-        Sgd {
-            momentum: 0.5,
-            ..Sgd::default()
-        }
-        .into(),
+        Sgd { momentum: 0.5, ..Sgd::default() }.into(),
         Lamb::default().into(),
         Lars::default().into(),
     ];
     let dtype = DTYPES[usize::from(first / RULES) % DTYPES.len()];
     let mut planner = Planner::new(rules[usize::from(first % RULES)]);
     if dtype != DType::F32 {
-        planner = planner.precision(Precision {
-            master: Master::F32,
-            ..Precision::default()
-        });
+        planner = planner.precision(Precision { master: Master::F32, ..Precision::default() });
     }
     planner.plan(&params(dtype)?)
 }

@@ -15,12 +15,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
     let tensors: Vec<_> = file
         .entries()
         .iter()
-        .map(|(name, entry)| {
-            (
-                name.clone(),
-                entry.with_bytes(file.bytes(name).unwrap_or_default()),
-            )
-        })
+        .map(|(name, entry)| (name.clone(), entry.with_bytes(file.bytes(name).unwrap_or_default())))
         .collect();
     let written =
         serialize(path, &tensors, file.metadata().clone()).map_err(|error| error.to_string())?;

@@ -56,16 +56,11 @@ pub(super) fn check_coverage(counts: &Counts, root: &Path) -> Result<()> {
             continue;
         }
         let text = fs::read_to_string(&path)?;
-        let heads = text
-            .lines()
-            .filter_map(|line| line.strip_prefix(".visible .entry "));
+        let heads = text.lines().filter_map(|line| line.strip_prefix(".visible .entry "));
         all.extend(heads.map(|head| head.trim_end_matches('(').to_owned()));
     }
-    let missing: Vec<_> = all
-        .iter()
-        .filter(|&entry| !counts.contains_key(entry))
-        .map(String::as_str)
-        .collect();
+    let missing: Vec<_> =
+        all.iter().filter(|&entry| !counts.contains_key(entry)).map(String::as_str).collect();
     ensure!(
         missing.is_empty(),
         "{} of {} entries did not run: {}",
@@ -169,9 +164,7 @@ mod tests {
     #[test]
     fn an_entry_that_did_not_run_is_named() {
         let root = crate::workspace_root();
-        let error = check_coverage(&Counts::new(), &root)
-            .unwrap_err()
-            .to_string();
+        let error = check_coverage(&Counts::new(), &root).unwrap_err().to_string();
         assert!(error.contains("entries did not run: "), "{error}");
         assert!(error.contains("fused_adam_bf16_m32"), "{error}");
     }

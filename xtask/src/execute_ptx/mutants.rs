@@ -58,11 +58,7 @@ pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
         println!("| {} | {} | {places} | {says} |", mutant.name, mutant.entry);
     }
     ensure!(wrong.is_empty(), "not as expected: {}", wrong.join(", "));
-    println!(
-        "{} mutants, all as expected, in {} s",
-        mutants.len(),
-        begun.elapsed().as_secs()
-    );
+    println!("{} mutants, all as expected, in {} s", mutants.len(), begun.elapsed().as_secs());
     Ok(())
 }
 
@@ -128,10 +124,7 @@ impl Mutant {
                     Places::All => true,
                     Places::One(index) => met == index,
                 };
-            met += usize::from(
-                line.split_whitespace()
-                    .any(|word| word.starts_with(self.from)),
-            );
+            met += usize::from(line.split_whitespace().any(|word| word.starts_with(self.from)));
             changed += usize::from(is_hit);
             if !is_hit {
                 body.push_str(line);
@@ -196,9 +189,6 @@ mod tests {
         assert_eq!((places, text.matches("bar.sync").count()), (1, 2));
         assert!(!text.contains("@%p1"));
         let (text, _) = broken("st.global.v4.f32", "st.global.v2.f32", Places::All);
-        assert!(
-            text.contains("st.global.v2.f32 [%rd1], {%f1, %f2};"),
-            "{text}"
-        );
+        assert!(text.contains("st.global.v2.f32 [%rd1], {%f1, %f2};"), "{text}");
     }
 }

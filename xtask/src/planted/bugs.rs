@@ -245,11 +245,7 @@ pub(super) const BUGS: &[Bug] = &[
             return Ok(());
         }
         into.make_room(folder, len_bytes)?;",
-        tool: Tool::Test(
-            "fusestep-tests",
-            "distributed",
-            "the_checkpoint_before_counts",
-        ),
+        tool: Tool::Test("fusestep-tests", "distributed", "the_checkpoint_before_counts"),
     },
     Bug {
         name: "save: skipped steps are not saved",

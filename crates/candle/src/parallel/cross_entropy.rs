@@ -217,27 +217,21 @@ impl Shared {
         let leaves = self.total.div_ceil(LEAF_CLASSES);
         let width = leaves + 2;
         let mut told = vec![0.0; self.samples() * width];
-        told.par_chunks_mut(width)
-            .enumerate()
-            .for_each(|(sample, told)| {
-                let row = self.row(logits, sample);
-                self.leaf_sums(row, largest[sample], &mut told[..leaves]);
-                if let Some(class) = self.own_class(sample) {
-                    told[leaves] = row[class].to_f64();
-                    told[leaves + 1] = 1.0;
-                }
-            });
-        self.group
-            .with(|comm| comm.all_reduce(&mut told, ReduceOp::Sum))?;
+        told.par_chunks_mut(width).enumerate().for_each(|(sample, told)| {
+            let row = self.row(logits, sample);
+            self.leaf_sums(row, largest[sample], &mut told[..leaves]);
+            if let Some(class) = self.own_class(sample) {
+                told[leaves] = row[class].to_f64();
+                told[leaves + 1] = 1.0;
+            }
+        });
+        self.group.with(|comm| comm.all_reduce(&mut told, ReduceOp::Sum))?;
         let mut softmax = Vec::with_capacity(self.samples());
         let mut losses = Vec::with_capacity(self.samples());
         for (sample, told) in told.chunks_exact(width).enumerate() {
             let (label, owners) = (told[leaves], told[leaves + 1]);
             if owners != 1.0 {
-                return Err(ParallelError::LabelsDiffer {
-                    sample,
-                    found: owners as usize,
-                });
+                return Err(ParallelError::LabelsDiffer { sample, found: owners as usize });
             }
             let sum = told[..leaves].iter().fold(0.0, |sum, leaf| sum + leaf);
             softmax.push((largest[sample], sum));
@@ -252,8 +246,7 @@ impl Shared {
         let samples = (0..self.samples()).into_par_iter();
         let largest = samples.map(|sample| {
             let row = self.row(logits, sample).iter();
-            row.map(|logit| logit.to_f64())
-                .fold(f64::NEG_INFINITY, larger)
+            row.map(|logit| logit.to_f64()).fold(f64::NEG_INFINITY, larger)
         });
         let mut told: Vec<f64> = largest.collect();
         // Behind them, the sample after the last one whose label is no class: ranks refuse it
@@ -261,13 +254,11 @@ impl Shared {
         let is_class = |&label: &i64| (0..self.total as i64).contains(&label);
         let unknown = self.labels.iter().rposition(|label| !is_class(label));
         told.push(unknown.map_or(0.0, |sample| sample as f64 + 1.0));
-        self.group
-            .with(|comm| comm.all_reduce(&mut told, ReduceOp::Max))?;
+        self.group.with(|comm| comm.all_reduce(&mut told, ReduceOp::Max))?;
         match told.pop() {
-            Some(unknown) if unknown > 0.0 => Err(ParallelError::Label {
-                sample: unknown as usize - 1,
-                expected: self.total,
-            }),
+            Some(unknown) if unknown > 0.0 => {
+                Err(ParallelError::Label { sample: unknown as usize - 1, expected: self.total })
+            }
             _ => Ok(told),
         }
     }
@@ -302,9 +293,5 @@ fn elements<'a, T: WithDType>(
 
 /// The larger of two values; NaN if either is.
 fn larger(a: f64, b: f64) -> f64 {
-    if a.is_nan() || b.is_nan() {
-        f64::NAN
-    } else {
-        a.max(b)
-    }
+    if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }

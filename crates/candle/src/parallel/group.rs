@@ -196,11 +196,8 @@ fn text_of(told: &[i64]) -> String {
         8 => "f32",
         _ => "f64",
     };
-    let dims: Vec<usize> = told[2..]
-        .iter()
-        .take(told[1] as usize)
-        .map(|&dim| dim as usize)
-        .collect();
+    let dims: Vec<usize> =
+        told[2..].iter().take(told[1] as usize).map(|&dim| dim as usize).collect();
     format!("{dtype} {:?}", Shape::from(dims))
 }
 

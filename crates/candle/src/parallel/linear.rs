@@ -314,28 +314,19 @@ impl Module for RowParallelLinear {
 
 impl ColumnParallel {
     fn with(&self, split: Split) -> Self {
-        Self {
-            split: Some(split),
-            ..self.clone()
-        }
+        Self { split: Some(split), ..self.clone() }
     }
 }
 
 impl RowParallel {
     fn with(&self, split: Split) -> Self {
-        Self {
-            split: Some(split),
-            ..self.clone()
-        }
+        Self { split: Some(split), ..self.clone() }
     }
 }
 
 /// Weights as candle's linear layers begin, for the inputs of the whole layer and not of a slice.
 fn init(shape: LinearShape) -> Init {
-    Init::Randn {
-        mean: 0.0,
-        stdev: (2.0 / shape.inputs.max(1) as f64).sqrt(),
-    }
+    Init::Randn { mean: 0.0, stdev: (2.0 / shape.inputs.max(1) as f64).sqrt() }
 }
 
 fn new_bias(bias: Bias, numel: usize, vb: &VarBuilder<'_>) -> candle_core::Result<Option<Tensor>> {
@@ -376,12 +367,6 @@ fn check_slice(
     if found == expected {
         return Ok(());
     }
-    Err(ParallelError::Length {
-        operation,
-        dim,
-        expected,
-        counts: split.counts().to_vec(),
-        found,
-    }
-    .into())
+    Err(ParallelError::Length { operation, dim, expected, counts: split.counts().to_vec(), found }
+        .into())
 }

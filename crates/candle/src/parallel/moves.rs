@@ -140,10 +140,7 @@ impl Move {
             Move::ToRoot(root) => {
                 receive.copy_from_slice(send);
                 let reduce = ReduceOp::Sum;
-                let operation = Operation::Reduce {
-                    reduce,
-                    root: *root,
-                };
+                let operation = Operation::Reduce { reduce, root: *root };
                 call(group, operation, dtype, None, Buffers::InPlace(receive))?;
                 if group.rank() != *root {
                     receive.fill(0);
@@ -163,12 +160,7 @@ fn call(
     counts: Option<&[usize]>,
     buffers: Buffers<'_>,
 ) -> Result<(), ParallelError> {
-    let call = Call {
-        operation,
-        dtype,
-        counts,
-        buffers,
-    };
+    let call = Call { operation, dtype, counts, buffers };
     Ok(group.with(|comm| comm.execute(call))?)
 }
 

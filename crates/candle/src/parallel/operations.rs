@@ -202,23 +202,14 @@ impl Group {
         x: &Tensor,
         [forward, backward]: [Move; 2],
     ) -> candle_core::Result<Tensor> {
-        x.contiguous()?.apply_op1(Differentiable {
-            name,
-            group: self.clone(),
-            forward,
-            backward,
-        })
+        x.contiguous()?.apply_op1(Differentiable { name, group: self.clone(), forward, backward })
     }
 
     fn check_root(&self, operation: &'static str, root: usize) -> Result<(), ParallelError> {
         if root < self.world_size() {
             return Ok(());
         }
-        Err(ParallelError::Root {
-            operation,
-            expected: self.world_size(),
-            found: root,
-        })
+        Err(ParallelError::Root { operation, expected: self.world_size(), found: root })
     }
 }
 
@@ -228,10 +219,7 @@ pub(super) fn check_tensor(operation: &'static str, x: &Tensor) -> Result<(), Pa
     if x.device().is_cpu() {
         return Ok(());
     }
-    Err(ParallelError::Device {
-        operation,
-        found: format!("{:?}", x.device().location()),
-    })
+    Err(ParallelError::Device { operation, found: format!("{:?}", x.device().location()) })
 }
 
 /// The last dimension, which layers split.

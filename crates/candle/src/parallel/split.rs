@@ -17,9 +17,7 @@ pub struct Split {
 impl Split {
     /// `total` elements cut as equally as can be; the first ranks have one more.
     pub fn even(total: usize, group: &Group) -> Self {
-        Self {
-            counts: even_counts(total, group.world_size()).into(),
-        }
+        Self { counts: even_counts(total, group.world_size()).into() }
     }
 
     /// A block of `counts[i]` elements for rank `i`.
@@ -31,9 +29,7 @@ impl Split {
     /// assert_eq!((split.total(), split.range(1)), (1536, 1024..1536));
     /// ```
     pub fn from_counts(counts: impl Into<Vec<usize>>) -> Self {
-        Self {
-            counts: counts.into().into(),
-        }
+        Self { counts: counts.into().into() }
     }
 
     /// The length of each rank's block.

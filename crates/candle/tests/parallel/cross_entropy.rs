@@ -26,9 +26,8 @@ fn split_run(
 }
 
 fn labels_of(samples: usize, classes: usize) -> Tensor {
-    let labels: Vec<u32> = (0..samples)
-        .map(|sample| (sample * 2_654_435_761 % classes) as u32)
-        .collect();
+    let labels: Vec<u32> =
+        (0..samples).map(|sample| (sample * 2_654_435_761 % classes) as u32).collect();
     Tensor::new(labels, &Device::Cpu).unwrap()
 }
 
@@ -78,10 +77,7 @@ fn blocks_of_whole_leaves_have_the_bits_of_one_rank() {
                 Ok((bits(&losses), bits(&grads)))
             });
             for rank in ranks {
-                assert!(
-                    rank == (bits(&losses), bits(&grads)),
-                    "{dtype:?} {counts:?}"
-                );
+                assert!(rank == (bits(&losses), bits(&grads)), "{dtype:?} {counts:?}");
             }
         }
     }
@@ -124,9 +120,7 @@ fn gradients_are_the_slopes_of_losses() {
                 let moved = Tensor::from_vec(moved, (samples, classes), &Device::Cpu)?;
                 let (losses, _) = split_run(group, &moved, &labels, &split)?;
                 let weighted = f64s(&losses).into_iter().enumerate();
-                Ok(weighted
-                    .map(|(sample, loss)| loss * (sample + 1) as f64)
-                    .sum())
+                Ok(weighted.map(|(sample, loss)| loss * (sample + 1) as f64).sum())
             };
             let slope = (at_distance(STEP)? - at_distance(-STEP)?) / (2.0 * STEP);
             assert!((slope - grad).abs() < 1e-8, "{at}: {slope} {grad}");
@@ -185,10 +179,7 @@ fn samples_may_have_several_dimensions_and_labels_any_integers() {
         let labels = Tensor::zeros(0, DType::U32, &Device::Cpu)?;
         let own = split.range(group.rank());
         let x = none.narrow(1, own.start, own.len())?;
-        assert_eq!(
-            sharded_cross_entropy(&x, &labels, &split, group)?.dims(),
-            [0]
-        );
+        assert_eq!(sharded_cross_entropy(&x, &labels, &split, group)?.dims(), [0]);
         Ok(())
     });
 }

@@ -25,11 +25,7 @@ fn another_shape_or_dtype_is_named_on_all_ranks_and_calls_go_on() {
         let error = message(group.all_reduce(&x));
         let expected = "all_reduce: expected f32 [2, 3] as on rank 0, found f32 [3, 2] on rank 2";
         assert!(error.starts_with(expected), "{error}");
-        let dtype = if group.rank() == 1 {
-            DType::BF16
-        } else {
-            DType::F16
-        };
+        let dtype = if group.rank() == 1 { DType::BF16 } else { DType::F16 };
         let error = message(group.all_gather(&integers(&[2], 1, dtype), 0));
         assert!(
             error.contains("expected f16 [2] as on rank 0, found bf16 [2] on rank 1"),
@@ -38,10 +34,7 @@ fn another_shape_or_dtype_is_named_on_all_ranks_and_calls_go_on() {
         let rows = if odd { 5 } else { 4 };
         let error = message(group.all_gather(&integers(&[rows, 2], 1, DType::F32), 1));
         assert!(error.contains("[5, 2] on rank 2"), "{error}");
-        assert_eq!(
-            group.all_reduce(&integers(&[4], 1, DType::F32))?.dims(),
-            [4]
-        );
+        assert_eq!(group.all_reduce(&integers(&[4], 1, DType::F32))?.dims(), [4]);
         Ok(())
     });
 }
@@ -65,10 +58,7 @@ fn a_rank_that_is_gone_is_an_error_of_the_others() {
 
 #[test]
 fn a_rank_that_is_late_backward_is_an_error_at_the_deadline() {
-    let options = Options {
-        timeout: Duration::from_millis(200),
-        ..Options::default()
-    };
+    let options = Options { timeout: Duration::from_millis(200), ..Options::default() };
     let (say, hear) = std::sync::mpsc::channel::<()>();
     let hear = std::sync::Mutex::new(hear);
     let outcomes = run_ranks(2, &options, |comm| {
@@ -107,10 +97,7 @@ fn labels_that_are_no_classes_or_differ_are_refused_together() {
         let second = if group.rank() == 1 { 1 } else { 4 };
         let result = sharded_cross_entropy(&x, &labels([0, second, 1, 3])?, &split, group);
         let error = message(result);
-        assert!(
-            error.contains("label of sample 1: expected the same on every rank"),
-            "{error}"
-        );
+        assert!(error.contains("label of sample 1: expected the same on every rank"), "{error}");
         let result = sharded_cross_entropy(&x, &labels([0, 1, 2, 3])?, &split, group);
         assert_eq!(result?.dims(), [4]);
         Ok(())
@@ -122,47 +109,24 @@ fn what_cannot_be_moved_is_refused_before_any_call() {
     let group = Group::solo();
     let ints = Tensor::new(&[1u32, 2], &Device::Cpu).unwrap();
     let error = message(group.all_reduce(&ints));
-    assert!(
-        error.contains("expected f32, f64, f16 or bf16, found U32"),
-        "{error}"
-    );
+    assert!(error.contains("expected f32, f64, f16 or bf16, found U32"), "{error}");
     let deep = integers(&[1; 9], 1, DType::F32);
     let error = message(group.all_reduce(&deep));
     assert!(error.contains("at most 8 dimensions"), "{error}");
     let x = integers(&[4, 3], 1, DType::F32);
     let error = message(group.reduce_scatter(&x, 0, &Split::from_counts([3])));
-    assert!(
-        error.contains("expected 3 elements along dimension 0"),
-        "{error}"
-    );
+    assert!(error.contains("expected 3 elements along dimension 0"), "{error}");
     let error = message(group.scatter_replicated(&x, 0, &Split::from_counts([2, 2])));
-    assert!(
-        error.contains("a block for each of 1 ranks, found 2"),
-        "{error}"
-    );
+    assert!(error.contains("a block for each of 1 ranks, found 2"), "{error}");
     assert!(group.all_gather(&x, 2).is_err());
     let error = message(group.broadcast(&x, 1));
     assert!(error.contains("a root below 1, found 1"), "{error}");
     let split = Split::from_counts([3]);
-    let options = ColumnParallel {
-        split: Some(split.clone()),
-        ..ColumnParallel::default()
-    };
-    let error = message(ColumnParallelLinear::from_slice(
-        x.clone(),
-        None,
-        &options,
-        &group,
-    ));
-    assert!(
-        error.contains("expected 3 elements along dimension 0"),
-        "{error}"
-    );
+    let options = ColumnParallel { split: Some(split.clone()), ..ColumnParallel::default() };
+    let error = message(ColumnParallelLinear::from_slice(x.clone(), None, &options, &group));
+    assert!(error.contains("expected 3 elements along dimension 0"), "{error}");
     let error = message(group.all_gather_labels(&x));
-    assert!(
-        error.contains("expected integers of at least one dimension"),
-        "{error}"
-    );
+    assert!(error.contains("expected integers of at least one dimension"), "{error}");
     let labels = Tensor::new(&[1f32, 2., 0., 0.], &Device::Cpu).unwrap();
     let error = message(sharded_cross_entropy(&x, &labels, &split, &group));
     assert!(error.contains("expected integers of shape [4]"), "{error}");

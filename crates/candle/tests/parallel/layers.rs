@@ -28,10 +28,7 @@ struct Slices {
 
 impl Slices {
     fn of(weight: &Tensor, bias: &Tensor) -> Self {
-        Self {
-            weight: var(weight),
-            bias: var(bias),
-        }
+        Self { weight: var(weight), bias: var(bias) }
     }
 }
 
@@ -40,18 +37,12 @@ fn column_parallel_layers_are_the_whole_layer() {
     for world in 1..=4 {
         for gather_output in [GatherOutput::Yes, GatherOutput::No] {
             on_ranks(world, |group| {
-                let (w, b) = (
-                    integers(&[7, 5], 1, DType::F32),
-                    integers(&[7], 2, DType::F32),
-                );
+                let (w, b) = (integers(&[7, 5], 1, DType::F32), integers(&[7], 2, DType::F32));
                 let split = blocks(7, group);
                 let range = split.range(group.rank());
                 let cut = |whole: &Tensor| whole.narrow(0, range.start, range.len());
                 let own = Slices::of(&cut(&w)?, &cut(&b)?);
-                let options = ColumnParallel {
-                    gather_output,
-                    ..ColumnParallel::default()
-                };
+                let options = ColumnParallel { gather_output, ..ColumnParallel::default() };
                 let layer = ColumnParallelLinear::from_slice(
                     own.weight.as_tensor().clone(),
                     Some(own.bias.as_tensor().clone()),
@@ -104,10 +95,7 @@ fn column_parallel_layers_are_the_whole_layer() {
 fn rows_of_a_shared_out_batch_get_the_gradients_of_the_whole_batch() {
     for world in 1..=4 {
         on_ranks(world, |group| {
-            let (w, x) = (
-                integers(&[7, 5], 1, DType::F32),
-                integers(&[9, 5], 3, DType::F32),
-            );
+            let (w, x) = (integers(&[7, 5], 1, DType::F32), integers(&[9, 5], 3, DType::F32));
             let options = ColumnParallel {
                 input: ColumnInput::Rows,
                 split: Some(blocks(7, group)),
@@ -126,10 +114,7 @@ fn rows_of_a_shared_out_batch_get_the_gradients_of_the_whole_batch() {
             let of_one = dot(&expected, &upstream).backward()?;
             let part = dot(&found, &cut(&upstream)?.contiguous()?);
             let grads = group.all_reduce(&part)?.backward()?;
-            let expected = of_one
-                .get(&whole)
-                .unwrap()
-                .narrow(0, rows.start, rows.len())?;
+            let expected = of_one.get(&whole).unwrap().narrow(0, rows.start, rows.len())?;
             assert_eq!(f64s(grads.get(&own).unwrap()), f64s(&expected));
             Ok(())
         });
@@ -141,18 +126,12 @@ fn row_parallel_layers_are_the_whole_layer() {
     for world in 1..=4 {
         for input_is_parallel in [InputIsParallel::Yes, InputIsParallel::No] {
             on_ranks(world, |group| {
-                let (w, b) = (
-                    integers(&[4, 9], 1, DType::F32),
-                    integers(&[4], 2, DType::F32),
-                );
+                let (w, b) = (integers(&[4, 9], 1, DType::F32), integers(&[4], 2, DType::F32));
                 let split = blocks(9, group);
                 let range = split.range(group.rank());
                 let cut = |whole: &Tensor| whole.narrow(1, range.start, range.len());
                 let own = Slices::of(&cut(&w)?, &b);
-                let options = RowParallel {
-                    input_is_parallel,
-                    ..RowParallel::default()
-                };
+                let options = RowParallel { input_is_parallel, ..RowParallel::default() };
                 let layer = RowParallelLinear::from_slice(
                     own.weight.as_tensor().clone(),
                     Some(own.bias.as_tensor().clone()),
@@ -193,27 +172,15 @@ fn row_parallel_layers_are_the_whole_layer() {
 #[test]
 fn layers_cut_out_of_a_whole_one_have_its_slices() {
     on_ranks(3, |group| {
-        let (w, b) = (
-            integers(&[7, 5], 1, DType::BF16),
-            integers(&[7], 2, DType::BF16),
-        );
+        let (w, b) = (integers(&[7, 5], 1, DType::BF16), integers(&[7], 2, DType::BF16));
         let column = ColumnParallelLinear::from_whole(&w, Some(&b), &Default::default(), group)?;
         let own = column.split().range(group.rank());
         assert_eq!(column.split().counts(), [3, 2, 2]);
-        assert_eq!(
-            bits(column.weight()),
-            bits(&w.narrow(0, own.start, own.len())?)
-        );
-        assert_eq!(
-            bits(column.bias().unwrap()),
-            bits(&b.narrow(0, own.start, own.len())?)
-        );
+        assert_eq!(bits(column.weight()), bits(&w.narrow(0, own.start, own.len())?));
+        assert_eq!(bits(column.bias().unwrap()), bits(&b.narrow(0, own.start, own.len())?));
         let row = RowParallelLinear::from_whole(&w, Some(&b), &Default::default(), group)?;
         let own = row.split().range(group.rank());
-        assert_eq!(
-            bits(row.weight()),
-            bits(&w.narrow(1, own.start, own.len())?)
-        );
+        assert_eq!(bits(row.weight()), bits(&w.narrow(1, own.start, own.len())?));
         assert_eq!(bits(row.bias().unwrap()), bits(&b));
         Ok(())
     });
@@ -224,20 +191,11 @@ fn new_layers_have_variables_of_this_rank_and_the_variance_of_whole_ones() {
     on_ranks(2, |group| {
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, DType::F32, &candle_core::Device::Cpu);
-        let shape = LinearShape {
-            inputs: 400,
-            outputs: 301,
-        };
+        let shape = LinearShape { inputs: 400, outputs: 301 };
         let column = ColumnParallelLinear::new(shape, &Default::default(), &vb.pp("c"), group)?;
-        let options = RowParallel {
-            bias: Bias::No,
-            ..RowParallel::default()
-        };
+        let options = RowParallel { bias: Bias::No, ..RowParallel::default() };
         let row = RowParallelLinear::new(shape, &options, &vb.pp("r"), group)?;
-        assert_eq!(
-            column.weight().dims(),
-            [[151, 400], [150, 400]][group.rank()]
-        );
+        assert_eq!(column.weight().dims(), [[151, 400], [150, 400]][group.rank()]);
         assert_eq!(row.weight().dims(), [301, 200]);
         let mut names: Vec<String> = varmap.data().lock().unwrap().keys().cloned().collect();
         names.sort();
@@ -271,9 +229,7 @@ fn model(group: &Group, classes: usize) -> candle_core::Result<(f64, Vec<Vec<f64
     let row = RowParallel::default();
     let down = RowParallelLinear::from_slice(tensor(&second), bias_of_down, &row, group)?;
     let classifier = ColumnParallelLinear::from_slice(tensor(&head), None, &column, group)?;
-    let labels: Vec<u32> = (0..6)
-        .map(|sample| sample * 7 % classes.total() as u32)
-        .collect();
+    let labels: Vec<u32> = (0..6).map(|sample| sample * 7 % classes.total() as u32).collect();
     let labels = Tensor::new(labels, x.device())?;
     let hidden = up.forward(&x)?.tanh()?;
     let logits = classifier.forward(&down.forward(&hidden)?)?;
@@ -282,13 +238,8 @@ fn model(group: &Group, classes: usize) -> candle_core::Result<(f64, Vec<Vec<f64
     let grad = |of: &Var| grads.get(of).unwrap().clone();
     // Slices put together again, so that every rank has the whole model's gradients.
     let whole = |of: &Var, dim: usize| group.all_gather(&grad(of), dim);
-    let gradients = [
-        grad(&x),
-        whole(&first, 0)?,
-        whole(&second, 1)?,
-        grad(&bias),
-        whole(&head, 0)?,
-    ];
+    let gradients =
+        [grad(&x), whole(&first, 0)?, whole(&second, 1)?, grad(&bias), whole(&head, 0)?];
     Ok((loss.to_scalar()?, gradients.iter().map(f64s).collect()))
 }
 

@@ -28,9 +28,7 @@ fn own(dims: &[usize], group: &Group, dtype: DType) -> Tensor {
 
 /// All ranks' inputs.
 fn of_all(dims: impl Fn(usize) -> Vec<usize>, group: &Group, dtype: DType) -> Vec<Tensor> {
-    (0..group.world_size())
-        .map(|rank| integers(&dims(rank), 10 + rank as u64, dtype))
-        .collect()
+    (0..group.world_size()).map(|rank| integers(&dims(rank), 10 + rank as u64, dtype)).collect()
 }
 
 fn sum(tensors: &[Tensor]) -> Tensor {
@@ -152,19 +150,11 @@ fn a_root_tells_all_and_hears_all() {
         let part = dot(&y, &all[group.rank()]);
         let grads = group.all_reduce(&part).unwrap().backward().unwrap();
         let zeros = all[0].zeros_like().unwrap();
-        let expected = if group.rank() == root {
-            sum(&all)
-        } else {
-            zeros.clone()
-        };
+        let expected = if group.rank() == root { sum(&all) } else { zeros.clone() };
         assert_eq!(f64s(grads.get(&x).unwrap()), f64s(&expected));
 
         let y = group.reduce(&x, root).unwrap();
-        let expected = if group.rank() == root {
-            sum(&all)
-        } else {
-            zeros
-        };
+        let expected = if group.rank() == root { sum(&all) } else { zeros };
         assert_eq!(f64s(&y), f64s(&expected));
         // What others make of their zeros counts for nothing.
         let grads = dot(&y, &all[group.rank()]).backward().unwrap();
@@ -203,9 +193,8 @@ fn strides_and_scalars_are_taken_as_they_are() {
         let x = var(&integers(&[3, 4], 5 + group.rank() as u64, DType::F32));
         let of = |x: &Tensor| x.t()?.narrow(0, 1, 2);
         let y = group.all_reduce(&of(&x)?)?;
-        let all: Vec<Tensor> = (0..2)
-            .map(|rank| of(&integers(&[3, 4], 5 + rank, DType::F32)).unwrap())
-            .collect();
+        let all: Vec<Tensor> =
+            (0..2).map(|rank| of(&integers(&[3, 4], 5 + rank, DType::F32)).unwrap()).collect();
         assert_eq!(bits(&y), bits(&sum(&all)));
         let scalar = group.all_reduce(&x.sum_all()?)?;
         assert!(scalar.dims().is_empty());
@@ -217,10 +206,7 @@ fn strides_and_scalars_are_taken_as_they_are() {
 fn labels_come_together_in_rank_order() {
     on_ranks(3, |group| {
         let rank = group.rank() as u32;
-        let own = Tensor::new(
-            vec![10 * rank; UNEVEN[group.rank()]],
-            &candle_core::Device::Cpu,
-        )?;
+        let own = Tensor::new(vec![10 * rank; UNEVEN[group.rank()]], &candle_core::Device::Cpu)?;
         let all = group.all_gather_labels(&own)?;
         assert_eq!(all.to_vec1::<i64>()?, [0, 0, 20, 20, 20]);
         Ok(())

@@ -14,10 +14,7 @@ use fusestep_collective::Collectives;
 use super::{Shared, all_bits, bits, gradients, on_ranks, sharing, step_ranked, step_whole, vars};
 
 fn options() -> Options {
-    let lion = ParamsLion {
-        lr: 3e-4,
-        ..ParamsLion::default()
-    };
+    let lion = ParamsLion { lr: 3e-4, ..ParamsLion::default() };
     Options {
         groups: vec![ParamGroup::of(["embedding"], lion)],
         clip_norm: Some(0.5),
@@ -69,18 +66,8 @@ fn a_run_goes_on_with_the_same_bits_on_any_number_of_ranks() {
         all_bits(&vars)
     };
     let shared = |world, zero, micro| Shared { world, zero, micro };
-    let begins = [
-        shared(1, 0, 1),
-        shared(2, 2, 1),
-        shared(4, 1, 2),
-        shared(4, 3, 1),
-    ];
-    let ends = [
-        shared(1, 1, 2),
-        shared(2, 1, 1),
-        shared(4, 2, 1),
-        shared(2, 3, 2),
-    ];
+    let begins = [shared(1, 0, 1), shared(2, 2, 1), shared(4, 1, 2), shared(4, 3, 1)];
+    let ends = [shared(1, 1, 2), shared(2, 1, 1), shared(4, 2, 1), shared(2, 3, 2)];
     for begin in begins {
         for end in ends {
             let folder = tempfile::tempdir().unwrap();
@@ -114,11 +101,7 @@ fn one_process_on_borrowed_memory_and_ranks_share_checkpoints() {
     }
     // Dropped, it completes its save.
     drop(fused);
-    let shared = Shared {
-        world: 2,
-        zero: 2,
-        micro: 1,
-    };
+    let shared = Shared { world: 2, zero: 2, micro: 1 };
     on_ranks(2, |comm| part(comm, path, shared, 4));
     let ended = vars(DType::F32, 99);
     let mut fused = adamw(&ended, &options());
@@ -133,11 +116,7 @@ fn candle_reads_the_model_as_any_file_of_its_own() {
     for world in [1, 2] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
-        let shared = Shared {
-            world,
-            zero: 2,
-            micro: 1,
-        };
+        let shared = Shared { world, zero: 2, micro: 1 };
         let values = on_ranks(world, |comm| part(comm, path, shared, 2));
         let file = model_file(path);
         let loaded: HashMap<String, Tensor> =
@@ -158,10 +137,7 @@ fn candle_reads_the_model_as_any_file_of_its_own() {
         let weight = from.get((40, 9), "head.weight").unwrap();
         let before = bits(&weight);
         varmap.load(&files[0]).unwrap();
-        assert_eq!(
-            bits(&from.get((40, 9), "head.weight").unwrap()),
-            values[0][6]
-        );
+        assert_eq!(bits(&from.get((40, 9), "head.weight").unwrap()), values[0][6]);
         assert_ne!(before, values[0][6]);
     }
 }
@@ -173,10 +149,7 @@ fn a_checkpoint_of_another_schedule_is_refused_by_name() {
     let mut fused = adamw(&own, &options());
     step_whole(&mut fused, &own, 0..1).unwrap();
     fused.save_checkpoint(folder.path(), 1).unwrap();
-    let unscheduled = Options {
-        schedule: None,
-        ..options()
-    };
+    let unscheduled = Options { schedule: None, ..options() };
     let error = adamw(&own, &unscheduled).resume(folder.path());
     let error = error.unwrap_err().to_string();
     assert!(error.contains("found `warmup:3,polynomial:5:2`"), "{error}");
@@ -202,12 +175,7 @@ fn a_checkpoint_of_another_model_or_rule_is_refused_tensor_by_tensor() {
     let before = all_bits(&other);
     let mut wrong = adamw(&other, &options());
     let error = wrong.resume(folder.path()).unwrap_err().to_string();
-    for named in [
-        "head.weight@param",
-        "[41, 9]",
-        "[40, 9]",
-        "body.0.bias@param",
-    ] {
+    for named in ["head.weight@param", "[41, 9]", "[40, 9]", "body.0.bias@param"] {
         assert!(error.contains(named), "{named}: {error}");
     }
     assert_eq!(all_bits(&other), before);
@@ -215,38 +183,22 @@ fn a_checkpoint_of_another_model_or_rule_is_refused_tensor_by_tensor() {
         let mut wrong = adamw(&other_model(), &options()).on(comm).unwrap();
         wrong.resume(folder.path()).unwrap_err().to_string()
     });
-    assert!(
-        errors
-            .iter()
-            .all(|error| error.contains("head.weight@param")),
-        "{errors:?}"
-    );
+    assert!(errors.iter().all(|error| error.contains("head.weight@param")), "{errors:?}");
 
     let same = vars(DType::F32, 8);
     let error = adamw(&same, &Options::default()).resume(folder.path());
     let error = error.unwrap_err().to_string();
-    assert!(
-        error.contains("embedding.weight") && error.contains("lion"),
-        "{error}"
-    );
+    assert!(error.contains("embedding.weight") && error.contains("lion"), "{error}");
     let mut sgd = Sgd::new(same.clone(), ParamsSgd::default()).unwrap();
     let error = sgd.resume(folder.path()).unwrap_err().to_string();
-    assert!(
-        error.contains("`optimizer`: expected sgd, found adamw"),
-        "{error}"
-    );
+    assert!(error.contains("`optimizer`: expected sgd, found adamw"), "{error}");
     let bare: Vec<Var> = same.into_iter().map(|(_, var)| var).collect();
     let mut unnamed = Fused::new(bare, ParamsAdamW::default()).unwrap();
     for error in [
         unnamed.resume(folder.path()).unwrap_err(),
         unnamed.save_checkpoint(folder.path(), 1).unwrap_err(),
     ] {
-        assert!(
-            error
-                .to_string()
-                .contains("build the optimizer from the VarMap"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("build the optimizer from the VarMap"), "{error}");
     }
 }
 
@@ -271,11 +223,7 @@ fn an_error_of_a_save_behind_is_the_next_steps_and_training_goes_on() {
             let rank = comm.rank();
             let vars = vars(DType::F32, 7);
             let mut ranked = adamw(&vars, &Options::default()).on(comm).unwrap();
-            let shared = Shared {
-                world,
-                zero: 0,
-                micro: 1,
-            };
+            let shared = Shared { world, zero: 0, micro: 1 };
             step_ranked(&mut ranked, shared, 0..1).unwrap();
             ranked.save_checkpoint(path, 1).unwrap();
             if rank == 0 {
@@ -295,10 +243,7 @@ fn an_error_of_a_save_behind_is_the_next_steps_and_training_goes_on() {
                     }
                 }
             };
-            assert!(
-                all_bits(&vars) == before,
-                "a step that failed has changed variables"
-            );
+            assert!(all_bits(&vars) == before, "a step that failed has changed variables");
             ranked.communicator().barrier().unwrap();
             if rank == 0 {
                 unblock(path);
@@ -309,9 +254,8 @@ fn an_error_of_a_save_behind_is_the_next_steps_and_training_goes_on() {
             ranked.checkpoint_every(1, path, 8).unwrap();
             // Dropped, it completes its save with the others.
             drop(ranked);
-            let mut again = adamw(&super::vars(DType::F32, 5), &Options::default())
-                .on(comm)
-                .unwrap();
+            let mut again =
+                adamw(&super::vars(DType::F32, 5), &Options::default()).on(comm).unwrap();
             assert_eq!(again.resume(path).unwrap(), 9);
         });
     }
@@ -326,10 +270,7 @@ fn one_run_saves_to_a_folder() {
     let mut second = adamw(&two, &Options::default()).on(&mut solo).unwrap();
     // Reading is anyone's.
     assert_eq!(second.resume(folder.path()).unwrap(), 3);
-    let error = second
-        .save_checkpoint(folder.path(), 4)
-        .unwrap_err()
-        .to_string();
+    let error = second.save_checkpoint(folder.path(), 4).unwrap_err().to_string();
     assert!(error.contains("another run has locked"), "{error}");
     drop(first);
     second.save_checkpoint(folder.path(), 4).unwrap();

@@ -15,27 +15,15 @@ fn adamw(options: &Options) -> AdamW {
 
 #[test]
 fn options_that_need_ranks_are_refused_without_them() {
-    let accumulate = Options {
-        accumulate: NonZeroU32::new(2),
-        ..Options::default()
-    };
-    let zero = Options {
-        zero: 1,
-        ..Options::default()
-    };
+    let accumulate = Options { accumulate: NonZeroU32::new(2), ..Options::default() };
+    let zero = Options { zero: 1, ..Options::default() };
     for (options, named) in [(accumulate, "`accumulate` of 2"), (zero, "`zero` of 1")] {
         let vars = vars(DType::F32, 7);
         let mut fused =
             AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options).unwrap();
         let before = all_bits(&vars);
-        let error = fused
-            .step(&gradients(&vars, 0, 0..8))
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains(named) && error.contains(".on(comm)"),
-            "{error}"
-        );
+        let error = fused.step(&gradients(&vars, 0, 0..8)).unwrap_err().to_string();
+        assert!(error.contains(named) && error.contains(".on(comm)"), "{error}");
         assert_eq!(all_bits(&vars), before);
         // On one rank they work.
         let mut solo = Solo::new();
@@ -49,63 +37,36 @@ fn options_that_need_ranks_are_refused_without_them() {
 #[test]
 fn options_out_of_range_and_optimizers_in_use_are_refused() {
     let mut solo = Solo::new();
-    let stage = Options {
-        zero: 4,
-        ..Options::default()
-    };
+    let stage = Options { zero: 4, ..Options::default() };
     let error = adamw(&stage).on(&mut solo).unwrap_err().to_string();
-    assert!(
-        error.contains("`zero`: expected a stage from 0 to 3, found 4"),
-        "{error}"
-    );
+    assert!(error.contains("`zero`: expected a stage from 0 to 3, found 4"), "{error}");
     let vars = vars(DType::F32, 7);
     let mut used = AdamW::new(vars.clone(), ParamsAdamW::default()).unwrap();
     used.step(&gradients(&vars, 0, 0..8)).unwrap();
-    let error = used
-        .set_group_learning_rate(0, 0.1)
-        .unwrap_err()
-        .to_string();
+    let error = used.set_group_learning_rate(0, 0.1).unwrap_err().to_string();
     assert!(error.contains("group 0: expected one of the 0"), "{error}");
     let error = used.on(&mut solo).unwrap_err().to_string();
-    assert!(
-        error.contains("before its first step, found one of 1"),
-        "{error}"
-    );
-    let cap = Options {
-        bucket_cap_mib: Some(f64::NAN),
-        ..Options::default()
-    };
+    assert!(error.contains("before its first step, found one of 1"), "{error}");
+    let cap = Options { bucket_cap_mib: Some(f64::NAN), ..Options::default() };
     let errors = on_ranks(2, |comm| adamw(&cap).on(comm).unwrap_err().to_string());
-    assert!(
-        errors[0].contains("`bucket_cap_mib`: expected more than 0"),
-        "{errors:?}"
-    );
+    assert!(errors[0].contains("`bucket_cap_mib`: expected more than 0"), "{errors:?}");
 }
 
 #[test]
 fn ranks_that_differ_are_told_in_what() {
     let errors = on_ranks(2, |comm| {
-        let options = Options {
-            clip_norm: Some(1.0 + comm.rank() as f64),
-            ..Options::default()
-        };
+        let options = Options { clip_norm: Some(1.0 + comm.rank() as f64), ..Options::default() };
         adamw(&options).on(comm).unwrap_err().to_string()
     });
     for error in &errors {
-        assert!(
-            error.contains("clip") && error.contains('1') && error.contains('2'),
-            "{error}"
-        );
+        assert!(error.contains("clip") && error.contains('1') && error.contains('2'), "{error}");
     }
 }
 
 #[test]
 fn ranks_with_other_streams_hear_of_it_before_the_streams_are_founded() {
     let errors = on_ranks(2, |comm| {
-        let options = Options {
-            comm_streams: Some(1 + comm.rank()),
-            ..Options::default()
-        };
+        let options = Options { comm_streams: Some(1 + comm.rank()), ..Options::default() };
         adamw(&options).on(comm).unwrap_err().to_string()
     });
     for error in &errors {
@@ -116,19 +77,11 @@ fn ranks_with_other_streams_hear_of_it_before_the_streams_are_founded() {
 
 #[test]
 fn ranks_begin_with_the_variables_of_rank_0_or_say_that_theirs_differ() {
-    let shared = Shared {
-        world: 2,
-        zero: 1,
-        micro: 1,
-    };
+    let shared = Shared { world: 2, zero: 1, micro: 1 };
     let run = |initial: Initial| {
         on_ranks(2, |comm| {
             let vars = vars(DType::F32, 7 + comm.rank() as u64);
-            let options = Options {
-                initial,
-                zero: 1,
-                ..Options::default()
-            };
+            let options = Options { initial, zero: 1, ..Options::default() };
             let fused = AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options);
             let mut ranked = fused.unwrap().on(comm).unwrap();
             let first = all_bits(&vars);
@@ -192,10 +145,7 @@ fn a_gradient_that_does_not_fit_is_named_and_strides_are_copied() {
     let wrong = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
     store.insert(vars[6].1.as_tensor(), wrong);
     let error = ranked.step(&store).unwrap_err().to_string();
-    assert!(
-        error.contains("gradient of `head.weight`") && error.contains("[40, 9]"),
-        "{error}"
-    );
+    assert!(error.contains("gradient of `head.weight`") && error.contains("[40, 9]"), "{error}");
     assert_eq!(all_bits(&vars), before);
     let mut store = gradients(&vars, 0, 0..8);
     let grad = store.remove(vars[6].1.as_tensor()).unwrap();

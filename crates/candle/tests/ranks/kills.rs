@@ -17,11 +17,8 @@ use fusestep_planner::Manifest;
 use super::{all_bits, exact, on_ranks, tensor};
 
 /// Name and shape of each variable: three layers, with a state that takes a disk some time.
-const LAYERS: [(&str, &[usize]); 3] = [
-    ("first", &[32, 384]),
-    ("second", &[384, 384]),
-    ("third", &[384, 8]),
-];
+const LAYERS: [(&str, &[usize]); 3] =
+    [("first", &[32, 384]), ("second", &[384, 384]), ("third", &[384, 8])];
 /// Samples of a step, of all ranks together.
 const BATCH: usize = 8;
 /// Kills beyond two for each that cuts off a save: a few may miss on a busy machine.
@@ -131,10 +128,7 @@ fn train(world: usize, (folder, steps): (Option<&Path>, usize), tell: &Listener<
             ((*name).to_owned(), Var::from_tensor(&first).unwrap())
         };
         let vars: Vec<_> = LAYERS.iter().enumerate().map(var).collect();
-        let options = Options {
-            zero: if world == 1 { 0 } else { 2 },
-            ..Options::default()
-        };
+        let options = Options { zero: if world == 1 { 0 } else { 2 }, ..Options::default() };
         let optimizer = AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options);
         (vars, optimizer.unwrap())
     };
@@ -205,11 +199,7 @@ impl Program {
             .stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        Self {
-            child,
-            lines,
-            said: String::new(),
-        }
+        Self { child, lines, said: String::new() }
     }
 
     /// What it tells next, with the steps done and the hash; nothing at its end.

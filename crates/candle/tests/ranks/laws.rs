@@ -68,20 +68,10 @@ fn check(name: &str, params: &(impl Params + Sync), options: &Options, dtype: DT
 }
 
 fn groups() -> Options {
-    let lion = ParamsLion {
-        lr: 3e-4,
-        ..ParamsLion::default()
-    };
-    let slow = ParamsAdamW {
-        lr: 1e-5,
-        weight_decay: 0.0,
-        ..ParamsAdamW::default()
-    };
+    let lion = ParamsLion { lr: 3e-4, ..ParamsLion::default() };
+    let slow = ParamsAdamW { lr: 1e-5, weight_decay: 0.0, ..ParamsAdamW::default() };
     Options {
-        groups: vec![
-            ParamGroup::of(["embedding"], lion),
-            ParamGroup::of(["bias"], slow),
-        ],
+        groups: vec![ParamGroup::of(["embedding"], lion), ParamGroup::of(["bias"], slow)],
         clip_norm: Some(0.5),
         ..Options::default()
     }
@@ -91,11 +81,8 @@ fn groups() -> Options {
 fn ranks_and_stages_and_micro_steps_have_the_bits_of_one_process() {
     let adamw = ParamsAdamW::default();
     check("adamw", &adamw, &Options::default(), DType::F32);
-    let clipped = Options {
-        clip_norm: Some(0.5),
-        exclude: vec!["bias".to_owned()],
-        ..Options::default()
-    };
+    let clipped =
+        Options { clip_norm: Some(0.5), exclude: vec!["bias".to_owned()], ..Options::default() };
     check("clip", &adamw, &clipped, DType::F32);
     check("groups", &adamw, &groups(), DType::F32);
 }
@@ -103,19 +90,13 @@ fn ranks_and_stages_and_micro_steps_have_the_bits_of_one_process() {
 #[test]
 fn sixteen_bits_with_masters_and_a_scaled_loss_have_the_bits_of_one_process() {
     let options = Options {
-        precision: Precision {
-            master: Master::F32,
-            ..Precision::default()
-        },
+        precision: Precision { master: Master::F32, ..Precision::default() },
         loss_scale: Some(LossScale::fixed(1.0).unwrap()),
         ..Options::default()
     };
     check("masters", &ParamsAdamW::default(), &options, DType::BF16);
     let random = Options {
-        precision: Precision {
-            rounding: Rounding::Stochastic { seed: 3 },
-            ..Precision::default()
-        },
+        precision: Precision { rounding: Rounding::Stochastic { seed: 3 }, ..Precision::default() },
         ..Options::default()
     };
     check("random", &ParamsSgd::with_momentum(), &random, DType::BF16);
@@ -132,25 +113,11 @@ fn rules_with_norms_have_the_bits_of_one_process() {
 fn buckets_streams_and_naive_plans_change_no_bit() {
     let adamw = ParamsAdamW::default();
     let expected = whole(&adamw, &groups(), DType::F32);
-    let shared = Shared {
-        world: 4,
-        zero: 2,
-        micro: 1,
-    };
+    let shared = Shared { world: 4, zero: 2, micro: 1 };
     for options in [
-        Options {
-            bucket_cap_mib: Some(0.01),
-            ..groups()
-        },
-        Options {
-            comm_streams: Some(2),
-            bucket_cap_mib: Some(0.05),
-            ..groups()
-        },
-        Options {
-            fusion: Fusion::Naive,
-            ..groups()
-        },
+        Options { bucket_cap_mib: Some(0.01), ..groups() },
+        Options { comm_streams: Some(2), bucket_cap_mib: Some(0.05), ..groups() },
+        Options { fusion: Fusion::Naive, ..groups() },
     ] {
         let found = shared_out(&adamw, &options, (DType::F32, shared));
         assert!(found == expected, "{options:?}");
@@ -164,10 +131,7 @@ fn a_group_has_the_rule_and_the_rate_it_was_given() {
     step_whole(&mut fused, &vars, 0..1).unwrap();
     let (expected, found) = (all_bits(&vars), |only: Rule, name: &str| {
         let own = super::vars(DType::F32, 7);
-        let options = Options {
-            clip_norm: Some(0.5),
-            ..Options::default()
-        };
+        let options = Options { clip_norm: Some(0.5), ..Options::default() };
         let mut alone = AnyRule::with_options(own.clone(), only, &options).unwrap();
         step_whole(&mut alone, &own, 0..1).unwrap();
         let (_, var) = own.iter().find(|(known, _)| known == name).unwrap().clone();
@@ -187,10 +151,7 @@ fn a_group_has_the_rule_and_the_rate_it_was_given() {
     fused.set_group_learning_rate(1, 0.0).unwrap();
     step_whole(&mut fused, &vars, 1..2).unwrap();
     assert_eq!(bits(vars[at("head.bias")].1.as_tensor()), before);
-    assert_ne!(
-        all_bits(&vars)[at("head.weight")],
-        expected[at("head.weight")]
-    );
+    assert_ne!(all_bits(&vars)[at("head.weight")], expected[at("head.weight")]);
 }
 
 #[test]
@@ -210,19 +171,16 @@ fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
         let second = candle_nn::linear(9, 2, vb.pp("second")).unwrap();
         // Any process draws other values: they are set to be alike.
         let data = varmap.data().lock().unwrap();
-        for (at, name) in ["first.bias", "first.weight", "second.bias", "second.weight"]
-            .iter()
-            .enumerate()
+        for (at, name) in
+            ["first.bias", "first.weight", "second.bias", "second.weight"].iter().enumerate()
         {
             let var: &Var = &data[*name];
             let values = super::tensor(var.dims(), DType::F32, |e| exact([9, at as u64, e]));
             var.set(&values).unwrap();
         }
         drop(data);
-        let options = Options {
-            accumulate: std::num::NonZeroU32::new(micro),
-            ..Options::default()
-        };
+        let options =
+            Options { accumulate: std::num::NonZeroU32::new(micro), ..Options::default() };
         let fused = Fused::with_options(&varmap, ParamsAdamW::default(), &options).unwrap();
         let mut ranked = fused.on(comm).unwrap();
         for step in 0..5 {
@@ -234,10 +192,7 @@ fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
                 ranked.backward_step(&loss).unwrap();
             }
         }
-        let vars: Vec<_> = ranked
-            .variables()
-            .map(|(_, var)| bits(var.as_tensor()))
-            .collect();
+        let vars: Vec<_> = ranked.variables().map(|(_, var)| bits(var.as_tensor())).collect();
         vars
     };
     let alone = run(&mut Solo::new(), 4);
@@ -248,19 +203,12 @@ fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
 
 #[test]
 fn averages_every_few_steps_end_alike_on_all_ranks() {
-    let options = Options {
-        local_sgd: NonZeroU64::new(2),
-        ..Options::default()
-    };
+    let options = Options { local_sgd: NonZeroU64::new(2), ..Options::default() };
     let ranks = on_ranks(2, |comm| {
         let vars = vars(DType::F32, 7);
         let fused = Fused::with_options(vars.clone(), ParamsAdamW::default(), &options).unwrap();
         let mut ranked = fused.on(comm).unwrap();
-        let shared = Shared {
-            world: 2,
-            zero: 0,
-            micro: 1,
-        };
+        let shared = Shared { world: 2, zero: 0, micro: 1 };
         step_ranked(&mut ranked, shared, 0..1).unwrap();
         let separate = all_bits(&vars);
         step_ranked(&mut ranked, shared, 1..2).unwrap();
@@ -275,10 +223,7 @@ fn a_flush_takes_the_rate_of_the_moment_as_a_step_does() {
     let ranks = on_ranks(2, |comm| {
         let run = |comm: &mut dyn Communicator, micro: u32| {
             let (vars, rank) = (vars(DType::F32, 7), comm.rank() as u64);
-            let options = Options {
-                accumulate: NonZeroU32::new(micro),
-                ..Options::default()
-            };
+            let options = Options { accumulate: NonZeroU32::new(micro), ..Options::default() };
             let fused = Sgd::with_options(vars.clone(), ParamsSgd::default(), &options).unwrap();
             let mut ranked = fused.on(comm).unwrap();
             for step in 0..2 {

@@ -19,10 +19,7 @@ pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
 ) -> anyhow::Result<Option<T>> {
     let options = options(&ranks.watch, sums);
     // The recorder is that of the calls that move data.
-    let control = Watch {
-        flight_recorder: None,
-        ..ranks.watch.clone()
-    };
+    let control = Watch { flight_recorder: None, ..ranks.watch.clone() };
     let alone = |mut comm: NcclCommunicator| on_process(ranks, &mut comm, &body);
     if let Some(meeting) = meeting(ranks) {
         let control = meeting.join()?;
@@ -68,11 +65,7 @@ fn meeting(ranks: &Ranks) -> Option<Meeting> {
 
 /// This process's number among those of its machine, as launchers tell.
 fn local_rank() -> Option<usize> {
-    [
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "MPI_LOCALRANKID",
-        "SLURM_LOCALID",
-    ]
-    .into_iter()
-    .find_map(|name| std::env::var(name).ok()?.parse().ok())
+    ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"]
+        .into_iter()
+        .find_map(|name| std::env::var(name).ok()?.parse().ok())
 }

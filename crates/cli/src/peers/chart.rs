@@ -55,9 +55,11 @@ pub(super) fn section(summary: &PeerSummary) -> String {
 pub(super) fn picture(summary: &PeerSummary) -> String {
     let style = "<style>svg{color:#1c1c1c}\
                  @media(prefers-color-scheme:dark){svg{color:#e6e6e6}}</style>";
-    bars(summary)
-        .replacen("<svg ", "<svg xmlns=\"http://www.w3.org/2000/svg\" ", 1)
-        .replacen('>', &format!(">{style}"), 1)
+    bars(summary).replacen("<svg ", "<svg xmlns=\"http://www.w3.org/2000/svg\" ", 1).replacen(
+        '>',
+        &format!(">{style}"),
+        1,
+    )
 }
 
 /// A bar for each time, to scale; a bar that would leave the picture is cut and says so.
@@ -104,10 +106,7 @@ fn bars(summary: &PeerSummary) -> String {
 
 /// Text that a page shows and does not obey: names come from other programs.
 fn text(name: &str) -> String {
-    escaped(name)
-        .replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
+    escaped(name).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
 #[cfg(test)]
@@ -142,10 +141,7 @@ mod tests {
         let svg = picture(&summary);
         // 470 units are 8 times ours.
         for width in ["29.4", "58.8", "235.0", "470.0"] {
-            assert!(
-                svg.contains(&format!("width=\"{width}\"")),
-                "{width} in {svg}"
-            );
+            assert!(svg.contains(&format!("width=\"{width}\"")), "{width} in {svg}");
         }
         assert!(svg.contains("40.0 times ours (cut)"), "{svg}");
         let page = section(&summary);

@@ -134,12 +134,7 @@ impl Worker {
                 }
             }
         });
-        let mut worker = Self {
-            child,
-            requests,
-            answers,
-            found: Vec::new(),
-        };
+        let mut worker = Self { child, requests, answers, found: Vec::new() };
         let inventory: Inventory = worker.ask(&serde_json::to_string(request)?)?;
         worker.found = inventory.found;
         Ok((worker, inventory.absent))

@@ -18,11 +18,7 @@ pub(super) fn refuse(args: &OptimizerArgs) -> anyhow::Result<()> {
     let flags = [
         ("--beta1", args.beta1.is_some(), betas),
         ("--beta2", args.beta2.is_some(), betas),
-        (
-            "--warmup-steps",
-            args.warmup_steps.is_some(),
-            &[ScheduleFree],
-        ),
+        ("--warmup-steps", args.warmup_steps.is_some(), &[ScheduleFree]),
         ("--eps", args.eps.is_some(), eps),
         ("--amsgrad", args.amsgrad, &[Adamw, Adam]),
         ("--decay", args.decay.is_some(), &[Sgd, Momentum]),
@@ -33,11 +29,7 @@ pub(super) fn refuse(args: &OptimizerArgs) -> anyhow::Result<()> {
         ("--nesterov", args.nesterov, &[Momentum]),
         ("--rescale", args.rescale.is_some(), &[Sgd, Momentum, Lars]),
         ("--maximize", args.maximize, objective),
-        (
-            "--trust-coefficient",
-            args.trust_coefficient.is_some(),
-            &[Lars],
-        ),
+        ("--trust-coefficient", args.trust_coefficient.is_some(), &[Lars]),
         ("--excluded", args.excluded.is_some(), &[Lars, Lamb]),
         ("--lr-decay", args.lr_decay.is_some(), &[Adagrad]),
         ("--initial-sum", args.initial_sum.is_some(), &[Adagrad]),

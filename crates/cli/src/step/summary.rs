@@ -61,9 +61,9 @@ impl StepSummary {
     /// Prints it in words, with the files that were written.
     pub(super) fn print<'p>(&self, wrote: impl Iterator<Item = &'p Path>) -> anyhow::Result<()> {
         let launches = counted(self.launches, "launch");
-        let each = self.ns_per_step.map_or_else(String::new, |ns| {
-            format!(" {launches} and {} per step;", duration(ns))
-        });
+        let each = self
+            .ns_per_step
+            .map_or_else(String::new, |ns| format!(" {launches} and {} per step;", duration(ns)));
         let wrote = wrote.map(|path| path.display().to_string());
         print(&format!(
             "{} {} steps on {} ({} parameters, {} elements):{each} wrote {}\n",
@@ -83,10 +83,7 @@ impl StepSummary {
         }
         if let Some(norm) = self.update_norm {
             let updates = self.updates.as_deref().unwrap_or_default();
-            print(&format!(
-                "norm of the last update: {norm}\n{}",
-                farthest(updates)
-            ))?;
+            print(&format!("norm of the last update: {norm}\n{}", farthest(updates)))?;
         }
         Ok(())
     }
@@ -97,10 +94,7 @@ const NAMED: usize = 5;
 
 /// The tensors that made the last step be skipped; empty if it was not.
 fn culprits(gradients: &[Gradient]) -> String {
-    let found: Vec<_> = gradients
-        .iter()
-        .filter(|g| g.report.non_finite > 0)
-        .collect();
+    let found: Vec<_> = gradients.iter().filter(|g| g.report.non_finite > 0).collect();
     let mut text = String::new();
     for gradient in found.iter().take(NAMED) {
         text += &format!(

@@ -23,11 +23,7 @@ pub(super) fn make_folder(folder: &Path, resume: bool, first: bool) -> anyhow::R
         "--checkpoint {}: expected a checkpoint to go on from, found {}; give its folder, or \
          leave --resume out to begin one there",
         folder.display(),
-        if folder.is_dir() {
-            "a folder without a manifest.json"
-        } else {
-            "no such folder"
-        }
+        if folder.is_dir() { "a folder without a manifest.json" } else { "no such folder" }
     );
     Ok(())
 }
@@ -81,11 +77,7 @@ impl Run<'_> {
         for (key, own) in images(self.args) {
             caller.insert(key.to_owned(), own);
         }
-        let run = RunToSave {
-            state: &self.state,
-            backend: self.backend,
-            params: None,
-        };
+        let run = RunToSave { state: &self.state, backend: self.backend, params: None };
         let (comms, saves) = (&mut self.comms, &mut self.saves);
         Ok(self.plan.save_behind(run, comms, saves, folder, caller)?)
     }
@@ -120,8 +112,5 @@ impl Run<'_> {
 
 /// What decides which samples a batch has.
 fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
-    [
-        ("seed", args.seed.to_string()),
-        ("batch", args.batch.to_string()),
-    ]
+    [("seed", args.seed.to_string()), ("batch", args.batch.to_string())]
 }

@@ -36,8 +36,6 @@ impl Run<'_> {
             ("--epochs", self.args.epochs.to_string()),
         ];
         let (state, backend) = (&self.state, self.backend);
-        Ok(self
-            .plan
-            .handshake(state, backend, &mut self.comms, &caller)?)
+        Ok(self.plan.handshake(state, backend, &mut self.comms, &caller)?)
     }
 }

@@ -54,11 +54,7 @@ pub(super) struct Begun {
 impl Run<'_> {
     /// Begins to measure.
     pub(super) fn begin(&self) -> Begun {
-        Begun {
-            at: Instant::now(),
-            calls: self.comms.calls(),
-            bytes: self.comms.bytes_sent(),
-        }
+        Begun { at: Instant::now(), calls: self.comms.calls(), bytes: self.comms.bytes_sent() }
     }
 
     /// Counts an update, and the time since as its own.

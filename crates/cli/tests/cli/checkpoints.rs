@@ -18,43 +18,22 @@ fn a_run_resumed_on_the_same_ranks_ends_with_the_same_parameters_and_on_others_g
     let run = |more: &[&str]| train(&[&base, more].concat());
     let whole = run(&[]);
     let first = {
-        let args = [
-            "train",
-            "--json",
-            "--epochs",
-            "1",
-            "--checkpoint",
-            text(&path),
-        ];
+        let args = ["train", "--json", "--epochs", "1", "--checkpoint", text(&path)];
         serde_json::from_str::<Value>(&ok(&[&args[..], &base].concat())).unwrap()
     };
     assert_ne!(first["params_hash"], whole["params_hash"]);
     let saved = fs::read_to_string(path.join("manifest.json")).unwrap();
     let resumed = run(&["--checkpoint", text(&path), "--resume"]);
     assert_eq!(resumed["params_hash"], whole["params_hash"]);
-    assert_ne!(
-        fs::read_to_string(path.join("manifest.json")).unwrap(),
-        saved
-    );
+    assert_ne!(fs::read_to_string(path.join("manifest.json")).unwrap(), saved);
 
     let verified: Value =
         serde_json::from_str(&ok(&["checkpoint", "verify", text(&path), "--json"])).unwrap();
     // One of each rank, and the model's.
-    assert_eq!(
-        (&verified["intact"], &verified["shards"]),
-        (&true.into(), &5.into())
-    );
+    assert_eq!((&verified["intact"], &verified["shards"]), (&true.into(), &5.into()));
     assert!(ok(&["checkpoint", "inspect", text(&path)]).contains("layer0.weight@moment1"));
-    let error = refused(&[
-        "train",
-        "--ranks",
-        "2",
-        "--seed",
-        "5",
-        "--checkpoint",
-        text(&path),
-        "--resume",
-    ]);
+    let error =
+        refused(&["train", "--ranks", "2", "--seed", "5", "--checkpoint", text(&path), "--resume"]);
     assert!(error.contains("seed"), "{error}");
     let error = refused(&[
         "train",
@@ -93,23 +72,12 @@ fn a_resumed_run_goes_on_in_its_schedule_and_another_is_refused_by_name() {
 /// they were.
 fn go_on_elsewhere(folder: &Folder, path: &str) {
     let other = folder.path("resharded");
-    ok(&[
-        "checkpoint",
-        "reshard",
-        path,
-        "--world",
-        "3",
-        "--out",
-        text(&other),
-    ]);
+    ok(&["checkpoint", "reshard", path, "--world", "3", "--out", text(&other)]);
     for ranks in ["1", "2", "3"] {
         let mut ends = Vec::new();
         for from in [path, text(&other)] {
             let copy = tempfile::tempdir().unwrap();
-            let copied = Command::new("cp")
-                .args(["-r", from])
-                .arg(copy.path().join("c"))
-                .status();
+            let copied = Command::new("cp").args(["-r", from]).arg(copy.path().join("c")).status();
             assert!(copied.unwrap().success());
             let at = copy.path().join("c");
             let args = [
@@ -146,10 +114,7 @@ fn a_local_sgd_run_averaged_by_hand_goes_on_with_other_ranks() {
     assert!(error.contains("reshard --average"), "{error}");
     let reshard = ["checkpoint", "reshard", text(&path), "--world", "1"];
     let written = ok(&[&reshard[..], &["--out", text(&mean), "--average"]].concat());
-    assert!(
-        written.contains("#0") && !written.contains("#1"),
-        "{written}"
-    );
+    assert!(written.contains("#0") && !written.contains("#1"), "{written}");
     let args = run("2", &["2", "--resume", "--checkpoint", text(&mean)]);
     ok(&args.split(' ').collect::<Vec<_>>());
     let error = refused(&[
@@ -199,12 +164,7 @@ fn kill_and_resume(kills: u64, more: &[&str]) {
     let folder = Folder::new();
     let (path, scratch) = (folder.path("checkpoint"), folder.path("scratch"));
     let base = ["train", "--json", "--epochs", "1", "--batch", "64"];
-    let base = [
-        &base[..],
-        more,
-        &["--ranks", "2", "--save-every", "1", "--checkpoint"],
-    ]
-    .concat();
+    let base = [&base[..], more, &["--ranks", "2", "--save-every", "1", "--checkpoint"]].concat();
     let hash = |text: &str| serde_json::from_str::<Value>(text).unwrap()["params_hash"].clone();
     let start = Instant::now();
     let whole = hash(&ok(&[&base[..], &[text(&scratch)]].concat()));
@@ -239,11 +199,7 @@ fn kill_and_resume(kills: u64, more: &[&str]) {
         }
     }
     assert!(saved > 0, "{killed} killed, {saved} resumed");
-    let resume: &[&str] = if path.join("manifest.json").exists() {
-        &["--resume"]
-    } else {
-        &[]
-    };
+    let resume: &[&str] = if path.join("manifest.json").exists() { &["--resume"] } else { &[] };
     let ended = ok(&[&base[..], &[text(&path)], resume].concat());
     assert_eq!(hash(&ended), whole);
 }
@@ -269,33 +225,19 @@ fn a_run_killed_at_200_instants_resumes_to_the_same_parameters() {
 fn a_damaged_checkpoint_ends_a_resumed_run_and_stays_as_it_is() {
     let folder = Folder::new();
     let path = folder.path("checkpoint");
-    let base = [
-        "train",
-        "--batch",
-        "512",
-        "--ranks",
-        "2",
-        "--zero",
-        "1",
-        "--checkpoint",
-        text(&path),
-    ];
+    let base =
+        ["train", "--batch", "512", "--ranks", "2", "--zero", "1", "--checkpoint", text(&path)];
     let run = |more: &[&'static str]| [&base, more].concat();
     ok(&run(&["--epochs", "1"]));
     let manifest = fs::read_to_string(path.join("manifest.json")).unwrap();
     let manifest: Value = serde_json::from_str(&manifest).unwrap();
-    let shard = path
-        .join(manifest["generation"].as_str().unwrap())
-        .join("shard-00001.safetensors");
+    let shard = path.join(manifest["generation"].as_str().unwrap()).join("shard-00001.safetensors");
     let mut bytes = fs::read(&shard).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 16;
     fs::write(&shard, &bytes).unwrap();
     let error = refused(&run(&["--epochs", "2", "--resume"]));
-    assert!(
-        error.contains("shard-00001") && error.contains('@'),
-        "{error}"
-    );
+    assert!(error.contains("shard-00001") && error.contains('@'), "{error}");
     assert_eq!(fs::read(&shard).unwrap(), bytes);
 }
 
@@ -307,10 +249,7 @@ fn a_resumed_run_tells_its_own_steps_from_those_before() {
         let base = ["train", "--checkpoint", text(&path), "--epochs", epochs];
         ok(&[&base[..], more].concat())
     };
-    run(
-        "2",
-        &["--dtype", "f16", "--loss-scale", "8.507059173023462e37"],
-    );
+    run("2", &["--dtype", "f16", "--loss-scale", "8.507059173023462e37"]);
     let resume = ["--resume", "--dtype", "f16", "--loss-scale", "1"];
     let told = run("3", &resume);
     let line = "3 epochs, 2 of them before this session; 45 steps in it: loss ";
@@ -332,14 +271,8 @@ fn a_resumed_run_tells_its_own_steps_from_those_before() {
         serde_json::from_str(&run("1", &[&resume[..], &["--json"]].concat())).unwrap();
     let of = |key: &str| json[key].clone();
     assert_eq!((of("epochs"), of("resumed_epochs")), (1.into(), 3.into()));
-    assert_eq!(
-        (of("steps"), of("history")),
-        (0.into(), Value::Array(Vec::new()))
-    );
-    assert_eq!(
-        (of("skipped_steps"), of("candle_ns_per_step")),
-        (0.into(), Value::Null)
-    );
+    assert_eq!((of("steps"), of("history")), (0.into(), Value::Array(Vec::new())));
+    assert_eq!((of("skipped_steps"), of("candle_ns_per_step")), (0.into(), Value::Null));
     assert_eq!(of("tokens"), "images");
     assert!(of("final_loss").as_f64().unwrap() > 0.0);
 }
@@ -349,10 +282,7 @@ fn a_checkpoint_that_is_not_there_is_not_begun_by_resuming_it() {
     let folder = Folder::new();
     let (none, empty) = (folder.path("none"), folder.path("empty"));
     fs::create_dir(&empty).unwrap();
-    for (path, found) in [
-        (&none, "no such folder"),
-        (&empty, "without a manifest.json"),
-    ] {
+    for (path, found) in [(&none, "no such folder"), (&empty, "without a manifest.json")] {
         for ranks in ["1", "2"] {
             let train = ["train", "--epochs", "1", "--ranks", ranks, "--resume"];
             let error = refused(&[&train[..], &["--checkpoint", text(path)]].concat());
@@ -363,10 +293,7 @@ fn a_checkpoint_that_is_not_there_is_not_begun_by_resuming_it() {
     }
     let reshard = ["checkpoint", "reshard", text(&none), "--world", "2"];
     refused(&[&reshard[..], &["--out", text(&folder.path("out"))]].concat());
-    assert_eq!(
-        (folder.files(), fs::read_dir(&empty).unwrap().count()),
-        (1, 0)
-    );
+    assert_eq!((folder.files(), fs::read_dir(&empty).unwrap().count()), (1, 0));
 }
 
 #[test]
@@ -379,25 +306,13 @@ fn what_lies_where_a_checkpoint_should_is_named() {
     std::os::unix::fs::symlink("loop", at("loop")).unwrap();
     for (path, found) in [
         (at("file"), "found a file; give another path".to_owned()),
-        (
-            at("dangling"),
-            "found a link that leads nowhere;".to_owned(),
-        ),
-        (
-            at("loop"),
-            "found a link that cannot be followed".to_owned(),
-        ),
-        (
-            at("file/below"),
-            format!("found a file at {};", at("file").display()),
-        ),
+        (at("dangling"), "found a link that leads nowhere;".to_owned()),
+        (at("loop"), "found a link that cannot be followed".to_owned()),
+        (at("file/below"), format!("found a file at {};", at("file").display())),
     ] {
         let error = refused(&["train", "--epochs", "1", "--checkpoint", text(&path)]);
         let expected = "expected a folder, or a place for a new one, ";
-        assert!(
-            error.contains(expected) && error.contains(&found),
-            "{error}"
-        );
+        assert!(error.contains(expected) && error.contains(&found), "{error}");
     }
     assert_eq!(fs::read_to_string(at("file")).unwrap(), "precious");
 }

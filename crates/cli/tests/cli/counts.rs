@@ -71,18 +71,8 @@ fn counts_beyond_every_machine_are_refused_with_the_most_that_works() {
         (1, "[1152921504606846976]", &[][..], elements),
         (1, "[4294967296,4294967296]", &[], elements),
         (1, "[1125899906842625]", &[], elements),
-        (
-            1,
-            "[1125899906842624]",
-            &["--world", "4"],
-            "at most 1048576 for 4 ranks",
-        ),
-        (
-            1,
-            "[2147483648]",
-            &[&tiny[..], &["2"]].concat(),
-            "at most 1048576 for 2 ranks",
-        ),
+        (1, "[1125899906842624]", &["--world", "4"], "at most 1048576 for 4 ranks"),
+        (1, "[2147483648]", &[&tiny[..], &["2"]].concat(), "at most 1048576 for 2 ranks"),
         (
             1,
             "[2147483648]",
@@ -91,12 +81,7 @@ fn counts_beyond_every_machine_are_refused_with_the_most_that_works() {
         ),
         (1, "[3]", &groups, "found 2 ranks"),
         // Bytes of a step's traffic, 28 for each element, go beyond 64 bits.
-        (
-            1_023,
-            "[1125899906842624]",
-            &[],
-            "at most 18014398509481984 elements",
-        ),
+        (1_023, "[1125899906842624]", &[], "at most 18014398509481984 elements"),
     ] {
         let error = plan(count, shape, more);
         assert!(error.contains(most), "{count} {shape} {more:?}: {error}");
@@ -114,18 +99,8 @@ fn the_most_that_works_does() {
     let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
     assert_eq!(plan["traffic_bytes"], (28u64 << 50) * 16);
     // Some 2^66 bytes of calls in a thousand micro-steps are told as the most that can be.
-    let each = [
-        "--accumulate",
-        "1000",
-        "--reduce-each",
-        "--bucket-cap-mib",
-        "1e300",
-    ];
-    let plan = ok(&[
-        &["plan", text(&shapes), "--json", "--world", "2"],
-        &each[..],
-    ]
-    .concat());
+    let each = ["--accumulate", "1000", "--reduce-each", "--bucket-cap-mib", "1e300"];
+    let plan = ok(&[&["plan", text(&shapes), "--json", "--world", "2"], &each[..]].concat());
     let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
     assert_eq!(plan["bytes_on_wire"], u64::MAX);
     fs::write(&shapes, r#"[{"name":"a","shape":[3]}]"#).unwrap();
@@ -157,29 +132,12 @@ fn steps_beyond_what_a_state_can_count_are_refused() {
     let metadata = [("step".to_owned(), "9007199254740991".to_owned())];
     fs::write(&state, serialize(views, Some(metadata.into())).unwrap()).unwrap();
     let run = |steps| {
-        let files = [
-            "--params",
-            text(&params),
-            "--grads",
-            text(&grads),
-            "--lr",
-            "1e-2",
-        ];
-        let more = [
-            "--state",
-            text(&state),
-            "--out",
-            text(&out),
-            "--steps",
-            steps,
-        ];
+        let files = ["--params", text(&params), "--grads", text(&grads), "--lr", "1e-2"];
+        let more = ["--state", text(&state), "--out", text(&out), "--steps", steps];
         [&["step"][..], &files, &more].concat()
     };
     let error = refused(&run("2"));
-    assert!(
-        error.contains("--steps: expected at most 1 after"),
-        "{error}"
-    );
+    assert!(error.contains("--steps: expected at most 1 after"), "{error}");
     assert!(!out.exists());
     ok(&run("1"));
 }
@@ -192,15 +150,7 @@ fn threads_of_the_environment_are_held_to_what_the_flag_takes() {
         command.output().unwrap()
     };
     for variable in ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"] {
-        for value in [
-            "257",
-            "20000",
-            HUGE,
-            "-1",
-            "abc",
-            "2.5",
-            "99999999999999999999999",
-        ] {
+        for value in ["257", "20000", HUGE, "-1", "abc", "2.5", "99999999999999999999999"] {
             let output = check(variable, value);
             let error = String::from_utf8(output.stderr).unwrap();
             let expected = format!(

@@ -22,10 +22,7 @@ fn refuse(all: &[Refusal<'_>]) {
     for &(command, flag, value, expected) in all {
         let error = refused(&[command, &[flag, value]].concat());
         let named = flag.trim_start_matches('-');
-        assert!(
-            error.contains(named) && error.contains(expected),
-            "{flag} {value}: {error}"
-        );
+        assert!(error.contains(named) && error.contains(expected), "{flag} {value}: {error}");
     }
 }
 
@@ -43,24 +40,9 @@ fn values_of_plans_out_of_range_are_refused_after_their_flag() {
         (&free, "--beta1", "1", "expected a value in (0, 1), found 1"),
         (&free, "--beta1", "0", "expected a value in (0, 1), found 0"),
         (&free, "--warmup-steps", "-1", "from 0 to 4294967295"),
-        (
-            &plan,
-            "--clip-norm",
-            "0",
-            "expected a finite number above 0",
-        ),
-        (
-            &plan,
-            "--clip-norm",
-            "NaN",
-            "expected a finite number above 0",
-        ),
-        (
-            &plan,
-            "--bucket-cap-mib",
-            "-1",
-            "a number above 0, found -1",
-        ),
+        (&plan, "--clip-norm", "0", "expected a finite number above 0"),
+        (&plan, "--clip-norm", "NaN", "expected a finite number above 0"),
+        (&plan, "--bucket-cap-mib", "-1", "a number above 0, found -1"),
         (&plan, "--rounding-seed", "-1", U64S),
         (&plan, "--argument-bytes", "-1", COUNTS),
         (&plan, "--world", "-1", "a number from 1 to 65536"),
@@ -132,19 +114,11 @@ fn what_was_typed_is_quoted_short_and_in_one_line() {
     ] {
         let error = refused(&args);
         let start = &error[..error.len().min(2_000)];
-        assert!(
-            error.len() < 2_000 && error.contains("xxx"),
-            "{}: {start}",
-            error.len()
-        );
+        assert!(error.len() < 2_000 && error.contains("xxx"), "{}: {start}", error.len());
     }
     let odd = "a\nerror: forged\u{1b}[2J";
     let at = format!("--epochs={odd}");
-    for args in [
-        vec!["train", &at],
-        vec!["plan", odd],
-        vec!["checkpoint", "verify", odd],
-    ] {
+    for args in [vec!["train", &at], vec!["plan", odd], vec!["checkpoint", "verify", odd]] {
         let error = refused(&args);
         assert!(
             error.contains("a\\u{a}error: forged\\u{1b}[2J") && !error.contains("\nerror"),
@@ -155,10 +129,7 @@ fn what_was_typed_is_quoted_short_and_in_one_line() {
     let (params, grads) = folder.model();
     let files = ["--params", text(&params), "--grads", text(&grads)];
     let error = refused(&[&["step"][..], &files, &[&out]].concat());
-    assert!(
-        error.contains("no\\u{a}folder") && error.lines().count() == 1,
-        "{error:?}"
-    );
+    assert!(error.contains("no\\u{a}folder") && error.lines().count() == 1, "{error:?}");
     // What is asked for is printed as it is.
     assert!(ok(&["train", "--help"]).contains("\n      --epochs"));
 }
@@ -187,14 +158,7 @@ fn flags_that_would_do_nothing_are_refused() {
     let compare = ["--engine", "thread", "--compare-parameters", "3"];
     ok(&[&["train", "--epochs", "1"], &compare[..]].concat());
     // An engine asks for ranks, as many as it has where none are named.
-    let bench = [
-        "bench",
-        text(&shapes),
-        "--rounds",
-        "1",
-        "--engine",
-        "thread",
-    ];
+    let bench = ["bench", text(&shapes), "--rounds", "1", "--engine", "thread"];
     assert!(ok(&bench).contains("2 ranks (thread)"));
 }
 
@@ -214,16 +178,10 @@ fn what_is_unknown_or_not_there_is_left_out_of_a_prediction() {
     let shapes = shapes(&folder);
     let plan = |more: &[&str]| ok(&[&["plan", text(&shapes)], more].concat());
     let printed = plan(&["--world", "2"]);
-    assert!(
-        printed.contains("buckets of ") && !printed.contains("rank's update"),
-        "{printed}"
-    );
+    assert!(printed.contains("buckets of ") && !printed.contains("rank's update"), "{printed}");
     assert!(plan(&["--world", "2", "--memory-gbs", "1"]).contains("ms this rank's update"));
     let printed = plan(&["--world", "1", "--accumulate", "2"]);
-    assert!(
-        printed.contains("predicted: ") && !printed.contains("buckets of 0"),
-        "{printed}"
-    );
+    assert!(printed.contains("predicted: ") && !printed.contains("buckets of 0"), "{printed}");
 }
 
 #[test]
@@ -297,10 +255,7 @@ fn pages_take_the_place_of_no_model_no_other_page_and_no_checkpoint() {
     for flag in ["--html", "--svg"] {
         lost(&["plan", model, flag, model], "the model");
     }
-    lost(
-        &["plan", model, "--html", page_text, "--svg", page_text],
-        "--html",
-    );
+    lost(&["plan", model, "--html", page_text, "--svg", page_text], "--html");
     lost(&["bench", model, "--peers", "--svg", model], "the model");
     assert_eq!(fs::read(&shapes).unwrap(), content);
     let train = ["train", "--epochs", "1", "--checkpoint", text(&saved)];

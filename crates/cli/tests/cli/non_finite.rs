@@ -10,10 +10,7 @@ fn state_that_is_not_finite_is_told_of_and_gone_on_from() {
     let folder = Folder::new();
     let (params, grads) = (folder.path("p"), folder.path("g"));
     write(&params, &[("w", vec![0.5; 3]), ("b", vec![1.0])]);
-    write(
-        &grads,
-        &[("w", vec![0.1, 3e19, 0.2]), ("b", vec![f32::NAN])],
-    );
+    write(&grads, &[("w", vec![0.1, 3e19, 0.2]), ("b", vec![f32::NAN])]);
     let step = |params: &Path, more: &[&str]| {
         let base = ["step", "--params", text(params), "--grads", text(&grads)];
         let output = fusestep(&[&base[..], more].concat());
@@ -43,16 +40,8 @@ fn state_that_is_not_finite_is_told_of_and_gone_on_from() {
         error
     };
     let told = train(&["1"]);
-    assert_eq!(
-        told.matches("values that are not finite, and a run")
-            .count(),
-        1,
-        "{told}"
-    );
+    assert_eq!(told.matches("values that are not finite, and a run").count(), 1, "{told}");
     let verified = ok(&["checkpoint", "verify", text(&checkpoint)]);
-    assert!(
-        verified.contains("all intact; `") && verified.contains("not finite"),
-        "{verified}"
-    );
+    assert!(verified.contains("all intact; `") && verified.contains("not finite"), "{verified}");
     train(&["2", "--resume"]);
 }

@@ -8,14 +8,8 @@ use crate::{Folder, fusestep, tensor, text, write};
 fn excluded_parameters_have_no_decay_and_a_pattern_without_a_match_is_named() {
     let folder = Folder::new();
     let (params, grads) = (folder.path("params"), folder.path("grads"));
-    write(
-        &params,
-        &[("bn.bias", vec![3.0, 4.0]), ("w", vec![3.0, 4.0])],
-    );
-    write(
-        &grads,
-        &[("bn.bias", vec![0.6, 0.8]), ("w", vec![0.6, 0.8])],
-    );
+    write(&params, &[("bn.bias", vec![3.0, 4.0]), ("w", vec![3.0, 4.0])]);
+    write(&grads, &[("bn.bias", vec![0.6, 0.8]), ("w", vec![0.6, 0.8])]);
     let run = |more: &[&str]| {
         let out = folder.path("out");
         let mut args = vec!["step", "--params", text(&params), "--grads", text(&grads)];
@@ -28,35 +22,22 @@ fn excluded_parameters_have_no_decay_and_a_pattern_without_a_match_is_named() {
         (values("bn.bias"), values("w"), warning)
     };
     let near = |found: &[f32], expected: [f32; 2]| {
-        found
-            .iter()
-            .zip(expected)
-            .all(|(f, e)| (f - e).abs() < 1e-6)
+        found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 1e-6)
     };
     let (bias, w, warning) = run(&["--exclude", "bn."]);
-    assert!(
-        near(&bias, [2.4, 3.2]) && near(&w, [2.997, 3.996]),
-        "{bias:?} {w:?}"
-    );
+    assert!(near(&bias, [2.4, 3.2]) && near(&w, [2.997, 3.996]), "{bias:?} {w:?}");
     assert_eq!(warning, "");
     let (bias, ..) = run(&["--exclude", "bn.", "--excluded", "trust-ratio"]);
     assert!(near(&bias, [2.997, 3.996]), "{bias:?}");
     let (bias, _, warning) = run(&["--exclude", "norm", "--trust-coefficient", "0.002"]);
     assert!(near(&bias, [2.994, 3.992]), "{bias:?}");
-    assert!(
-        warning.contains("--exclude `norm`") && warning.contains("none of 2"),
-        "{warning}"
-    );
+    assert!(warning.contains("--exclude `norm`") && warning.contains("none of 2"), "{warning}");
 }
 
 #[test]
 fn a_tensor_that_is_not_finite_is_left_and_counted() {
     let folder = Folder::new();
-    let (params, grads, out) = (
-        folder.path("params"),
-        folder.path("grads"),
-        folder.path("out"),
-    );
+    let (params, grads, out) = (folder.path("params"), folder.path("grads"), folder.path("out"));
     write(&params, &[("a", vec![3.0, 4.0]), ("b", vec![3.0, 4.0])]);
     write(&grads, &[("a", vec![f32::NAN, 0.8]), ("b", vec![0.6, 0.8])]);
     let args = [

@@ -29,10 +29,7 @@ fn plans_steps_runs_and_timings_count_the_same_launches() {
         let of_plan =
             |passes: &[&str]| json(&[&["plan", text(&params), "--json"][..], passes].concat());
         let (fused, separate) = (of_plan(passes), of_plan(&naive));
-        assert_eq!(
-            separate["launches"], separate["naive_launches"],
-            "{passes:?}"
-        );
+        assert_eq!(separate["launches"], separate["naive_launches"], "{passes:?}");
         assert_eq!(fused["naive_launches"], separate["launches"], "{passes:?}");
         let of_step = |passes: &[&str]| json(&[&step[..], passes].concat())["launches"].clone();
         assert_eq!(of_step(passes), fused["host_launches"], "{passes:?}");
@@ -40,10 +37,7 @@ fn plans_steps_runs_and_timings_count_the_same_launches() {
         let bench = ["bench", text(&params), "--rounds", "1", "--json"];
         let bench = json(&[&bench[..], passes].concat());
         assert_eq!(bench["launches"], fused["host_launches"], "{passes:?}");
-        assert_eq!(
-            bench["naive_launches"], separate["host_launches"],
-            "{passes:?}"
-        );
+        assert_eq!(bench["naive_launches"], separate["host_launches"], "{passes:?}");
     }
     // Of the model's own parameters, of which all go into one launch.
     let train = ["train", "--epochs", "1", "--json", "--update-norms"];
@@ -62,22 +56,11 @@ fn no_steps_have_no_launches_and_take_no_time() {
     let (params, grads) = folder.model();
     let out = folder.path("out");
     let files = ["--params", text(&params), "--grads", text(&grads)];
-    let step = [
-        &["step"],
-        &files[..],
-        &["--out", text(&out), "--steps", "0"],
-    ]
-    .concat();
+    let step = [&["step"], &files[..], &["--out", text(&out), "--steps", "0"]].concat();
     let printed = ok(&step);
-    assert!(
-        printed.contains("0 adamw steps") && !printed.contains("per step"),
-        "{printed}"
-    );
+    assert!(printed.contains("0 adamw steps") && !printed.contains("per step"), "{printed}");
     let json = json(&[&step[..], &["--json"]].concat());
-    assert_eq!(
-        (&json["launches"], &json["ns_per_step"]),
-        (&0.into(), &Value::Null)
-    );
+    assert_eq!((&json["launches"], &json["ns_per_step"]), (&0.into(), &Value::Null));
 }
 
 #[test]
@@ -91,8 +74,5 @@ fn every_file_that_a_step_writes_is_named() {
     let (out, state, average) = (text(&out), text(&state), text(&average));
     let named = format!("wrote {out}, {state}, {average}\n");
     assert!(printed.contains(&named), "{printed}");
-    assert_eq!(
-        fs::read(folder.path("out")).unwrap(),
-        fs::read(folder.path("average")).unwrap()
-    );
+    assert_eq!(fs::read(folder.path("out")).unwrap(), fs::read(folder.path("average")).unwrap());
 }

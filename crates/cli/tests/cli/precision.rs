@@ -15,14 +15,7 @@ const KEPT: [&[&str]; 5] = [
     &["--master-weights", "f32"],
     &["--master-weights", "remainder"],
     &["--state-dtype", "bf16"],
-    &[
-        "--state-dtype",
-        "bf16",
-        "--rounding",
-        "stochastic",
-        "--rounding-seed",
-        "3",
-    ],
+    &["--state-dtype", "bf16", "--rounding", "stochastic", "--rounding-seed", "3"],
 ];
 
 fn write_bf16(path: &Path, factor: f32) {
@@ -33,11 +26,7 @@ fn write_bf16(path: &Path, factor: f32) {
         })
         .into();
     let views = tensors.iter().map(|(name, values)| {
-        let view = TensorView::new(
-            Dtype::BF16,
-            vec![values.len()],
-            bytemuck::cast_slice(values),
-        );
+        let view = TensorView::new(Dtype::BF16, vec![values.len()], bytemuck::cast_slice(values));
         (*name, view.unwrap())
     });
     fs::write(path, serialize(views, None).unwrap()).unwrap();
@@ -62,21 +51,11 @@ fn a_step_in_16_bits_is_the_same_however_it_runs_and_goes_on_from_a_file() {
             };
             let expected = run(&params, &whole, &["--steps", "3"]);
             assert!(expected != fs::read(&params).unwrap(), "{rule} {kept:?}");
-            for more in [
-                &["--naive"][..],
-                &["--threads", "3", "--argument-bytes", "300"],
-            ] {
+            for more in [&["--naive"][..], &["--threads", "3", "--argument-bytes", "300"]] {
                 let more = [&["--steps", "3"], more].concat();
-                assert!(
-                    run(&params, &other, &more) == expected,
-                    "{rule} {kept:?} {more:?}"
-                );
+                assert!(run(&params, &other, &more) == expected, "{rule} {kept:?} {more:?}");
             }
-            run(
-                &params,
-                &other,
-                &["--steps", "1", "--state-out", text(&state)],
-            );
+            run(&params, &other, &["--steps", "1", "--state-out", text(&state)]);
             let first = folder.path("first");
             fs::copy(&other, &first).unwrap();
             let rest = run(&first, &other, &["--steps", "2", "--state", text(&state)]);
@@ -92,19 +71,9 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
     fs::write(&shapes, r#"[{"name":"a","shape":[100, 10]}]"#).unwrap();
     for rule in rule_names() {
         for dtype in ["bf16", "f16"] {
-            let model = [
-                "--optimizer",
-                rule,
-                "--dtype",
-                dtype,
-                "--master-weights",
-                "f32",
-            ];
+            let model = ["--optimizer", rule, "--dtype", dtype, "--master-weights", "f32"];
             let plan = ok(&[&["plan", text(&shapes)], &model[..]].concat());
-            assert!(
-                plan.contains(&format!("param {dtype}, grad {dtype}")),
-                "{plan}"
-            );
+            assert!(plan.contains(&format!("param {dtype}, grad {dtype}")), "{plan}");
             assert!(plan.contains("master f32"), "{plan}");
             let bench = ["bench", text(&shapes), "--rounds", "1", "--json"];
             let bench = ok(&[&bench[..], &model[..]].concat());
@@ -125,10 +94,7 @@ fn training_says_how_many_steps_were_skipped() {
     let folder = Folder::new();
     let page = folder.path("page.html");
     let printed = run(&[&scale[..], &["--report", text(&page)]].concat());
-    assert!(
-        printed.contains("45 steps skipped, since a gradient"),
-        "{printed}"
-    );
+    assert!(printed.contains("45 steps skipped, since a gradient"), "{printed}");
     assert!(fs::read_to_string(&page).unwrap().contains("steps skipped"));
     let json: Value = serde_json::from_str(&run(&[&scale[..], &["--json"]].concat())).unwrap();
     assert_eq!(json["skipped_steps"], 45);

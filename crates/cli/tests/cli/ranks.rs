@@ -25,22 +25,8 @@ fn four_ranks_train_to_the_same_bits_however_they_share_the_work() {
         let ways: [&[&str]; 8] = [
             &["--naive"],
             &["--apart"],
-            &[
-                "--zero",
-                "1",
-                "--bucket-cap-mib",
-                "0.01",
-                "--comm-streams",
-                "0",
-            ],
-            &[
-                "--zero",
-                "2",
-                "--comm-streams",
-                "3",
-                "--bucket-cap-mib",
-                "0.02",
-            ],
+            &["--zero", "1", "--bucket-cap-mib", "0.01", "--comm-streams", "0"],
+            &["--zero", "2", "--comm-streams", "3", "--bucket-cap-mib", "0.02"],
             // The old name of the flag.
             &["--zero", "3", "--rings", "1"],
             &["--zero", "3", "--naive"],
@@ -61,17 +47,11 @@ fn a_bucket_reduced_and_updated_in_one_pass_ends_with_the_same_bits() {
         for rule in ["adamw", "momentum", "lion", "rmsprop"] {
             let base = ["--ranks", "3", "--zero", zero, "--optimizer", rule];
             let (one_pass, separate) = (train(&base), train(&[&base[..], &["--apart"]].concat()));
-            assert_eq!(
-                one_pass["params_hash"], separate["params_hash"],
-                "{rule} {zero}"
-            );
+            assert_eq!(one_pass["params_hash"], separate["params_hash"], "{rule} {zero}");
         }
     }
     let printed = ok(&["train", "--ranks", "2", "--epochs", "1"]);
-    assert!(
-        printed.contains("reduced and updated in one pass"),
-        "{printed}"
-    );
+    assert!(printed.contains("reduced and updated in one pass"), "{printed}");
 }
 
 #[test]
@@ -87,22 +67,12 @@ fn updates_in_backward_train_to_the_bits_of_updates_in_the_step() {
         &["--ranks", "2", "--local-sgd", "4"],
     ];
     for way in ways {
-        let (plain, found) = (
-            train(way),
-            train(&[way, &["--update-in-backward"]].concat()),
-        );
+        let (plain, found) = (train(way), train(&[way, &["--update-in-backward"]].concat()));
         for key in ["params_hash", "final_loss", "history"] {
             assert_eq!(found[key], plain[key], "{key} {way:?}");
         }
     }
-    let printed = ok(&[
-        "train",
-        "--ranks",
-        "2",
-        "--epochs",
-        "1",
-        "--update-in-backward",
-    ]);
+    let printed = ok(&["train", "--ranks", "2", "--epochs", "1", "--update-in-backward"]);
     assert!(
         printed.contains("note update_in_backward applied: ")
             && printed.contains("no longer read then"),
@@ -110,10 +80,7 @@ fn updates_in_backward_train_to_the_bits_of_updates_in_the_step() {
     );
     let both = ["train", "--clip-norm", "1", "--update-in-backward"];
     let found = refused(&both);
-    assert!(
-        found.contains("clip_by_global_norm and update_in_backward"),
-        "{found}"
-    );
+    assert!(found.contains("clip_by_global_norm and update_in_backward"), "{found}");
 }
 
 #[test]
@@ -121,23 +88,16 @@ fn shard_groups_train_to_the_same_bits_at_every_stage() {
     let base = ["--ranks", "4", "--shard-group", "2", "--clip-norm", "1"];
     let run = |more: &[&str]| train(&[&base, more].concat());
     let whole = run(&["--zero", "1"]);
-    for way in [
-        &["--zero", "2", "--comm-streams", "0"][..],
-        &["--zero", "3", "--bucket-cap-mib", "0.01"],
-    ] {
+    for way in
+        [&["--zero", "2", "--comm-streams", "0"][..], &["--zero", "3", "--bucket-cap-mib", "0.01"]]
+    {
         assert_eq!(run(way)["params_hash"], whole["params_hash"], "{way:?}");
     }
     let all = train(&["--ranks", "4", "--zero", "1"]);
     let bytes = |run: &Value| run["state_bytes_per_rank"].as_u64().unwrap();
-    assert!(
-        bytes(&whole) > bytes(&all) * 3 / 2,
-        "a group's part, not the world's"
-    );
+    assert!(bytes(&whole) > bytes(&all) * 3 / 2, "a group's part, not the world's");
     let error = refused(&["train", "--ranks", "4", "--shard-group", "3", "--zero", "2"]);
-    assert!(
-        error.contains("multiple of a shard group's 3 ranks"),
-        "{error}"
-    );
+    assert!(error.contains("multiple of a shard group's 3 ranks"), "{error}");
     let error = refused(&["train", "--ranks", "4", "--shard-group", "2"]);
     assert!(error.contains("--zero"), "{error}");
 }
@@ -155,32 +115,17 @@ fn how_long_ranks_wait_is_checked_and_changes_no_bits() {
     assert!(!recorder.exists(), "nothing went wrong");
     for timeout in ["0", "-1", "NaN", "inf", "86401", "soon"] {
         let error = refused(&["train", "--ranks", "2", &format!("--timeout={timeout}")]);
-        assert!(
-            error.contains("expected seconds above 0, 86400 at most"),
-            "{timeout}: {error}"
-        );
+        assert!(error.contains("expected seconds above 0, 86400 at most"), "{timeout}: {error}");
     }
     for (command, expected) in [("check", "--engine"), ("train", "--ranks")] {
         let error = refused(&[command, "--timeout", "1"]);
-        assert!(
-            error.contains("--timeout") && error.contains(expected),
-            "{error}"
-        );
+        assert!(error.contains("--timeout") && error.contains(expected), "{error}");
     }
 }
 
 #[test]
 fn ranks_without_images_take_part() {
-    let base = [
-        "--ranks",
-        "5",
-        "--batch",
-        "3",
-        "--epochs",
-        "1",
-        "--clip-norm",
-        "1",
-    ];
+    let base = ["--ranks", "5", "--batch", "3", "--epochs", "1", "--clip-norm", "1"];
     let hash = |more: &[&str]| {
         let found = ok(&[&["train", "--json"], &base[..], more].concat());
         serde_json::from_str::<Value>(&found).unwrap()["params_hash"].clone()
@@ -193,30 +138,17 @@ fn ranks_without_images_take_part() {
 #[test]
 fn state_and_parameters_shrink_as_the_stage_promises() {
     let number = |run: &Value, key: &str| run[key].as_u64().unwrap();
-    let (whole, shared) = (
-        train(&["--ranks", "4"]),
-        train(&["--ranks", "4", "--zero", "1"]),
-    );
-    let (all, part) = (
-        number(&whole, "state_bytes_per_rank"),
-        number(&shared, "state_bytes_per_rank"),
-    );
+    let (whole, shared) = (train(&["--ranks", "4"]), train(&["--ranks", "4", "--zero", "1"]));
+    let (all, part) =
+        (number(&whole, "state_bytes_per_rank"), number(&shared, "state_bytes_per_rank"));
     assert!(part < all / 4 + 6 * 512, "{part} of {all}");
     let third = train(&["--ranks", "4", "--zero", "3", "--comm-streams", "0"]);
-    let (peak, parameters) = (
-        number(&third, "layer_peak_bytes"),
-        number(&third, "parameter_bytes"),
-    );
-    assert_eq!(
-        peak, parameters,
-        "whole while the model uses them, and once"
-    );
+    let (peak, parameters) =
+        (number(&third, "layer_peak_bytes"), number(&third, "parameter_bytes"));
+    assert_eq!(peak, parameters, "whole while the model uses them, and once");
     let streams = train(&["--ranks", "4", "--zero", "3", "--comm-streams", "2"]);
     assert_eq!(streams["params_hash"], third["params_hash"]);
-    assert_eq!(
-        streams["collectives_per_step"],
-        third["collectives_per_step"]
-    );
+    assert_eq!(streams["collectives_per_step"], third["collectives_per_step"]);
 }
 
 #[test]
@@ -224,10 +156,7 @@ fn one_rank_is_a_world_like_any_other() {
     let folder = Folder::new();
     let path = folder.path("checkpoint");
     let alone = train(&[]);
-    assert_eq!(
-        alone["params_hash"],
-        train(&["--ranks", "1"])["params_hash"]
-    );
+    assert_eq!(alone["params_hash"], train(&["--ranks", "1"])["params_hash"]);
     assert_eq!(alone["collectives_per_step"], 0.0);
     let saved = train(&["--checkpoint", text(&path)]);
     assert_eq!(saved["params_hash"], alone["params_hash"]);
@@ -239,15 +168,7 @@ fn one_rank_is_a_world_like_any_other() {
     }
     assert_eq!(ended["steps"], 0);
     let page = folder.path("report.html");
-    ok(&[
-        "train",
-        "--epochs",
-        "1",
-        "--ranks",
-        "2",
-        "--report",
-        text(&page),
-    ]);
+    ok(&["train", "--epochs", "1", "--ranks", "2", "--report", text(&page)]);
     let page = fs::read_to_string(&page).unwrap();
     assert!(page.contains("<polyline") && page.contains("Buckets between 2 ranks"));
 }
@@ -256,37 +177,20 @@ fn one_rank_is_a_world_like_any_other() {
 fn added_batches_train_as_larger_ones_and_adding_one_changes_nothing() {
     let momentum = ["--optimizer", "momentum", "--ranks", "1"];
     let run = |more: &[&str]| train(&[&momentum, more].concat());
-    let (added, large) = (
-        run(&["--batch", "16", "--accumulate", "4"]),
-        run(&["--batch", "64"]),
-    );
+    let (added, large) = (run(&["--batch", "16", "--accumulate", "4"]), run(&["--batch", "64"]));
     assert_eq!(added["steps"], large["steps"]);
     let loss = |run: &Value| run["final_loss"].as_f64().unwrap();
-    assert!(
-        (loss(&added) - loss(&large)).abs() < 1e-6,
-        "{added} {large}"
-    );
+    assert!((loss(&added) - loss(&large)).abs() < 1e-6, "{added} {large}");
     let plain = train(&["--ranks", "2"]);
     let one = train(&["--ranks", "2", "--gradient-merge", "1"]);
     assert_eq!(plain["params_hash"], one["params_hash"]);
-    let each = [
-        "--ranks",
-        "3",
-        "--accumulate",
-        "3",
-        "--reduce-each",
-        "--dtype",
-        "bf16",
-    ];
+    let each = ["--ranks", "3", "--accumulate", "3", "--reduce-each", "--dtype", "bf16"];
     let hash = |more: &[&str]| train(&[&each, more].concat())["params_hash"].clone();
     assert_eq!(hash(&["--zero", "2", "--comm-streams", "0"]), hash(&[]));
     // The sum is in another order, if there are ranks to sum over.
     for (ranks, same) in [("1", true), ("3", false)] {
         let base = ["--ranks", ranks, "--accumulate", "3"];
-        let (end, every) = (
-            train(&base),
-            train(&[&base[..], &["--reduce-each"]].concat()),
-        );
+        let (end, every) = (train(&base), train(&[&base[..], &["--reduce-each"]].concat()));
         assert_eq!(end["params_hash"] == every["params_hash"], same, "{ranks}");
     }
     let adaptive = train(&["--ranks", "2", "--local-sgd", "1", "--adaptive"]);
@@ -299,10 +203,7 @@ fn added_batches_train_as_larger_ones_and_adding_one_changes_nothing() {
 
 #[test]
 fn plans_tell_gathers_of_layers_from_other_calls() {
-    let shapes = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../data/shapes/resnet50.json"
-    );
+    let shapes = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/shapes/resnet50.json");
     let plan = |zero: &str, more: &[&str]| -> Value {
         let args = ["plan", shapes, "--json", "--world", "8", "--zero", zero];
         serde_json::from_str(&ok(&[&args[..], more].concat())).unwrap()
@@ -321,10 +222,7 @@ fn plans_tell_gathers_of_layers_from_other_calls() {
 
 #[test]
 fn plans_know_which_engines_ranks_see_each_others_memory() {
-    let shapes = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../data/shapes/resnet50.json"
-    );
+    let shapes = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/shapes/resnet50.json");
     for zero in ["0", "1"] {
         let plan = |more: &[&str]| {
             let args = ["plan", shapes, "--world", "4", "--zero", zero];
@@ -345,20 +243,14 @@ fn plans_know_which_engines_ranks_see_each_others_memory() {
 
 #[test]
 fn plans_of_many_ranks_count_their_calls() {
-    let shapes = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../data/shapes/resnet50.json"
-    );
+    let shapes = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/shapes/resnet50.json");
     let run = |more: &[&str]| -> Value {
         serde_json::from_str(&ok(&[&["plan", shapes, "--json"], more].concat())).unwrap()
     };
     let plan = run(&["--world", "8", "--zero", "2", "--bucket-cap-mib", "25"]);
     let number = |key: &str| plan[key].as_u64().unwrap();
     // 97.5 MiB of gradients in buckets of 25, each reduced by one call and gathered by another.
-    assert_eq!(
-        (number("collectives"), number("naive_collectives")),
-        (10, 322)
-    );
+    assert_eq!((number("collectives"), number("naive_collectives")), (10, 322));
     let bytes = 25_557_032 * 4;
     assert!(number("bytes_on_wire").abs_diff(2 * bytes * 7 / 8) < 1_000);
     assert!(number("state_bytes_per_rank").abs_diff(2 * bytes / 8) < 200_000);
@@ -371,14 +263,7 @@ fn plans_of_many_ranks_count_their_calls() {
     let naive = run(&["--world", "8", "--naive"]);
     assert_eq!(naive["collectives"], naive["naive_collectives"]);
     let hidden = run(&["--world", "8", "--backward-ms", "100"]);
-    let after = run(&[
-        "--world",
-        "8",
-        "--backward-ms",
-        "100",
-        "--comm-streams",
-        "0",
-    ]);
+    let after = run(&["--world", "8", "--backward-ms", "100", "--comm-streams", "0"]);
     let exposed = |plan: &Value| plan["exposed_ns"].as_f64().unwrap();
     assert!(exposed(&hidden) < exposed(&after));
     assert!(hidden["proposed_bucket_cap_bytes"].as_u64().unwrap() > 0);
@@ -391,21 +276,8 @@ fn plans_of_many_ranks_count_their_calls() {
     assert!(measured["predicted_step_ns"].as_f64().unwrap() > 0.0);
     let folder = Folder::new();
     let page = folder.path("plan.html");
-    ok(&[
-        "plan",
-        shapes,
-        "--world",
-        "4",
-        "--zero",
-        "2",
-        "--html",
-        text(&page),
-    ]);
-    assert!(
-        fs::read_to_string(&page)
-            .unwrap()
-            .contains("<h2>Timeline</h2>")
-    );
+    ok(&["plan", shapes, "--world", "4", "--zero", "2", "--html", text(&page)]);
+    assert!(fs::read_to_string(&page).unwrap().contains("<h2>Timeline</h2>"));
     let error = refused(&["plan", shapes, "--world", "2", "--latency-us", "0"]);
     assert!(error.contains("--latency-us"), "{error}");
     let error = refused(&["plan", shapes, "--world", "2", "--bucket-cap-mib", "0"]);
@@ -439,21 +311,14 @@ fn updates_at_an_epochs_end_count_with_what_they_send() {
         let added = run(&["--accumulate", accumulate]);
         assert_eq!(added["steps"], updates);
         for key in ["collectives_per_step", "bytes_sent_per_step"] {
-            assert_eq!(
-                number(&added, key),
-                number(&every, key),
-                "{key} {accumulate}"
-            );
+            assert_eq!(number(&added, key), number(&every, key), "{key} {accumulate}");
         }
         assert!(number(&added, "optimizer_ns_per_step") > 0.0);
     }
     // One average at the end, and one for each batch before it.
     let (one, all) = (run(&["--local-sgd", "100"]), run(&["--local-sgd", "1"]));
     let sent = |run: &Value| number(run, "bytes_sent_per_step") * number(run, "steps");
-    assert!(
-        sent(&one) > 0.0 && sent(&all) == 46.0 * sent(&one),
-        "{one} {all}"
-    );
+    assert!(sent(&one) > 0.0 && sent(&all) == 46.0 * sent(&one), "{one} {all}");
 }
 
 #[test]
@@ -463,11 +328,7 @@ fn ranks_that_would_make_other_calls_hear_of_the_flag_before_the_first_step() {
     let folder = Folder::new();
     let checkpoint = format!("--checkpoint {}", text(&folder.path("checkpoint")));
     for (first, second, named) in [
-        (
-            &*checkpoint,
-            "",
-            "--checkpoint: expected given as on rank 0, found not given",
-        ),
+        (&*checkpoint, "", "--checkpoint: expected given as on rank 0, found not given"),
         (
             &format!("{checkpoint} --save-every 3"),
             &format!("{checkpoint} --save-every 4"),

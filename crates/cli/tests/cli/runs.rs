@@ -45,24 +45,11 @@ fn every_rule_learns_the_digits_at_its_default_rate() {
 fn parameters_of_16_bits_learn_the_digits_however_they_are_kept() {
     for (rule, flags) in [
         ("adamw", &["--dtype", "bf16", "--master-weights", "f32"][..]),
-        (
-            "momentum",
-            &["--dtype", "bf16", "--master-weights", "remainder"],
-        ),
+        ("momentum", &["--dtype", "bf16", "--master-weights", "remainder"]),
         ("lion", &["--dtype", "f16", "--master-weights", "f32"]),
         ("adagrad", &["--dtype", "bf16", "--rounding", "stochastic"]),
         ("lars", &["--dtype", "f16", "--lr", "3"]),
-        (
-            "lamb",
-            &[
-                "--dtype",
-                "bf16",
-                "--state-dtype",
-                "bf16",
-                "--rounding",
-                "stochastic",
-            ],
-        ),
+        ("lamb", &["--dtype", "bf16", "--state-dtype", "bf16", "--rounding", "stochastic"]),
     ] {
         let mut args = vec!["train", "--json", "--epochs", "6", "--optimizer", rule];
         args.extend(flags);
@@ -75,30 +62,15 @@ fn parameters_of_16_bits_learn_the_digits_however_they_are_kept() {
         assert_eq!(trained["params_hash"], naive["params_hash"], "{rule}");
     }
     let error = refused(&["train", "--dtype", "f16", "--master-weights", "remainder"]);
-    assert!(
-        error.contains("`layer0.bias`: master weights of f16 parameters"),
-        "{error}"
-    );
+    assert!(error.contains("`layer0.bias`: master weights of f16 parameters"), "{error}");
 }
 
 #[test]
 fn bench_and_check_print_their_numbers() {
     let folder = Folder::new();
     let shapes = folder.path("shapes.json");
-    fs::write(
-        &shapes,
-        r#"[{"name":"a","shape":[1000]},{"name":"b","shape":[7, 11]}]"#,
-    )
-    .unwrap();
-    let json = ok(&[
-        "bench",
-        text(&shapes),
-        "--rounds",
-        "1",
-        "--peer",
-        "candle",
-        "--json",
-    ]);
+    fs::write(&shapes, r#"[{"name":"a","shape":[1000]},{"name":"b","shape":[7, 11]}]"#).unwrap();
+    let json = ok(&["bench", text(&shapes), "--rounds", "1", "--peer", "candle", "--json"]);
     let json: Value = serde_json::from_str(&json).unwrap();
     for key in [
         "ns_per_step",
@@ -112,29 +84,14 @@ fn bench_and_check_print_their_numbers() {
     }
     assert_eq!(json["bytes_per_step"], 28 * 1077);
     for (rule, bytes) in [("sgd", 12), ("momentum", 20), ("lion", 20), ("rmsprop", 20)] {
-        let args = [
-            "bench",
-            text(&shapes),
-            "--rounds",
-            "1",
-            "--optimizer",
-            rule,
-            "--json",
-        ];
+        let args = ["bench", text(&shapes), "--rounds", "1", "--optimizer", rule, "--json"];
         let json: Value = serde_json::from_str(&ok(&args)).unwrap();
         assert_eq!(
             (&json["optimizer"], &json["bytes_per_step"]),
             (&rule.into(), &(bytes * 1077).into())
         );
     }
-    let peer = [
-        "bench",
-        text(&shapes),
-        "--optimizer",
-        "lion",
-        "--peer",
-        "candle",
-    ];
+    let peer = ["bench", text(&shapes), "--optimizer", "lion", "--peer", "candle"];
     assert!(refused(&peer).contains("--peer candle: expected --optimizer adamw, found lion"));
     let found = ok(&["check"]);
     for part in ["simd", "threads", "cuda", "mpi", "nccl"] {
@@ -145,10 +102,7 @@ fn bench_and_check_print_their_numbers() {
 #[test]
 fn ranks_without_collectives_and_folders_without_gpus_are_refused() {
     let text = refused(&["check", "--ranks", "3"]);
-    assert!(
-        text.contains("--ranks and --meet: expected --engine too, found none"),
-        "{text}"
-    );
+    assert!(text.contains("--ranks and --meet: expected --engine too, found none"), "{text}");
     let meet = ["--engine", "thread", "--meet", "/nowhere", "--rank", "0"];
     let text = refused(&[&["check"], &meet[..]].concat());
     assert!(
@@ -159,32 +113,14 @@ fn ranks_without_collectives_and_folders_without_gpus_are_refused() {
 
 #[test]
 fn bench_times_a_collective_between_threads() {
-    let args = [
-        "bench",
-        "--collective",
-        "all-reduce",
-        "--ranks",
-        "3",
-        "--sizes",
-        "4KiB,100000",
-    ];
+    let args = ["bench", "--collective", "all-reduce", "--ranks", "3", "--sizes", "4KiB,100000"];
     let json: Value = serde_json::from_str(&ok(&[&args[..], &["--json"]].concat())).unwrap();
-    assert_eq!(
-        (&json["collective"], &json["engine"]),
-        (&"all-reduce".into(), &"thread".into())
-    );
+    assert_eq!((&json["collective"], &json["engine"]), (&"all-reduce".into(), &"thread".into()));
     for (row, len_bytes) in json["rows"].as_array().unwrap().iter().zip([4096, 100_000]) {
-        assert_eq!(
-            (&row["ranks"], &row["len_bytes"]),
-            (&3.into(), &len_bytes.into())
-        );
-        for key in [
-            "seconds",
-            "best_seconds",
-            "bytes_per_second",
-            "ceiling_seconds",
-            "share_of_ceiling",
-        ] {
+        assert_eq!((&row["ranks"], &row["len_bytes"]), (&3.into(), &len_bytes.into()));
+        for key in
+            ["seconds", "best_seconds", "bytes_per_second", "ceiling_seconds", "share_of_ceiling"]
+        {
             assert!(row[key].as_f64().unwrap() > 0.0, "{key}");
         }
     }
@@ -195,61 +131,28 @@ fn bench_times_a_collective_between_threads() {
 fn bench_times_steps_of_ranks_beside_their_parts() {
     let folder = Folder::new();
     let shapes = folder.path("shapes.json");
-    fs::write(
-        &shapes,
-        r#"[{"name":"a","shape":[100000]},{"name":"b","shape":[7, 11]}]"#,
-    )
-    .unwrap();
+    fs::write(&shapes, r#"[{"name":"a","shape":[100000]},{"name":"b","shape":[7, 11]}]"#).unwrap();
     let run = |more: &[&str]| -> Value {
         let base = ["bench", text(&shapes), "--rounds", "1", "--json"];
         serde_json::from_str(&ok(&[&base[..], more].concat())).unwrap()
     };
     // Whole steps in one pass, and apart: stage 2 takes gradients out of their buckets first.
-    for (zero, bytes, gathers) in [
-        ("0", 44, false),
-        ("1", 36, true),
-        ("2", 48, true),
-        ("3", 40, false),
-    ] {
+    for (zero, bytes, gathers) in
+        [("0", 44, false), ("1", 36, true), ("2", 48, true), ("3", 40, false)]
+    {
         let found = run(&["--ranks", "2", "--zero", zero]);
-        for key in [
-            "ns_per_step",
-            "reduce_ns",
-            "update_ns",
-            "ceiling_ns",
-            "share_of_ceiling",
-        ] {
-            assert!(
-                found[key].as_f64().unwrap() > 0.0,
-                "{key} at {zero}: {found}"
-            );
+        for key in ["ns_per_step", "reduce_ns", "update_ns", "ceiling_ns", "share_of_ceiling"] {
+            assert!(found[key].as_f64().unwrap() > 0.0, "{key} at {zero}: {found}");
         }
         assert_eq!(found["bytes_per_element"], bytes, "{zero}");
-        assert_eq!(
-            (&found["ranks"], &found["elements"]),
-            (&2.into(), &100_077.into())
-        );
-        assert!(
-            found["gather_ns"].as_f64().unwrap() > 0.0 || !gathers,
-            "{found}"
-        );
+        assert_eq!((&found["ranks"], &found["elements"]), (&2.into(), &100_077.into()));
+        assert!(found["gather_ns"].as_f64().unwrap() > 0.0 || !gathers, "{found}");
         assert_eq!(found["gradient_bytes_copied"], 0, "{zero}");
     }
     let narrow = "--ranks 2 --zero 1 --dtype bf16 --optimizer lion";
     let narrow = run(&narrow.split(' ').collect::<Vec<_>>());
-    assert_eq!(
-        (&narrow["dtype"], &narrow["optimizer"]),
-        (&"bf16".into(), &"lion".into())
-    );
-    let printed = ok(&[
-        "bench",
-        text(&shapes),
-        "--rounds",
-        "1",
-        "--ranks",
-        "3",
-        "--apart",
-    ]);
+    assert_eq!((&narrow["dtype"], &narrow["optimizer"]), (&"bf16".into(), &"lion".into()));
+    let printed = ok(&["bench", text(&shapes), "--rounds", "1", "--ranks", "3", "--apart"]);
     assert!(printed.contains("all parts alone"), "{printed}");
     let error = refused(&["bench", text(&shapes), "--ranks", "2", "--local-sgd", "4"]);
     assert!(error.contains("--local-sgd"), "{error}");
@@ -273,11 +176,7 @@ fn check_tests_the_collectives_between_threads_and_says_what_mpi_takes() {
 fn several_processes_that_know_nothing_of_each_other_are_refused() {
     let start = |args: &[&str]| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"));
-        let output = command
-            .args(args)
-            .env("OMPI_COMM_WORLD_SIZE", "4")
-            .output()
-            .unwrap();
+        let output = command.args(args).env("OMPI_COMM_WORLD_SIZE", "4").output().unwrap();
         assert!(!output.status.success());
         String::from_utf8(output.stderr).unwrap()
     };
@@ -292,14 +191,8 @@ fn several_processes_that_know_nothing_of_each_other_are_refused() {
         (&["train"], "found none"),
         (&[&["check"], &processes[..]].concat(), "found processes"),
         (&[&["train"], &processes[..]].concat(), "found processes"),
-        (
-            &["train", "--ranks", "2", "--engine", "processes"],
-            "found processes",
-        ),
-        (
-            &[&["bench", text(&shapes), "--ranks", "4"], &processes[..]].concat(),
-            "found processes",
-        ),
+        (&["train", "--ranks", "2", "--engine", "processes"], "found processes"),
+        (&[&["bench", text(&shapes), "--ranks", "4"], &processes[..]].concat(), "found processes"),
         (&[&collective[..], &processes].concat(), "found processes"),
     ] {
         let error = start(args);
@@ -324,11 +217,7 @@ fn processes_that_torchrun_has_started_find_each_other_and_other_engines_are_ref
     let start = |rank: &str, engine: &str| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_fusestep"));
         command.args(["train", "--epochs", "1", "--json", "--engine", engine]);
-        command.envs([
-            ("RANK", rank),
-            ("WORLD_SIZE", "2"),
-            ("LOCAL_WORLD_SIZE", "2"),
-        ]);
+        command.envs([("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")]);
         // A name of this start, as every run of torchrun has.
         let id = text(folder.0.path()).to_owned();
         command.envs([("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")]);
@@ -470,10 +359,7 @@ fn averages_are_written_beside_the_parameters() {
     };
     let floats =
         |path: &Path, name: &str| -> Vec<f32> { bytemuck::pod_collect_to_vec(&tensor(path, name)) };
-    run(
-        "schedule-free",
-        &["--beta1", "0.5", "--state-out", text(&state)],
-    );
+    run("schedule-free", &["--beta1", "0.5", "--state-out", text(&state)]);
     // x = y + (1 - 1/beta1) (z - y), and 1 - 1/0.5 is -1.
     let (y, z) = (floats(&out, "c"), floats(&state, "c@base"));
     let expected: Vec<f32> = y.iter().zip(z).map(|(y, z)| y - (z - y)).collect();
@@ -481,8 +367,6 @@ fn averages_are_written_beside_the_parameters() {
     assert_ne!(expected, y);
     run("adamw", &[]);
     assert_eq!(floats(&average, "c"), floats(&out, "c"));
-    let metadata = SafeTensors::read_metadata(&fs::read(&average).unwrap())
-        .unwrap()
-        .1;
+    let metadata = SafeTensors::read_metadata(&fs::read(&average).unwrap()).unwrap().1;
     assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
 }

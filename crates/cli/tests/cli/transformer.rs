@@ -49,10 +49,7 @@ fn ranks_have_the_hash_of_one_process_with_as_many_micro_steps_and_of_a_resumed_
     };
     for key in ["loss", "test_loss"] {
         let losses: Vec<f64> = losses(key);
-        assert!(
-            losses[1] < losses[0] && losses[1] < 3.6,
-            "{key}: {losses:?}"
-        );
+        assert!(losses[1] < losses[0] && losses[1] < 3.6, "{key}: {losses:?}");
     }
     assert_eq!(whole["written"].as_str().unwrap().chars().count(), 201);
 }
@@ -97,20 +94,14 @@ fn each_model_has_learning_rates_of_its_own_at_which_all_rules_learn() {
 #[test]
 fn sizes_that_make_no_transformer_are_refused() {
     let error = refused(&["train", "--width", "16"]);
-    assert!(
-        error.contains("--width: expected --model transformer"),
-        "{error}"
-    );
+    assert!(error.contains("--width: expected --model transformer"), "{error}");
     let error = refused(&["train", "--model", "transformer", "--heads", "3"]);
     assert!(
         error.contains("--width: expected a multiple of the 3 of --heads, found 256"),
         "{error}"
     );
     let error = refused(&["train", "--model", "transformer", "--context", "70000"]);
-    assert!(
-        error.contains("--context <N>': expected a number from 1 to 65536"),
-        "{error}"
-    );
+    assert!(error.contains("--context <N>': expected a number from 1 to 65536"), "{error}");
     let error = refused(&["train", "--model", "transformer", "--context", "1025"]);
     assert!(
         error.contains("of at most 4194304, found 4202500; take a smaller --context"),

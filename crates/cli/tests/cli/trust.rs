@@ -11,15 +11,7 @@ use crate::{Folder, fusestep, ok, refused, tensor, text, write};
 /// One step of AdamW on a folder's model.
 fn step(folder: &Folder, more: &[&str]) -> Vec<String> {
     let (params, grads) = folder.model();
-    let base = [
-        "step",
-        "--params",
-        text(&params),
-        "--grads",
-        text(&grads),
-        "--lr",
-        "1e-2",
-    ];
+    let base = ["step", "--params", text(&params), "--grads", text(&grads), "--lr", "1e-2"];
     let all = base.iter().chain(more);
     all.map(|argument| (*argument).to_owned()).collect()
 }
@@ -33,11 +25,7 @@ fn as_args(arguments: &[String]) -> Vec<&str> {
 fn outputs_that_are_one_file_by_whatever_name_are_refused() {
     let folder = Folder::new();
     let (params, grads) = folder.model();
-    let (out, hard, link) = (
-        folder.path("out"),
-        folder.path("hard"),
-        folder.path("alias"),
-    );
+    let (out, hard, link) = (folder.path("out"), folder.path("hard"), folder.path("alias"));
     fs::write(&out, "precious").unwrap();
     fs::hard_link(&out, &hard).unwrap();
     std::os::unix::fs::symlink(folder.path("."), &link).unwrap();
@@ -52,16 +40,10 @@ fn outputs_that_are_one_file_by_whatever_name_are_refused() {
         (&out, &grads, "--grads"),
         (&grads, &hard, "--grads"),
     ] {
-        let args = step(
-            &folder,
-            &["--out", text(out), "--state-out", text(state_out)],
-        );
+        let args = step(&folder, &["--out", text(out), "--state-out", text(state_out)]);
         let before = fs::read(&params).unwrap();
         let error = refused(&as_args(&args));
-        assert!(
-            error.contains(named) && error.contains("another file than"),
-            "{error}"
-        );
+        assert!(error.contains(named) && error.contains("another file than"), "{error}");
         assert_eq!(fs::read(&params).unwrap(), before);
         assert_eq!(fs::read_to_string(folder.path("out")).unwrap(), "precious");
         assert_eq!(folder.files(), files);
@@ -71,30 +53,15 @@ fn outputs_that_are_one_file_by_whatever_name_are_refused() {
 #[test]
 fn state_of_other_parameters_is_refused_unless_it_is_asked_for() {
     let folder = Folder::new();
-    let (params, state, out) = (
-        folder.path("p.safetensors"),
-        folder.path("state"),
-        folder.path("out"),
-    );
-    ok(&as_args(&step(
-        &folder,
-        &["--out", text(&out), "--state-out", text(&state)],
-    )));
+    let (params, state, out) =
+        (folder.path("p.safetensors"), folder.path("state"), folder.path("out"));
+    ok(&as_args(&step(&folder, &["--out", text(&out), "--state-out", text(&state)])));
     // The state belongs to what the first step has written and not to what it has read.
     let again = ["--state", text(&state), "--out", text(&out)];
     let error = refused(&as_args(&step(&folder, &again)));
-    assert!(
-        error.contains("--any-parameters") && error.contains(text(&params)),
-        "{error}"
-    );
-    ok(&as_args(&step(
-        &folder,
-        &[&again[..], &["--any-parameters"]].concat(),
-    )));
-    let error = refused(&as_args(&step(
-        &folder,
-        &[&again[..], &["--optimizer", "lamb"]].concat(),
-    )));
+    assert!(error.contains("--any-parameters") && error.contains(text(&params)), "{error}");
+    ok(&as_args(&step(&folder, &[&again[..], &["--any-parameters"]].concat())));
+    let error = refused(&as_args(&step(&folder, &[&again[..], &["--optimizer", "lamb"]].concat())));
     assert!(error.contains("expected lamb, found adamw"), "{error}");
 }
 
@@ -110,10 +77,7 @@ fn a_replaced_file_keeps_its_mode_and_a_link_stays() {
     ok(&as_args(&step(&folder, &["--out", text(&link)])));
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
     assert_eq!(tensor(&real, "b").len(), 4);
-    assert_eq!(
-        fs::metadata(&real).unwrap().permissions().mode() & 0o777,
-        0o640
-    );
+    assert_eq!(fs::metadata(&real).unwrap().permissions().mode() & 0o777, 0o640);
 }
 
 #[test]
@@ -122,49 +86,18 @@ fn pipes_and_devices_are_refused_at_once() {
     let folder = Folder::new();
     let (params, _) = folder.model();
     let pipe = folder.path("pipe");
-    assert!(
-        Command::new("mkfifo")
-            .arg(&pipe)
-            .status()
-            .unwrap()
-            .success()
-    );
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let (pipe, params) = (text(&pipe), text(&params));
     let begun = Instant::now();
     for args in [
-        vec![
-            "step",
-            "--params",
-            pipe,
-            "--grads",
-            params,
-            "--lr",
-            "1e-2",
-            "--out",
-            "/dev/null",
-        ],
-        vec![
-            "step",
-            "--params",
-            params,
-            "--grads",
-            "/dev/zero",
-            "--lr",
-            "1e-2",
-            "--out",
-            pipe,
-        ],
-        vec![
-            "step", "--params", params, "--grads", params, "--lr", "1e-2", "--out", pipe,
-        ],
+        vec!["step", "--params", pipe, "--grads", params, "--lr", "1e-2", "--out", "/dev/null"],
+        vec!["step", "--params", params, "--grads", "/dev/zero", "--lr", "1e-2", "--out", pipe],
+        vec!["step", "--params", params, "--grads", params, "--lr", "1e-2", "--out", pipe],
         vec!["plan", pipe],
         vec!["bench", pipe],
     ] {
         let error = refused(&args);
-        assert!(
-            error.contains("expected a file") || error.contains("ordinary file"),
-            "{error}"
-        );
+        assert!(error.contains("expected a file") || error.contains("ordinary file"), "{error}");
     }
     assert!(begun.elapsed() < Duration::from_secs(20));
 }
@@ -174,15 +107,7 @@ fn a_checkpoint_is_neither_replaced_nor_are_strangers_files() {
     let folder = Folder::new();
     let path = folder.path("checkpoint");
     let train = |more: &[&str]| {
-        let base = [
-            "train",
-            "--epochs",
-            "1",
-            "--ranks",
-            "2",
-            "--checkpoint",
-            text(&path),
-        ];
+        let base = ["train", "--epochs", "1", "--ranks", "2", "--checkpoint", text(&path)];
         fusestep(&[&base[..], more].concat())
     };
     fs::create_dir_all(path.join("step-by-step-notes")).unwrap();
@@ -190,38 +115,23 @@ fn a_checkpoint_is_neither_replaced_nor_are_strangers_files() {
     assert!(train(&[]).status.success());
     let manifest = fs::read(path.join("manifest.json")).unwrap();
     let error = String::from_utf8(train(&[]).stderr).unwrap();
-    assert!(
-        error.contains("--resume") && error.contains("of step"),
-        "{error}"
-    );
+    assert!(error.contains("--resume") && error.contains("of step"), "{error}");
     assert_eq!(fs::read(path.join("manifest.json")).unwrap(), manifest);
     assert!(train(&["--resume"]).status.success());
     fs::write(path.join("manifest.json"), "{\"theirs\": 1}").unwrap();
     for more in [&[][..], &["--resume"]] {
         let refused = train(more);
         let error = String::from_utf8(refused.stderr).unwrap();
-        assert!(
-            !refused.status.success() && error.contains("manifest.json"),
-            "{error}"
-        );
+        assert!(!refused.status.success() && error.contains("manifest.json"), "{error}");
         // No rank has begun to train, and each is heard once.
         assert_eq!(
-            error
-                .lines()
-                .filter(|line| line.contains("manifest.json"))
-                .count(),
+            error.lines().filter(|line| line.contains("manifest.json")).count(),
             1,
             "{error}"
         );
     }
-    assert_eq!(
-        fs::read_to_string(path.join("manifest.json")).unwrap(),
-        "{\"theirs\": 1}"
-    );
-    assert_eq!(
-        fs::read_to_string(path.join("step-by-step-notes/a")).unwrap(),
-        "mine"
-    );
+    assert_eq!(fs::read_to_string(path.join("manifest.json")).unwrap(), "{\"theirs\": 1}");
+    assert_eq!(fs::read_to_string(path.join("step-by-step-notes/a")).unwrap(), "mine");
 }
 
 #[test]
@@ -279,17 +189,9 @@ fn a_verifier_beside_a_saver_sees_whole_checkpoints_only() {
 fn a_page_that_cannot_be_written_is_known_before_the_training() {
     let folder = Folder::new();
     let begun = Instant::now();
-    let error = refused(&[
-        "train",
-        "--epochs",
-        "1000",
-        "--report",
-        text(&folder.path("none/page.html")),
-    ]);
-    assert!(
-        error.contains("page.html") && begun.elapsed() < Duration::from_secs(30),
-        "{error}"
-    );
+    let error =
+        refused(&["train", "--epochs", "1000", "--report", text(&folder.path("none/page.html"))]);
+    assert!(error.contains("page.html") && begun.elapsed() < Duration::from_secs(30), "{error}");
 }
 
 #[test]
@@ -329,15 +231,9 @@ fn names_are_quoted_short_and_never_obeyed() {
         text(&page),
     ];
     let error = refused(&args);
-    assert!(
-        error.contains("\\u{1b}[2J\\u{202e}xxx") && error.len() < 1_000,
-        "{error}"
-    );
+    assert!(error.contains("\\u{1b}[2J\\u{202e}xxx") && error.len() < 1_000, "{error}");
     let plan = ok(&["plan", text(&params), "--html", text(&page)]);
-    assert!(
-        plan.contains("\\u{202e}xxx") && !plan.contains('\u{1b}'),
-        "{plan}"
-    );
+    assert!(plan.contains("\\u{202e}xxx") && !plan.contains('\u{1b}'), "{plan}");
     let page = fs::read_to_string(&page).unwrap();
     assert!(!page.contains('\u{1b}') && !page.contains('\u{202e}'));
 }
@@ -349,10 +245,7 @@ fn what_files_have_in_a_megabyte_is_quoted_in_a_line() {
     let long = "x".repeat(1_000_000);
     let entry = |more: &str| format!("[{{\"name\":\"a\",\"shape\":[1],{more}}}]");
     for (content, named) in [
-        (
-            entry(&format!("\"dtype\":\"f{long}\"")),
-            "found dtype `fxxx",
-        ),
+        (entry(&format!("\"dtype\":\"f{long}\"")), "found dtype `fxxx"),
         (entry(&format!("\"{long}\":1")), "unknown field `xxx"),
         (entry(&format!("\"dtype\":[\"{long}\"]")), "invalid type"),
         (format!("[{{\"name\":\"a\",\"shape\":\"{long}\"}}]"), "xxx"),
@@ -367,10 +260,7 @@ fn what_files_have_in_a_megabyte_is_quoted_in_a_line() {
         );
     }
     let ones = vec!["1"; 1_900].join(",");
-    for (path, shape) in [
-        (&params, format!("[{ones}]")),
-        (&grads, format!("[1,{ones}]")),
-    ] {
+    for (path, shape) in [(&params, format!("[{ones}]")), (&grads, format!("[1,{ones}]"))] {
         let header =
             format!("{{\"a\":{{\"dtype\":\"F32\",\"shape\":{shape},\"data_offsets\":[0,4]}}}}");
         write_raw(path, header.as_bytes(), 4);
@@ -411,10 +301,7 @@ fn the_note_on_tensors_that_are_no_parameters_quotes_their_names() {
     write_raw(&path, header.as_bytes(), 4);
     let output = fusestep(&["plan", text(&path)]);
     let note = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        note.contains("\\u{1b}[2J\\u{202e}xxx") && note.len() < 1_000,
-        "{note:?}"
-    );
+    assert!(note.contains("\\u{1b}[2J\\u{202e}xxx") && note.len() < 1_000, "{note:?}");
     let entry = |name: &str, at: usize| {
         let end = at + 4;
         format!("\"{name}\":{{\"dtype\":\"I32\",\"shape\":[1],\"data_offsets\":[{at},{end}]}}")
@@ -438,8 +325,7 @@ fn the_note_on_tensors_that_are_no_parameters_quotes_their_names() {
 /// Writes a file whose header is this text and whose data are so long.
 fn write_raw(path: &Path, header: &[u8], data_bytes: usize) {
     let mut file = fs::File::create(path).unwrap();
-    file.write_all(&(header.len() as u64).to_le_bytes())
-        .unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
     file.write_all(header).unwrap();
     file.write_all(&vec![0; data_bytes]).unwrap();
 }
@@ -450,9 +336,8 @@ fn refused_within_4_times(path: &Path) -> String {
     let kibibytes = 4 * fs::metadata(path).unwrap().len() / 1024 + (64 << 10);
     let limited = format!("ulimit -v {kibibytes}; exec \"$@\"");
     let program = env!("CARGO_BIN_EXE_fusestep");
-    let output = Command::new("sh")
-        .args(["-c", &limited, "sh", program, "plan", text(path)])
-        .output();
+    let output =
+        Command::new("sh").args(["-c", &limited, "sh", program, "plan", text(path)]).output();
     let output = output.unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{error}");
@@ -475,17 +360,8 @@ fn a_long_header_takes_a_few_times_its_length_and_no_more() {
         (list, "expected at most 4096 bytes"),
         (nested, "expected JSON"),
         (format!("{{{names}\"z\":0}}"), "header"),
-        (
-            format!("{{\"__metadata__\":{{{names}\"z\":0}}}}"),
-            "__metadata__",
-        ),
-        (
-            format!(
-                "{{\"__metadata__\":{{\"a\":\"{}\"}},\"b\":1}}",
-                "y".repeat(long)
-            ),
-            "`b`",
-        ),
+        (format!("{{\"__metadata__\":{{{names}\"z\":0}}}}"), "__metadata__"),
+        (format!("{{\"__metadata__\":{{\"a\":\"{}\"}},\"b\":1}}", "y".repeat(long)), "`b`"),
     ] {
         write_raw(&path, header.as_bytes(), 4);
         let error = refused_within_4_times(&path);

@@ -63,8 +63,7 @@ impl Backend for Counted {
         offset_bytes: usize,
         bytes: &[u8],
     ) -> Result<(), BackendError> {
-        self.written
-            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.written.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         self.wait().write(buffer, offset_bytes, bytes)
     }
     fn read(

@@ -22,9 +22,7 @@ fn started(case: &Case, comm: &dyn Communicator, backend: &Counted) -> (Plan, St
     let mut state = plan.allocate(backend).unwrap();
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.first_values(param);
-        state
-            .write(backend, Role::Param, &desc.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Param, &desc.name, &bytes).unwrap();
     }
     (plan, state)
 }
@@ -39,8 +37,7 @@ fn push(
 ) {
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.gradient(plan.topology().rank, step, param);
-        plan.push_grad(state, backend, comms, &desc.name, &bytes)
-            .unwrap();
+        plan.push_grad(state, backend, comms, &desc.name, &bytes).unwrap();
     }
 }
 
@@ -56,13 +53,10 @@ fn give(
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.gradient(rank, step, param);
         if param % 2 == 0 {
-            plan.push_grad(state, backend, comms, &desc.name, &bytes)
-                .unwrap();
+            plan.push_grad(state, backend, comms, &desc.name, &bytes).unwrap();
         } else {
             state.grad_on_device(backend, &desc.name).unwrap();
-            state
-                .write(backend, Role::Grad, &desc.name, &bytes)
-                .unwrap();
+            state.write(backend, Role::Grad, &desc.name, &bytes).unwrap();
         }
     }
 }
@@ -85,16 +79,13 @@ fn steps_of(
                 state.set_lr(1e-4).unwrap();
             }
             if replayed(step) {
-                plan.replay_on(&mut state, backend, &mut comms, &graph)
-                    .unwrap();
+                plan.replay_on(&mut state, backend, &mut comms, &graph).unwrap();
             } else {
-                plan.settle_on(&mut state, backend, &mut comms, &mut graph)
-                    .unwrap();
+                plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
                 plan.step(&mut state, backend, &mut comms).unwrap();
             }
         }
-        plan.settle_on(&mut state, backend, &mut comms, &mut graph)
-            .unwrap();
+        plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
         let (step, skipped) = (state.step(), state.skipped());
         drop(graph);
         let params = whole_params(&plan, &state, backend, &mut comms);
@@ -114,15 +105,7 @@ fn recorded_steps_give_the_bits_of_threads_on_the_host() {
     for world in worlds() {
         for (zero, rule) in stages.clone().zip(rules) {
             for (clip, mixed) in [(None, Mixed::No), (Some(0.5), Mixed::Yes)] {
-                let case = Case {
-                    rule,
-                    world,
-                    zero,
-                    clip,
-                    mixed,
-                    steps: 4,
-                    ..small()
-                };
+                let case = Case { rule, world, zero, clip, mixed, steps: 4, ..small() };
                 let expected = case.run();
                 // Recorded steps alone, and between others.
                 for every in [1, 2] {
@@ -163,12 +146,7 @@ fn devices_skip_recorded_steps_alike() {
 fn a_rate_that_is_set_reaches_recorded_steps() {
     let rules: [Optimizer; 2] = [Adam::default().into(), Lamb::default().into()];
     for rule in rules {
-        let case = Case {
-            rule,
-            world: gpus().min(2),
-            steps: 4,
-            ..small()
-        };
+        let case = Case { rule, world: gpus().min(2), steps: 4, ..small() };
         let run = steps_of(&case, true, |_| false);
         assert!(run == steps_of(&case, true, |_| true), "{case:?}");
         assert!(run != steps_of(&case, false, |_| true), "{case:?}");
@@ -182,11 +160,7 @@ fn a_replayed_step_waits_for_nothing() {
     if world == 1 {
         return;
     }
-    let case = Case {
-        world,
-        clip: Some(0.5),
-        ..small()
-    };
+    let case = Case { world, clip: Some(0.5), ..small() };
     on_each(world, |comm, backend| {
         let (plan, mut state) = started(&case, comm, backend);
         let mut comms = Comms::direct(comm);
@@ -194,12 +168,10 @@ fn a_replayed_step_waits_for_nothing() {
         give((&case, &plan), &mut state, backend, &mut comms, 0);
         let (waits, calls) = (backend.waits(), comms.calls());
         for _ in 0..3 {
-            plan.replay_on(&mut state, backend, &mut comms, &graph)
-                .unwrap();
+            plan.replay_on(&mut state, backend, &mut comms, &graph).unwrap();
         }
         assert_eq!((backend.waits(), comms.calls()), (waits, calls));
-        plan.settle_on(&mut state, backend, &mut comms, &mut graph)
-            .unwrap();
+        plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
         assert_eq!(state.step(), 3);
     });
 }
@@ -212,33 +184,14 @@ fn what_cannot_be_recorded_is_refused_and_changes_nothing() {
     }
     let group = NonZeroUsize::MIN;
     for (case, found) in [
+        (Case { zero: ZeroStage::Two, ..small() }, "its tables are in arguments"),
+        (Case { merge: 2, ..small() }, "it adds up micro-steps"),
         (
-            Case {
-                zero: ZeroStage::Two,
-                ..small()
-            },
-            "its tables are in arguments",
-        ),
-        (
-            Case {
-                merge: 2,
-                ..small()
-            },
-            "it adds up micro-steps",
-        ),
-        (
-            Case {
-                zero: ZeroStage::One,
-                shard_group: Some(group),
-                ..small()
-            },
+            Case { zero: ZeroStage::One, shard_group: Some(group), ..small() },
             "shards lie in groups of ranks",
         ),
         (
-            Case {
-                streams: 1,
-                ..small()
-            },
+            Case { streams: 1, ..small() },
             "communication streams make its calls; take `Comms::direct`",
         ),
     ] {

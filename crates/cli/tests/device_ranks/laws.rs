@@ -27,10 +27,7 @@ fn on_devices(case: &Case) -> Vec<(Outcome, (u64, u64))> {
 fn assert_same(case: &Case) {
     let expected = case.run();
     for (rank, (found, _)) in on_devices(case).into_iter().enumerate() {
-        assert!(
-            found.params == expected.params,
-            "rank {rank}: other parameters: {case:?}"
-        );
+        assert!(found.params == expected.params, "rank {rank}: other parameters: {case:?}");
         assert_eq!(found.skipped, expected.skipped, "{case:?}");
         for (found, expected) in found.reports.iter().zip(&expected.reports) {
             let alike = |report: &fusestep_planner::StepReport| {
@@ -51,12 +48,7 @@ fn every_stage_and_world_gives_the_bits_of_threads_on_the_host() {
     for world in worlds() {
         for zero in STAGES {
             for streams in [0, 2] {
-                assert_same(&Case {
-                    world,
-                    zero,
-                    streams,
-                    ..small()
-                });
+                assert_same(&Case { world, zero, streams, ..small() });
             }
         }
     }
@@ -97,11 +89,7 @@ fn clipping_and_loss_scales_see_the_gradients_of_all_ranks() {
             };
             assert_same(&infinite);
             // Leaves of some tensors are nobody's, one in the midst of a bucket.
-            assert_same(&Case {
-                infinite: None,
-                without_gradient: lacking(world, 1),
-                ..infinite
-            });
+            assert_same(&Case { infinite: None, without_gradient: lacking(world, 1), ..infinite });
         }
     }
 }
@@ -111,17 +99,8 @@ fn rules_with_norms_sum_up_tensors_that_lie_in_many_shards() {
     let rules: [Optimizer; 2] = [Lars::default().into(), Lamb::default().into()];
     for rule in rules {
         for world in worlds().skip(1) {
-            for (zero, clip) in STAGES
-                .into_iter()
-                .zip([None, Some(0.5)].into_iter().cycle())
-            {
-                assert_same(&Case {
-                    rule,
-                    world,
-                    zero,
-                    clip,
-                    ..small()
-                });
+            for (zero, clip) in STAGES.into_iter().zip([None, Some(0.5)].into_iter().cycle()) {
+                assert_same(&Case { rule, world, zero, clip, ..small() });
             }
         }
     }
@@ -149,10 +128,7 @@ fn micro_steps_add_up_before_and_behind_the_reduction() {
 
 #[test]
 fn averages_of_parameters_are_taken_on_the_device() {
-    let masters = Precision {
-        master: Master::F32,
-        ..Precision::default()
-    };
+    let masters = Precision { master: Master::F32, ..Precision::default() };
     for (mixed, precision) in [(Mixed::No, None), (Mixed::Yes, Some(masters))] {
         for world in worlds().skip(1) {
             assert_same(&Case {
@@ -172,14 +148,7 @@ fn averages_of_parameters_are_taken_on_the_device() {
 fn ranks_whose_engine_works_on_the_host_take_gradients_there_and_back() {
     for world in worlds().skip(1) {
         for (zero, merge) in STAGES.into_iter().zip([1, 2].into_iter().cycle()) {
-            let case = Case {
-                world,
-                zero,
-                merge,
-                streams: world % 2,
-                clip: Some(0.5),
-                ..small()
-            };
+            let case = Case { world, zero, merge, streams: world % 2, clip: Some(0.5), ..small() };
             let expected = case.run();
             let ranks = run_ranks(world, &Options::default(), |mut comm| {
                 let backend = Counted::open(comm.rank());
@@ -198,11 +167,8 @@ fn gradients_do_not_pass_through_the_host() {
     if world == 1 {
         return;
     }
-    let merges = [
-        (1, ReducedWhen::PerWindow),
-        (2, ReducedWhen::PerWindow),
-        (2, ReducedWhen::PerMicroStep),
-    ];
+    let merges =
+        [(1, ReducedWhen::PerWindow), (2, ReducedWhen::PerWindow), (2, ReducedWhen::PerMicroStep)];
     for (zero, (merge, reduced)) in STAGES.into_iter().flat_map(|z| merges.map(|m| (z, m))) {
         let rules: [(Optimizer, _, _); 4] = [
             (Adam::default().into(), None, 0),
@@ -211,21 +177,9 @@ fn gradients_do_not_pass_through_the_host() {
             (Lamb::default().into(), None, 2),
         ];
         for (rule, clip, streams) in rules {
-            let case = Case {
-                rule,
-                world,
-                zero,
-                clip,
-                streams,
-                merge,
-                reduced,
-                ..small()
-            };
+            let case = Case { rule, world, zero, clip, streams, merge, reduced, ..small() };
             let few = on_devices(&case);
-            let many = on_devices(&Case {
-                steps: case.steps + 10,
-                ..case.clone()
-            });
+            let many = on_devices(&Case { steps: case.steps + 10, ..case.clone() });
             let given: u64 = case.numels.iter().map(|numel| 4 * numel).sum();
             let given = given * u64::from(merge);
             for ((_, few), (_, many)) in few.iter().zip(&many) {

@@ -32,13 +32,9 @@ fn trained(arguments: &[&str]) -> String {
 #[test]
 fn a_model_trained_on_devices_has_the_parameters_of_threads() {
     let ranks = gpus().min(3).to_string();
-    for (optimizer, zero) in [
-        ("adamw", "0"),
-        ("adamw", "1"),
-        ("adamw", "2"),
-        ("adamw", "3"),
-        ("lamb", "1"),
-    ] {
+    for (optimizer, zero) in
+        [("adamw", "0"), ("adamw", "1"), ("adamw", "2"), ("adamw", "3"), ("lamb", "1")]
+    {
         let asked = ["--epochs", "1", "--clip-norm", "0.5", "--ranks", &ranks];
         let asked = [&asked[..], &["--optimizer", optimizer, "--zero", zero]].concat();
         let expected = trained(&asked);
@@ -48,10 +44,7 @@ fn a_model_trained_on_devices_has_the_parameters_of_threads() {
         assert_eq!(trained(&shared), expected, "{optimizer}, zero {zero}");
     }
     let alone = ["--epochs", "1", "--clip-norm", "0.5"];
-    assert_eq!(
-        trained(&[&alone[..], &ON_GPUS[..2]].concat()),
-        trained(&alone)
-    );
+    assert_eq!(trained(&[&alone[..], &ON_GPUS[..2]].concat()), trained(&alone));
 }
 
 #[test]
@@ -63,8 +56,5 @@ fn what_devices_have_saved_the_host_goes_on_with() {
     trained(&[&of_ranks[..], &saved, &ON_GPUS, &["--epochs", "1"]].concat());
     let resumed = trained(&[&of_ranks[..], &saved, &["--resume", "--epochs", "2"]].concat());
     std::fs::remove_dir_all(&folder).unwrap();
-    assert_eq!(
-        resumed,
-        trained(&[&of_ranks[..], &["--epochs", "2"]].concat())
-    );
+    assert_eq!(resumed, trained(&[&of_ranks[..], &["--epochs", "2"]].concat()));
 }

@@ -14,15 +14,11 @@ use crate::worlds::{STAGES, gpus, on_each, small, worlds};
 
 fn started(case: &Case, comm: &dyn Communicator, backend: &Counted) -> (Plan, State) {
     let planner = case.planner().limits(backend.limits());
-    let plan = planner
-        .plan_for(&case.params(), Topology::of(comm))
-        .unwrap();
+    let plan = planner.plan_for(&case.params(), Topology::of(comm)).unwrap();
     let mut state = plan.allocate(backend).unwrap();
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.first_values(param);
-        state
-            .write(backend, Role::Param, &desc.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Param, &desc.name, &bytes).unwrap();
     }
     (plan, state)
 }
@@ -31,13 +27,7 @@ fn started(case: &Case, comm: &dyn Communicator, backend: &Counted) -> (Plan, St
 fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
     for world in worlds() {
         for (zero, merge) in STAGES.into_iter().zip([1, 2].into_iter().cycle()) {
-            let case = Case {
-                world,
-                zero,
-                merge,
-                streams: 2,
-                ..small()
-            };
+            let case = Case { world, zero, merge, streams: 2, ..small() };
             let expected = case.run();
             let found = on_each(world, |comm, backend| {
                 let rank = comm.rank();
@@ -49,13 +39,10 @@ fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
                         assert_eq!(view.len_bytes() as u64, 4 * desc.numel());
                         // A framework would write it there.
                         let bytes = case.gradient(rank, step, param);
-                        state
-                            .write(backend, Role::Grad, &desc.name, &bytes)
-                            .unwrap();
+                        state.write(backend, Role::Grad, &desc.name, &bytes).unwrap();
                         // Of some it is only known when the step is run.
                         if param % 3 > 0 {
-                            plan.give_view(&mut state, backend, &mut comms, &desc.name)
-                                .unwrap();
+                            plan.give_view(&mut state, backend, &mut comms, &desc.name).unwrap();
                         }
                     }
                     plan.step(&mut state, backend, &mut comms).unwrap();
@@ -72,24 +59,14 @@ fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
 #[test]
 fn a_step_waits_for_a_device_at_its_end_and_only_to_report_a_norm() {
     let world = gpus().min(3);
-    let rules: [Optimizer; 3] = [
-        Adam::default().into(),
-        Lars::default().into(),
-        Lamb::default().into(),
-    ];
+    let rules: [Optimizer; 3] =
+        [Adam::default().into(), Lars::default().into(), Lamb::default().into()];
     let cases = STAGES.into_iter().flat_map(|zero| {
         let of_rule = move |rule| [(zero, rule, None), (zero, rule, Some(0.5))];
         rules.into_iter().flat_map(of_rule)
     });
     for (zero, rule, clip) in cases {
-        let case = Case {
-            rule,
-            world,
-            zero,
-            clip,
-            streams: 2,
-            ..small()
-        };
+        let case = Case { rule, world, zero, clip, streams: 2, ..small() };
         on_each(world, |comm, backend| {
             let (plan, mut state) = started(&case, comm, backend);
             let mut comms = Comms::with_streams(comm, case.streams).unwrap();
@@ -101,8 +78,7 @@ fn a_step_waits_for_a_device_at_its_end_and_only_to_report_a_norm() {
                 }
                 for desc in plan.params() {
                     state.grad_on_device(backend, &desc.name).unwrap();
-                    plan.give_view(&mut state, backend, &mut comms, &desc.name)
-                        .unwrap();
+                    plan.give_view(&mut state, backend, &mut comms, &desc.name).unwrap();
                 }
                 plan.step(&mut state, backend, &mut comms).unwrap();
             }
@@ -120,8 +96,7 @@ fn views_of_the_host_and_of_what_was_pushed_are_refused() {
         let mut comms = Comms::direct(comm);
         let name = plan.params()[0].name.as_str();
         let bytes = case.gradient(0, 0, 0);
-        plan.push_grad(&mut state, backend, &mut comms, name, &bytes)
-            .unwrap();
+        plan.push_grad(&mut state, backend, &mut comms, name, &bytes).unwrap();
         let error = state.grad_on_device(backend, name).unwrap_err();
         assert!(matches!(error, PlanError::GradientTwice { .. }), "{error}");
         let host = fusestep_cpu::CpuBackend::new(std::num::NonZeroUsize::MIN);
@@ -138,13 +113,7 @@ fn views_of_the_host_and_of_what_was_pushed_are_refused() {
 fn parameters_are_gathered_on_the_device_bucket_by_bucket() {
     for world in worlds() {
         for zero in STAGES {
-            let case = Case {
-                world,
-                zero,
-                steps: 1,
-                streams: 2 * (world % 2),
-                ..small()
-            };
+            let case = Case { world, zero, steps: 1, streams: 2 * (world % 2), ..small() };
             let expected = case.run().params;
             on_each(world, |comm, backend| {
                 let rank = comm.rank();
@@ -152,17 +121,15 @@ fn parameters_are_gathered_on_the_device_bucket_by_bucket() {
                 let mut comms = Comms::with_streams(comm, case.streams).unwrap();
                 for (param, desc) in plan.params().iter().enumerate() {
                     let bytes = case.gradient(rank, 0, param);
-                    plan.push_grad(&mut state, backend, &mut comms, &desc.name, &bytes)
-                        .unwrap();
+                    plan.push_grad(&mut state, backend, &mut comms, &desc.name, &bytes).unwrap();
                 }
                 plan.step(&mut state, backend, &mut comms).unwrap();
                 let names: Vec<&str> = plan.params().iter().map(|p| p.name.as_str()).collect();
                 // Some in another order, again in memory that is there, and all.
                 for asked in [&[4, 0][..], &[5, 7], &[0, 1, 2, 3, 4, 5, 6, 7]] {
                     let names: Vec<&str> = asked.iter().map(|&at| names[at]).collect();
-                    let mut found = plan
-                        .gather_on_device(&state, backend, &mut comms, &names)
-                        .unwrap();
+                    let mut found =
+                        plan.gather_on_device(&state, backend, &mut comms, &names).unwrap();
                     for (at, &param) in asked.iter().enumerate() {
                         let mut bytes = vec![0; expected[param].len()];
                         let slice = found.slice_mut(at).unwrap();

@@ -9,12 +9,8 @@ use fusestep_planner::ZeroStage;
 use crate::counted::Counted;
 use crate::run::Case;
 
-pub(crate) const STAGES: [ZeroStage; 4] = [
-    ZeroStage::None,
-    ZeroStage::One,
-    ZeroStage::Two,
-    ZeroStage::Three,
-];
+pub(crate) const STAGES: [ZeroStage; 4] =
+    [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
 /// A model of which some tensors have leaves on several ranks.
 pub(crate) fn small() -> Case {

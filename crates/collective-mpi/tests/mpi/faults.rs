@@ -29,11 +29,7 @@ fn each_collective_and_culprit(kind: FaultKind, names: impl Fn(&CollectiveError,
             _ => 0..3,
         };
         for culprit in culprits {
-            let scenario = [Fault {
-                rank: culprit,
-                call: 2,
-                kind,
-            }];
+            let scenario = [Fault { rank: culprit, call: 2, kind }];
             group(TIMEOUT_MS, |comm| {
                 let rank = comm.rank();
                 let mut comm = Faulty::new(comm, &scenario);
@@ -46,16 +42,9 @@ fn each_collective_and_culprit(kind: FaultKind, names: impl Fn(&CollectiveError,
                     return;
                 }
                 let error = outcome.expect("only the culprit panics").expect_err(name);
-                assert!(
-                    names(&error, culprit),
-                    "{name}, rank {rank}, culprit {culprit}: {error}"
-                );
+                assert!(names(&error, culprit), "{name}, rank {rank}, culprit {culprit}: {error}");
                 let limit = Duration::from_millis(2 * TIMEOUT_MS);
-                assert!(
-                    start.elapsed() < limit,
-                    "{name}, rank {rank}: {:?}",
-                    start.elapsed()
-                );
+                assert!(start.elapsed() < limit, "{name}, rank {rank}: {:?}", start.elapsed());
             });
         }
     }
@@ -117,10 +106,7 @@ fn every_scenario_ends_as_it_says() {
             (Some(found), None) => assert_eq!(found, Ok(())),
             (Some(found), Some(expected)) => {
                 let found = found.unwrap_err();
-                assert!(
-                    found.starts_with(&expected),
-                    "expected `{expected}`, found `{found}`"
-                );
+                assert!(found.starts_with(&expected), "expected `{expected}`, found `{found}`");
             }
         }
     }
@@ -146,13 +132,7 @@ fn an_abort_from_another_thread_frees_all_who_wait_and_may_come_twice() {
         comm.barrier().unwrap_err()
     });
     let reason = "enough".to_owned();
-    assert_eq!(
-        error,
-        CollectiveError::Aborted {
-            rank: ranks - 1,
-            reason
-        }
-    );
+    assert_eq!(error, CollectiveError::Aborted { rank: ranks - 1, reason });
 }
 
 #[test]
@@ -185,11 +165,7 @@ fn a_delay_below_the_deadline_does_no_damage_and_names_the_straggler() {
     if !three_ranks() {
         return;
     }
-    let scenario = [Fault {
-        rank: 1,
-        call: 2,
-        kind: FaultKind::DelayMs(100),
-    }];
+    let scenario = [Fault { rank: 1, call: 2, kind: FaultKind::DelayMs(100) }];
     group(20_000, |comm| {
         let mut comm = Faulty::new(comm, &scenario);
         comm.barrier().unwrap();
@@ -218,9 +194,7 @@ fn flight_recorders_are_on_disk_after_an_error() {
         }
         comm.broadcast(&mut [0u8; 2], 0).unwrap_err();
         let name = format!("flight-recorder-rank-{}.json", comm.rank());
-        let groups = std::fs::read_dir(&folder)
-            .unwrap()
-            .map(|entry| entry.unwrap().path());
+        let groups = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
         let dumps = groups.filter_map(|group| std::fs::metadata(group.join(&name)).ok());
         let newest = dumps.map(|dump| dump.modified().unwrap()).max();
         assert!(newest.is_some_and(|written| written > begun), "{newest:?}");

@@ -26,9 +26,7 @@ fn each_field_on_each_rank_gives_the_same_error_everywhere_and_moves_nothing() {
     use Field::{Bucket, Counts, DType, Numel, Operation, PlanHash, ReduceOp, Root};
     let ranks = with_world(|world| world.world_size());
     for odd in 0..if ranks == 1 { 0 } else { ranks } {
-        for field in [
-            Operation, ReduceOp, DType, Numel, Root, Counts, Bucket, PlanHash,
-        ] {
+        for field in [Operation, ReduceOp, DType, Numel, Root, Counts, Bucket, PlanHash] {
             let error = group(TIMEOUT_MS, |mut comm| {
                 comm.barrier().unwrap();
                 let own = comm.rank();
@@ -44,24 +42,12 @@ fn each_field_on_each_rank_gives_the_same_error_everywhere_and_moves_nothing() {
             });
             let Some(error) = error else { continue };
             agreed(&error.to_string());
-            let CollectiveError::Mismatch {
-                field: named,
-                expected_rank,
-                found_rank,
-                ..
-            } = error
+            let CollectiveError::Mismatch { field: named, expected_rank, found_rank, .. } = error
             else {
                 panic!("{field} on rank {odd} of {ranks}: {error}");
             };
-            let sides = if ranks == 2 {
-                (0, 1)
-            } else {
-                (usize::from(odd == 0), odd)
-            };
-            assert_eq!(
-                (named, expected_rank, found_rank),
-                (field, sides.0, sides.1)
-            );
+            let sides = if ranks == 2 { (0, 1) } else { (usize::from(odd == 0), odd) };
+            assert_eq!((named, expected_rank, found_rank), (field, sides.0, sides.1));
         }
     }
 }
@@ -77,10 +63,7 @@ fn transfers_are_compared_too() {
         _ => comm.receive(&mut [0.0f32; 4], 1),
     });
     let text = error.unwrap_err().to_string();
-    assert!(
-        text.contains("expected `3` as on rank 1, found `4` on rank 2"),
-        "{text}"
-    );
+    assert!(text.contains("expected `3` as on rank 1, found `4` on rank 2"), "{text}");
     agreed(&text);
 }
 

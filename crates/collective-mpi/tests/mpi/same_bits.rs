@@ -26,18 +26,13 @@ fn same<T: Number>(numel: usize) {
         let (rank, ranks) = (world.rank(), world.world_size());
         for op in ops::<T>() {
             let ours = found::<T>(world, op, numel);
-            let threads = run_ranks(ranks, &Options::default(), |mut comm| {
-                found::<T>(&mut comm, op, numel)
-            });
+            let threads =
+                run_ranks(ranks, &Options::default(), |mut comm| found::<T>(&mut comm, op, numel));
             let theirs = threads.unwrap().remove(rank).unwrap();
             for (ours, theirs) in ours.iter().zip(&theirs) {
                 let (ours, theirs): (&[u8], &[u8]) =
                     (bytemuck::cast_slice(ours), bytemuck::cast_slice(theirs));
-                assert!(
-                    ours == theirs,
-                    "{op} of {numel} {} on {ranks} ranks",
-                    T::DTYPE
-                );
+                assert!(ours == theirs, "{op} of {numel} {} on {ranks} ranks", T::DTYPE);
             }
         }
     });

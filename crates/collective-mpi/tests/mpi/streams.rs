@@ -30,10 +30,7 @@ fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
         let fast = two[1].all_reduce(vec![5i64; 3], ReduceOp::Prod);
         assert_eq!(fast.wait().unwrap(), [25; 3]);
         if comm.rank() == 1 {
-            assert!(
-                started.elapsed() < Duration::from_millis(280),
-                "the streams did not overlap"
-            );
+            assert!(started.elapsed() < Duration::from_millis(280), "the streams did not overlap");
         }
         assert_eq!(slow.wait().unwrap(), [2.0; 3]);
     });
@@ -66,19 +63,11 @@ fn dropping_a_pending_call_closes_the_stream_on_all_ranks() {
             std::thread::sleep(Duration::from_millis(50));
         }
         let _ = one[0].start("wait", (), |comm, ()| comm.barrier()).wait();
-        let last = one[0]
-            .start("all-reduce", (), |comm, ()| comm.barrier())
-            .wait();
+        let last = one[0].start("all-reduce", (), |comm, ()| comm.barrier()).wait();
         comm.barrier().unwrap();
         last.unwrap_err()
     });
-    assert_eq!(
-        error,
-        CollectiveError::Dropped {
-            rank: 1,
-            operation: "all-reduce"
-        }
-    );
+    assert_eq!(error, CollectiveError::Dropped { rank: 1, operation: "all-reduce" });
 }
 
 #[test]
@@ -88,10 +77,7 @@ fn subgroups_have_their_own_ranks_and_calls() {
         // 0, 2, 4 in reverse; 1 alone; 3 in none.
         let membership = match own {
             3 => None,
-            _ => Some(Membership {
-                colour: (own % 2) as u32,
-                key: 10 - own as u32,
-            }),
+            _ => Some(Membership { colour: (own % 2) as u32, key: 10 - own as u32 }),
         };
         for _ in 0..3 {
             let Some(mut group) = comm.split(membership).unwrap() else {
@@ -114,10 +100,7 @@ fn subgroups_have_their_own_ranks_and_calls() {
 fn two_subgroups_and_their_parent_do_not_disturb_each_other() {
     group(TIMEOUT_MS, |mut comm| {
         let own = comm.rank();
-        let membership = Membership {
-            colour: (own % 2) as u32,
-            key: 0,
-        };
+        let membership = Membership { colour: (own % 2) as u32, key: 0 };
         let mut half = comm.split(Some(membership)).unwrap().unwrap();
         for round in 0..50 {
             let mut sum = [own as i32, round];
@@ -145,13 +128,7 @@ fn breaking_a_group_off_breaks_its_subgroups_off() {
         }
         group.barrier().unwrap_err()
     });
-    assert_eq!(
-        error,
-        CollectiveError::Aborted {
-            rank: 0,
-            reason: "all of it".to_owned()
-        }
-    );
+    assert_eq!(error, CollectiveError::Aborted { rank: 0, reason: "all of it".to_owned() });
 }
 
 #[test]
@@ -167,11 +144,7 @@ fn every_barrier_waits_for_all() {
                 std::thread::sleep(Duration::from_millis(100));
             }
             comm.barrier().unwrap();
-            assert!(
-                start.elapsed() > Duration::from_millis(60),
-                "{:?}",
-                start.elapsed()
-            );
+            assert!(start.elapsed() > Duration::from_millis(60), "{:?}", start.elapsed());
         }
     });
 }

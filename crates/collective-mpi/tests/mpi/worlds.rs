@@ -55,13 +55,7 @@ pub(crate) fn sizes() -> Vec<usize> {
 
 /// Runs `body` on this rank if the world is of this size.
 pub(crate) fn world<R>(ranks: usize, body: impl Fn(&mut dyn Communicator) -> R) -> Vec<R> {
-    with_world(|world| {
-        if world.world_size() == ranks {
-            vec![body(world)]
-        } else {
-            Vec::new()
-        }
-    })
+    with_world(|world| if world.world_size() == ranks { vec![body(world)] } else { Vec::new() })
 }
 
 /// Runs `body` in a group of all ranks with a timeout of its own; then waits for all, however the

@@ -28,12 +28,7 @@ pub(super) struct Files {
 
 impl Files {
     pub(super) fn new(folder: PathBuf, rank: usize, above: Vec<PathBuf>) -> Self {
-        Self {
-            folder,
-            rank,
-            above,
-            found: Mutex::new(None),
-        }
+        Self { folder, rank, above, found: Mutex::new(None) }
     }
 
     pub(super) fn rank(&self) -> usize {

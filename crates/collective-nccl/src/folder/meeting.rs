@@ -48,12 +48,7 @@ pub struct Meeting {
 impl Meeting {
     /// A world of one in `folder`, with the default timeout.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
-        Self {
-            folder: folder.into(),
-            rank: 0,
-            world_size: 1,
-            timeout: Duration::from_secs(60),
-        }
+        Self { folder: folder.into(), rank: 0, world_size: 1, timeout: Duration::from_secs(60) }
     }
 
     /// Waits for the others and returns this process's place among them.
@@ -146,9 +141,7 @@ impl Meeting {
         let number = RandomState::new().hash_one((std::process::id(), self.rank));
         let number = format!("{number:016x}");
         let hello = format!("{} {number}", self.world_size);
-        files
-            .publish(&format!("hello-{}", self.rank), hello.as_bytes())
-            .map_err(as_text)?;
+        files.publish(&format!("hello-{}", self.rank), hello.as_bytes()).map_err(as_text)?;
         let mut looks = 0;
         loop {
             if let Some(bytes) = files.read(WELCOME).map_err(as_text)? {

@@ -57,21 +57,14 @@ fn nothing_is_made_freed_or_loaded_within_a_call() {
         eprintln!("skipped: only the emulated driver counts");
         return;
     };
-    let own = NcclOptions {
-        scratch_bytes: 2000,
-        ..options()
-    };
+    let own = NcclOptions { scratch_bytes: 2000, ..options() };
     group(sizes().len(), &own, |mut comm| {
         let mut buffer = comm.device_buffer(8 * 1260).unwrap();
         buffer.upload(&[1; 8 * 1260]).unwrap();
         comm.barrier().unwrap();
         let before = counts().unwrap();
         assert!(
-            before
-                .made
-                .iter()
-                .zip(&loaded.made)
-                .any(|(now, then)| now > then),
+            before.made.iter().zip(&loaded.made).any(|(now, then)| now > then),
             "founding makes something: {before:?}"
         );
         comm.barrier().unwrap();

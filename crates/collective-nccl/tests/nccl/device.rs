@@ -33,13 +33,10 @@ fn device_buffers_are_reduced_where_they_lie() {
                 receive: out_of_place.slice_mut(),
             };
             comm.execute_on_device(sum(both)).unwrap();
-            comm.execute_on_device(sum(DeviceBuffers::InPlace(buffer.slice_mut())))
-                .unwrap();
+            comm.execute_on_device(sum(DeviceBuffers::InPlace(buffer.slice_mut()))).unwrap();
             for found in [&buffer, &out_of_place] {
                 let mut values = vec![0.0f32; numel];
-                found
-                    .download(bytemuck::cast_slice_mut(&mut values))
-                    .unwrap();
+                found.download(bytemuck::cast_slice_mut(&mut values)).unwrap();
                 assert!(values == expected, "{ranks} ranks");
             }
         });

@@ -69,19 +69,13 @@ fn a_group_with_a_long_deadline_does_not_keep_another_ones_end() {
     let Some(fault) = stalled() else { return };
     let begun = Instant::now();
     let errors = within(Duration::from_secs(40), || {
-        let control = Options {
-            timeout: Duration::from_secs(60),
-            ..Options::default()
-        };
+        let control = Options { timeout: Duration::from_secs(60), ..Options::default() };
         let ranks = run_ranks(2, &control, |mut control| {
             let rank = control.rank();
             let everyone = Membership { colour: 0, key: 0 };
             // The short one is the subgroup, whose end is not the whole group's by itself.
             let subgroup = control.split(Some(everyone)).unwrap().unwrap();
-            let long = NcclOptions {
-                timeout: Duration::from_secs(60),
-                ..options()
-            };
+            let long = NcclOptions { timeout: Duration::from_secs(60), ..options() };
             let long = NcclCommunicator::new(Box::new(control), rank, &long).unwrap();
             let mut short = NcclCommunicator::new(subgroup, rank, &short()).unwrap();
             let stream = CommStream::new(Box::new(long)).unwrap();
@@ -96,14 +90,8 @@ fn a_group_with_a_long_deadline_does_not_keep_another_ones_end() {
     let elapsed = begun.elapsed();
     assert!(elapsed < 2 * SHORT + Duration::from_secs(5), "{elapsed:?}");
     for [own, other] in &errors {
-        assert!(
-            is_named(own) && matches!(own, CollectiveError::Engine { .. }),
-            "{own}"
-        );
-        assert!(
-            is_named(other) && matches!(other, CollectiveError::Aborted { .. }),
-            "{other}"
-        );
+        assert!(is_named(own) && matches!(own, CollectiveError::Engine { .. }), "{own}");
+        assert!(is_named(other) && matches!(other, CollectiveError::Aborted { .. }), "{other}");
     }
     assert_eq!(fault.live(), 0, "every communicator was given back");
 }
@@ -114,10 +102,7 @@ fn memory_that_is_dropped_during_a_call_is_given_back_after_it() {
     let Some(_fault) = stalled() else { return };
     let loaded = super::stand_in::counts().expect("the stand-in runs on the emulated driver");
     within(Duration::from_secs(40), || {
-        let long = NcclOptions {
-            timeout: Duration::from_secs(60),
-            ..options()
-        };
+        let long = NcclOptions { timeout: Duration::from_secs(60), ..options() };
         group(2, &long, |mut comm| {
             let stream = comm_streams(&mut comm, 1).unwrap().remove(0);
             let buffer = comm.device_buffer(1000).unwrap();

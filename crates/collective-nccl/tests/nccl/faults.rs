@@ -12,9 +12,7 @@ use super::worlds::{SHORT, group, options, outcomes, short, sizes, turn, within}
 pub(crate) type Job = fn(&mut NcclCommunicator) -> Result<(), CollectiveError>;
 
 pub(crate) const COLLECTIVES: [(&str, Job); 8] = [
-    ("all-reduce", |c| {
-        c.all_reduce(&mut [1.0f32; 99], ReduceOp::Sum)
-    }),
+    ("all-reduce", |c| c.all_reduce(&mut [1.0f32; 99], ReduceOp::Sum)),
     ("reduce", |c| c.reduce(&mut [1.0f32; 99], ReduceOp::Sum, 0)),
     ("broadcast", |c| c.broadcast(&mut [1.0f32; 99], 0)),
     ("all-gather", |c| {
@@ -42,12 +40,7 @@ pub(crate) const COLLECTIVES: [(&str, Job); 8] = [
 /// An error but for the call: of ranks that wait in different ones, each names its own.
 fn said(error: &CollectiveError) -> CollectiveError {
     let mut said = error.clone();
-    if let CollectiveError::Late {
-        operation,
-        sequence,
-        ..
-    } = &mut said
-    {
+    if let CollectiveError::Late { operation, sequence, .. } = &mut said {
         (*operation, *sequence) = ("any", 0);
     }
     said
@@ -70,10 +63,7 @@ fn everyone_finds(
         for culprit in [0, ranks - 1] {
             let fault = Fault::new(kind, culprit as i32, 1).unwrap();
             let begun = Instant::now();
-            let own = NcclOptions {
-                timeout,
-                ..options()
-            };
+            let own = NcclOptions { timeout, ..options() };
             let errors = within(Duration::from_secs(60), move || {
                 group(ranks, &own, |mut comm| {
                     let outcome = job(&mut comm).and_then(|()| comm.barrier());
@@ -102,9 +92,9 @@ fn data_that_does_not_come_through_ends_everyone_within_twice_the_deadline() {
     // rank 0; if one has said in time that it is stuck, the other alone.
     let expected = |error: &CollectiveError, culprit: usize| match error {
         CollectiveError::Late { ranks, .. } => ranks.contains(&culprit) || ranks.contains(&0),
-        error => error
-            .to_string()
-            .contains("not through after 1000 ms, though every rank has come"),
+        error => {
+            error.to_string().contains("not through after 1000 ms, though every rank has come")
+        }
     };
     // Some seconds more, for a machine that is busy with other things.
     everyone_finds(STALL, expected, SHORT, 2 * SHORT + Duration::from_secs(5));
@@ -135,19 +125,15 @@ fn a_rank_that_does_not_come_is_named() {
             if comm.rank() == 1 {
                 std::thread::sleep(2 * SHORT);
             }
-            comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum)
-                .unwrap_err()
+            comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum).unwrap_err()
         })
     });
     assert!(begun.elapsed() < 2 * SHORT + Duration::from_secs(5));
     for error in errors {
         match error {
-            CollectiveError::Late {
-                ranks,
-                operation: "all-reduce",
-                sequence: 2,
-                ..
-            } => assert_eq!(ranks, [1]),
+            CollectiveError::Late { ranks, operation: "all-reduce", sequence: 2, .. } => {
+                assert_eq!(ranks, [1])
+            }
             other => panic!("{other}"),
         }
     }
@@ -174,16 +160,11 @@ fn an_abort_from_another_thread_ends_a_wait_for_data_at_once() {
                         aborter.abort("enough again");
                     }
                 });
-                comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum)
-                    .unwrap_err()
+                comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum).unwrap_err()
             })
         })
     });
-    assert!(
-        begun.elapsed() < Duration::from_secs(10),
-        "{:?}",
-        begun.elapsed()
-    );
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     for error in errors {
         let expected = "aborted by rank 0: enough";
         assert_eq!(error.to_string(), expected);
@@ -208,10 +189,7 @@ fn a_rank_that_panics_or_leaves_ends_the_others() {
                     }
                     return None;
                 }
-                Some(
-                    comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum)
-                        .unwrap_err(),
-                )
+                Some(comm.all_reduce(&mut [1.0f32; 5], ReduceOp::Sum).unwrap_err())
             })
         });
         for (rank, outcome) in found.into_iter().enumerate() {
@@ -242,32 +220,21 @@ fn a_pending_call_that_is_dropped_ends_its_stream() {
     });
     let dropped =
         |error: &CollectiveError| matches!(error, CollectiveError::Dropped { rank: 0, .. });
-    assert!(
-        errors
-            .iter()
-            .any(|error| error.as_ref().is_err_and(dropped)),
-        "{errors:?}"
-    );
+    assert!(errors.iter().any(|error| error.as_ref().is_err_and(dropped)), "{errors:?}");
 }
 
 #[test]
 fn the_flight_recorder_is_written_on_an_error() {
     let _turn = turn();
     let folder = std::env::temp_dir().join(format!("fusestep-nccl-{}", std::process::id()));
-    let dumping = NcclOptions {
-        dump_folder: Some(folder.clone()),
-        ..options()
-    };
+    let dumping = NcclOptions { dump_folder: Some(folder.clone()), ..options() };
     group(1, &dumping, |mut comm| {
         comm.all_reduce(&mut [1.0f32; 4], ReduceOp::Sum).unwrap();
         comm.aborter().abort("to see the recorder");
         comm.barrier().unwrap_err();
         let path = comm.recorder().dumped().unwrap().as_ref().unwrap();
         let text = std::fs::read_to_string(path).unwrap();
-        assert!(
-            text.contains("all-reduce") && text.contains("to see the recorder"),
-            "{text}"
-        );
+        assert!(text.contains("all-reduce") && text.contains("to see the recorder"), "{text}");
     });
     std::fs::remove_dir_all(folder).unwrap();
 }

@@ -11,9 +11,7 @@ fn each_field_on_each_rank_gives_the_same_error_everywhere_and_moves_nothing() {
     let _turn = turn();
     for ranks in sizes().into_iter().filter(|&ranks| ranks > 1) {
         for odd in 0..ranks {
-            for field in [
-                Operation, ReduceOp, DType, Numel, Root, Counts, Bucket, PlanHash,
-            ] {
+            for field in [Operation, ReduceOp, DType, Numel, Root, Counts, Bucket, PlanHash] {
                 let errors = group(ranks, &options(), |mut comm| {
                     comm.barrier().unwrap();
                     let own = comm.rank();
@@ -24,24 +22,13 @@ fn each_field_on_each_rank_gives_the_same_error_everywhere_and_moves_nothing() {
                     error
                 });
                 assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
-                let CollectiveError::Mismatch {
-                    field: named,
-                    expected_rank,
-                    found_rank,
-                    ..
-                } = errors[0]
+                let CollectiveError::Mismatch { field: named, expected_rank, found_rank, .. } =
+                    errors[0]
                 else {
                     panic!("{field} on rank {odd} of {ranks}: {}", errors[0]);
                 };
-                let sides = if ranks == 2 {
-                    (0, 1)
-                } else {
-                    (usize::from(odd == 0), odd)
-                };
-                assert_eq!(
-                    (named, expected_rank, found_rank),
-                    (field, sides.0, sides.1)
-                );
+                let sides = if ranks == 2 { (0, 1) } else { (usize::from(odd == 0), odd) };
+                assert_eq!((named, expected_rank, found_rank), (field, sides.0, sides.1));
             }
         }
     }
@@ -60,10 +47,7 @@ fn transfers_are_compared_too() {
     });
     for error in &errors {
         let text = error.as_ref().unwrap_err().to_string();
-        assert!(
-            text.contains("expected `3` as on rank 1, found `4` on rank 2"),
-            "{text}"
-        );
+        assert!(text.contains("expected `3` as on rank 1, found `4` on rank 2"), "{text}");
     }
 }
 

@@ -42,10 +42,7 @@ fn reduced_at<T: Number>(
     let behind = around.split_off(start + bytes.len());
     let part = around.split_off(start);
     let untouched = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0xa5);
-    assert!(
-        untouched(&around) && untouched(&behind),
-        "beyond the buffer"
-    );
+    assert!(untouched(&around) && untouched(&behind), "beyond the buffer");
     part
 }
 
@@ -62,10 +59,7 @@ fn every_place<T: Number>(ranks: usize, numel: usize) {
         group(ranks, &options(), |mut comm| {
             let (rank, bytes) = (comm.rank(), size_of::<T>());
             for start in starts(bytes) {
-                let what = format!(
-                    "{op} of {numel} {} on {ranks} ranks, start {start}",
-                    T::DTYPE
-                );
+                let what = format!("{op} of {numel} {} on {ranks} ranks, start {start}", T::DTYPE);
                 // Parts of different ranks lie differently.
                 let start = if rank == 1 { 0 } else { start };
                 let own = &inputs[rank];
@@ -74,14 +68,8 @@ fn every_place<T: Number>(ranks: usize, numel: usize) {
                 let part = reduced_at(&mut comm, Operation::ReduceScatter(op), start, own);
                 let first: usize = counts[..rank].iter().sum::<usize>() * bytes;
                 let block = first..first + counts[rank] * bytes;
-                assert!(
-                    part[block.clone()] == expected[block],
-                    "reduce-scatter, {what}"
-                );
-                let reduce = Operation::Reduce {
-                    reduce: op,
-                    root: last,
-                };
+                assert!(part[block.clone()] == expected[block], "reduce-scatter, {what}");
+                let reduce = Operation::Reduce { reduce: op, root: last };
                 let root = reduced_at(&mut comm, reduce, start, own);
                 let kept: &[u8] = bytemuck::cast_slice(own);
                 let right = if rank == last { expected } else { kept };

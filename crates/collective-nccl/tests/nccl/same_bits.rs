@@ -27,18 +27,13 @@ fn found<T: Number>(comm: &mut dyn Communicator, op: ReduceOp, numel: usize) -> 
 fn same<T: Number>(ranks: usize, numel: usize) {
     for op in ops::<T>() {
         let gpus = world(ranks, |comm| found::<T>(comm, op, numel));
-        let threads = run_ranks(ranks, &Options::default(), |mut comm| {
-            found::<T>(&mut comm, op, numel)
-        });
+        let threads =
+            run_ranks(ranks, &Options::default(), |mut comm| found::<T>(&mut comm, op, numel));
         for (ours, theirs) in gpus.iter().zip(threads.unwrap()) {
             for (ours, theirs) in ours.iter().zip(&theirs.unwrap()) {
                 let (ours, theirs): (&[u8], &[u8]) =
                     (bytemuck::cast_slice(ours), bytemuck::cast_slice(theirs));
-                assert!(
-                    ours == theirs,
-                    "{op} of {numel} {} on {ranks} ranks",
-                    T::DTYPE
-                );
+                assert!(ours == theirs, "{op} of {numel} {} on {ranks} ranks", T::DTYPE);
             }
         }
     }

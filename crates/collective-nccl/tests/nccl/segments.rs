@@ -8,10 +8,7 @@ use super::numbers;
 use super::worlds::{group, options, sizes, turn};
 
 fn small(scratch_bytes: usize) -> NcclOptions {
-    NcclOptions {
-        scratch_bytes,
-        ..options()
-    }
+    NcclOptions { scratch_bytes, ..options() }
 }
 
 /// On the GPU, where only what others contribute passes through the communicator's memory.
@@ -21,10 +18,7 @@ fn device_calls_in_segments_have_the_bits_of_whole_ones() {
     let operations = [
         Operation::AllReduce(ReduceOp::Average),
         Operation::ReduceScatter(ReduceOp::Sum),
-        Operation::Reduce {
-            reduce: ReduceOp::Prod,
-            root: 0,
-        },
+        Operation::Reduce { reduce: ReduceOp::Prod, root: 0 },
         Operation::AllToAll,
     ];
     for ranks in sizes() {

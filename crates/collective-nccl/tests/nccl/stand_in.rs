@@ -20,9 +20,7 @@ impl Fault {
     fn set(&self, kind: i32, rank: i32, job: i32) -> bool {
         // SAFETY: as above.
         unsafe {
-            let set = self
-                .0
-                .get::<unsafe extern "C" fn(i32, i32, i32)>(b"standInFault");
+            let set = self.0.get::<unsafe extern "C" fn(i32, i32, i32)>(b"standInFault");
             set.map(|set| set(kind, rank, job)).is_ok()
         }
     }

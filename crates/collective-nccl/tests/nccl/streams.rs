@@ -35,10 +35,8 @@ fn subgroups_are_groups() {
             let joined = comm.split(membership).unwrap();
             assert_eq!(joined.is_some(), rank != 3);
             let Some(mut half) = joined else { return };
-            let members: Vec<usize> = (0..ranks)
-                .rev()
-                .filter(|&other| other != 3 && other % 2 == rank % 2)
-                .collect();
+            let members: Vec<usize> =
+                (0..ranks).rev().filter(|&other| other != 3 && other % 2 == rank % 2).collect();
             let mut found = vec![0i64; members.len()];
             half.all_gather(&[rank as i64], &mut found).unwrap();
             assert_eq!(found, members.iter().map(|&m| m as i64).collect::<Vec<_>>());

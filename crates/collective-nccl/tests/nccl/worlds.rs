@@ -44,10 +44,7 @@ pub(crate) fn outcomes<R: Send>(
     options: &NcclOptions,
     body: impl Fn(NcclCommunicator) -> R + Sync,
 ) -> Vec<std::thread::Result<R>> {
-    let control = Options {
-        timeout: options.timeout,
-        ..Options::default()
-    };
+    let control = Options { timeout: options.timeout, ..Options::default() };
     run_ranks(ranks, &control, |control| {
         let gpu = control.rank();
         body(NcclCommunicator::new(Box::new(control), gpu, options).unwrap())
@@ -85,10 +82,7 @@ pub(crate) const SHORT: Duration = Duration::from_millis(1000);
 
 /// Options with that deadline.
 pub(crate) fn short() -> NcclOptions {
-    NcclOptions {
-        timeout: SHORT,
-        ..options()
-    }
+    NcclOptions { timeout: SHORT, ..options() }
 }
 
 /// Fails the test if `body` does not end in time: the watchdog lies outside of the code that is

@@ -43,11 +43,7 @@ fn reduces<T: Number>(numel: usize, which: usize) {
             same(send, &own, &what);
             in_place(world, all, None, send);
             same(send, &expected, &what);
-            let blocks = Blocks {
-                numel,
-                world_size: ranks,
-                counts: None,
-            };
+            let blocks = Blocks { numel, world_size: ranks, counts: None };
             let block = blocks.of(rank);
             send.copy_from_slice(&own);
             let into = &mut receive[..block.len()];

@@ -117,11 +117,7 @@ pub(crate) fn left_behind() -> Vec<String> {
     let names = found.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     // Other tests may be about to start: only what stays was left.
     let names: Vec<String> = names.filter(|name| name.starts_with("fusestep-")).collect();
-    std::thread::sleep(Duration::from_millis(if names.is_empty() {
-        0
-    } else {
-        1500
-    }));
+    std::thread::sleep(Duration::from_millis(if names.is_empty() { 0 } else { 1500 }));
     let stays = |name: &String| std::path::Path::new("/dev/shm").join(name).exists();
     names.into_iter().filter(stays).collect()
 }

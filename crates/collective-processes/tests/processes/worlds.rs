@@ -21,11 +21,7 @@ pub(crate) fn with_world<R>(body: impl FnOnce(&mut ProcessCommunicator) -> R) ->
         let place = if super::start::is_rank() {
             Rendezvous::from_environment().unwrap()
         } else {
-            Rendezvous {
-                rank: 0,
-                world_size: 1,
-                session: super::start::session("alone"),
-            }
+            Rendezvous { rank: 0, world_size: 1, session: super::start::session("alone") }
         };
         ProcessCommunicator::join(&place, &options).unwrap()
     });
@@ -39,13 +35,7 @@ pub(crate) fn sizes() -> Vec<usize> {
 
 /// Runs `body` on this rank if the world is of this size.
 pub(crate) fn world<R>(ranks: usize, body: impl Fn(&mut dyn Communicator) -> R) -> Vec<R> {
-    with_world(|world| {
-        if world.world_size() == ranks {
-            vec![body(world)]
-        } else {
-            Vec::new()
-        }
-    })
+    with_world(|world| if world.world_size() == ranks { vec![body(world)] } else { Vec::new() })
 }
 
 /// Runs `body` in a group of all ranks with a timeout of its own; then waits for all, however the

@@ -18,20 +18,12 @@ pub(super) trait Arithmetic: Copy + Default {
     /// The greater; `self` of equals, NaN if there is one.
     #[inline(always)]
     fn max(self, other: Self) -> Self {
-        if other.wins_over(self) | other.is_nan() {
-            other
-        } else {
-            self
-        }
+        if other.wins_over(self) | other.is_nan() { other } else { self }
     }
     /// The lesser; `self` of equals, NaN if there is one.
     #[inline(always)]
     fn min(self, other: Self) -> Self {
-        if self.wins_over(other) | other.is_nan() {
-            other
-        } else {
-            self
-        }
+        if self.wins_over(other) | other.is_nan() { other } else { self }
     }
 }
 

@@ -115,15 +115,14 @@ impl ThreadCommunicator {
         let (group, own) = (&self.group, self.rank);
         let late = |ranks: &[usize]| fingerprint.late(group.behind(own, ranks), timeout);
         let recorder = &mut self.recorder;
-        self.participant
-            .rendezvous(contribution, round.deadline, late, |peers| {
-                Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
-                let arrived = |rank: usize| peers.header(rank).arrived_ns;
-                if let Some(last) = (0..world_size).max_by_key(|&rank| arrived(rank)) {
-                    recorder.waited(last, arrived(last).saturating_sub(round.header.arrived_ns));
-                }
-                Ok(work(peers))
-            })?
+        self.participant.rendezvous(contribution, round.deadline, late, |peers| {
+            Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
+            let arrived = |rank: usize| peers.header(rank).arrived_ns;
+            if let Some(last) = (0..world_size).max_by_key(|&rank| arrived(rank)) {
+                recorder.waited(last, arrived(last).saturating_sub(round.header.arrived_ns));
+            }
+            Ok(work(peers))
+        })?
     }
 
     /// Each rank takes what it needs from where it lies.
@@ -159,34 +158,18 @@ impl ThreadCommunicator {
         let own = blocks.of_bytes(self.rank, dtype.len_bytes());
         match buffers {
             // The root's own block is in its place already.
-            Buffers::InPlace(writable) if root == self.rank => self.round(
-                Round {
-                    writable,
-                    cut,
-                    ..round
-                },
-                |_| (),
-            ),
+            Buffers::InPlace(writable) if root == self.rank => {
+                self.round(Round { writable, cut, ..round }, |_| ())
+            }
             Buffers::InPlace(buffer) => self.round(round, |peers| {
-                peers
-                    .reserved()
-                    .writable_mut(root)
-                    .copy_from_slice(&buffer[own])
+                peers.reserved().writable_mut(root).copy_from_slice(&buffer[own])
             }),
             Buffers::OutOfPlace { send, receive } => {
-                let (writable, cut) = if root == self.rank {
-                    (receive, cut)
-                } else {
-                    (&mut [][..], Cut::None)
-                };
-                self.round(
-                    Round {
-                        writable,
-                        cut,
-                        ..round
-                    },
-                    |peers| peers.reserved().writable_mut(root).copy_from_slice(send),
-                )
+                let (writable, cut) =
+                    if root == self.rank { (receive, cut) } else { (&mut [][..], Cut::None) };
+                self.round(Round { writable, cut, ..round }, |peers| {
+                    peers.reserved().writable_mut(root).copy_from_slice(send)
+                })
             }
         }
     }

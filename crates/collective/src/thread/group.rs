@@ -117,10 +117,8 @@ impl Group {
         let first = self.rendezvous.fail(error.clone());
         let mut registry = self.registry();
         if let CollectiveError::Left { rank, .. } = error {
-            for (_, rendezvous) in registry
-                .pair_rendezvous
-                .iter()
-                .filter(|(pair, _)| pair.0 == rank || pair.1 == rank)
+            for (_, rendezvous) in
+                registry.pair_rendezvous.iter().filter(|(pair, _)| pair.0 == rank || pair.1 == rank)
             {
                 rendezvous.fail(error.clone());
             }
@@ -164,19 +162,12 @@ impl Group {
         if let Some(error) = broken.or_else(|| gone(pair.0)).or_else(|| gone(pair.1)) {
             return Err(error.clone());
         }
-        let Registry {
-            pairs,
-            pair_rendezvous,
-            ..
-        } = &mut *registry;
+        let Registry { pairs, pair_rendezvous, .. } = &mut *registry;
         let waiting = pairs.entry(pair).or_insert_with(|| {
             let mut both = participants(2).into_iter();
             let [sender, receiver] = [both.next(), both.next()];
-            pair_rendezvous.extend(
-                sender
-                    .as_ref()
-                    .map(|participant| (pair, participant.of().clone())),
-            );
+            pair_rendezvous
+                .extend(sender.as_ref().map(|participant| (pair, participant.of().clone())));
             [sender, receiver]
         });
         let participant = waiting[side]
@@ -198,18 +189,13 @@ impl Group {
         world_size: usize,
     ) -> (Arc<Group>, GroupParticipant) {
         let mut registry = self.registry();
-        let Registry {
-            forming, children, ..
-        } = &mut *registry;
+        let Registry { forming, children, .. } = &mut *registry;
         let subgroup = forming.entry((call, colour)).or_insert_with(|| {
             let (group, participants) = Group::new(world_size, self.options.clone());
             children.retain(|child| child.strong_count() > 0);
             children.push(Arc::downgrade(&group));
             let participants = participants.into_iter().map(Some).collect();
-            Forming {
-                group,
-                participants,
-            }
+            Forming { group, participants }
         });
         let participant = subgroup.participants[rank]
             .take()

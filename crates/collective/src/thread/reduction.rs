@@ -27,11 +27,7 @@ impl ThreadCommunicator {
             Receivers::Owner => Cut::Blocks(blocks, call.dtype.len_bytes()),
             _ => Cut::Lines,
         };
-        let round = Round {
-            cut,
-            reserved: sharing.claim_bytes,
-            ..round
-        };
+        let round = Round { cut, reserved: sharing.claim_bytes, ..round };
         let round = bring(round, rank, sharing.receivers, call.buffers);
         self.round(round, |peers| {
             let mut reserved = Some(peers.reserved());
@@ -61,12 +57,7 @@ fn bring<'a>(
         (Buffers::OutOfPlace { send, receive }, Receivers::Owner) => (send, receive, Cut::Own),
         (Buffers::OutOfPlace { send, receive }, _) => (send, receive, round.cut),
     };
-    Round {
-        shared,
-        writable,
-        cut,
-        ..round
-    }
+    Round { shared, writable, cut, ..round }
 }
 
 /// The ranks' elements in `claim`, which begins and ends at `bytes` of the whole.

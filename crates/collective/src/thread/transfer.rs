@@ -31,10 +31,7 @@ impl ThreadCommunicator {
             Buffers::OutOfPlace { receive, .. } => (&[], receive),
         };
         let contribution = Contribution {
-            header: Header {
-                fingerprint,
-                ..header
-            },
+            header: Header { fingerprint, ..header },
             shared,
             writable: &mut [],
             ends: &[0, 0],
@@ -42,10 +39,7 @@ impl ThreadCommunicator {
             replicas: Default::default(),
             replica_ends: &[],
         };
-        let named = Fingerprint {
-            operation: own_name,
-            ..fingerprint
-        };
+        let named = Fingerprint { operation: own_name, ..fingerprint };
         let timeout = self.group.options().timeout;
         let (group, own) = (&self.group, self.rank);
         let late = |sides: &[usize]| {

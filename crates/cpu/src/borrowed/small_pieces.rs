@@ -43,11 +43,7 @@ impl Split for SmallPieces<'_> {
             let Some(whole) = rest.next() else {
                 break;
             };
-            taken += if whole.is_large(self.large) {
-                0
-            } else {
-                whole.numel
-            };
+            taken += if whole.is_large(self.large) { 0 } else { whole.numel };
             end = whole.span(self.offsets).end;
         }
         let (left, right) = cut(self.lists, self.call.kernel, end - self.first);

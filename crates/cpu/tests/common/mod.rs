@@ -48,13 +48,8 @@ impl Storage {
         let mut step_scalars = vec![0; 2 * layout.step_scalar_bytes];
         let of_groups = step_scalars.chunks_exact_mut(layout.step_scalar_bytes);
         for (step_scalars, weight_decay) in of_groups.zip([None, Some(0.0)]) {
-            let values = GroupValues {
-                lr: 0.01,
-                lr_scale: 1.5,
-                weight_decay,
-                trust: None,
-                step: 3,
-            };
+            let values =
+                GroupValues { lr: 0.01, lr_scale: 1.5, weight_decay, trust: None, step: 3 };
             kernel.write_step_scalars(values, step_scalars);
         }
         let lists = kernel.lists().iter().enumerate();
@@ -136,12 +131,7 @@ impl Storage {
     /// All lists as buffers that no backend has allocated.
     pub(crate) fn buffers(&self) -> Vec<ListBuffer> {
         let lists = self.kernel.lists().iter().zip(&self.lists);
-        lists
-            .map(|(&list, bytes)| ListBuffer {
-                list,
-                buffer: buffer(bytes),
-            })
-            .collect()
+        lists.map(|(&list, bytes)| ListBuffer { list, buffer: buffer(bytes) }).collect()
     }
 }
 
@@ -167,9 +157,8 @@ pub(crate) fn values(dtype: DType, numel: u64, seed: u64, positive: bool) -> Vec
     let mut state = seed;
     let mut bytes = Vec::new();
     for _ in 0..numel {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let x = (state >> 32) as f64 / f64::from(u32::MAX) - 0.5;
         let x = x * 2f64.powi(-((state >> 20) as i32 % 5));
         push(dtype, if positive { x.abs() } else { x }, &mut bytes);

@@ -57,12 +57,7 @@ struct Launch<'a> {
 impl Launch<'_> {
     /// One block of so many threads.
     fn of(block: u32) -> Self {
-        Self {
-            grid: 1,
-            block,
-            together: false,
-            environment: &[],
-        }
+        Self { grid: 1, block, together: false, environment: &[] }
     }
 }
 
@@ -104,18 +99,10 @@ fn run(body: &str, launch: Launch, memory: &[u64]) -> Ran {
     let printed = String::from_utf8(output.stdout).expect("text");
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     if !output.status.success() {
-        return Ran {
-            failed: Some(printed.trim().to_owned()),
-            words: vec![],
-            errors,
-        };
+        return Ran { failed: Some(printed.trim().to_owned()), words: vec![], errors };
     }
     let words = printed.lines().map(|line| u64::from_str_radix(line, 16));
-    Ran {
-        failed: None,
-        words: words.map(|word| word.expect("a number")).collect(),
-        errors,
-    }
+    Ran { failed: None, words: words.map(|word| word.expect("a number")).collect(), errors }
 }
 
 /// What a program that must not fail makes of the memory.
@@ -176,11 +163,7 @@ fn register(of_type: &str, index: usize) -> String {
         _ => "rd",
     };
     // Registers 0 and 1 of two types hold the thread and its address.
-    let index = if kind == "r" || kind == "rd" {
-        index + 8
-    } else {
-        index
-    };
+    let index = if kind == "r" || kind == "rd" { index + 8 } else { index };
     format!("%{kind}{index}")
 }
 
@@ -208,18 +191,12 @@ fn what_cannot_be_assembled_is_refused_with_its_line() {
     says("\tadd.s32 %r1, %r2;", "expected 3 operands, found 2");
     says("\tbra NOWHERE;", "no label NOWHERE");
     says("\tbar.sync 1;", "expected barrier 0 of all threads");
-    says(
-        "\tshl.b32 %rd1, %rd2, 2;",
-        "expected a register of 4 bytes, found a register of 8 bytes",
-    );
+    says("\tshl.b32 %rd1, %rd2, 2;", "expected a register of 4 bytes, found a register of 8 bytes");
     says("\tcvt.u64.u32 %r1, %r2;", "expected a register of 8 bytes");
     says("\tselp.b32 %r1, %r2, %r3, %r4;", "expected a predicate");
     says("\t@%r1 ret;", "expected a predicate, found a register");
     says("\tld.global.u64 %r1, [%rd1];", "expected a register of 8");
     says("\tld.global.u32 %r1, [%r2];", "expected a register of 8 b");
-    says(
-        "\tld.global.v4.f64 {%d0, %d1, %d2, %d3}, [%rd1];",
-        "unknown",
-    );
+    says("\tld.global.v4.f64 {%d0, %d1, %d2, %d3}, [%rd1];", "unknown");
     says("\tld.global.v2.f32 {%f0}, [%rd1];", "expected 2 elements");
 }

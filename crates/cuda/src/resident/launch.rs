@@ -28,10 +28,7 @@ pub(crate) fn enqueue(
     begin_table(backend, launch, table, fits)?;
     let mut launches = table.batches.len() as u64;
     let stem = launch.kernel.stem();
-    let names = launch
-        .kernel
-        .normed()
-        .map(|normed| normed.sums_and_update());
+    let names = launch.kernel.normed().map(|normed| normed.sums_and_update());
     let names = match &names {
         Some(names) if of_parts => &[names.update][..],
         Some(names) => &[names.sums, names.update],
@@ -51,10 +48,7 @@ pub(crate) fn enqueue(
         }
     }
     launches += enqueue_all_sums(backend, table, SumsPart::Sum)?;
-    Ok(LaunchReport {
-        launches,
-        elements: table.elements,
-    })
+    Ok(LaunchReport { launches, elements: table.elements })
 }
 
 /// As [`fusestep_launch::Backend::leaf_sums_of_table`].
@@ -64,12 +58,7 @@ pub(crate) fn enqueue_leaves(
     table: &dyn ResidentTable,
 ) -> Result<(), BackendError> {
     let table = own(table)?;
-    begin_table(
-        backend,
-        launch,
-        table,
-        matches!(table.does, Does::SumLeaves),
-    )?;
+    begin_table(backend, launch, table, matches!(table.does, Does::SumLeaves))?;
     let sums = normed_of(launch)?.sums_and_update().sums;
     for batch in &table.batches {
         enqueue_placed(backend, (launch.kernel.stem(), sums), batch)?;
@@ -103,12 +92,8 @@ fn enqueue_step_scalars(
     (stem, entry): (&'static str, &'static str),
     batch: &PlacedBatch,
 ) -> Result<(), BackendError> {
-    let entry = Entry {
-        stem,
-        entry,
-        threads: BLOCK_THREADS,
-        blocks: batch.groups.div_ceil(BLOCK_THREADS),
-    };
+    let entry =
+        Entry { stem, entry, threads: BLOCK_THREADS, blocks: batch.groups.div_ceil(BLOCK_THREADS) };
     entry.enqueue(backend, &mut |bytes| {
         bytes[..8].copy_from_slice(&batch.table.to_le_bytes());
         bytes[8..16].copy_from_slice(&batch.memory.address().to_le_bytes());
@@ -134,12 +119,7 @@ fn enqueue_placed(
     (stem, entry): (&'static str, &'static str),
     batch: &PlacedBatch,
 ) -> Result<(), BackendError> {
-    let entry = Entry {
-        stem,
-        entry,
-        threads: batch.shape.threads,
-        blocks: batch.shape.blocks,
-    };
+    let entry = Entry { stem, entry, threads: batch.shape.threads, blocks: batch.shape.blocks };
     entry.enqueue_packed(backend, &batch.arguments)
 }
 
@@ -176,10 +156,7 @@ pub(crate) fn enqueue_reads(
     for batch in &table.batches {
         enqueue_placed(backend, (reduce.kernel.stem(), table.entry), batch)?;
     }
-    Ok(LaunchReport {
-        launches: table.batches.len() as u64,
-        elements: 0,
-    })
+    Ok(LaunchReport { launches: table.batches.len() as u64, elements: 0 })
 }
 
 fn own(table: &dyn ResidentTable) -> Result<&DeviceTable, BackendError> {

@@ -20,11 +20,8 @@ use fusestep_testkit::{Case, outcome};
 use half::{bf16, f16};
 
 /// Limits that small cases cross in every way.
-pub(crate) const TINY: LaunchLimits = LaunchLimits {
-    argument_bytes: 700,
-    chunk_elements: 64,
-    chunks_per_launch: 3,
-};
+pub(crate) const TINY: LaunchLimits =
+    LaunchLimits { argument_bytes: 700, chunk_elements: 64, chunks_per_launch: 3 };
 
 pub(crate) fn cuda() -> CudaBackend {
     CudaBackend::open(0).unwrap_or_else(|error| panic!("{error}"))
@@ -41,11 +38,7 @@ pub(crate) fn formats() -> Vec<(DType, Precision)> {
         for master in [Master::None, Master::F32, Master::Remainder] {
             for state in [StateDType::Compute, StateDType::Bf16] {
                 for rounding in [Rounding::Nearest, Rounding::Stochastic { seed: 3 }] {
-                    let precision = Precision {
-                        master,
-                        state,
-                        rounding,
-                    };
+                    let precision = Precision { master, state, rounding };
                     if Adam::default().kernel(dtype, precision).is_ok() {
                         all.push((dtype, precision));
                     }
@@ -82,10 +75,8 @@ pub(crate) fn same_bits_on(
     let planner = || Planner::new(optimizer).precision(precision);
     let plan = planner().naive().plan(&case.params).unwrap();
     let expected = outcome(&plan, case, &cpu());
-    for planner in [
-        planner().limits(backend.limits()),
-        planner().limits(backend.limits()).naive(),
-    ] {
+    for planner in [planner().limits(backend.limits()), planner().limits(backend.limits()).naive()]
+    {
         let found = outcome(&planner.plan(&case.params).unwrap(), case, backend);
         let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(
@@ -108,19 +99,12 @@ pub(crate) struct Places<'a> {
 impl<'a> Places<'a> {
     /// In chunks of 64 elements.
     pub(crate) fn cut(offsets: &'a [u64], numel: u64) -> Self {
-        Self {
-            offsets,
-            numel,
-            chunk_elements: 64,
-        }
+        Self { offsets, numel, chunk_elements: 64 }
     }
 
     /// In one chunk each, of which a thread takes several elements at a time.
     pub(crate) fn whole(offsets: &'a [u64], numel: u64) -> Self {
-        Self {
-            chunk_elements: 65_536,
-            ..Self::cut(offsets, numel)
-        }
+        Self { chunk_elements: 65_536, ..Self::cut(offsets, numel) }
     }
 }
 
@@ -156,13 +140,7 @@ pub(crate) fn launch_at(
     let mut scalars = vec![0; layout.scalar_bytes];
     let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = GroupValues {
-        lr: 0.01,
-        lr_scale: 1.0,
-        weight_decay: None,
-        trust: None,
-        step: 3,
-    };
+    let values = GroupValues { lr: 0.01, lr_scale: 1.0, weight_decay: None, trust: None, step: 3 };
     kernel.write_step_scalars(values, &mut step_scalars);
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
     backend.launch(Launch {
@@ -198,12 +176,8 @@ pub(crate) fn step_at(
         let values = (0..elements as usize).map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
         match kernel.lists()[list].dtype {
             DType::F32 => values.flat_map(|v| (v as f32).to_le_bytes()).collect(),
-            DType::F16 => values
-                .flat_map(|v| f16::from_f64(v).to_le_bytes())
-                .collect(),
-            DType::BF16 => values
-                .flat_map(|v| bf16::from_f64(v).to_le_bytes())
-                .collect(),
+            DType::F16 => values.flat_map(|v| f16::from_f64(v).to_le_bytes()).collect(),
+            DType::BF16 => values.flat_map(|v| bf16::from_f64(v).to_le_bytes()).collect(),
             DType::U16 => values.flat_map(|v| (v as u16).to_le_bytes()).collect(),
             _ => values.flat_map(f64::to_le_bytes).collect(),
         }

@@ -64,10 +64,7 @@ pub(crate) fn check_mutants(mutants: &[Mutant], kernel_names: &[&str], alone: &s
     }
     let name = format!("fusestep-mutants-{}-{alone}", std::process::id());
     let root = std::env::temp_dir().join(name);
-    let untouched = Mutant {
-        name: "untouched",
-        edits: &[],
-    };
+    let untouched = Mutant { name: "untouched", edits: &[] };
     for (mutant, survives) in
         std::iter::once((&untouched, true)).chain(mutants.iter().map(|mutant| (mutant, false)))
     {

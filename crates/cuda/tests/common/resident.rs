@@ -16,46 +16,29 @@ pub(crate) fn same_bits_of(
     case: &Case,
     backend: &CudaBackend,
 ) {
-    let expected = outcome(
-        &passes(Planner::new(rule).naive())
-            .plan(&case.params)
-            .unwrap(),
-        case,
-        &cpu(),
-    );
-    let planner = passes(Planner::new(rule))
-        .limits(backend.limits())
-        .table(TableKind::Resident);
+    let expected =
+        outcome(&passes(Planner::new(rule).naive()).plan(&case.params).unwrap(), case, &cpu());
+    let planner = passes(Planner::new(rule)).limits(backend.limits()).table(TableKind::Resident);
     let plan = planner.plan(&case.params).unwrap();
     let found = outcome(&plan, case, backend);
     let first = found.iter().zip(&expected).position(|(a, b)| a != b);
     let length = expected.len();
-    assert!(
-        found == expected,
-        "first difference at byte {first:?} of {length}: {plan}"
-    );
+    assert!(found == expected, "first difference at byte {first:?} of {length}: {plan}");
 }
 
 /// Gradients divided by a loss scale and clipped to a norm that those of every case exceed: their
 /// factor is then no power of two, and rounded.
 pub(crate) fn scaled(planner: Planner) -> Planner {
-    let policy = ScalePolicy {
-        growth_interval: 2,
-        ..ScalePolicy::default()
-    };
+    let policy = ScalePolicy { growth_interval: 2, ..ScalePolicy::default() };
     let scale = LossScale::with_policy(4.0, policy).unwrap();
-    planner
-        .with(LossScaling::from(scale))
-        .with(ClipByGlobalNorm::new(0.01))
+    planner.with(LossScaling::from(scale)).with(ClipByGlobalNorm::new(0.01))
 }
 
 pub(crate) fn allocate(plan: &Plan, case: &Case, backend: &dyn Backend) -> State {
     let mut state = plan.allocate(backend).unwrap();
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.param_bytes(index);
-        state
-            .write(backend, Role::Param, &param.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Param, &param.name, &bytes).unwrap();
     }
     state
 }
@@ -63,9 +46,7 @@ pub(crate) fn allocate(plan: &Plan, case: &Case, backend: &dyn Backend) -> State
 pub(crate) fn write_grads(state: &mut State, case: &Case, step: u64, backend: &dyn Backend) {
     for (index, param) in case.params.iter().enumerate() {
         let bytes = case.grad_bytes(index, step);
-        state
-            .write(backend, Role::Grad, &param.name, &bytes)
-            .unwrap();
+        state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
     }
 }
 
@@ -91,9 +72,7 @@ pub(crate) fn train(
     backend: &dyn Backend,
 ) -> (Vec<u8>, [u64; 3]) {
     let case = Case::new([70, 3, 0, 130], DType::F32).with_groups();
-    let planner = scaled(Planner::new(rule))
-        .table(table)
-        .limits(backend.limits());
+    let planner = scaled(Planner::new(rule)).table(table).limits(backend.limits());
     let plan = planner.plan(&case.params).unwrap();
     let mut state = allocate(&plan, &case, backend);
     let graph = match way {
@@ -104,9 +83,7 @@ pub(crate) fn train(
         write_grads(&mut state, &case, step, backend);
         if step == 3 || step == 6 {
             let bytes = f32::INFINITY.to_le_bytes().repeat(3);
-            state
-                .write(backend, Role::Grad, "tensor.1", &bytes)
-                .unwrap();
+            state.write(backend, Role::Grad, "tensor.1", &bytes).unwrap();
         }
         state.set_lr(0.01 / step as f64).unwrap();
         match (way, &graph) {

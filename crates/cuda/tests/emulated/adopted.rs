@@ -32,27 +32,16 @@ fn an_adopted_stream_gives_the_bits_of_an_opened_backend_and_of_the_host() {
     let _legacy = LEGACY_STREAM.lock();
     let framework = Framework::new();
     let case = Case::new(EDGE_NUMELS, DType::F32).with_groups();
-    for optimizer in [
-        Optimizer::from(Adam::default()),
-        Optimizer::from(Lamb::default()),
-    ] {
+    for optimizer in [Optimizer::from(Adam::default()), Optimizer::from(Lamb::default())] {
         for stream in [framework.stream(), StreamHandle::LEGACY] {
             let backend = adopted(&framework, stream);
             for table in [TableKind::Arguments, TableKind::Resident] {
-                let planner = Planner::new(optimizer)
-                    .limits(backend.limits())
-                    .table(table);
+                let planner = Planner::new(optimizer).limits(backend.limits()).table(table);
                 let plan = planner.with(ClipByGlobalNorm::new(1.0)).plan(&case.params);
                 let plan = plan.unwrap();
                 let expected = outcome(&plan, &case, &cpu());
-                assert!(
-                    outcome(&plan, &case, &cuda()) == expected,
-                    "{optimizer}, opened"
-                );
-                assert!(
-                    outcome(&plan, &case, &backend) == expected,
-                    "{optimizer}, {stream:?}"
-                );
+                assert!(outcome(&plan, &case, &cuda()) == expected, "{optimizer}, opened");
+                assert!(outcome(&plan, &case, &backend) == expected, "{optimizer}, {stream:?}");
             }
         }
     }
@@ -76,12 +65,7 @@ impl<'a> Begun<'a> {
         let grad = case.grad_bytes(0, 1);
         state.write(backend, Role::Grad, &name, &grad).unwrap();
         plan.run(&mut state, backend).unwrap();
-        Self {
-            backend,
-            plan,
-            state,
-            name,
-        }
+        Self { backend, plan, state, name }
     }
 
     fn enqueue(&mut self) {
@@ -90,9 +74,7 @@ impl<'a> Begun<'a> {
 
     fn param(&self) -> Vec<u8> {
         let mut bytes = vec![0; 400];
-        let read = self
-            .state
-            .read(self.backend, Role::Param, &self.name, &mut bytes);
+        let read = self.state.read(self.backend, Role::Param, &self.name, &mut bytes);
         read.unwrap();
         bytes
     }
@@ -232,10 +214,7 @@ fn handles_that_do_not_fit_are_named() {
         ),
     ] {
         framework.enter();
-        assert_eq!(
-            refusal(context, stream).to_string(),
-            format!("cuda: {expected}")
-        );
+        assert_eq!(refusal(context, stream).to_string(), format!("cuda: {expected}"));
         let mut current = std::ptr::null_mut();
         // SAFETY: writes one handle.
         let status = unsafe { sys::cuCtxGetCurrent(&mut current) };

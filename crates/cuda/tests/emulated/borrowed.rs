@@ -36,10 +36,7 @@ impl Arena {
             bytes.extend_from_slice(tensor);
         }
         bytes.resize(bytes.len() + 64, BETWEEN);
-        Self {
-            memory: Memory::of(framework, &bytes),
-            places,
-        }
+        Self { memory: Memory::of(framework, &bytes), places }
     }
 
     /// Each tensor, after a look at what lies between them.
@@ -50,10 +47,7 @@ impl Arena {
             read.push(all[at..at + len].to_vec());
             all[at..at + len].fill(BETWEEN);
         }
-        assert!(
-            all.iter().all(|&byte| byte == BETWEEN),
-            "written beside a tensor"
-        );
+        assert!(all.iter().all(|&byte| byte == BETWEEN), "written beside a tensor");
         read
     }
 }
@@ -70,9 +64,7 @@ struct Framed<'a> {
 
 impl<'a> Framed<'a> {
     fn of(framework: &Framework, backend: &'a CudaBackend, case: &Case) -> Self {
-        let params: Vec<_> = (0..case.params.len())
-            .map(|i| case.param_bytes(i))
-            .collect();
+        let params: Vec<_> = (0..case.params.len()).map(|i| case.param_bytes(i)).collect();
         let width = case.params[0].dtype.len_bytes();
         Self {
             backend,
@@ -202,16 +194,10 @@ fn same_bits(framework: &Framework, backend: &CudaBackend, planned: Planned, cas
     let limits = backend.limits();
     let host = planned.planner(limits).plan(&case.params).unwrap();
     let expected = outcome(&host, case, &cpu());
-    assert!(
-        outcome(&host, case, backend) == expected,
-        "{planned:?}, in arenas"
-    );
+    assert!(outcome(&host, case, backend) == expected, "{planned:?}, in arenas");
     let naive = Planner::new(planned.rule).limits(limits).naive();
     for planner in [planned.planner(limits), planned.with_passes(naive)] {
-        let plan = planner
-            .tensors(Tensors::Borrowed)
-            .plan(&case.params)
-            .unwrap();
+        let plan = planner.tensors(Tensors::Borrowed).plan(&case.params).unwrap();
         let found = outcome_borrowed(framework, (&plan, &host), case, backend);
         let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
         assert!(
@@ -224,19 +210,13 @@ fn same_bits(framework: &Framework, backend: &CudaBackend, planned: Planned, cas
 }
 
 fn rules() -> [Optimizer; 3] {
-    let sgd = Sgd {
-        momentum: 0.9,
-        ..Sgd::default()
-    };
+    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
     [Adam::default().into(), sgd.into(), Lamb::default().into()]
 }
 
 /// Formats of parameters: plain, and 16 bits with an f32 master.
 fn formats() -> [(DType, Precision); 2] {
-    let master = Precision {
-        master: Master::F32,
-        ..Precision::default()
-    };
+    let master = Precision { master: Master::F32, ..Precision::default() };
     [(DType::F32, Precision::default()), (DType::BF16, master)]
 }
 
@@ -247,18 +227,12 @@ fn lent_tensors_arenas_and_the_host_give_the_same_bits() {
     let adopted = unsafe { CudaBackend::adopt(framework.context(), framework.stream()) };
     let adopted = adopted.unwrap();
     for (dtype, precision) in formats() {
-        let numels = [
-            0, 1, 16_383, 16_384, 16_385, 7, 65_535, 65_536, 65_537, 0, 33,
-        ];
+        let numels = [0, 1, 16_383, 16_384, 16_385, 7, 65_535, 65_536, 65_537, 0, 33];
         let whole = Case::new(numels, dtype).with_groups();
         let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], dtype).with_groups();
         for rule in rules() {
             for clip_norm in [None, Some(0.5)] {
-                let planned = Planned {
-                    rule,
-                    precision,
-                    clip_norm,
-                };
+                let planned = Planned { rule, precision, clip_norm };
                 same_bits(&framework, &adopted, planned, &whole);
                 same_bits(&framework, &cuda().with_limits(TINY), planned, &cut);
             }
@@ -274,11 +248,8 @@ fn step_with(
 ) -> String {
     let (framework, backend) = (Framework::new(), cuda());
     let case = Case::new([100, 33, 5], DType::F32);
-    let planned = Planned {
-        rule: Adam::default().into(),
-        precision: Precision::default(),
-        clip_norm,
-    };
+    let planned =
+        Planned { rule: Adam::default().into(), precision: Precision::default(), clip_norm };
     let planner = planned.planner(backend.limits()).tensors(Tensors::Borrowed);
     let plan = planner.plan(&case.params).unwrap();
     let mut state = allocate(&plan, &case, &backend);
@@ -312,10 +283,7 @@ fn tensors_that_are_missing_or_lie_wrongly_are_named() {
         format!("cuda: grad of parameter 2: {f32_at} none")
     );
     let odd = step_with(|lender| at(lender, 2, 132), (Role::Param, 1), None);
-    assert!(
-        odd.starts_with(&format!("cuda: param of parameter 1: {f32_at} address 0x")),
-        "{odd}"
-    );
+    assert!(odd.starts_with(&format!("cuda: param of parameter 1: {f32_at} address 0x")), "{odd}");
     // SAFETY: refused, as above.
     let null = Some(unsafe { DeviceTensor::at(0, 132) });
     assert_eq!(
@@ -372,13 +340,7 @@ fn a_step_on_an_adopted_stream_makes_no_host_wait() {
     let before = lender.params.read(&lender.len_bytes);
     // A stream that records refuses to be waited for: error 900.
     let graph = framework.record(|| step(&mut state, &mut lender));
-    assert!(
-        lender.params.read(&lender.len_bytes) == before,
-        "done although it is recorded"
-    );
+    assert!(lender.params.read(&lender.len_bytes) == before, "done although it is recorded");
     framework.run(graph.unwrap());
-    assert!(
-        lender.params.read(&lender.len_bytes) != before,
-        "not recorded"
-    );
+    assert!(lender.params.read(&lender.len_bytes) != before, "not recorded");
 }

@@ -44,11 +44,7 @@ impl Framework {
             check(sys::cuCtxSetCurrent(context));
             check(sys::cuStreamCreate(&mut stream, 1));
         }
-        Self {
-            context,
-            stream,
-            is_primary,
-        }
+        Self { context, stream, is_primary }
     }
 
     pub(crate) fn context(&self) -> ContextHandle {
@@ -138,11 +134,7 @@ impl Memory {
         let len_bytes = bytes.len();
         // SAFETY: the context lives; the call writes one address.
         check(unsafe { sys::cuMemAlloc_v2(&mut address, len_bytes.max(1)) });
-        let memory = Self {
-            stream: framework.stream,
-            address,
-            len_bytes,
-        };
+        let memory = Self { stream: framework.stream, address, len_bytes };
         memory.write(0, bytes);
         memory
     }
@@ -156,12 +148,7 @@ impl Memory {
         let (to, from) = (self.address + at as u64, bytes.as_ptr().cast());
         // SAFETY: the range lies in the memory, and the copy is waited for.
         unsafe {
-            check(sys::cuMemcpyHtoDAsync_v2(
-                to,
-                from,
-                bytes.len(),
-                self.stream,
-            ));
+            check(sys::cuMemcpyHtoDAsync_v2(to, from, bytes.len(), self.stream));
             check(sys::cuStreamSynchronize(self.stream));
         }
     }
@@ -171,12 +158,7 @@ impl Memory {
         let to = bytes.as_mut_ptr().cast();
         // SAFETY: as above.
         unsafe {
-            check(sys::cuMemcpyDtoHAsync_v2(
-                to,
-                self.address,
-                self.len_bytes,
-                self.stream,
-            ));
+            check(sys::cuMemcpyDtoHAsync_v2(to, self.address, self.len_bytes, self.stream));
             check(sys::cuStreamSynchronize(self.stream));
         }
         bytes

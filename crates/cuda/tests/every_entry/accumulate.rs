@@ -40,13 +40,8 @@ macro_rules! expected {
             given.push(bytes);
         }
         let divisor = WEIGHTS.iter().sum::<f64>() as $sum;
-        let means = sums
-            .iter()
-            .flat_map(|sum| $narrow(sum / divisor).to_le_bytes());
-        Expected {
-            given,
-            mean: means.collect(),
-        }
+        let means = sums.iter().flat_map(|sum| $narrow(sum / divisor).to_le_bytes());
+        Expected { given, mean: means.collect() }
     }};
 }
 

@@ -28,11 +28,7 @@ fn list_of(backend: &dyn Backend) -> ListBuffer {
     let mut buffer = backend.allocate(bytes.len()).unwrap();
     backend.write(buffer.as_mut(), 0, &bytes).unwrap();
     ListBuffer {
-        list: TensorList {
-            role: Role::Grad,
-            dtype: DType::F32,
-            access: Access::Read,
-        },
+        list: TensorList { role: Role::Grad, dtype: DType::F32, access: Access::Read },
         buffer,
     }
 }
@@ -46,10 +42,7 @@ fn sums(backend: &dyn Backend, folds: bool) -> Vec<SquareSum> {
         numel,
         group: 0,
     });
-    let limits = LaunchLimits {
-        chunk_elements: CHUNK_ELEMENTS,
-        ..backend.limits()
-    };
+    let limits = LaunchLimits { chunk_elements: CHUNK_ELEMENTS, ..backend.limits() };
     let batches = batches(kernel.entry(), tensors, kernel.argument_layout(), limits).unwrap();
     let offsets = [0, NUMELS[0], NUMELS[0] + NUMELS[1]];
     let list = list_of(backend);
@@ -71,9 +64,7 @@ fn sums(backend: &dyn Backend, folds: bool) -> Vec<SquareSum> {
             list: &list,
             first: 0,
         };
-        backend
-            .leaf_squares_into(squares, (leaves.as_mut(), 0))
-            .unwrap();
+        backend.leaf_squares_into(squares, (leaves.as_mut(), 0)).unwrap();
         let refused = backend.leaf_squares_into(squares, (leaves.as_mut(), 1));
         assert!(refused.is_err(), "beyond its end");
         let table: &[u8] = bytemuck::cast_slice(&places);
@@ -127,10 +118,7 @@ fn leaves_read_by_the_host_are_those_of_the_host() {
             numel: 3 * LEAF_ELEMENTS + 5,
             group: 0,
         };
-        let limits = LaunchLimits {
-            chunk_elements: CHUNK_ELEMENTS,
-            ..backend.limits()
-        };
+        let limits = LaunchLimits { chunk_elements: CHUNK_ELEMENTS, ..backend.limits() };
         let layout = kernel.argument_layout();
         let batches = batches(kernel.entry(), [part], layout, limits).unwrap();
         let leaves = LeafSquares {

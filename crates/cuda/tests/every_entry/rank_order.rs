@@ -40,11 +40,7 @@ fn bytes_of(rank: usize, dtype: DType, numel: usize) -> Vec<u8> {
     let width = dtype.len_bytes();
     let mut bytes: Vec<u8> = (0..numel * width).map(|_| draw()).collect();
     if matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
-        bytes
-            .iter_mut()
-            .skip(width - 1)
-            .step_by(width)
-            .for_each(|high| *high &= 0xbf);
+        bytes.iter_mut().skip(width - 1).step_by(width).for_each(|high| *high &= 0xbf);
     }
     bytes
 }
@@ -87,13 +83,7 @@ fn sums_in_rank_order_are_those_of_the_host() {
     let _context = cust::quick_init().unwrap();
     let text = fusestep_kernels::ptx("rank_order").unwrap();
     let module = Module::from_ptx(text, &[]).unwrap();
-    let ops = [
-        ReduceOp::Sum,
-        ReduceOp::Average,
-        ReduceOp::Prod,
-        ReduceOp::Max,
-        ReduceOp::Min,
-    ];
+    let ops = [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
     let dtypes = [DType::F32, DType::F64, DType::F16, DType::BF16];
     let integers = [DType::I32, DType::I64, DType::U16, DType::U8];
     for dtype in dtypes.into_iter().chain(integers) {
@@ -102,9 +92,7 @@ fn sums_in_rank_order_are_those_of_the_host() {
                 continue;
             }
             for numel in [1, 700] {
-                let sent: Vec<_> = (0..RANKS)
-                    .map(|rank| bytes_of(rank, dtype, numel))
-                    .collect();
+                let sent: Vec<_> = (0..RANKS).map(|rank| bytes_of(rank, dtype, numel)).collect();
                 let inputs: Vec<&[u8]> = sent.iter().map(Vec::as_slice).collect();
                 let mut expected = vec![0; inputs[0].len()];
                 reduce_slices(Level::detect(), dtype, op, &inputs, &mut expected);

@@ -16,10 +16,7 @@ const CHUNKS: [u64; 6] = [0, 1, 3, 32, 65, 1_029];
 
 /// The kernel of LARS, which takes two sums.
 fn kernel() -> Box<dyn MultiTensorKernel> {
-    let lars = Lars {
-        lr: 0.5,
-        ..Lars::default()
-    };
+    let lars = Lars { lr: 0.5, ..Lars::default() };
     // In f64 a sum's last bit shows.
     lars.kernel(DType::F64, Precision::default()).unwrap()
 }
@@ -95,9 +92,7 @@ fn chunks_are_folded_from_leaves_wherever_these_lie() {
         rows[at..at + MAX_SUMS].copy_from_slice(&sums(leaf));
         index.push(leaf_place(row, unit as u64).unwrap());
     }
-    let mut partials = backend
-        .allocate(size_of::<[f64; MAX_SUMS]>() * chunks.len())
-        .unwrap();
+    let mut partials = backend.allocate(size_of::<[f64; MAX_SUMS]>() * chunks.len()).unwrap();
     let fold = |partials: &mut dyn Buffer| {
         backend.fold_leaves(FoldLeaves {
             leaves: buffer(&backend, bytemuck::cast_slice(&rows)).as_ref(),
@@ -140,9 +135,7 @@ fn lists(
     let elements = end + LEAF_ELEMENTS * records;
     let lists = kernel.lists().iter().enumerate().map(|(index, &list)| {
         let value = |at: u64| ((at * 37 + index as u64) % 1_009) as f64 * 0.003 - 1.5;
-        let bytes: Vec<u8> = (0..elements)
-            .flat_map(|at| value(at).to_le_bytes())
-            .collect();
+        let bytes: Vec<u8> = (0..elements).flat_map(|at| value(at).to_le_bytes()).collect();
         let buffer = buffer(backend, &bytes);
         ListBuffer { list, buffer }
     });

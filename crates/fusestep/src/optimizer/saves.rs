@@ -93,11 +93,7 @@ impl FusedOptimizer<'_> {
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
         self.with_checkpoints(|checkpoints, plan, state, backend, comms| {
-            let run = RunToSave {
-                state,
-                backend,
-                params: None,
-            };
+            let run = RunToSave { state, backend, params: None };
             checkpoints.begin(plan, run, comms, (folder, steps))
         })
     }

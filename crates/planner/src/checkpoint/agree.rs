@@ -99,9 +99,7 @@ pub(super) fn on_outcome<T>(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<
     let (rank, text) = first.map_or((0, &[][..]), |(rank, told)| (rank, &told[1..]));
     Err(PlanError::OtherRank {
         rank,
-        reason: String::from_utf8_lossy(text)
-            .trim_end_matches('\0')
-            .to_owned(),
+        reason: String::from_utf8_lossy(text).trim_end_matches('\0').to_owned(),
     })
 }
 

@@ -50,9 +50,8 @@ impl Begun {
         let number = known.flat_map(|id| u64::from_str_radix(id, 16)).next();
         let number = number.unwrap_or_else(|| RandomState::new().build_hasher().finish());
         let checkpoint = format!("{number:016x}");
-        let mut begun = found
-            .filter(|begun| begun.checkpoint == checkpoint)
-            .unwrap_or_else(|| Self {
+        let mut begun =
+            found.filter(|begun| begun.checkpoint == checkpoint).unwrap_or_else(|| Self {
                 format: FORMAT.to_owned(),
                 version: VERSION,
                 checkpoint,
@@ -108,10 +107,7 @@ impl Begun {
     }
 
     fn sum(&self) -> String {
-        let unsigned = Self {
-            xxh3: String::new(),
-            ..self.clone()
-        };
+        let unsigned = Self { xxh3: String::new(), ..self.clone() };
         checksum(&serde_json::to_vec(&unsigned).unwrap_or_default())
     }
 

@@ -69,9 +69,7 @@ pub struct Saved {
 impl std::fmt::Debug for Saves {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let phase = self.flight.as_ref().map(|flight| flight.phase);
-        f.debug_struct("Saves")
-            .field("flight", &phase)
-            .finish_non_exhaustive()
+        f.debug_struct("Saves").field("flight", &phase).finish_non_exhaustive()
     }
 }
 
@@ -91,20 +89,12 @@ impl Saves {
     /// the `looks`-th call that looks after each part of a save: for simulations, in which nothing
     /// may depend on threads.
     pub fn in_turns(files: Arc<dyn Files>, looks: u32) -> Self {
-        let writer = Writer::Turns {
-            looks: looks.max(1),
-            job: None,
-        };
+        let writer = Writer::Turns { looks: looks.max(1), job: None };
         Self::of(files, writer)
     }
 
     fn of(files: Arc<dyn Files>, writer: Writer) -> Self {
-        Self {
-            files,
-            writer,
-            snapshot: Arc::default(),
-            flight: None,
-        }
+        Self { files, writer, snapshot: Arc::default(), flight: None }
     }
 
     /// Whether a save is in flight.

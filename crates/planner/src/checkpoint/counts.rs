@@ -57,9 +57,7 @@ impl Progress {
             step: manifest.step,
             skipped: manifest.skipped,
             loss_scale: manifest.loss_scale,
-            steps_of: params
-                .map(|param| steps(&param.name).unwrap_or(manifest.step))
-                .collect(),
+            steps_of: params.map(|param| steps(&param.name).unwrap_or(manifest.step)).collect(),
             given: vec![0; plan.params().len()],
             ..Self::default()
         }
@@ -137,11 +135,7 @@ impl Progress {
             for (own, &given) in first.given.iter_mut().zip(&other.given) {
                 *own = given.max(*own);
             }
-            let alike = Self {
-                loss: None,
-                given: first.given.clone(),
-                ..other
-            };
+            let alike = Self { loss: None, given: first.given.clone(), ..other };
             if alike != first {
                 return Err("counts of steps");
             }

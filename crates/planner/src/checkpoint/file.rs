@@ -261,10 +261,7 @@ fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
             let value = value.map_or("none", String::as_str);
             Quoted(value).to_string()
         };
-        let found = format!(
-            "{}; run the rule that has saved it, or start without it",
-            text(found)
-        );
+        let found = format!("{}; run the rule that has saved it, or start without it", text(found));
         return Err(refuse(file, key, text(expected), found));
     }
     // The rules are alike here, so only files from before there were such entries lack any.
@@ -294,10 +291,7 @@ fn check_loss_scale(state: &State, file: &TensorFile) -> Result<Option<(LossScal
     }
     let scale = found.parse().unwrap_or(f64::NAN);
     let scale = own.restored(scale, good, bad).map_err(|_| {
-        let expected = format!(
-            "a power of two from {} to {:e}",
-            policy.floor, policy.ceiling
-        );
+        let expected = format!("a power of two from {} to {:e}", policy.floor, policy.ceiling);
         refuse(file, LOSS_SCALE, expected, Quoted(found).to_string())
     })?;
     Ok(Some((scale, skipped)))
@@ -308,9 +302,7 @@ fn keeps(state: &State, tensor_name: &str) -> bool {
         return false;
     };
     let roles = state.roles(name).unwrap_or_default();
-    roles
-        .iter()
-        .any(|role| role.is_state() && role.name() == suffix)
+    roles.iter().any(|role| role.is_state() && role.name() == suffix)
 }
 
 /// The step counts of a file.

@@ -38,11 +38,7 @@ pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) ->
         let others = differences[1..].iter();
         let others = others.map(|(name, ..)| Quoted(name).to_string());
         let others: Vec<String> = others.take(MOST_NAMED).collect();
-        found += &format!(
-            "; {} others differ too: {}",
-            differences.len() - 1,
-            others.join(", ")
-        );
+        found += &format!("; {} others differ too: {}", differences.len() - 1, others.join(", "));
     }
     Err(refuse(folder, name, expected, found))
 }

@@ -42,10 +42,7 @@ struct Mark {
 
 impl Mark {
     fn sum(&self) -> String {
-        let unsigned = Self {
-            xxh3: String::new(),
-            ..self.clone()
-        };
+        let unsigned = Self { xxh3: String::new(), ..self.clone() };
         checksum(&serde_json::to_vec(&unsigned).unwrap_or_default())
     }
 
@@ -96,11 +93,7 @@ impl Generation {
         }
         folder.files.remove_abandoned(folder.path);
         let (checkpoint, begun) = Begun::of(folder, previous.as_ref())?;
-        let of_turn = |turn| Self {
-            checkpoint,
-            step,
-            turn,
-        };
+        let of_turn = |turn| Self { checkpoint, step, turn };
         let counts = previous.as_ref().map(|found| found.generation.as_str());
         for found in [0, 1].map(of_turn) {
             let name = found.name();
@@ -111,10 +104,7 @@ impl Generation {
             // was worth keeping the checkpoint's number has gone, too.
             remove_but(folder, (&found.checkpoint(), counts), None);
             let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
-            let generation = Self {
-                checkpoint,
-                ..found
-            };
+            let generation = Self { checkpoint, ..found };
             begun.add(&name);
             begun.write(folder)?;
             let made = generation.make(folder);
@@ -183,9 +173,7 @@ impl Generation {
         }
         let expected = "a folder that all ranks see, as rank 0 has made it; save to a file system \
                         that they share";
-        let found = seen
-            .err()
-            .map_or_else(|| "another one".to_owned(), |error| error.to_string());
+        let found = seen.err().map_or_else(|| "another one".to_owned(), |error| error.to_string());
         Err(refuse(&path, MARK, expected, found))
     }
 }
@@ -223,11 +211,7 @@ fn sync_names(folder: CheckpointFolder<'_>) -> Result<()> {
 
 /// The folder that an empty path stands for, as those above a relative one end with.
 fn or_this(path: &Path) -> &Path {
-    if path.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        path
-    }
+    if path.as_os_str().is_empty() { Path::new(".") } else { path }
 }
 
 /// The file of a rank.
@@ -245,9 +229,7 @@ pub(super) fn remove_failed(folder: CheckpointFolder<'_>, generation: &Generatio
     let Ok(manifest) = Manifest::read_if_any(folder) else {
         return;
     };
-    let counts = manifest
-        .as_ref()
-        .map(|manifest| manifest.generation.as_str());
+    let counts = manifest.as_ref().map(|manifest| manifest.generation.as_str());
     // An error may have come when its manifest was in place already.
     if counts != Some(generation.name().as_str()) {
         remove_but(folder, (&generation.checkpoint(), counts), None);
@@ -315,19 +297,14 @@ fn remove_shards(folder: CheckpointFolder<'_>, path: &Path) {
 }
 
 fn read_mark(folder: CheckpointFolder<'_>, generation: &str) -> Option<Mark> {
-    let bytes = folder
-        .files
-        .read(&folder.join(generation).join(MARK))
-        .ok()?;
+    let bytes = folder.files.read(&folder.join(generation).join(MARK)).ok()?;
     let mark: Mark = serde_json::from_slice(&bytes).ok()?;
     mark.is_known().then_some(mark)
 }
 
 /// Whether a name is one that [`Generation::name`] gives.
 pub(super) fn is_name(name: &str) -> bool {
-    let step = name
-        .strip_prefix("step-")
-        .and_then(|rest| rest.rsplit_once('-'));
+    let step = name.strip_prefix("step-").and_then(|rest| rest.rsplit_once('-'));
     step.is_some_and(|(step, turn)| {
         step.len() >= 8 && step.bytes().all(|byte| byte.is_ascii_digit()) && TURNS.contains(&turn)
     })
@@ -335,9 +312,7 @@ pub(super) fn is_name(name: &str) -> bool {
 
 /// Whether a name is one that [`shard_file`] gives.
 fn is_shard(name: &str) -> bool {
-    let number = name
-        .strip_prefix("shard-")
-        .and_then(|rest| rest.strip_suffix(".safetensors"));
+    let number = name.strip_prefix("shard-").and_then(|rest| rest.strip_suffix(".safetensors"));
     number
         .is_some_and(|number| number.len() >= 5 && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
@@ -361,11 +336,7 @@ mod tests {
         }
         assert!(is_shard(&shard_file(0)) && is_shard(&shard_file(123_456)));
         assert!(!is_shard("shard-1.safetensors") && !is_shard("shard-00000.json"));
-        let generation = Generation {
-            checkpoint: 1,
-            step: 12,
-            turn: 1,
-        };
+        let generation = Generation { checkpoint: 1, step: 12, turn: 1 };
         assert!(is_name(&generation.name()));
     }
 }

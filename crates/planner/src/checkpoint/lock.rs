@@ -34,11 +34,7 @@ impl FolderLock {
             let found = "no ordinary file".to_owned();
             return Err(refuse(&path, "lock", expected, found));
         }
-        let opened = File::options()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path);
+        let opened = File::options().create(true).truncate(false).write(true).open(&path);
         let refused = |found: String| {
             let expected = "a folder that can be written and no other run saves to";
             refuse(&path, "lock", expected, found)

@@ -159,21 +159,11 @@ impl Manifest {
         }
         if version.version > u64::from(VERSION) {
             let expected = format!("at most {VERSION}; use a newer fusestep");
-            return Err(refuse(
-                path,
-                "version",
-                &expected,
-                version.version.to_string(),
-            ));
+            return Err(refuse(path, "version", &expected, version.version.to_string()));
         }
         let manifest: Self = serde_json::from_slice(bytes).map_err(|error| {
             let expected = "the fields of a known version";
-            refuse(
-                path,
-                "manifest",
-                expected,
-                Quoted(&error.to_string()).to_string(),
-            )
+            refuse(path, "manifest", expected, Quoted(&error.to_string()).to_string())
         })?;
         manifest.check(path)?;
         Ok(manifest)
@@ -185,10 +175,8 @@ impl Manifest {
         if self.version >= VERSION_CHECKED || !self.xxh3.is_empty() {
             let found = self.checksum(path)?;
             if found != self.xxh3 {
-                let expected = format!(
-                    "fields with checksum {}, as they were written",
-                    Quoted(&self.xxh3)
-                );
+                let expected =
+                    format!("fields with checksum {}, as they were written", Quoted(&self.xxh3));
                 return Err(refuse(path, "manifest", &expected, found));
             }
         }
@@ -197,9 +185,8 @@ impl Manifest {
             has_length && !name.contains(['/', '\\']) && !name.starts_with('.')
         };
         let shards = self.shards.iter().map(|shard| &shard.file);
-        if let Some(name) = std::iter::once(&self.generation)
-            .chain(shards)
-            .find(|name| !plain(name))
+        if let Some(name) =
+            std::iter::once(&self.generation).chain(shards).find(|name| !plain(name))
         {
             let expected = format!("a name within the folder, of {MAX_NAME_BYTES} bytes at most");
             let found = Quoted(name).to_string();
@@ -214,10 +201,7 @@ impl Manifest {
     }
 
     fn checksum(&self, path: &Path) -> Result<String> {
-        let unsigned = Self {
-            xxh3: String::new(),
-            ..self.clone()
-        };
+        let unsigned = Self { xxh3: String::new(), ..self.clone() };
         let text = serde_json::to_vec(&unsigned).map_err(|error| no_json(path, &error))?;
         Ok(generation::checksum(&text))
     }

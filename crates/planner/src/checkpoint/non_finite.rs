@@ -44,11 +44,7 @@ impl Manifest {
                 check(place, (role, spec.dtype), (&tensors, &noted))?;
             }
         }
-        Ok(Verified {
-            manifest,
-            tensors,
-            non_finite: noted.into_keys().collect(),
-        })
+        Ok(Verified { manifest, tensors, non_finite: noted.into_keys().collect() })
     }
 }
 

@@ -57,13 +57,7 @@ impl Manifest {
                 counts.to_bytes()
             } else if matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
                 let mut mean = vec![0; inputs[0].len()];
-                reduce_slices(
-                    Level::detect(),
-                    dtype,
-                    ReduceOp::Average,
-                    &inputs,
-                    &mut mean,
-                );
+                reduce_slices(Level::detect(), dtype, ReduceOp::Average, &inputs, &mut mean);
                 mean
             } else {
                 return Err(refuse(&base, "floating-point elements", dtype.name()));
@@ -86,10 +80,7 @@ impl Manifest {
             }
             whole.insert(keys[0].clone(), mean);
         }
-        manifest.open = Some(OpenRun {
-            ranks: 1,
-            ..open.clone()
-        });
+        manifest.open = Some(OpenRun { ranks: 1, ..open.clone() });
         manifest.write_whole((&whole, &noted), to.into(), count)
     }
 

@@ -97,19 +97,13 @@ pub(crate) fn open_tensors(plan: &Plan, open: &OpenRun) -> Result<Vec<(String, T
     let mut tensors = Vec::new();
     for rank in 0..open.ranks {
         let len_bytes = Progress::len_bytes(plan.params().len()) as u64;
-        let spec = TensorSpec {
-            dtype: DType::U8,
-            shape: Shape::new([len_bytes])?,
-        };
+        let spec = TensorSpec { dtype: DType::U8, shape: Shape::new([len_bytes])? };
         tensors.push((progress_key(rank), spec));
         if open.window.is_none() {
             continue;
         }
         for (param, desc) in plan.params().iter().enumerate() {
-            let spec = TensorSpec {
-                dtype: window_dtype(plan, param),
-                shape: desc.shape.clone(),
-            };
+            let spec = TensorSpec { dtype: window_dtype(plan, param), shape: desc.shape.clone() };
             tensors.push((window_key(plan, param, rank), spec));
         }
     }
@@ -184,12 +178,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
     // than the file is long.
     if !(1..=manifest.tensors.len()).contains(&open.ranks) {
         let found = format!("{} ranks", open.ranks);
-        return Err(refuse(
-            folder,
-            "ranks",
-            "at least 1, and counts of each",
-            found,
-        ));
+        return Err(refuse(folder, "ranks", "at least 1, and counts of each", found));
     }
     let Some(window) = open.window else {
         return Ok(());
@@ -259,10 +248,7 @@ pub(crate) fn source_rank(
              `Manifest::average`"
         }
     };
-    let found = format!(
-        "{} ranks with {whose}, which differ in {different}; {way}",
-        open.ranks
-    );
+    let found = format!("{} ranks with {whose}, which differ in {different}; {way}", open.ranks);
     let expected = format!("{world} ranks, as the plan has");
     Err(refuse(folder, what, &expected, found))
 }
@@ -290,15 +276,10 @@ pub(crate) fn counts(
         let right = keys.iter().all(|key| right_len(key));
         right.then(|| Progress::together(&all).ok()).flatten()
     };
-    let micro_steps = open
-        .window
-        .map_or(0, |window| u64::from(window.micro_steps));
+    let micro_steps = open.window.map_or(0, |window| u64::from(window.micro_steps));
     let right = |progress: &Progress| {
         progress.micro_steps == micro_steps
-            && progress
-                .steps_of
-                .iter()
-                .all(|&steps| steps <= progress.step)
+            && progress.steps_of.iter().all(|&steps| steps <= progress.step)
             && progress.given.iter().all(|&given| given <= micro_steps)
     };
     progress.filter(right).ok_or_else(|| {

@@ -62,9 +62,7 @@ impl Remembered {
         let of_rank = |rank: usize| caller.get(&format!("{KEY}#{rank}"));
         let as_many = of_rank(topology.world.saturating_sub(1)).is_some()
             && of_rank(topology.world).is_none();
-        let own = caller
-            .get(KEY)
-            .or_else(|| of_rank(topology.rank).filter(|_| as_many));
+        let own = caller.get(KEY).or_else(|| of_rank(topology.rank).filter(|_| as_many));
         let read = own.and_then(|text| serde_json::from_str(text).ok());
         self.0 = read.unwrap_or_default();
     }

@@ -106,19 +106,12 @@ pub(super) fn read_run(
     if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
         && state.scaled
     {
-        norm.loss_scale()
-            .restored(scale, good, bad)
-            .map_err(|error| {
-                let expected = "one of the plan's policy";
-                refuse(folder, "loss scale", expected, error.to_string())
-            })?;
+        norm.loss_scale().restored(scale, good, bad).map_err(|error| {
+            let expected = "one of the plan's policy";
+            refuse(folder, "loss scale", expected, error.to_string())
+        })?;
     }
-    Ok(ReadRun {
-        manifest,
-        whole,
-        from,
-        progress,
-    })
+    Ok(ReadRun { manifest, whole, from, progress })
 }
 
 /// Makes what was read the state's and the caller's; returns the texts saved with it.

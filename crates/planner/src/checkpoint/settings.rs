@@ -35,10 +35,7 @@ pub(super) fn difference<'a>(
 ) -> Option<(String, String, String)> {
     own.into_iter().find_map(|(key, own)| {
         let found = found(&key).filter(|found| **found != own)?;
-        let found = format!(
-            "{}; go on with that, or start without the state",
-            Quoted(found)
-        );
+        let found = format!("{}; go on with that, or start without the state", Quoted(found));
         Some((key, own, found))
     })
 }

@@ -57,12 +57,7 @@ pub(super) fn write_model(
         let bytes = TensorBytes::of(part.dtype, shape, Cow::Borrowed(part.bytes));
         tensors.push((name.clone(), bytes));
     }
-    write_file(
-        folder,
-        generation,
-        MODEL_FILE.to_owned(),
-        (tensors, metadata),
-    )
+    write_file(folder, generation, MODEL_FILE.to_owned(), (tensors, metadata))
 }
 
 /// Writes one file of a generation, synced.
@@ -110,11 +105,7 @@ fn write_file(
     let bytes = serialize(&path, &tensors, metadata)?;
     Prepared::bytes_in(folder.files, &path, &bytes)?.commit()?;
     sync(folder, &within)?;
-    Ok(ShardSpec {
-        file,
-        len_bytes: bytes.len() as u64,
-        xxh3: checksum(&bytes),
-    })
+    Ok(ShardSpec { file, len_bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
 }
 
 /// The length of a file, which must be that of the manifest.

@@ -196,12 +196,7 @@ impl Manifest {
     ) -> Result<Self> {
         if !(1..=MAX_SHARDS).contains(&count) {
             let expected = format!("1 to {MAX_SHARDS}");
-            return Err(refuse(
-                to.path,
-                "number of files",
-                &expected,
-                count.to_string(),
-            ));
+            return Err(refuse(to.path, "number of files", &expected, count.to_string()));
         }
         let generation = Generation::begin(to, self.step)?;
         let written = self.write_generation((whole, noted), to, count, &generation);
@@ -219,11 +214,8 @@ impl Manifest {
         manifest.generation = generation.name();
         manifest.checkpoint = generation.checkpoint();
         manifest.shards.clear();
-        let model: Vec<_> = self
-            .tensors
-            .iter()
-            .filter_map(|tensor| self.of_model(tensor))
-            .collect();
+        let model: Vec<_> =
+            self.tensors.iter().filter_map(|tensor| self.of_model(tensor)).collect();
         let whole_of = |tensor: &String| whole.get(tensor).map_or(&[][..], Vec::as_slice);
         let parts: Vec<TensorPart<'_>> = model
             .iter()
@@ -276,15 +268,8 @@ impl Manifest {
         &self,
         (tensor, spec): (&'a String, &TensorSpec),
     ) -> Option<(&'a String, DType, (String, Shape))> {
-        let averages = self
-            .open
-            .as_ref()
-            .is_some_and(|open| open.local_sgd.is_some());
-        let key = if averages {
-            tensor.strip_suffix("#0").unwrap_or(tensor)
-        } else {
-            tensor
-        };
+        let averages = self.open.as_ref().is_some_and(|open| open.local_sgd.is_some());
+        let key = if averages { tensor.strip_suffix("#0").unwrap_or(tensor) } else { tensor };
         let name = key.strip_suffix("@param")?;
         let sliced = self.open.iter().flat_map(|open| &open.slices);
         let fits = !name.is_empty() && name != "__metadata__";

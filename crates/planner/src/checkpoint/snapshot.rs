@@ -25,9 +25,7 @@ pub struct RunToSave<'a> {
 
 impl std::fmt::Debug for RunToSave<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RunToSave")
-            .field("step", &self.state.step())
-            .finish_non_exhaustive()
+        f.debug_struct("RunToSave").field("step", &self.state.step()).finish_non_exhaustive()
     }
 }
 
@@ -162,8 +160,7 @@ pub(super) fn take(
         let bytes = &mut into.bytes[placed.place.clone()];
         match (source, run.params) {
             (Source::Held(role, param, held), _) => {
-                run.state
-                    .read_held(run.backend, (role, param), &held, bytes)?;
+                run.state.read_held(run.backend, (role, param), &held, bytes)?;
             }
             (Source::Param(param), Some(params)) => params.read(param, bytes)?,
             (Source::Param(param), None) => {

@@ -7,14 +7,8 @@ use half::{bf16, f16};
 pub(super) type Refused = (String, String);
 
 /// Roles whose values readers look at. Masters may be anything that parameters may be.
-pub(super) const CHECKED: [Role; 6] = [
-    Role::Moment1,
-    Role::Moment2,
-    Role::MaxMoment2,
-    Role::Velocity,
-    Role::Sum,
-    Role::Base,
-];
+pub(super) const CHECKED: [Role; 6] =
+    [Role::Moment1, Role::Moment2, Role::MaxMoment2, Role::Velocity, Role::Sum, Role::Base];
 
 fn is_checked(role: Role) -> bool {
     CHECKED.contains(&role)
@@ -28,20 +22,11 @@ pub(super) fn check(role: Role, dtype: DType, bytes: &[u8], noted: u64) -> Resul
     }
     let negative = matches!(role, Role::Moment2 | Role::MaxMoment2 | Role::Sum);
     let wrong = |value: &f64| (noted == 0 && !value.is_finite()) || (negative && *value < 0.0);
-    let first = values(dtype, bytes)
-        .enumerate()
-        .find(|(_, value)| wrong(value));
+    let first = values(dtype, bytes).enumerate().find(|(_, value)| wrong(value));
     if let Some((at, value)) = first {
-        let finite = if noted == 0 {
-            "finite values"
-        } else {
-            "values"
-        };
+        let finite = if noted == 0 { "finite values" } else { "values" };
         let least = if negative { " of at least 0" } else { "" };
-        return Err((
-            format!("{finite}{least}"),
-            format!("{value} at element {at}"),
-        ));
+        return Err((format!("{finite}{least}"), format!("{value} at element {at}")));
     }
     if noted == 0 {
         return Ok(());
@@ -67,11 +52,7 @@ fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> {
 
 /// How many values of a role's tensor are infinite or NaN; 0 for roles that readers do not look at.
 pub(super) fn non_finite_of(role: Role, dtype: DType, bytes: &[u8]) -> u64 {
-    if is_checked(role) {
-        non_finite(dtype, bytes)
-    } else {
-        0
-    }
+    if is_checked(role) { non_finite(dtype, bytes) } else { 0 }
 }
 
 /// How many values are infinite or NaN.
@@ -85,9 +66,7 @@ pub(super) fn non_finite(dtype: DType, bytes: &[u8]) -> u64 {
     }
     // All bits of the exponent are set in what is not finite.
     let of_16_bits = |exponent: u16| {
-        with(bytes, move |element| {
-            u16::from_le_bytes(element) & exponent == exponent
-        })
+        with(bytes, move |element| u16::from_le_bytes(element) & exponent == exponent)
     };
     match dtype {
         DType::F32 => with(bytes, |element| !f32::from_le_bytes(element).is_finite()),

@@ -117,12 +117,7 @@ impl Thread {
         let name = "fusestep-save".to_owned();
         let spawned = std::thread::Builder::new().name(name).spawn(work);
         let handle = spawned.map_err(|error| refused(&error.to_string()))?;
-        Ok(Self {
-            jobs: Some(jobs),
-            done,
-            handle: Some(handle),
-            busy: false,
-        })
+        Ok(Self { jobs: Some(jobs), done, handle: Some(handle), busy: false })
     }
 }
 

@@ -49,11 +49,7 @@ pub struct GradientAccumulation {
 impl GradientAccumulation {
     /// The mean of this many micro-steps.
     pub fn every(every: NonZeroU32) -> Self {
-        Self {
-            every,
-            accumulated: Accumulated::Mean,
-            reduced: ReducedWhen::PerWindow,
-        }
+        Self { every, accumulated: Accumulated::Mean, reduced: ReducedWhen::PerWindow }
     }
 
     /// Takes the sum in place of the mean.
@@ -82,8 +78,7 @@ impl Pass for GradientAccumulation {
         if plan.accumulation().is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
-        plan.stages
-            .insert(0, Stage::Accumulate(Accumulate { rule: *self }));
+        plan.stages.insert(0, Stage::Accumulate(Accumulate { rule: *self }));
         let reason = format!(
             "{} micro-steps make one update, of the {} of their gradients, reduced {}",
             self.every,

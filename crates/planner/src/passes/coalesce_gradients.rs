@@ -23,10 +23,8 @@ impl Pass for CoalesceGradients {
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.storages.len() < 2 {
-            let reason = format!(
-                "{} storage has nothing to be put together with",
-                plan.storages.len()
-            );
+            let reason =
+                format!("{} storage has nothing to be put together with", plan.storages.len());
             plan.note(self.name(), Verdict::Refused, reason);
             return Ok(());
         }
@@ -42,17 +40,12 @@ impl Pass for CoalesceGradients {
         dtypes.dedup();
         if groups.len() > dtypes.len() {
             let rules: Vec<String> = plan.rules.iter().map(Optimizer::to_string).collect();
-            let reason = format!(
-                "a launch has one rule, so parameters of {} lie apart",
-                rules.join("; ")
-            );
+            let reason =
+                format!("a launch has one rule, so parameters of {} lie apart", rules.join("; "));
             plan.note(self.name(), Verdict::Split, reason);
         }
         if dtypes.len() > 1 {
-            let reason = format!(
-                "a buffer holds one dtype, so {} lie apart",
-                dtypes.join(", ")
-            );
+            let reason = format!("a buffer holds one dtype, so {} lie apart", dtypes.join(", "));
             plan.note(self.name(), Verdict::Split, reason);
         }
         let storages_before = plan.storages.len();
@@ -62,8 +55,7 @@ impl Pass for CoalesceGradients {
             storages.push(together(plan, (dtype, rule), members)?);
         }
         let stages = stages_in(plan, &storages);
-        plan.stages
-            .retain(|stage| !matches!(stage, Stage::Optimize(_)));
+        plan.stages.retain(|stage| !matches!(stage, Stage::Optimize(_)));
         plan.stages.extend(stages);
         plan.storages = storages;
         plan.index_places();
@@ -109,10 +101,7 @@ fn stages_in(plan: &Plan, storages: &[StorageSpec]) -> Vec<Stage> {
     }
     let moved = plan.optimize_stages().flat_map(|stage| {
         let members = &plan.storages[stage.storage].members;
-        let places = stage
-            .tensors
-            .iter()
-            .map(|&t| place[members[t as usize] as usize]);
+        let places = stage.tensors.iter().map(|&t| place[members[t as usize] as usize]);
         // Naive stages hold one tensor each; their batches keep their shape and only the tensor's
         // number changes.
         places.map(|(storage, tensor)| {

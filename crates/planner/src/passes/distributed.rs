@@ -27,9 +27,7 @@ pub struct Distributed {
 impl Distributed {
     /// The parameters of these names.
     pub fn params(names: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        Self {
-            names: names.into_iter().map(Into::into).collect(),
-        }
+        Self { names: names.into_iter().map(Into::into).collect() }
     }
 }
 

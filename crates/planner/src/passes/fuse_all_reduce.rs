@@ -43,12 +43,7 @@ impl FuseAllReduce {
 
     /// Buckets of at most this many bytes.
     pub fn of_bytes(cap_bytes: u64) -> Self {
-        Self {
-            cap_bytes,
-            cap_count: usize::MAX,
-            oversize: Oversize::Split,
-            ready: Vec::new(),
-        }
+        Self { cap_bytes, cap_count: usize::MAX, oversize: Oversize::Split, ready: Vec::new() }
     }
 
     /// Buckets of at most this many gradients, too.
@@ -121,11 +116,8 @@ impl Pass for FuseAllReduce {
             return Ok(());
         }
         lay_in_order(plan)?;
-        plan.caps = Some(Caps {
-            bytes: self.cap_bytes,
-            count: self.cap_count,
-            oversize: self.oversize,
-        });
+        plan.caps =
+            Some(Caps { bytes: self.cap_bytes, count: self.cap_count, oversize: self.oversize });
         bucket::make(plan)?;
         self.explain(plan);
         Ok(())
@@ -142,13 +134,9 @@ fn lay_in_order(plan: &mut Plan) -> Result<()> {
     for spec in &mut plan.storages {
         let mut order: Vec<u32> = (0..spec.members.len() as u32).collect();
         order.sort_by_key(|&position| turn[spec.members[position as usize] as usize]);
-        let numels = order
-            .iter()
-            .map(|&position| spec.layout.numel(position as usize));
+        let numels = order.iter().map(|&position| spec.layout.numel(position as usize));
         spec.layout = FlatLayout::new(numels, spec.layout.options())?;
-        let members = order
-            .iter()
-            .map(|&position| spec.members[position as usize]);
+        let members = order.iter().map(|&position| spec.members[position as usize]);
         spec.members = members.collect();
         let mut new = vec![0; order.len()];
         for (at, &position) in order.iter().enumerate() {

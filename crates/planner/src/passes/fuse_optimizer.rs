@@ -48,8 +48,7 @@ impl Pass for FuseOptimizer {
             tensors.sort_unstable();
             stages.push(batches::update_stage(plan, storage, size_class, tensors)?);
         }
-        plan.stages
-            .retain(|stage| !matches!(stage, Stage::Optimize(_)));
+        plan.stages.retain(|stage| !matches!(stage, Stage::Optimize(_)));
         plan.stages.extend(stages.into_iter().map(Stage::Optimize));
         self.explain(plan, before);
         Ok(())
@@ -60,18 +59,12 @@ impl FuseOptimizer {
     fn explain(&self, plan: &mut Plan, before: usize) {
         let mut notes = Vec::new();
         let mut note = |verdict, reason| notes.push((verdict, reason));
-        note(
-            Verdict::Applied,
-            format!("{before} launches became {}", plan.launches()),
-        );
+        note(Verdict::Applied, format!("{before} launches became {}", plan.launches()));
         if plan.storages.len() > 1 {
             let kernels: Vec<&str> = plan.storages.iter().map(|s| s.kernel).collect();
             note(
                 Verdict::Split,
-                format!(
-                    "a launch has one kernel and dtype, so {} run apart",
-                    kernels.join(", ")
-                ),
+                format!("a launch has one kernel and dtype, so {} run apart", kernels.join(", ")),
             );
         }
         for stage in plan.optimize_stages() {

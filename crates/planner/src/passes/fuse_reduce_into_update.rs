@@ -73,12 +73,7 @@ impl Pass for FuseReduceIntoUpdate {
 
 /// The update of all tensors that a bucket has elements of.
 fn update_of(plan: &Plan, bucket: usize) -> Optimize {
-    let Bucket {
-        storage,
-        elements,
-        segment,
-        ..
-    } = &plan.buckets[bucket];
+    let Bucket { storage, elements, segment, .. } = &plan.buckets[bucket];
     let layout = &plan.storages[*storage].layout;
     let tensors = plan.segments[*segment].tensors.clone();
     let full = |tensor: &u32| layout.numel(*tensor as usize) > 0;
@@ -125,10 +120,8 @@ pub(crate) fn bytes_of_element(plan: &Plan) -> u64 {
         return 0;
     };
     let world = plan.topology.world as u64;
-    let (grad, param) = (
-        spec.grad_dtype().len_bytes() as u64,
-        spec.param_dtype().len_bytes() as u64,
-    );
+    let (grad, param) =
+        (spec.grad_dtype().len_bytes() as u64, spec.param_dtype().len_bytes() as u64);
     let state: u64 = spec
         .lists
         .iter()

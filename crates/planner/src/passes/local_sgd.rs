@@ -58,12 +58,7 @@ impl LocalSgd {
 
     /// Averages parameters every this many steps, from the first on.
     pub fn every(every: NonZeroU64) -> Self {
-        Self {
-            every,
-            begin: 0,
-            averaged: Averaged::Params,
-            interval: Interval::Fixed,
-        }
+        Self { every, begin: 0, averaged: Averaged::Params, interval: Interval::Fixed }
     }
 
     /// Lets the interval, `every` at first, follow the loss.
@@ -79,15 +74,8 @@ impl LocalSgd {
         let ratio = first_lr * loss / (lr * first_loss) * self.every.get() as f64;
         let every = ratio.sqrt().ceil();
         // NaN and everything below 1 become 1: a run that has lost its way averages at once.
-        let every = if every >= 1.0 {
-            (every as u64).min(Self::MAX_ADAPTIVE)
-        } else {
-            1
-        };
-        Self {
-            every: NonZeroU64::new(every).unwrap_or(NonZeroU64::MIN),
-            ..self
-        }
+        let every = if every >= 1.0 { (every as u64).min(Self::MAX_ADAPTIVE) } else { 1 };
+        Self { every: NonZeroU64::new(every).unwrap_or(NonZeroU64::MIN), ..self }
     }
 
     /// Whether to average after step `step` (counted from 1), `since` steps after the last average.
@@ -109,8 +97,7 @@ impl Pass for LocalSgd {
         if plan.local_sgd().is_some() {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
-        plan.stages
-            .retain(|stage| !matches!(stage, Stage::Reduce(_)));
+        plan.stages.retain(|stage| !matches!(stage, Stage::Reduce(_)));
         plan.stages.push(Stage::Average(*self));
         let reason = format!(
             "parameters are averaged every {} steps{}, gradients never",
@@ -133,23 +120,14 @@ mod tests {
     fn adaptive_intervals_stay_within_bounds() {
         let start = LocalSgd::every(NonZeroU64::new(4).unwrap());
         let every = |loss, lr| start.adapted(1.0, loss, 1.0, lr).every.get();
-        assert_eq!(
-            (every(1.0, 1.0), every(0.25, 1.0), every(0.0, 1.0)),
-            (2, 1, 1)
-        );
-        assert_eq!(
-            (every(1e9, 1.0), every(1.0, 1e-9), every(f64::NAN, 1.0)),
-            (16, 16, 1)
-        );
+        assert_eq!((every(1.0, 1.0), every(0.25, 1.0), every(0.0, 1.0)), (2, 1, 1));
+        assert_eq!((every(1e9, 1.0), every(1.0, 1e-9), every(f64::NAN, 1.0)), (16, 16, 1));
         assert_eq!(every(1.01, 1.0), 3);
     }
 
     #[test]
     fn averages_are_due_at_the_start_and_then_every_few_steps() {
-        let rule = LocalSgd {
-            begin: 2,
-            ..LocalSgd::every(NonZeroU64::new(3).unwrap())
-        };
+        let rule = LocalSgd { begin: 2, ..LocalSgd::every(NonZeroU64::new(3).unwrap()) };
         assert!(rule.due(1, 1) && rule.due(2, 1));
         assert!(!rule.due(3, 1) && !rule.due(4, 2) && rule.due(5, 3) && rule.due(9, 7));
     }

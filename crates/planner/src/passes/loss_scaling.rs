@@ -34,18 +34,14 @@ impl LossScaling {
 
     /// A scale that never changes; it is checked when the plan is made.
     pub fn fixed(scale: f64) -> Self {
-        Self {
-            scale: Scale::Fixed(scale),
-        }
+        Self { scale: Scale::Fixed(scale) }
     }
 }
 
 /// A scale with a policy of one's own.
 impl From<LossScale> for LossScaling {
     fn from(scale: LossScale) -> Self {
-        Self {
-            scale: Scale::Of(scale),
-        }
+        Self { scale: Scale::Of(scale) }
     }
 }
 

@@ -33,9 +33,7 @@ impl ZeroStage {
 
     /// The stage of this number.
     pub fn of(number: u8) -> Option<Self> {
-        [Self::None, Self::One, Self::Two, Self::Three]
-            .get(usize::from(number))
-            .copied()
+        [Self::None, Self::One, Self::Two, Self::Three].get(usize::from(number)).copied()
     }
 }
 
@@ -67,11 +65,7 @@ pub struct Shard {
 impl Shard {
     /// The stage, on shards of equal length.
     pub fn new(zero: ZeroStage) -> Self {
-        Self {
-            zero,
-            ownership: Ownership::Elements,
-            group: None,
-        }
+        Self { zero, ownership: Ownership::Elements, group: None }
     }
 
     /// Shares out among every `ranks` consecutive ranks in place of all: calls that gather
@@ -122,12 +116,8 @@ impl Pass for Shard {
             }
         }
         if world > 1 && self.zero != ZeroStage::Three {
-            let gathers = (0..plan.buckets.len()).map(|bucket| {
-                Stage::Gather(Gather {
-                    bucket,
-                    broadcasts: Vec::new(),
-                })
-            });
+            let gathers = (0..plan.buckets.len())
+                .map(|bucket| Stage::Gather(Gather { bucket, broadcasts: Vec::new() }));
             plan.stages.extend(gathers);
         }
         let what = match self.zero {

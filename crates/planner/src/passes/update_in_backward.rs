@@ -188,11 +188,7 @@ fn ranges(plan: &Plan, whole: Optimize, turn: &[usize], cap_bytes: u64) -> Vec<(
                 (*last, filled) = (turn_of(tensor), filled + len_bytes);
             }
             _ => {
-                let part = Optimize {
-                    tensors: vec![tensor],
-                    batches: Vec::new(),
-                    ..whole.clone()
-                };
+                let part = Optimize { tensors: vec![tensor], batches: Vec::new(), ..whole.clone() };
                 parts.push((turn_of(tensor), part));
                 filled = len_bytes;
             }

@@ -113,9 +113,7 @@ impl Plan {
             return 0;
         };
         let storages = self.storages.iter();
-        storages
-            .map(|spec| rule.sum_bytes(spec, spec.shard_numel()))
-            .sum()
+        storages.map(|spec| rule.sum_bytes(spec, spec.shard_numel())).sum()
     }
 
     /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write,
@@ -134,11 +132,7 @@ impl Plan {
             let member = spec.members[tensor as usize];
             let per_element = self.kernel_of(member).map_or(0, |k| k.traffic_bytes());
             // One pass reads every rank's gradient and writes all that every rank keeps whole.
-            let others = if reduces {
-                self.topology.world as u64 - 1
-            } else {
-                0
-            };
+            let others = if reduces { self.topology.world as u64 - 1 } else { 0 };
             let replicated = self.replicated(spec).into_iter();
             let widths = replicated.map(|list| spec.lists[list].dtype.len_bytes());
             let width = spec.grad_dtype().len_bytes() + widths.sum::<usize>();

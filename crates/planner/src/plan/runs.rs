@@ -89,11 +89,7 @@ impl Plan {
         folder: impl Into<CheckpointFolder<'a>>,
         caller: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
-        let run = RunToSave {
-            state,
-            backend,
-            params: None,
-        };
+        let run = RunToSave { state, backend, params: None };
         self.save_run(run, comms, folder, caller)
     }
 

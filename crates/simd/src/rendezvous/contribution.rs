@@ -92,10 +92,7 @@ pub(super) fn bring<H>(brought: &mut Brought<H>, contribution: Contribution<'_, 
         let mut start = 0;
         for &end in ends {
             let (part, behind) = rest.split_at_mut(end - start);
-            brought.replicas.push(Part {
-                start: part.as_mut_ptr(),
-                len: part.len(),
-            });
+            brought.replicas.push(Part { start: part.as_mut_ptr(), len: part.len() });
             (rest, start) = (behind, end);
         }
     }

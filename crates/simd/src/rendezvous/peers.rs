@@ -91,11 +91,7 @@ impl<'a, H> Peers<'a, H> {
         let claim = |start: usize| Some(start.saturating_add(len));
         let (Ok(start) | Err(start)) =
             claimed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim);
-        Claim {
-            places: self.places,
-            part,
-            range: start..start.saturating_add(len),
-        }
+        Claim { places: self.places, part, range: start..start.saturating_add(len) }
     }
 
     fn brought(&self, party: usize) -> &'a Brought<H> {
@@ -123,20 +119,15 @@ impl<H> Replicas<'_, H> {
                 // (`cuts`), replicas were brought by a `&mut` each, the parts with
                 // this party's number are handed out to it alone and once (`Peers::replicas`), and
                 // `&mut self` makes this the only use of them.
-                (replica, unsafe {
-                    std::slice::from_raw_parts_mut(part.start, part.len)
-                })
+                (replica, unsafe { std::slice::from_raw_parts_mut(part.start, part.len) })
             })
         })
     }
 
     fn parts(&self, party: usize) -> impl ExactSizeIterator<Item = &Part> {
         let parties = self.places.len();
-        let replicas = if self.is_there {
-            brought(self.places, party).replicas.as_slice()
-        } else {
-            &[]
-        };
+        let replicas =
+            if self.is_there { brought(self.places, party).replicas.as_slice() } else { &[] };
         let own = self.part;
         replicas.chunks_exact(parties).map(move |parts| &parts[own])
     }
@@ -183,15 +174,9 @@ impl<H> Claim<'_, H> {
     fn place(&self, party: usize) -> (*mut u8, usize) {
         let brought = brought(self.places, party);
         let part = &brought.parts[self.part];
-        let (start, end) = (
-            self.range.start.min(part.len()),
-            self.range.end.min(part.len()),
-        );
+        let (start, end) = (self.range.start.min(part.len()), self.range.end.min(part.len()));
         // SAFETY: `part` lies within the writable slice (`cuts`), and `start` within the part.
-        (
-            unsafe { brought.writable.add(part.start + start) },
-            end - start,
-        )
+        (unsafe { brought.writable.add(part.start + start) }, end - start)
     }
 }
 

@@ -62,10 +62,7 @@ pub(crate) struct Patience {
     pub(crate) yields: u32,
 }
 
-pub(crate) const PATIENCE: Patience = Patience {
-    spins: 0,
-    yields: 0,
-};
+pub(crate) const PATIENCE: Patience = Patience { spins: 0, yields: 0 };
 
 /// Models have no clocks: a deadline has passed whenever its waiter looks, which may be at any
 /// moment, or it never does.
@@ -74,12 +71,8 @@ pub(crate) struct Instant {
     left: Duration,
 }
 
-pub(crate) const NEVER: Instant = Instant {
-    left: Duration::MAX,
-};
-pub(crate) const PASSED: Instant = Instant {
-    left: Duration::ZERO,
-};
+pub(crate) const NEVER: Instant = Instant { left: Duration::MAX };
+pub(crate) const PASSED: Instant = Instant { left: Duration::ZERO };
 
 impl Instant {
     pub(crate) fn now() -> Self {
@@ -96,11 +89,7 @@ pub(crate) struct AtomicU64(loom::sync::atomic::AtomicU64);
 
 /// The model takes `SeqCst` for acquire and release, which suffices for arrivals and departures.
 fn order(order: Ordering) -> Ordering {
-    if changed(Change::GateUnordered) {
-        Ordering::Relaxed
-    } else {
-        order
-    }
+    if changed(Change::GateUnordered) { Ordering::Relaxed } else { order }
 }
 
 impl AtomicU64 {
@@ -115,11 +104,7 @@ impl AtomicU64 {
     }
     pub(crate) fn fetch_add(&self, value: u64, asked: Ordering) -> u64 {
         // Only departures are counted by it.
-        let counted = if changed(Change::EarlyDeparture) {
-            2 * value
-        } else {
-            value
-        };
+        let counted = if changed(Change::EarlyDeparture) { 2 * value } else { value };
         self.0.fetch_add(counted, order(asked))
     }
     pub(crate) fn fetch_or(&self, value: u64, asked: Ordering) -> u64 {

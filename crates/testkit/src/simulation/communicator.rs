@@ -122,11 +122,7 @@ impl Communicator for SimulatedRank {
             }
             Operation::ReduceScatter(op) => {
                 let sum = reduced(op);
-                let place = if is_out_of_place {
-                    0..own.len()
-                } else {
-                    own.clone()
-                };
+                let place = if is_out_of_place { 0..own.len() } else { own.clone() };
                 result[place].copy_from_slice(&sum[own]);
             }
             other => {
@@ -152,10 +148,7 @@ impl Communicator for SimulatedRank {
         let passed = |rank: usize| {
             let text = String::from_utf8_lossy(&all[rank]);
             let (colour, key) = text.split_once(' ')?;
-            Some(Membership {
-                colour: colour.parse().ok()?,
-                key: key.parse().ok()?,
-            })
+            Some(Membership { colour: colour.parse().ok()?, key: key.parse().ok()? })
         };
         let members = own.members(all.len(), passed).into_iter();
         let members = members.map(|rank| self.members[rank]).collect();
@@ -203,11 +196,7 @@ impl Communicator for SimulatedRank {
         for replica in call.replicas.iter() {
             let all = self.exchange("replica", replica.bytes.to_vec())?;
             let own = blocks.of_bytes(self.rank, replica.dtype.len_bytes());
-            copies.push(
-                all.iter()
-                    .map(|bytes| bytes[own.clone()].to_vec())
-                    .collect::<Vec<_>>(),
-            );
+            copies.push(all.iter().map(|bytes| bytes[own.clone()].to_vec()).collect::<Vec<_>>());
         }
         let own = blocks.of_bytes(self.rank, call.grad_dtype.len_bytes());
         work(RankMemory {

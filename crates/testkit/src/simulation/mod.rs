@@ -84,12 +84,7 @@ pub fn simulate(seed: u64) -> Result<Story, String> {
     let scenario = Scenario::draw(seed);
     let reference = {
         let disk = Arc::new(new_disk(seed));
-        let ranks = run_once(
-            &scenario,
-            &disk,
-            (seed, scenario.worlds()[0]),
-            BTreeMap::new(),
-        );
+        let ranks = run_once(&scenario, &disk, (seed, scenario.worlds()[0]), BTreeMap::new());
         one_hash(&ranks.outcomes).map_err(|error| format!("without faults: {error}"))?
     };
     let mut world = Simulation {
@@ -240,10 +235,7 @@ impl Simulation {
 
     /// A try has failed: says whether it may have.
     fn after(&mut self, error: &str, tried: &Tried, happened: u64) -> Result<(), String> {
-        let errors = tried
-            .outcomes
-            .iter()
-            .filter_map(|outcome| outcome.as_ref().err());
+        let errors = tried.outcomes.iter().filter_map(|outcome| outcome.as_ref().err());
         for error in errors.clone() {
             if error.starts_with(PANICKED) || error.contains("wait for each other") {
                 return Err(error.clone());
@@ -287,10 +279,7 @@ impl Simulation {
             return Ok(());
         }
         let generation = Path::new(FOLDER).join(&manifest.generation);
-        let shards = manifest
-            .shards
-            .iter()
-            .map(|shard| generation.join(&shard.file));
+        let shards = manifest.shards.iter().map(|shard| generation.join(&shard.file));
         let mut known: BTreeSet<PathBuf> = shards.collect();
         known.insert(generation.join("mark.json"));
         known.insert(Path::new(FOLDER).join("manifest.json"));
@@ -299,9 +288,7 @@ impl Simulation {
             name.is_some_and(is_part)
         };
         let files = self.disk.files();
-        let left = files
-            .iter()
-            .filter(|path| !known.contains(*path) && !is_part(path));
+        let left = files.iter().filter(|path| !known.contains(*path) && !is_part(path));
         let left: Vec<_> = left.collect();
         if !left.is_empty() {
             return Err(format!("left behind: {left:?}"));
@@ -336,11 +323,7 @@ fn run_once(
                 let (acknowledged, saves, resumed) = (&acknowledged, &saves, &resumed);
                 scope.spawn(move || {
                     schedule.begin(rank);
-                    let files = RankFiles {
-                        disk,
-                        schedule: Arc::clone(&schedule),
-                        rank,
-                    };
+                    let files = RankFiles { disk, schedule: Arc::clone(&schedule), rank };
                     let shares = scenario.shares_memory;
                     let mut comm = SimulatedRank::new(Arc::clone(&schedule), rank, world, shares);
                     let saved = |at| {
@@ -351,10 +334,7 @@ fn run_once(
                         let resumed = resumed.lock();
                         resumed.unwrap_or_else(PoisonError::into_inner).push(at);
                     };
-                    let told = Told {
-                        resumed: &resumed,
-                        saved: &saved,
-                    };
+                    let told = Told { resumed: &resumed, saved: &saved };
                     let ran = catch_unwind(AssertUnwindSafe(|| {
                         run_rank(scenario, &mut comm, Arc::new(files), told)
                     }));
@@ -369,9 +349,7 @@ fn run_once(
             })
             .collect();
         let joined = ranks.into_iter().map(|rank| rank.join());
-        joined
-            .map(|joined| joined.unwrap_or_else(|_| Err(PANICKED.to_owned())))
-            .collect()
+        joined.map(|joined| joined.unwrap_or_else(|_| Err(PANICKED.to_owned()))).collect()
     });
     Tried {
         outcomes,

@@ -45,11 +45,7 @@ impl Rank<'_> {
         let path = Path::new(FOLDER);
         let caller = BTreeMap::from([(AT.to_owned(), at.to_string())]);
         self.finish_saves()?;
-        let run = RunToSave {
-            state: &self.state,
-            backend: &self.backend,
-            params: None,
-        };
+        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         let comms = &mut self.comms;
         if let Some(saves) = &mut self.saves {
             self.plan.save_behind(run, comms, saves, path, caller)?;
@@ -150,15 +146,13 @@ fn resume(
 fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), PlanError> {
     let topology = rank.plan.topology();
     let said = [(AT, at.to_string())];
-    rank.plan
-        .handshake(&rank.state, &rank.backend, &mut rank.comms, &said)?;
+    rank.plan.handshake(&rank.state, &rank.backend, &mut rank.comms, &said)?;
     while at < scenario.micro_steps {
         rank.poll_saves()?;
         let (state, backend, comms) = (&mut rank.state, &rank.backend, &mut rank.comms);
         for (param, desc) in rank.plan.params().iter().enumerate().rev() {
             let bytes = scenario.gradient(at, param, topology);
-            rank.plan
-                .push_grad(state, backend, comms, &desc.name, &bytes)?;
+            rank.plan.push_grad(state, backend, comms, &desc.name, &bytes)?;
         }
         rank.plan.step(state, backend, comms)?;
         at += 1;

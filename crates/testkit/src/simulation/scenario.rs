@@ -45,11 +45,7 @@ impl Scenario {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let rules: [Optimizer; 4] = [
             Adam::default().into(),
-            Sgd {
-                momentum: 0.5,
-                ..Sgd::default()
-            }
-            .into(),
+            Sgd { momentum: 0.5, ..Sgd::default() }.into(),
             Lion::default().into(),
             Lamb::default().into(),
         ];
@@ -89,11 +85,7 @@ impl Scenario {
     /// Numbers of ranks at which the mean of all gradients is exact, that of the reference first; a
     /// run within a window, or between two averages, goes on with as many as it had.
     pub(super) fn worlds(&self) -> &'static [usize] {
-        if self.merge > 1 || self.averages() {
-            &[2]
-        } else {
-            &[1, 2, 4]
-        }
+        if self.merge > 1 || self.averages() { &[2] } else { &[1, 2, 4] }
     }
 
     /// Whether ranks update on their own and average now and then.
@@ -103,23 +95,15 @@ impl Scenario {
 
     pub(super) fn params(&self) -> Vec<ParamDesc> {
         let dtype = if self.narrow { DType::BF16 } else { DType::F32 };
-        let shapes = self
-            .numels
-            .iter()
-            .filter_map(|&numel| Shape::new([numel]).ok());
+        let shapes = self.numels.iter().filter_map(|&numel| Shape::new([numel]).ok());
         let named = shapes.enumerate();
-        named
-            .map(|(at, shape)| ParamDesc::new(format!("t{at}"), shape, dtype))
-            .collect()
+        named.map(|(at, shape)| ParamDesc::new(format!("t{at}"), shape, dtype)).collect()
     }
 
     pub(super) fn plan(&self, topology: Topology) -> Result<Plan, PlanError> {
         let mut planner = Planner::new(self.rule);
         if self.narrow {
-            planner = planner.precision(Precision {
-                master: Master::F32,
-                ..Precision::default()
-            });
+            planner = planner.precision(Precision { master: Master::F32, ..Precision::default() });
         }
         if let Some(max_norm) = self.clip {
             planner = planner.with(ClipByGlobalNorm::new(max_norm));

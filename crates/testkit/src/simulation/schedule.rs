@@ -72,10 +72,7 @@ impl Schedule {
             calls: HashMap::new(),
         };
         inner.choose();
-        Self {
-            inner: Mutex::new(inner),
-            turns: (0..world).map(|_| Condvar::new()).collect(),
-        }
+        Self { inner: Mutex::new(inner), turns: (0..world).map(|_| Condvar::new()).collect() }
     }
 
     /// Events so far.
@@ -108,10 +105,7 @@ impl Schedule {
     /// That the rank's process has ended.
     pub(super) fn event(&self, rank: usize) -> Result<(), CollectiveError> {
         let mut inner = self.lock();
-        let died = CollectiveError::Died {
-            rank,
-            calls: inner.events,
-        };
+        let died = CollectiveError::Died { rank, calls: inner.events };
         if inner.ranks[rank] == Status::Ended {
             return Err(died);
         }
@@ -147,10 +141,7 @@ impl Schedule {
         if let Some(error) = &inner.closed {
             return Err(error.clone());
         }
-        let place = members
-            .iter()
-            .position(|&member| member == rank)
-            .unwrap_or(0);
+        let place = members.iter().position(|&member| member == rank).unwrap_or(0);
         let pending = inner.calls.entry(call).or_insert_with(|| PendingCall {
             label: label.to_owned(),
             brought: vec![None; members.len()],
@@ -171,11 +162,7 @@ impl Schedule {
         }
         pending.brought[place] = Some(bytes);
         if pending.brought.iter().all(Option::is_some) {
-            let all = pending
-                .brought
-                .iter_mut()
-                .filter_map(Option::take)
-                .collect();
+            let all = pending.brought.iter_mut().filter_map(Option::take).collect();
             pending.all = Some(Arc::new(all));
             for &member in members {
                 if inner.ranks[member] == Status::Waiting {
@@ -225,9 +212,7 @@ impl Schedule {
 
     fn wait<'a>(&'a self, mut inner: MutexGuard<'a, Inner>, rank: usize) -> MutexGuard<'a, Inner> {
         while inner.current != Some(rank) {
-            inner = self.turns[rank]
-                .wait(inner)
-                .unwrap_or_else(PoisonError::into_inner);
+            inner = self.turns[rank].wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
         inner
     }
@@ -248,9 +233,7 @@ impl Inner {
     }
 
     fn which(&self, status: Status) -> Vec<usize> {
-        (0..self.ranks.len())
-            .filter(|&rank| self.ranks[rank] == status)
-            .collect()
+        (0..self.ranks.len()).filter(|&rank| self.ranks[rank] == status).collect()
     }
 
     /// Draws who goes on. Where nobody can, those who wait hear why.
@@ -267,10 +250,7 @@ impl Inner {
                         bucket: None,
                         timeout_ms: 0,
                     },
-                    Some(&rank) => CollectiveError::Left {
-                        rank,
-                        calls: self.events,
-                    },
+                    Some(&rank) => CollectiveError::Left { rank, calls: self.events },
                     None => CollectiveError::Refused {
                         rank: waiting[0],
                         operation: "call",

@@ -62,15 +62,7 @@ const fn mutant(
     to: &'static str,
     test: &'static str,
 ) -> Mutant {
-    Mutant {
-        name,
-        entry,
-        from,
-        to,
-        places: Places::All,
-        test,
-        expected: Expected::Found,
-    }
+    Mutant { name, entry, from, to, places: Places::All, test, expected: Expected::Found }
 }
 
 const fn adam(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
@@ -96,13 +88,7 @@ const fn each(mutant: Mutant, unseen: &'static [(usize, &'static str)]) -> Each 
 }
 
 const fn barrier(entry: &'static str, test: &'static str) -> Mutant {
-    mutant(
-        "one barrier of the block removed",
-        entry,
-        "bar.sync",
-        "",
-        test,
-    )
+    mutant("one barrier of the block removed", entry, "bar.sync", "", test)
 }
 
 pub(super) const EACH: [Each; 10] = [
@@ -113,22 +99,9 @@ pub(super) const EACH: [Each; 10] = [
     each(barrier(NORM, ADAM_ALONE), &[]),
     each(barrier(FINISH, MANY_ALONE), &[]),
     each(barrier(CHANGES, CHANGES_ALONE), &[]),
-    each(
-        adam("one end of a loop inverted", "setp.ge.u32", "setp.lt.u32"),
-        &[],
-    ),
-    each(
-        adam("one start of a loop inverted", "setp.lt.u32", "setp.ge.u32"),
-        &[],
-    ),
-    each(
-        adam(
-            "one question for a control block inverted",
-            "setp.eq.s64",
-            "setp.ne.s64",
-        ),
-        &[],
-    ),
+    each(adam("one end of a loop inverted", "setp.ge.u32", "setp.lt.u32"), &[]),
+    each(adam("one start of a loop inverted", "setp.lt.u32", "setp.ge.u32"), &[]),
+    each(adam("one question for a control block inverted", "setp.eq.s64", "setp.ne.s64"), &[]),
 ];
 
 pub(super) const MUTANTS: [Mutant; 41] = [
@@ -137,70 +110,24 @@ pub(super) const MUTANTS: [Mutant; 41] = [
     adam("differences rounded up", "sub.rn.f32", "sub.rp.f32"),
     adam("quotients rounded down", "div.rn.f32", "div.rm.f32"),
     adam("roots rounded up", "sqrt.rn.f32", "sqrt.rp.f32"),
-    adam(
-        "factors of gradients rounded to zero",
-        "cvt.rn.f32.f64",
-        "cvt.rz.f32.f64",
-    ),
+    adam("factors of gradients rounded to zero", "cvt.rn.f32.f64", "cvt.rz.f32.f64"),
     adam("sums for products", "mul.rn.f32", "add.rn.f32"),
-    adam(
-        "packs stored by halves",
-        "st.global.v4.f32",
-        "st.global.v2.f32",
-    ),
-    adam(
-        "packs loaded by halves",
-        "ld.global.v4.f32",
-        "ld.global.v2.f32",
-    ),
+    adam("packs stored by halves", "st.global.v4.f32", "st.global.v2.f32"),
+    adam("packs loaded by halves", "ld.global.v4.f32", "ld.global.v2.f32"),
     adam("ends inverted", "setp.ge.u32", "setp.lt.u32"),
     adam("starts inverted", "setp.lt.u32", "setp.ge.u32"),
-    adam(
-        "comparisons of counts inverted",
-        "setp.le.u32",
-        "setp.gt.u32",
-    ),
+    adam("comparisons of counts inverted", "setp.le.u32", "setp.gt.u32"),
     adam("approximate quotients", "div.rn.f32", "div.approx.f32"),
     adam("offsets of 32 bits", "shl.b64", "shl.b32"),
     lars_sums("barriers of the block removed", "bar.sync", ""),
     lars("barriers of the block removed", "bar.sync", ""),
-    lars_sums(
-        "shared values stored as f32",
-        "st.shared.f64",
-        "st.shared.b32",
-    ),
-    lars(
-        "packs stored by halves",
-        "st.global.v4.f32",
-        "st.global.v2.f32",
-    ),
-    lars(
-        "packs loaded by halves",
-        "ld.global.v4.f32",
-        "ld.global.v2.f32",
-    ),
+    lars_sums("shared values stored as f32", "st.shared.f64", "st.shared.b32"),
+    lars("packs stored by halves", "st.global.v4.f32", "st.global.v2.f32"),
+    lars("packs loaded by halves", "ld.global.v4.f32", "ld.global.v2.f32"),
     lars("updates rounded to zero", "sub.rn.f32", "sub.rz.f32"),
-    mutant(
-        "sums rounded to zero",
-        LARS_SUMS,
-        "add.rn.f64",
-        "add.rz.f64",
-        LAST_BITS,
-    ),
-    mutant(
-        "norms rounded down",
-        LARS,
-        "sqrt.rn.f64",
-        "sqrt.rm.f64",
-        LAST_BITS,
-    ),
-    mutant(
-        "rates rounded down",
-        LARS,
-        "div.rn.f64",
-        "div.rm.f64",
-        LAST_BITS,
-    ),
+    mutant("sums rounded to zero", LARS_SUMS, "add.rn.f64", "add.rz.f64", LAST_BITS),
+    mutant("norms rounded down", LARS, "sqrt.rn.f64", "sqrt.rm.f64", LAST_BITS),
+    mutant("rates rounded down", LARS, "div.rn.f64", "div.rm.f64", LAST_BITS),
     lars_sums("warps summed upwards", "shfl.sync.bfly", "shfl.sync.up"),
     Mutant {
         expected: Expected::Unseen(
@@ -209,62 +136,14 @@ pub(super) const MUTANTS: [Mutant; 41] = [
         ),
         ..lars_sums("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down")
     },
-    mutant(
-        "barriers of the block removed",
-        LAMB,
-        "bar.sync",
-        "",
-        NORMS_ALONE,
-    ),
-    mutant(
-        "quotients rounded up",
-        LAMB,
-        "div.rn.f32",
-        "div.rp.f32",
-        NORMS_ALONE,
-    ),
-    mutant(
-        "packs stored by halves",
-        LAMB,
-        "st.global.v4.f32",
-        "st.global.v2.f32",
-        NORMS_ALONE,
-    ),
-    mutant(
-        "sums rounded to zero",
-        LAMB_SUMS,
-        "add.rn.f64",
-        "add.rz.f64",
-        LAST_BITS,
-    ),
-    mutant(
-        "norms rounded down",
-        LAMB,
-        "sqrt.rn.f64",
-        "sqrt.rm.f64",
-        LAST_BITS,
-    ),
-    mutant(
-        "sums rounded up",
-        NORM,
-        "add.rn.f64",
-        "add.rp.f64",
-        ADAM_ALONE,
-    ),
-    mutant(
-        "chunks and tensors out of order",
-        FINISH,
-        "shfl.sync.bfly",
-        "shfl.sync.up",
-        MANY_ALONE,
-    ),
-    mutant(
-        "values added to those from before",
-        CHANGES,
-        "sub.rn.f64",
-        "add.rn.f64",
-        CHANGES_ALONE,
-    ),
+    mutant("barriers of the block removed", LAMB, "bar.sync", "", NORMS_ALONE),
+    mutant("quotients rounded up", LAMB, "div.rn.f32", "div.rp.f32", NORMS_ALONE),
+    mutant("packs stored by halves", LAMB, "st.global.v4.f32", "st.global.v2.f32", NORMS_ALONE),
+    mutant("sums rounded to zero", LAMB_SUMS, "add.rn.f64", "add.rz.f64", LAST_BITS),
+    mutant("norms rounded down", LAMB, "sqrt.rn.f64", "sqrt.rm.f64", LAST_BITS),
+    mutant("sums rounded up", NORM, "add.rn.f64", "add.rp.f64", ADAM_ALONE),
+    mutant("chunks and tensors out of order", FINISH, "shfl.sync.bfly", "shfl.sync.up", MANY_ALONE),
+    mutant("values added to those from before", CHANGES, "sub.rn.f64", "add.rn.f64", CHANGES_ALONE),
     mutant(
         "values loaded by halves",
         CHANGES,
@@ -272,47 +151,11 @@ pub(super) const MUTANTS: [Mutant; 41] = [
         "ld.global.v2.f32",
         CHANGES_ALONE,
     ),
-    mutant(
-        "masters stored by halves",
-        HALF,
-        "st.global.v4.f32",
-        "st.global.v2.f32",
-        HALVES_ALONE,
-    ),
+    mutant("masters stored by halves", HALF, "st.global.v4.f32", "st.global.v2.f32", HALVES_ALONE),
     mutant("ties rounded up", HALF, "and.b32", "or.b32", HALVES_ALONE),
-    mutant(
-        "leaves out of order",
-        FOLD,
-        "shfl.sync.bfly",
-        "shfl.sync.up",
-        FOLD_ALONE,
-    ),
-    mutant(
-        "leaves behind the last added",
-        FOLD,
-        "setp.le.u64",
-        "setp.lt.u64",
-        FOLD_ALONE,
-    ),
-    mutant(
-        "chunks added down",
-        PLACE,
-        "add.rn.f64",
-        "add.rm.f64",
-        PLACE_ALONE,
-    ),
-    mutant(
-        "nothing behind the first sums",
-        PLACE,
-        "st.global.f64",
-        "",
-        PLACE_ALONE,
-    ),
-    mutant(
-        "sums rounded to zero",
-        RANKS,
-        "cvt.rn.f16.f32",
-        "cvt.rz.f16.f32",
-        RANKS_ALONE,
-    ),
+    mutant("leaves out of order", FOLD, "shfl.sync.bfly", "shfl.sync.up", FOLD_ALONE),
+    mutant("leaves behind the last added", FOLD, "setp.le.u64", "setp.lt.u64", FOLD_ALONE),
+    mutant("chunks added down", PLACE, "add.rn.f64", "add.rm.f64", PLACE_ALONE),
+    mutant("nothing behind the first sums", PLACE, "st.global.f64", "", PLACE_ALONE),
+    mutant("sums rounded to zero", RANKS, "cvt.rn.f16.f32", "cvt.rz.f16.f32", RANKS_ALONE),
 ];

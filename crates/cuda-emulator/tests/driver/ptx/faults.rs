@@ -7,10 +7,7 @@ fn fails(body: &str, launch: Launch, code: u32, place: (&str, usize), says: &str
     let text = complaint(body, launch, &[0; 128], code);
     let (thread, line) = place;
     let line = FIRST_LINE + line - 1;
-    for part in [
-        format!("probe block {thread} line {line} `"),
-        says.to_owned(),
-    ] {
+    for part in [format!("probe block {thread} line {line} `"), says.to_owned()] {
         assert!(text.contains(&part), "expected {part} in {text}");
     }
 }
@@ -21,37 +18,13 @@ const FIRST: &str = "(0, 0, 0) thread (0, 0, 0)";
 fn accesses_out_of_bounds_and_misaligned_are_named() {
     let one = Launch::of(1);
     let illegal = 700;
-    fails(
-        "\tld.global.u32 %r1, [%rd0+1024];",
-        one,
-        illegal,
-        (FIRST, 1),
-        "load of 4 bytes",
-    );
-    fails(
-        "\n\tst.global.u64 [%rd0+-8], 1;",
-        one,
-        illegal,
-        (FIRST, 2),
-        "store of 8 bytes",
-    );
-    fails(
-        "\tld.global.u32 %r1, [0];",
-        one,
-        illegal,
-        (FIRST, 1),
-        "load of 4 bytes at 0x0",
-    );
+    fails("\tld.global.u32 %r1, [%rd0+1024];", one, illegal, (FIRST, 1), "load of 4 bytes");
+    fails("\n\tst.global.u64 [%rd0+-8], 1;", one, illegal, (FIRST, 2), "store of 8 bytes");
+    fails("\tld.global.u32 %r1, [0];", one, illegal, (FIRST, 1), "load of 4 bytes at 0x0");
     let shared = "\tmov.u64 %rd2, shared;\n\tst.shared.u32 [%rd2+8192], 0;";
     fails(shared, one, illegal, (FIRST, 2), "shared access of 4 bytes");
     let parameters = "\tld.param.u32 %r1, [probe_param_0+16];";
-    fails(
-        parameters,
-        one,
-        illegal,
-        (FIRST, 1),
-        "out of bounds of the 16 bytes",
-    );
+    fails(parameters, one, illegal, (FIRST, 1), "out of bounds of the 16 bytes");
     let misaligned = 716;
     fails(
         "\tld.global.v4.f32 {%f0, %f1, %f2, %f3}, [%rd0+8];",
@@ -60,21 +33,9 @@ fn accesses_out_of_bounds_and_misaligned_are_named() {
         (FIRST, 1),
         "16 bytes",
     );
-    fails(
-        "\tld.global.u16 %h1, [%rd0+1];",
-        one,
-        misaligned,
-        (FIRST, 1),
-        "misaligned",
-    );
+    fails("\tld.global.u16 %h1, [%rd0+1];", one, misaligned, (FIRST, 1), "misaligned");
     let third = "\tsetp.eq.s32 %p1, %r0, 3;\n\t@%p1 st.global.u32 [%rd1+2], 1;";
-    fails(
-        third,
-        Launch::of(40),
-        misaligned,
-        ("(0, 0, 0) thread (3, 0, 0)", 2),
-        "misaligned",
-    );
+    fails(third, Launch::of(40), misaligned, ("(0, 0, 0) thread (3, 0, 0)", 2), "misaligned");
     let atomic = "\tatom.global.add.u64 %rd2, [%rd0+4], 1;";
     fails(atomic, one, misaligned, (FIRST, 1), "misaligned");
 }
@@ -91,13 +52,7 @@ fn shared_memory_must_be_written_before_it_is_read() {
     );
     // Half of what is read has been written; a block finds nothing of the block before it.
     let body = "\tmov.u64 %rd2, shared;\n\tst.shared.u32 [%rd2], 1;\n\tld.shared.u64 %rd3, [%rd2];";
-    fails(
-        body,
-        Launch::of(1),
-        719,
-        (FIRST, 3),
-        "load of 8 bytes at byte 0 of shared memory",
-    );
+    fails(body, Launch::of(1), 719, (FIRST, 3), "load of 8 bytes at byte 0 of shared memory");
     let body = "\
 	mov.u64 %rd2, shared;
 	mov.u32 %r1, %ctaid.x;
@@ -105,18 +60,8 @@ fn shared_memory_must_be_written_before_it_is_read() {
 	@%p1 ld.shared.u32 %r2, [%rd2];
 	st.shared.u32 [%rd2], 1;
 ";
-    let launch = Launch {
-        grid: 2,
-        environment: &[("FUSESTEP_PTX_SEED", "0")],
-        ..Launch::of(1)
-    };
-    fails(
-        body,
-        launch,
-        719,
-        ("(1, 0, 0) thread (0, 0, 0)", 4),
-        "no thread has written",
-    );
+    let launch = Launch { grid: 2, environment: &[("FUSESTEP_PTX_SEED", "0")], ..Launch::of(1) };
+    fails(body, launch, 719, ("(1, 0, 0) thread (0, 0, 0)", 4), "no thread has written");
 }
 
 #[test]
@@ -148,10 +93,7 @@ fn races_in_shared_memory_are_found_in_every_schedule() {
 	st.global.u16 [%rd1], %h2;
 ";
     for seed in ["0", "1", "2"] {
-        let launch = Launch {
-            environment: &[("FUSESTEP_PTX_SEED", seed)],
-            ..Launch::of(64)
-        };
+        let launch = Launch { environment: &[("FUSESTEP_PTX_SEED", seed)], ..Launch::of(64) };
         let text = complaint(unordered, launch, &[0; 64], 719);
         // Its pair may not have stored yet.
         let named = text.contains("race: load of 8 bytes") || text.contains("race: store of 8");
@@ -170,31 +112,12 @@ fn races_in_shared_memory_are_found_in_every_schedule() {
 #[test]
 fn races_in_global_memory_are_found_within_and_between_blocks() {
     let same_place = "\tst.global.u32 [%rd0], %r0;";
-    let launch = Launch {
-        environment: &[("FUSESTEP_PTX_SEED", "0")],
-        ..Launch::of(2)
-    };
+    let launch = Launch { environment: &[("FUSESTEP_PTX_SEED", "0")], ..Launch::of(2) };
     let second = "(0, 0, 0) thread (1, 0, 0)";
-    fails(
-        same_place,
-        launch,
-        719,
-        (second, 1),
-        "after a store by block 0 thread 0 at barrier 0",
-    );
-    let between = Launch {
-        grid: 2,
-        block: 1,
-        ..launch
-    };
+    fails(same_place, launch, 719, (second, 1), "after a store by block 0 thread 0 at barrier 0");
+    let between = Launch { grid: 2, block: 1, ..launch };
     let other = "(1, 0, 0) thread (0, 0, 0)";
-    fails(
-        same_place,
-        between,
-        719,
-        (other, 1),
-        "race: store of 4 bytes",
-    );
+    fails(same_place, between, 719, (other, 1), "race: store of 4 bytes");
     // A load of one and a store of another, in either order.
     let mixed = "\
 	mov.u32 %r1, %ctaid.x;
@@ -237,20 +160,14 @@ OTHER:
 	bar.sync 0;
 ";
     let text = complaint(parted, Launch::of(32), &[0; 32], 719);
-    assert!(
-        text.contains("an aligned barrier, and this thread of the warp waits at"),
-        "{text}"
-    );
+    assert!(text.contains("an aligned barrier, and this thread of the warp waits at"), "{text}");
     let shuffle = "\
 	setp.eq.s32 %p1, %r0, 5;
 	@%p1 ret;
 	shfl.sync.bfly.b32 %r2|%p2, %r0, 1, 31, -1;
 ";
     let text = complaint(shuffle, Launch::of(32), &[0; 32], 719);
-    assert!(
-        text.contains("31 at a wait of their warp, 1 have ended"),
-        "{text}"
-    );
+    assert!(text.contains("31 at a wait of their warp, 1 have ended"), "{text}");
     let spin = "\
 AGAIN:
 	ld.volatile.global.u32 %r1, [%rd0];
@@ -272,10 +189,7 @@ fn lanes_of_a_shuffle_must_agree() {
     assert!(text.contains("the mask of this lane differs"), "{text}");
     let absent = "\tshfl.sync.bfly.b32 %r2|%p2, %r0, 16, 31, 65535;";
     let text = complaint(absent, Launch::of(16), &[0; 16], 719);
-    assert!(
-        text.contains("lane 0 asks lane 16, which takes no part"),
-        "{text}"
-    );
+    assert!(text.contains("lane 0 asks lane 16, which takes no part"), "{text}");
     let text = complaint("\ttrap;", Launch::of(1), &[0], 719);
     assert!(text.contains("`trap`: trap"), "{text}");
 }

@@ -29,11 +29,7 @@ fn number(state: &mut u64, bits: u32) -> f32 {
     let mantissa = (1 << bits) | (drawn & ((1 << bits) - 1));
     let scale = f64::from((drawn >> 40) as u32 % 8) - 4.0;
     let value = mantissa as f64 / f64::from(1u32 << bits) * scale.exp2();
-    if drawn >> 63 == 0 {
-        value as f32
-    } else {
-        -value as f32
-    }
+    if drawn >> 63 == 0 { value as f32 } else { -value as f32 }
 }
 
 /// Requires of each rounding that its results lie beside the exact value, which `is_below` says of
@@ -79,44 +75,25 @@ fn check_roundings(
 fn every_rounding_lies_beside_the_exact_value() {
     let mut state = 5;
     let mut draw = |bits| -> Vec<[f32; 3]> {
-        let mut case = || {
-            [
-                number(&mut state, bits),
-                number(&mut state, bits),
-                number(&mut state, 23),
-            ]
-        };
+        let mut case =
+            || [number(&mut state, bits), number(&mut state, bits), number(&mut state, 23)];
         (0..500).map(|_| case()).collect()
     };
     // Sums and products of such numbers are exact in f64.
     let cases = draw(23);
     let exact = |value: f64, candidate: f32| f64::from(candidate) <= value;
     let wide = |value: f32| f64::from(value);
-    check_roundings("add", 2, &cases, &|[a, b, _], low| {
-        exact(wide(a) + wide(b), low)
-    });
-    check_roundings("sub", 2, &cases, &|[a, b, _], low| {
-        exact(wide(a) - wide(b), low)
-    });
-    check_roundings("mul", 2, &cases, &|[a, b, _], low| {
-        exact(wide(a) * wide(b), low)
-    });
+    check_roundings("add", 2, &cases, &|[a, b, _], low| exact(wide(a) + wide(b), low));
+    check_roundings("sub", 2, &cases, &|[a, b, _], low| exact(wide(a) - wide(b), low));
+    check_roundings("mul", 2, &cases, &|[a, b, _], low| exact(wide(a) * wide(b), low));
     // A quotient is at least a candidate if the candidate's product is at most the dividend.
     check_roundings("div", 2, &cases, &|[a, b, _], low| {
         let product = wide(low) * wide(b);
-        if b > 0.0 {
-            product <= wide(a)
-        } else {
-            product >= wide(a)
-        }
+        if b > 0.0 { product <= wide(a) } else { product >= wide(a) }
     });
     let roots: Vec<_> = cases.iter().map(|case| case.map(f32::abs)).collect();
-    check_roundings("sqrt", 1, &roots, &|[a, ..], low| {
-        wide(low) * wide(low) <= wide(a)
-    });
-    check_roundings("fma", 3, &draw(11), &|[a, b, c], low| {
-        exact(wide(a) * wide(b) + wide(c), low)
-    });
+    check_roundings("sqrt", 1, &roots, &|[a, ..], low| wide(low) * wide(low) <= wide(a));
+    check_roundings("fma", 3, &draw(11), &|[a, b, c], low| exact(wide(a) * wide(b) + wide(c), low));
 }
 
 #[test]
@@ -136,10 +113,7 @@ fn doubles_are_rounded_as_asked() {
     let (one, tiny) = (1f64.to_bits(), 1e-30);
     assert_eq!(of("add", 1.0, tiny), [one, one, one, one + 1]);
     assert_eq!(of("sub", 1.0, tiny), [one, one - 1, one - 1, one]);
-    assert_eq!(
-        of("add", -1.0, -tiny),
-        [-1f64, -1f64, -1f64.next_up(), -1f64].map(f64::to_bits)
-    );
+    assert_eq!(of("add", -1.0, -tiny), [-1f64, -1f64, -1f64.next_up(), -1f64].map(f64::to_bits));
     let square = (1.0 + f64::EPSILON).powi(2).to_bits();
     assert_eq!(
         of("mul", 1.0 + f64::EPSILON, 1.0 + f64::EPSILON),
@@ -158,10 +132,7 @@ fn products_and_sums_are_rounded_once_each_and_fma_once() {
     let sum = result("add.rn.f32", &["f32"; 3], [product, single(c), 0]);
     let fused = result("fma.rn.f32", &["f32"; 4], singles([a, a, c]));
     assert_eq!(f32_of(sum), 2.0 * f32::EPSILON);
-    assert_eq!(
-        f32_of(fused),
-        2.0 * f32::EPSILON + f32::EPSILON * f32::EPSILON
-    );
+    assert_eq!(f32_of(fused), 2.0 * f32::EPSILON + f32::EPSILON * f32::EPSILON);
 }
 
 #[test]
@@ -171,25 +142,15 @@ fn subnormals_are_kept_unless_flushed() {
     assert_eq!(result("mul.rn.f32", &["f32"; 3], case), 2);
     assert_eq!(result("mul.rn.ftz.f32", &["f32"; 3], case), 0);
     let least = f32::MIN_POSITIVE;
-    assert_eq!(
-        result("mul.rn.f32", &["f32"; 3], singles([least, -0.5, 0.0])),
-        0x8040_0000
-    );
-    assert_eq!(
-        result("mul.rn.ftz.f32", &["f32"; 3], singles([least, -0.5, 0.0])),
-        1 << 31
-    );
+    assert_eq!(result("mul.rn.f32", &["f32"; 3], singles([least, -0.5, 0.0])), 0x8040_0000);
+    assert_eq!(result("mul.rn.ftz.f32", &["f32"; 3], singles([least, -0.5, 0.0])), 1 << 31);
 }
 
 #[test]
 fn nan_fails_ordered_comparisons_and_loses_to_numbers() {
     let nan = f32::NAN;
     let compare = |name: &str, a: f32, b: f32| {
-        result(
-            &format!("setp.{name}.f32"),
-            &["pred", "f32", "f32"],
-            singles([a, b, 0.0]),
-        )
+        result(&format!("setp.{name}.f32"), &["pred", "f32", "f32"], singles([a, b, 0.0]))
     };
     for name in ["eq", "ne", "lt", "le", "gt", "ge", "num"] {
         assert_eq!(compare(name, nan, 1.0), 0, "{name}");
@@ -205,18 +166,9 @@ fn nan_fails_ordered_comparisons_and_loses_to_numbers() {
     assert_eq!(of("max.NaN.f32", nan, 1.0), 0x7fff_ffff);
     assert_eq!(of("min.f32", 0.0, -0.0), single(-0.0));
     // Results that are NaN have one form; moves and signs keep every bit.
-    assert_eq!(
-        of("add.rn.f32", f32::INFINITY, f32::NEG_INFINITY),
-        0x7fff_ffff
-    );
-    assert_eq!(
-        result("mov.f32", &["f32"; 2], [0x7f80_0001, 0, 0]),
-        0x7f80_0001
-    );
-    assert_eq!(
-        result("neg.f32", &["f32"; 2], [0x7f80_0001, 0, 0]),
-        0xff80_0001
-    );
+    assert_eq!(of("add.rn.f32", f32::INFINITY, f32::NEG_INFINITY), 0x7fff_ffff);
+    assert_eq!(result("mov.f32", &["f32"; 2], [0x7f80_0001, 0, 0]), 0x7f80_0001);
+    assert_eq!(result("neg.f32", &["f32"; 2], [0x7f80_0001, 0, 0]), 0xff80_0001);
 }
 
 #[test]
@@ -230,20 +182,14 @@ fn conversions_to_integers_saturate() {
     assert_eq!(of("cvt.rni.s32.f32", "s32", 2.5), 2);
     assert_eq!(of("cvt.rni.s32.f32", "s32", 3.5), 4);
     assert_eq!(of("cvt.rzi.s32.f32", "s32", 3e9), low(i32::MAX));
-    assert_eq!(
-        of("cvt.rzi.s32.f32", "s32", f32::NEG_INFINITY),
-        low(i32::MIN)
-    );
+    assert_eq!(of("cvt.rzi.s32.f32", "s32", f32::NEG_INFINITY), low(i32::MIN));
     assert_eq!(of("cvt.rzi.u32.f32", "u32", -5.0), 0);
     assert_eq!(of("cvt.rzi.u64.f32", "u64", 1e30), u64::MAX);
     assert_eq!(of("cvt.rzi.s32.f32", "s32", f32::NAN), 0);
     // The ISA's NaN where one of the types has 64 bits.
     assert_eq!(of("cvt.rzi.s64.f32", "s64", f32::NAN), 1 << 63);
     let nan = f64::NAN.to_bits();
-    assert_eq!(
-        result("cvt.rzi.u32.f64", &["u32", "f64"], [nan, 0, 0]),
-        1 << 31
-    );
+    assert_eq!(result("cvt.rzi.u32.f64", &["u32", "f64"], [nan, 0, 0]), 1 << 31);
 }
 
 #[test]
@@ -251,28 +197,15 @@ fn conversions_between_floats_and_from_integers_round_as_asked() {
     let beside = f64::from(1.0f32.next_up());
     let middle = ((1.0 + beside) / 2.0).next_up();
     let narrow = |rounding: &str, value: f64| {
-        result(
-            &format!("cvt.{rounding}.f32.f64"),
-            &["f32", "f64"],
-            [value.to_bits(), 0, 0],
-        )
+        result(&format!("cvt.{rounding}.f32.f64"), &["f32", "f64"], [value.to_bits(), 0, 0])
     };
     let one = single(1.0);
-    assert_eq!(
-        ["rn", "rz", "rm", "rp"].map(|r| narrow(r, middle)),
-        [one + 1, one, one, one + 1]
-    );
+    assert_eq!(["rn", "rz", "rm", "rp"].map(|r| narrow(r, middle)), [one + 1, one, one, one + 1]);
     assert_eq!(narrow("rn", (1.0 + beside) / 2.0), one);
     assert_eq!(narrow("rz", -middle), single(-1.0));
     let wide = |name: &str, from: &str, value: u64| result(name, &["f32", from], [value, 0, 0]);
-    assert_eq!(
-        wide("cvt.rn.f32.u32", "u32", 0xffff_ffff),
-        single(4_294_967_296.0)
-    );
-    assert_eq!(
-        wide("cvt.rz.f32.u32", "u32", 0xffff_ffff),
-        single(4_294_967_040.0)
-    );
+    assert_eq!(wide("cvt.rn.f32.u32", "u32", 0xffff_ffff), single(4_294_967_296.0));
+    assert_eq!(wide("cvt.rz.f32.u32", "u32", 0xffff_ffff), single(4_294_967_040.0));
     assert_eq!(wide("cvt.rn.f32.s32", "s32", 0xffff_ffff), single(-1.0));
     let exact = result("cvt.f64.f32", &["f64", "f32"], singles([0.1, 0.0, 0.0]));
     assert_eq!(f64::from_bits(exact), f64::from(0.1f32));
@@ -293,17 +226,9 @@ fn halves_are_widened_exactly_and_rounded_as_the_format_says() {
         }
     }
     let narrow = |rounding: &str, value: f32| {
-        result(
-            &format!("cvt.{rounding}.f16.f32"),
-            &["b16", "f32"],
-            singles([value, 0.0, 0.0]),
-        )
+        result(&format!("cvt.{rounding}.f16.f32"), &["b16", "f32"], singles([value, 0.0, 0.0]))
     };
-    assert_eq!(
-        narrow("rn", 1.0 + 0.000_488_281_25),
-        0x3c00,
-        "half-way, to even"
-    );
+    assert_eq!(narrow("rn", 1.0 + 0.000_488_281_25), 0x3c00, "half-way, to even");
     assert_eq!(narrow("rn", (1.0 + 0.000_488_281_25f32).next_up()), 0x3c01);
     assert_eq!(narrow("rz", 1.0 + 0.000_976), 0x3c00);
     assert_eq!(narrow("rn", 65_519.0), 0x7bff);
@@ -315,8 +240,5 @@ fn halves_are_widened_exactly_and_rounded_as_the_format_says() {
     assert_eq!(narrow("rn", -2f32.powi(-25).next_up()), 0x8001);
     let brain = result("cvt.rn.bf16.f32", &["b16", "f32"], [0x3f80_8000, 0, 0]);
     assert_eq!(brain, 0x3f80, "half-way, to even");
-    assert_eq!(
-        result("cvt.rn.bf16.f32", &["b16", "f32"], [0x3f80_8001, 0, 0]),
-        0x3f81
-    );
+    assert_eq!(result("cvt.rn.bf16.f32", &["b16", "f32"], [0x3f80_8001, 0, 0]), 0x3f81);
 }

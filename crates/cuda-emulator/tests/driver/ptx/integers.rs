@@ -16,27 +16,13 @@ fn shifts_beyond_the_width_are_shifts_by_the_width() {
     each(
         "shl.b32",
         &["b32", "b32", "b32"],
-        &[
-            by(all, 31, 1 << 31),
-            by(all, 32, 0),
-            by(all, 33, 0),
-            by(all, all, 0),
-            by(5, 0, 5),
-        ],
+        &[by(all, 31, 1 << 31), by(all, 32, 0), by(all, 33, 0), by(all, all, 0), by(5, 0, 5)],
     );
-    each(
-        "shr.u32",
-        &["u32", "u32", "b32"],
-        &[by(all, 31, 1), by(all, 32, 0), by(all, 1 << 31, 0)],
-    );
+    each("shr.u32", &["u32", "u32", "b32"], &[by(all, 31, 1), by(all, 32, 0), by(all, 1 << 31, 0)]);
     each(
         "shr.s32",
         &["s32", "s32", "b32"],
-        &[
-            by(1 << 31, 4, 0xf800_0000),
-            by(1 << 31, 99, all),
-            by(all >> 1, 99, 0),
-        ],
+        &[by(1 << 31, 4, 0xf800_0000), by(1 << 31, 99, all), by(all >> 1, 99, 0)],
     );
     let whole = u64::MAX;
     each(
@@ -44,16 +30,8 @@ fn shifts_beyond_the_width_are_shifts_by_the_width() {
         &["b64", "b64", "b32"],
         &[by(whole, 63, 1 << 63), by(whole, 64, 0), by(3, 40, 3 << 40)],
     );
-    each(
-        "shr.s64",
-        &["s64", "s64", "b32"],
-        &[by(1 << 63, 64, whole), by(1 << 63, 63, whole)],
-    );
-    each(
-        "shr.u16",
-        &["u16", "u16", "b32"],
-        &[by(0xffff, 15, 1), by(0xffff, 16, 0)],
-    );
+    each("shr.s64", &["s64", "s64", "b32"], &[by(1 << 63, 64, whole), by(1 << 63, 63, whole)]);
+    each("shr.u16", &["u16", "u16", "b32"], &[by(0xffff, 15, 1), by(0xffff, 16, 0)]);
     each("shr.s16", &["s16", "s16", "b32"], &[by(0x8000, 16, 0xffff)]);
 }
 
@@ -61,38 +39,14 @@ fn shifts_beyond_the_width_are_shifts_by_the_width() {
 fn sums_and_products_wrap_and_know_their_signs() {
     let of = |a: i64, b: i64, c: i64| [a as u64, b as u64, c as u64];
     let low = |value: i64| value as u64 & 0xffff_ffff;
-    each(
-        "add.s32",
-        &["s32"; 3],
-        &[(of(i64::from(i32::MAX), 1, 0), 1 << 31)],
-    );
-    each(
-        "sub.s64",
-        &["s64"; 3],
-        &[(of(i64::MIN, 1, 0), i64::MAX as u64)],
-    );
-    each(
-        "mul.lo.s32",
-        &["s32"; 3],
-        &[(of(-3, 1 << 30, 0), low(-3 << 30))],
-    );
-    each(
-        "mul.wide.u32",
-        &["u64", "u32", "u32"],
-        &[(of(-1, -1, 0), 0xffff_fffe_0000_0001)],
-    );
-    each(
-        "mul.wide.s32",
-        &["s64", "s32", "s32"],
-        &[(of(-1, 5, 0), -5i64 as u64)],
-    );
+    each("add.s32", &["s32"; 3], &[(of(i64::from(i32::MAX), 1, 0), 1 << 31)]);
+    each("sub.s64", &["s64"; 3], &[(of(i64::MIN, 1, 0), i64::MAX as u64)]);
+    each("mul.lo.s32", &["s32"; 3], &[(of(-3, 1 << 30, 0), low(-3 << 30))]);
+    each("mul.wide.u32", &["u64", "u32", "u32"], &[(of(-1, -1, 0), 0xffff_fffe_0000_0001)]);
+    each("mul.wide.s32", &["s64", "s32", "s32"], &[(of(-1, 5, 0), -5i64 as u64)]);
     each("mul.hi.u64", &["u64"; 3], &[(of(-1, 16, 0), 15)]);
     each("mad.lo.s32", &["s32"; 4], &[(of(7, -6, 2), low(-40))]);
-    each(
-        "neg.s32",
-        &["s32"; 2],
-        &[(of(i64::from(i32::MIN), 0, 0), 1 << 31)],
-    );
+    each("neg.s32", &["s32"; 2], &[(of(i64::from(i32::MIN), 0, 0), 1 << 31)]);
     each("max.u64", &["u64"; 3], &[(of(-1, 1, 0), u64::MAX)]);
     each("max.s64", &["s64"; 3], &[(of(-1, 1, 0), 1)]);
     each("min.s32", &["s32"; 3], &[(of(-1, 1, 0), low(-1))]);
@@ -106,37 +60,17 @@ fn comparisons_know_signs() {
     each(
         "setp.lt.s32",
         &["pred", "s32", "s32"],
-        &[
-            (pair(minus_one, 0), 1),
-            (pair(0, minus_one), 0),
-            (pair(4, 4), 0),
-        ],
+        &[(pair(minus_one, 0), 1), (pair(0, minus_one), 0), (pair(4, 4), 0)],
     );
-    each(
-        "setp.lt.u32",
-        &["pred", "u32", "u32"],
-        &[(pair(minus_one, 0), 0), (pair(0, 1), 1)],
-    );
-    each(
-        "setp.ge.u64",
-        &["pred", "u64", "u64"],
-        &[(pair(1 << 63, 1), 1), (pair(1, 1), 1)],
-    );
-    each(
-        "setp.gt.s64",
-        &["pred", "s64", "s64"],
-        &[(pair(1 << 63, 1), 0)],
-    );
+    each("setp.lt.u32", &["pred", "u32", "u32"], &[(pair(minus_one, 0), 0), (pair(0, 1), 1)]);
+    each("setp.ge.u64", &["pred", "u64", "u64"], &[(pair(1 << 63, 1), 1), (pair(1, 1), 1)]);
+    each("setp.gt.s64", &["pred", "s64", "s64"], &[(pair(1 << 63, 1), 0)]);
     each(
         "setp.eq.and.s32",
         &["pred", "s32", "s32", "pred"],
         &[([3, 3, 1], 1), ([3, 3, 0], 0), ([3, 4, 1], 0)],
     );
-    each(
-        "selp.b32",
-        &["b32", "b32", "b32", "pred"],
-        &[([5, 6, 1], 5), ([5, 6, 0], 6)],
-    );
+    each("selp.b32", &["b32", "b32", "b32", "pred"], &[([5, 6, 1], 5), ([5, 6, 0], 6)]);
     each("xor.pred", &["pred"; 3], &[([1, 1, 0], 0), ([1, 0, 0], 1)]);
 }
 
@@ -147,11 +81,7 @@ fn fields_and_bytes_of_words() {
     each(
         "bfe.u32",
         &["u32", "u32", "b32", "b32"],
-        &[
-            (of(0xabcd_1234, 8, 8), 0x12),
-            (of(0xabcd_1234, 28, 8), 0xa),
-            (of(9, 40, 4), 0),
-        ],
+        &[(of(0xabcd_1234, 8, 8), 0x12), (of(0xabcd_1234, 28, 8), 0xa), (of(9, 40, 4), 0)],
     );
     each(
         "bfe.s32",
@@ -172,11 +102,7 @@ fn fields_and_bytes_of_words() {
         ],
     );
     each("popc.b64", &["u32", "b64"], &[(of(u64::MAX, 0, 0), 64)]);
-    each(
-        "clz.b32",
-        &["u32", "b32"],
-        &[(of(1, 0, 0), 31), (of(0, 0, 0), 32)],
-    );
+    each("clz.b32", &["u32", "b32"], &[(of(1, 0, 0), 31), (of(0, 0, 0), 32)]);
     each("brev.b32", &["b32"; 2], &[(of(1, 0, 0), 1 << 31)]);
     let body =
         "\tbfi.b32 %r1, 255, 0, 28, 8;\n\tbfi.b32 %r2, 5, %r1, 4, 3;\n\tst.global.u32 [%rd1], %r2;";
@@ -185,32 +111,14 @@ fn fields_and_bytes_of_words() {
 
 #[test]
 fn conversions_extend_by_the_source_and_cut_by_the_result() {
-    assert_eq!(
-        result("cvt.s32.s16", &["s32", "s16"], [0x8001, 0, 0]),
-        0xffff_8001
-    );
-    assert_eq!(
-        result("cvt.u32.u16", &["u32", "u16"], [0x8001, 0, 0]),
-        0x8001
-    );
-    assert_eq!(
-        result("cvt.u64.u32", &["u64", "u32"], [0x8000_0001, 0, 0]),
-        0x8000_0001
-    );
-    assert_eq!(
-        result("cvt.s64.s32", &["s64", "s32"], [0x8000_0001, 0, 0]),
-        0xffff_ffff_8000_0001
-    );
-    assert_eq!(
-        result("cvt.u32.u64", &["u32", "u64"], [0x1_0000_0007, 0, 0]),
-        7
-    );
+    assert_eq!(result("cvt.s32.s16", &["s32", "s16"], [0x8001, 0, 0]), 0xffff_8001);
+    assert_eq!(result("cvt.u32.u16", &["u32", "u16"], [0x8001, 0, 0]), 0x8001);
+    assert_eq!(result("cvt.u64.u32", &["u64", "u32"], [0x8000_0001, 0, 0]), 0x8000_0001);
+    assert_eq!(result("cvt.s64.s32", &["s64", "s32"], [0x8000_0001, 0, 0]), 0xffff_ffff_8000_0001);
+    assert_eq!(result("cvt.u32.u64", &["u32", "u64"], [0x1_0000_0007, 0, 0]), 7);
     // Of a source that is wider than the type, the low bytes count.
     assert_eq!(result("cvt.u32.u8", &["u32", "b32"], [0x1ff, 0, 0]), 0xff);
-    assert_eq!(
-        result("cvt.s32.s8", &["s32", "b32"], [0x180, 0, 0]),
-        0xffff_ff80
-    );
+    assert_eq!(result("cvt.s32.s8", &["s32", "b32"], [0x180, 0, 0]), 0xffff_ff80);
 }
 
 #[test]
@@ -261,20 +169,13 @@ DONE:
 	st.global.u32 [%rd1+4], 1;
 ";
     for seed in ["0", "1", "77"] {
-        let launch = Launch {
-            environment: &[("FUSESTEP_PTX_SEED", seed)],
-            ..Launch::of(50)
-        };
+        let launch = Launch { environment: &[("FUSESTEP_PTX_SEED", seed)], ..Launch::of(50) };
         let found = words(body, launch, &[0; 50]);
         for (thread, word) in found.into_iter().enumerate() {
             let parity = if thread % 2 == 0 { 101 } else { 102 };
             let path = if thread > 40 { 20 } else { 10 + 1000 * thread };
             let last = u64::from(thread != 3) << 32;
-            assert_eq!(
-                word,
-                last + (parity + path) as u64,
-                "thread {thread}, seed {seed}"
-            );
+            assert_eq!(word, last + (parity + path) as u64, "thread {thread}, seed {seed}");
         }
     }
 }

@@ -14,10 +14,7 @@ fn shuffled(mode: &str, by: u32, clamp: u32) -> Vec<(u64, u64)> {
 "
     );
     let found = words(&body, Launch::of(32), &[0; 32]);
-    found
-        .iter()
-        .map(|word| (word & 0xffff_ffff, word >> 32))
-        .collect()
+    found.iter().map(|word| (word & 0xffff_ffff, word >> 32)).collect()
 }
 
 #[test]
@@ -28,35 +25,22 @@ fn shuffles_take_the_lane_that_the_mode_names() {
                 Some(other) => (100 + other as u64, 1),
                 None => (100 + lane as u64, 0),
             };
-            assert_eq!(
-                found, expected,
-                "{mode} by {by}, clamp {clamp:#x}, lane {lane}"
-            );
+            assert_eq!(found, expected, "{mode} by {by}, clamp {clamp:#x}, lane {lane}");
         }
     };
     for by in [1, 4, 16] {
         let distance = i64::from(by);
         expect("bfly", by, 31, &|lane| Some(lane ^ distance));
-        expect("down", by, 31, &|lane| {
-            (lane + distance < 32).then_some(lane + distance)
-        });
-        expect("up", by, 0, &|lane| {
-            (lane >= distance).then_some(lane - distance)
-        });
+        expect("down", by, 31, &|lane| (lane + distance < 32).then_some(lane + distance));
+        expect("up", by, 0, &|lane| (lane >= distance).then_some(lane - distance));
     }
     expect("idx", 7, 31, &|_| Some(7));
     // Segments of 8 lanes: a mask of 24 in bits 8 to 12.
     let segment = 24 << 8 | 7;
-    expect("down", 3, segment, &|lane| {
-        (lane % 8 + 3 < 8).then_some(lane + 3)
-    });
-    expect("up", 3, 24 << 8, &|lane| {
-        (lane % 8 >= 3).then_some(lane - 3)
-    });
+    expect("down", 3, segment, &|lane| (lane % 8 + 3 < 8).then_some(lane + 3));
+    expect("up", 3, 24 << 8, &|lane| (lane % 8 >= 3).then_some(lane - 3));
     expect("idx", 2, segment, &|lane| Some(lane / 8 * 8 + 2));
-    expect("bfly", 8, segment, &|lane| {
-        (lane & 8 != 0).then_some(lane ^ 8)
-    });
+    expect("bfly", 8, segment, &|lane| (lane & 8 != 0).then_some(lane ^ 8));
 }
 
 #[test]
@@ -77,10 +61,8 @@ fn a_barrier_shows_all_threads_what_others_have_stored() {
 ";
     for seed in ["0", "1", "2", "3"] {
         for block in [1, 33, 512, 1000] {
-            let launch = Launch {
-                environment: &[("FUSESTEP_PTX_SEED", seed)],
-                ..Launch::of(block)
-            };
+            let launch =
+                Launch { environment: &[("FUSESTEP_PTX_SEED", seed)], ..Launch::of(block) };
             let found = words(body, launch, &vec![0; block as usize]);
             let expected: Vec<u64> = (0..u64::from(block)).rev().collect();
             assert_eq!(found, expected, "seed {seed}");
@@ -107,18 +89,11 @@ AGAIN:
 	@%p1 bra AGAIN;
 ";
     for seed in ["0", "9"] {
-        let launch = Launch {
-            environment: &[("FUSESTEP_PTX_SEED", seed)],
-            ..Launch::of(40)
-        };
+        let launch = Launch { environment: &[("FUSESTEP_PTX_SEED", seed)], ..Launch::of(40) };
         // The last word is a turnstile that every thread passes in its turn.
         let found = words(body, launch, &[0, 0, 0, 9, 8, 0, u64::from(u32::MAX), 0]);
         let sum = 39 * 40 / 2;
-        assert_eq!(
-            found,
-            [sum, 40, 39, 0xffff_fffb, 14, 77, u64::from(u32::MAX), 40],
-            "{seed}"
-        );
+        assert_eq!(found, [sum, 40, 39, 0xffff_fffb, 14, 77, u64::from(u32::MAX), 40], "{seed}");
     }
 }
 
@@ -129,10 +104,7 @@ fn every_seed_is_a_schedule_of_its_own_and_the_same_again() {
 	atom.global.exch.b32 %r2, [%rd0], %r0;
 ";
     let last = |seed: &str| {
-        let launch = Launch {
-            environment: &[("FUSESTEP_PTX_SEED", seed)],
-            ..Launch::of(1024)
-        };
+        let launch = Launch { environment: &[("FUSESTEP_PTX_SEED", seed)], ..Launch::of(1024) };
         words(body, launch, &[0; 1])[0]
     };
     let seeds = ["1", "2", "3", "4", "5", "6"];
@@ -169,15 +141,10 @@ fn what_is_released_may_be_read_after_an_acquire() {
             environment: &[("FUSESTEP_PTX_SEED", seed)],
             ..Launch::of(1)
         };
-        assert_eq!(
-            words(HAND_OVER, launch, &[0; 5]),
-            [1, 41, 41, 41, 41],
-            "seed {seed}"
-        );
-        for (from, to) in [
-            ("st.release.gpu", "st.relaxed.gpu"),
-            ("ld.acquire.gpu", "ld.relaxed.gpu"),
-        ] {
+        assert_eq!(words(HAND_OVER, launch, &[0; 5]), [1, 41, 41, 41, 41], "seed {seed}");
+        for (from, to) in
+            [("st.release.gpu", "st.relaxed.gpu"), ("ld.acquire.gpu", "ld.relaxed.gpu")]
+        {
             let text = super::complaint(&HAND_OVER.replace(from, to), launch, &[0; 5], 719);
             assert!(text.contains("race: load of 8 bytes at 0x"), "{text}");
             assert!(text.contains("after a store by block 0 thread 0"), "{text}");
@@ -225,10 +192,7 @@ fn entries_are_counted_instruction_by_instruction() {
 	sqrt.rn.f64 %d2, %d1;
 ";
     let environment = [("FUSESTEP_PTX_COUNTS", path.as_str())];
-    let launch = Launch {
-        environment: &environment,
-        ..Launch::of(64)
-    };
+    let launch = Launch { environment: &environment, ..Launch::of(64) };
     words(body, launch, &[0; 70]);
     let text = std::fs::read_to_string(&path).expect("written at the end");
     // Four instructions before the program's own and the return behind it.
