@@ -15,8 +15,9 @@ use std::sync::{Mutex, PoisonError};
 
 use fusestep_elementwise::{Cached, Tensor, step_tensor};
 use fusestep_launch::{
-    Backend, BackendError, Buffer, Gate, HostCall, HostList, Launch, LaunchReport, ListBuffer,
-    MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum, TensorList, TensorSums, UnitSums,
+    Backend, BackendError, Buffer, Gate, HostCall, HostList, HostRun, HostSpans, Launch,
+    LaunchReport, ListBuffer, MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum,
+    TensorList, TensorSums, UnitSums,
 };
 use fusestep_simd::Pool;
 use fusestep_tensor::Role;
@@ -177,23 +178,21 @@ impl BorrowedPiece<'_> {
     /// As [`BorrowedPiece::update`], for any of the lists.
     #[inline]
     pub fn update_lists<'b>(
-        self,
+        mut self,
         mut lend: impl FnMut(usize, &TensorList) -> Option<HostList<'b>>,
     ) -> Result<(), BackendError>
     where
         Self: 'b,
     {
         let declared = self.call.kernel.lists();
-        let mut kept = self.lists.into_iter();
         let mut refused = Ok(());
         // One by one into their place: a small tensor feels every copy of all of them.
-        let lists = std::array::from_fn(|list| {
-            let kept = kept.next().unwrap_or_default();
+        let mut lists = std::array::from_fn(|list| {
             let Some(own) = declared.get(list) else {
                 return HostList::Absent;
             };
             match lend(list, own) {
-                None => kept,
+                None => std::mem::take(&mut self.lists[list]),
                 Some(borrowed) => {
                     let taken = take_part(borrowed, own.dtype.len_bytes(), &self.whole);
                     taken.unwrap_or_else(|(offset_bytes, len_bytes, found)| {
@@ -209,13 +208,28 @@ impl BorrowedPiece<'_> {
             }
         });
         refused?;
-        BorrowedPiece { lists, ..self }.run();
+        self.run_on(&mut lists);
         Ok(())
     }
 
     /// Updates a tensor all of whose lists are at hand.
+    pub(crate) fn run(mut self) {
+        let mut lists = std::mem::take(&mut self.lists);
+        self.run_on(&mut lists);
+    }
+
     #[inline]
-    pub(crate) fn run(self) {
+    fn run_on<'b>(self, lists: &mut [HostList<'b>; MAX_LISTS])
+    where
+        Self: 'b,
+    {
+        let kernel = self.call.kernel;
+        if self.pool.is_none() && self.update_sums.is_none() && kernel.normed().is_none() {
+            // Most tensors of most models. Its lists are not moved, which a small one feels.
+            let Whole { first_element, numel, group, .. } = self.whole;
+            let spans = HostSpans::part(numel as usize, group, self.parameter, first_element);
+            return kernel.run_host(HostRun::new(self.call.host, lists, spans));
+        }
         let sums = self.call.tensor_sums;
         let tensor = Tensor {
             kernel: self.call.kernel,
@@ -224,7 +238,7 @@ impl BorrowedPiece<'_> {
             numel: self.whole.numel as usize,
             parameter: self.parameter,
             first_element: self.whole.first_element,
-            lists: self.lists,
+            lists: std::mem::take(lists),
             cached: self.cached,
             grad_sum: self.call.grad_sums.and_then(|sums| {
                 let own = sums.get(self.parameter as usize)?;

@@ -115,7 +115,7 @@ impl Split for Pieces<'_> {
         }
     }
 
-    fn run(self) {
+    fn run(mut self) {
         let spans = HostSpans::of(self.batches, self.places, self.first, self.end);
         match self.sums {
             Some(sums) => {
@@ -144,7 +144,7 @@ impl Split for Pieces<'_> {
                 }
             }
             None => {
-                let run = HostRun::new(self.call, self.lists, spans);
+                let run = HostRun::new(self.call, &mut self.lists, spans);
                 self.kernel.run_host(run)
             }
         }

@@ -184,9 +184,10 @@ impl Split for ReducedPieces<'_> {
                 copies: self.is_streaming.then_some(copies),
                 averages: Averages([0; _]),
             };
+            let mut lists = self.lists;
             kernel.run_host(HostRun {
                 across: Some(&mut across),
-                ..HostRun::new(call, self.lists, spans)
+                ..HostRun::new(call, &mut lists, spans)
             });
         });
     }

@@ -25,7 +25,7 @@ pub(crate) struct Around<'a, 'b, C: Compute, K: ParamStorage<C>> {
     /// processor does better by itself: asking for a line as it is read costs next to nothing.
     pub(crate) ahead_bytes: usize,
     grads: Gradients<'a, 'b, K::Param>,
-    tally: Option<Tally<'a, C, K>>,
+    tally: Option<Tally<'b, C, K>>,
 }
 
 /// Where the gradients of a call are.
@@ -33,15 +33,15 @@ enum Gradients<'a, 'b, P> {
     /// In a list.
     Here(&'a [P]),
     /// With all ranks.
-    Ranks(&'b mut dyn AcrossRanks),
+    Ranks(&'b mut (dyn AcrossRanks + 'a)),
 }
 
 impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
     #[inline(never)]
     pub(crate) fn of(
-        call: HostCall<'a>,
+        call: HostCall<'b>,
         list: HostList<'a>,
-        across: Option<&'b mut dyn AcrossRanks>,
+        across: Option<&'b mut (dyn AcrossRanks + 'a)>,
     ) -> Self {
         let bytes = size_of::<K::Param>();
         let is_tallied = call.changes.is_some() || call.squares.is_some();

@@ -27,7 +27,7 @@ pub struct Converted<'a, 'b> {
     /// Bytes of step scalars, without what random rounding is keyed by.
     pub(crate) step_scalar_bytes: usize,
     /// The update, for lists of values without anything beside the parameter.
-    pub(crate) update: &'a dyn Fn(HostRun<'_, '_>),
+    pub(crate) update: &'b dyn Fn(HostRun<'_, '_>),
     /// The lists, and where in them the tensors lie.
     pub(crate) run: HostRun<'a, 'b>,
 }
@@ -45,8 +45,8 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
     fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
         let Self { roles, step_scalar_bytes, update, run } = self;
         let call = run.call;
-        let mut lists = run.lists.into_iter();
-        let mut next = || lists.next().unwrap_or_default();
+        let mut lists = run.lists.iter_mut();
+        let mut next = || lists.next().map(std::mem::take).unwrap_or_default();
         let param = next().elements_mut::<K::Param>();
         let mut around = Around::<C, K>::of(call, next(), run.across);
         let mut state: [&mut [S]; ROLES] = Default::default();
@@ -74,7 +74,8 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                 }
                 let of_values = HostCall { step_scalars, changes: None, squares: None, ..call };
                 let spans = HostSpans::one(part.numel, 0);
-                update(HostRun::new(of_values, values.lists(part.numel, roles), spans));
+                let mut lists = values.lists(part.numel, roles);
+                update(HostRun::new(of_values, &mut lists, spans));
                 let rounding = R::of(&step_scalars[step_scalar_bytes..], &part);
                 for (at, (values, list)) in values.state.iter().zip(state.iter_mut()).enumerate() {
                     narrow::<C, S, R>(values, &mut list[elements.clone()], (rounding, at + 1));

@@ -73,14 +73,7 @@ pub fn step_tensor(tensor: Tensor<'_>, pool: Option<&Pool>) -> Outcome {
     if let Some(normed) = tensor.kernel.normed() {
         return step_normed(tensor, normed, pool);
     }
-    if pool.is_none() && tensor.update_sums.is_none() {
-        // Most tensors of most models: not moved once more, which a small one feels.
-        let spans = tensor.spans();
-        let run = HostRun::new(tensor.call, tensor.lists, spans);
-        tensor.kernel.run_host(run);
-    } else {
-        update(tensor, pool);
-    }
+    update(tensor, pool);
     Outcome::Update
 }
 
@@ -159,7 +152,7 @@ fn update_backward(tensor: Tensor<'_>) {
     update_chunk(rest);
 }
 
-fn update_chunk(chunk: Tensor<'_>) {
+fn update_chunk(mut chunk: Tensor<'_>) {
     let spans = chunk.spans();
     let place = chunk.caching().and_then(|(_, cached)| {
         let index = (chunk.first_element / u64::from(CHUNK_ELEMENTS)) as usize;
@@ -167,7 +160,7 @@ fn update_chunk(chunk: Tensor<'_>) {
     });
     let sum = chunk.update_sums.and_then(<[_]>::first_mut);
     if sum.is_none() && place.is_none() {
-        let run = HostRun::new(chunk.call, chunk.lists, spans);
+        let run = HostRun::new(chunk.call, &mut chunk.lists, spans);
         return chunk.kernel.run_host(run);
     }
     let (changes, squares) = (no_sums(), no_sums());
@@ -176,7 +169,7 @@ fn update_chunk(chunk: Tensor<'_>) {
         squares: place.is_some().then_some(&squares),
         ..chunk.call
     };
-    let run = HostRun::new(call, chunk.lists, spans);
+    let run = HostRun::new(call, &mut chunk.lists, spans);
     chunk.kernel.run_host(run);
     if let Some(sum) = sum {
         *sum = units(&changes);
@@ -312,7 +305,7 @@ impl Split for Tensor<'_> {
         (part(self.lists, left_sums, 0, at), part(right, right_sums, at, self.numel - at))
     }
 
-    fn run(self) {
+    fn run(mut self) {
         if self.update_sums.is_some() {
             let mut rest = self;
             while rest.numel > CHUNK {
@@ -323,6 +316,6 @@ impl Split for Tensor<'_> {
             return update_chunk(rest);
         }
         let spans = self.spans();
-        self.kernel.run_host(HostRun::new(self.call, self.lists, spans));
+        self.kernel.run_host(HostRun::new(self.call, &mut self.lists, spans));
     }
 }

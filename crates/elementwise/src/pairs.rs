@@ -241,7 +241,7 @@ mod tests {
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
         let precision = Precision { master: Master::None, state: StateDType::Bf16, rounding };
         let format = Format::new("test", DType::BF16, precision).unwrap();
-        run_format::<f32, _, 2>(&Mix, format, HostRun::new(call, all, spans));
+        run_format::<f32, _, 2>(&Mix, format, HostRun::new(call, &mut all, spans));
     }
 
     /// All kinds of bf16: NaN, infinities, subnormals and both signs; or only numbers whose updates

@@ -293,8 +293,8 @@ impl<T: Compute, const N: usize> Split for Work<'_, T, N> {
     fn run(self) {
         for tensor in self.tensors {
             let spans = HostSpans::one(tensor.param.len(), 0);
-            let run = HostRun::new(self.call, tensor.into_lists(), spans);
-            self.kernel.run_host(run);
+            let mut lists = tensor.into_lists();
+            self.kernel.run_host(HostRun::new(self.call, &mut lists, spans));
         }
     }
 }

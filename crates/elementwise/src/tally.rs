@@ -257,11 +257,13 @@ mod tests {
         };
         let spans = || HostSpans::part(numel, 0, 3, 65_536);
         let (mut plain, mut taken) = (lists(format, numel), lists(format, numel));
-        let run = HostRun::new(call, host_lists(format, &mut plain), spans());
+        let mut lists = host_lists(format, &mut plain);
+        let run = HostRun::new(call, &mut lists, spans());
         run_format::<C, _, 1>(&Mix, format, run);
         let squares = no_sums();
         let taking = HostCall { squares: Some(&squares), ..call };
-        let run = HostRun::new(taking, host_lists(format, &mut taken), spans());
+        let mut lists = host_lists(format, &mut taken);
+        let run = HostRun::new(taking, &mut lists, spans());
         run_format::<C, _, 1>(&Mix, format, run);
         let sum = total(&squares);
         assert!(plain == taken, "{case}");

@@ -152,19 +152,24 @@ impl<'a> HostList<'a> {
 #[derive(Debug)]
 pub struct HostRun<'a, 'b> {
     /// What all parts of the launch share.
-    pub call: HostCall<'a>,
-    /// The kernel's lists, in its order and of one numel.
-    pub lists: [HostList<'a>; MAX_LISTS],
+    pub call: HostCall<'b>,
+    /// The kernel's lists, in its order and of one numel, which it takes. They stay where they are
+    /// from caller to kernel: a small tensor feels every copy of all of them.
+    pub lists: &'b mut [HostList<'a>; MAX_LISTS],
     /// Where in them the tensors lie. How tensors were cut into spans changes no bit.
-    pub spans: HostSpans<'a>,
+    pub spans: HostSpans<'b>,
     /// The other ranks, if gradients are reduced here: the list of gradients is not looked at
     /// then.
-    pub across: Option<&'b mut dyn AcrossRanks>,
+    pub across: Option<&'b mut (dyn AcrossRanks + 'a)>,
 }
 
-impl<'a> HostRun<'a, '_> {
+impl<'a, 'b> HostRun<'a, 'b> {
     /// An update from gradients in their list.
-    pub fn new(call: HostCall<'a>, lists: [HostList<'a>; MAX_LISTS], spans: HostSpans<'a>) -> Self {
+    pub fn new(
+        call: HostCall<'b>,
+        lists: &'b mut [HostList<'a>; MAX_LISTS],
+        spans: HostSpans<'b>,
+    ) -> Self {
         Self { call, lists, spans, across: None }
     }
 }

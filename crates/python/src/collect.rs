@@ -23,7 +23,7 @@ pub(crate) enum Gradients<'a, 'py> {
     /// In a list, in the order of the parameters.
     Given(&'a Bound<'py, PyList>),
     /// Each with its parameter.
-    Own(Getter<'py>),
+    Own(Getter<'a, 'py>),
 }
 
 impl<'py> Gradients<'_, 'py> {

@@ -5,19 +5,27 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
 
+use crate::gradient::Direct;
+
 /// What gives an attribute of objects of one class, found once in place of once for each of them.
 ///
 /// It is for as long as nobody can have changed the class.
-pub(crate) struct Getter<'py> {
+pub(crate) struct Getter<'a, 'py> {
     class: Bound<'py, PyType>,
     name: &'py Bound<'py, PyString>,
+    /// What stands in for the class's own property.
+    direct: Option<&'a Direct>,
     /// The class's own property or slot; `None` where an object may have the attribute elsewhere.
     own: Option<(Bound<'py, PyAny>, ffi::descrgetfunc)>,
 }
 
-impl<'py> Getter<'py> {
+impl<'a, 'py> Getter<'a, 'py> {
     /// For objects of the class that `like` is of.
-    pub(crate) fn of(like: &Bound<'py, PyAny>, name: &'py Bound<'py, PyString>) -> Self {
+    pub(crate) fn of(
+        like: &Bound<'py, PyAny>,
+        name: &'py Bound<'py, PyString>,
+        direct: Option<&'a Direct>,
+    ) -> Self {
         let class = like.get_type();
         let finds = slot(&class, ffi::Py_tp_getattro);
         let generic = ffi::PyObject_GenericGetAttr as *mut std::ffi::c_void;
@@ -33,7 +41,9 @@ impl<'py> Getter<'py> {
             let get = unsafe { std::mem::transmute::<*mut _, ffi::descrgetfunc>(get) };
             Some((own, get))
         });
-        Self { class, name, own }
+        let direct =
+            direct.filter(|direct| own.as_ref().is_some_and(|(own, _)| direct.fits(&class, own)));
+        Self { class, name, direct, own }
     }
 
     /// The attribute of an object, of whatever class.
@@ -41,6 +51,10 @@ impl<'py> Getter<'py> {
     pub(crate) fn get(&self, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         match &self.own {
             Some((own, get)) if object.get_type_ptr() == self.class.as_ptr().cast() => {
+                if let Some(direct) = self.direct {
+                    // SAFETY: `Getter::of` has found that it stands in for this class's.
+                    return unsafe { direct.get(object) };
+                }
                 let class = self.class.as_ptr();
                 // SAFETY: the function of `own`'s class, called as the interpreter would for an
                 // object of `class`; all three are live and the interpreter's lock is held.

@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 use pyo3::{ffi, intern};
 
+use crate::gradient::Direct;
 use crate::tensor::{Expected, Place, Told, Unfit};
 
 /// Classes of tensors that are remembered.
@@ -155,13 +156,15 @@ pub(crate) struct Handles {
     /// Bytes from an object to the handle in it.
     distance: usize,
     interface: Interface,
+    direct: Option<Direct>,
 }
 
 impl Handles {
     /// Those of the library; `None` if its tensors cannot be looked at this way.
     pub(crate) fn of(library: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
         let file: Option<String> = library.getattr("file")?.extract()?;
-        let Some(interface) = file.and_then(|file| Interface::load(&file).ok()) else {
+        let loaded = file.and_then(|file| Some((Interface::load(&file).ok()?, file)));
+        let Some((interface, file)) = loaded else {
             return Ok(None);
         };
         let class = library.getattr("Tensor")?.downcast_into::<PyType>()?;
@@ -174,6 +177,7 @@ impl Handles {
             class: class.unbind(),
             distance,
             interface,
+            direct: Direct::of(library, &file, distance)?,
         };
         for probe in &probes {
             let shape: Vec<u64> = probe.getattr("shape")?.extract()?;
@@ -186,6 +190,11 @@ impl Handles {
             }
         }
         Ok(Some(handles))
+    }
+
+    /// What stands in for the property `grad`.
+    pub(crate) fn direct(&self) -> Option<&Direct> {
+        self.direct.as_ref()
     }
 
     /// Whether `kind` is the class of tensors or derived from it.

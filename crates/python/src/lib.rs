@@ -4,6 +4,7 @@ mod ahead;
 mod collect;
 mod engine;
 mod getter;
+mod gradient;
 mod handle;
 mod loan;
 mod parameter;

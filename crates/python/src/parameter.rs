@@ -10,6 +10,7 @@ use pyo3::types::{PyDict, PyString};
 use pyo3::{ffi, intern};
 
 use crate::ahead::TENSORS;
+use crate::gradient::Known;
 use crate::loan::Member;
 
 /// Where a parameter has the tensor that counts its steps, behind those of its lists.
@@ -23,6 +24,8 @@ pub(crate) struct Parameter {
     pub(crate) member: Option<usize>,
     /// The lists of its kernel.
     pub(crate) lists: Arc<[TensorList]>,
+    /// PyTorch's own tensor, whose versions are counted without Python.
+    pub(crate) known: Option<Known>,
     pub(crate) name: String,
     pub(crate) state: Box<OwnState>,
 }
@@ -41,6 +44,7 @@ impl Parameter {
             shape: same.map_or_else(|| shape.into(), |last| Arc::clone(&last.shape)),
             member: None,
             lists: Arc::default(),
+            known: None,
             name,
             state: Box::default(),
         }

@@ -126,7 +126,7 @@ impl Session {
             trusts,
             ahead: Ahead::new(own.len()),
             collector: Collector {
-                handles: handles(library, &own)?,
+                handles: handles(library, &mut own)?,
                 library: library.clone().unbind(),
                 counted: counted?,
             },
@@ -191,9 +191,7 @@ impl Session {
         }
         let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
         let backend = threads::backend(threads)?;
-        let own = &self.parameters;
-        let written = written.map(|call| Written::of(py, call, parameters, (own, &found.updated)));
-        let (report, told) = self.run(py, &backend, written.transpose()?)?;
+        let (report, told) = self.run(py, &backend, (written.as_ref(), &found.updated))?;
         self.report = Some(report);
         if report.skipped {
             return Ok(Some(PyList::empty(py).into_any()));
@@ -301,7 +299,8 @@ impl Session {
             (Some(gradients), _) => Gradients::Given(gradients),
             (None, None) => return Ok(Some(collected.found)),
             (None, Some(first)) => {
-                Gradients::Own(Getter::of(first.tensor.bind(py), intern!(py, "grad")))
+                let direct = self.collector.handles.as_ref().and_then(Handles::direct);
+                Gradients::Own(Getter::of(first.tensor.bind(py), intern!(py, "grad"), direct))
             }
         };
         for (index, parameter) in self.parameters.iter_mut().enumerate() {
@@ -366,7 +365,7 @@ impl Session {
         &mut self,
         py: Python<'_>,
         backend: &Arc<CpuBackend>,
-        written: Option<Written>,
+        (written, updated): (Option<&Py<PyAny>>, &[usize]),
     ) -> PyResult<(StepReport, PyResult<()>)> {
         let without = self.places.has_gradient().iter().enumerate();
         for (member, _) in without.filter(|(_, has)| !**has) {
@@ -392,6 +391,12 @@ impl Session {
         })?;
         let (plan, state) = (&self.plan, unlocked(&mut self.state));
         let may_skip = plan.stages().iter().any(|stage| matches!(stage, Stage::Norm(_)));
+        let written = written.map(|call| Written {
+            call,
+            direct: self.collector.handles.as_ref().and_then(Handles::direct),
+            parameters: &self.parameters,
+            updated,
+        });
         // Few are told sooner than a thread is woken.
         let is_behind = may_skip || self.members.len() < MANY;
         let (meanwhile, behind) = if is_behind { (None, written) } else { (written, None) };
@@ -422,12 +427,17 @@ fn unlocked(state: &mut Mutex<State>) -> &mut State {
     state.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How the library's tensors are looked at, those of the parameters' classes at once.
-fn handles(library: &Bound<'_, PyAny>, parameters: &[Parameter]) -> PyResult<Option<Handles>> {
+/// How the library's tensors are looked at, those of the parameters at once.
+fn handles(library: &Bound<'_, PyAny>, parameters: &mut [Parameter]) -> PyResult<Option<Handles>> {
     let mut handles = Handles::of(library)?;
     if let Some(handles) = &mut handles {
-        let tensors = parameters.iter().map(|own| own.tensor.bind(library.py()));
-        tensors.for_each(|tensor| handles.expect(tensor));
+        for own in parameters {
+            let tensor = own.tensor.bind(library.py());
+            handles.expect(tensor);
+            if let Some(direct) = handles.direct() {
+                own.known = direct.countable(tensor)?;
+            }
+        }
     }
     Ok(handles)
 }

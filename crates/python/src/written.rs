@@ -3,34 +3,36 @@
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
+use crate::gradient::Direct;
 use crate::parameter::Parameter;
 
 /// Parameters that a step writes, and who is to know.
-pub(crate) struct Written {
-    call: Py<PyAny>,
-    lists: Vec<Py<PyList>>,
+pub(crate) struct Written<'a> {
+    /// Called with a list of those that are not counted directly.
+    pub(crate) call: &'a Py<PyAny>,
+    pub(crate) direct: Option<&'a Direct>,
+    pub(crate) parameters: &'a [Parameter],
+    /// Positions of those that are written.
+    pub(crate) updated: &'a [usize],
 }
 
-impl Written {
-    /// For the parameters at the positions `updated` of `own`, which `parameters` lists.
-    pub(crate) fn of(
-        py: Python<'_>,
-        call: Py<PyAny>,
-        parameters: Vec<Bound<'_, PyList>>,
-        (own, updated): (&[Parameter], &[usize]),
-    ) -> PyResult<Self> {
-        let lists = if updated.len() == own.len() {
-            parameters.into_iter().map(Bound::unbind).collect()
-        } else {
-            let updated = updated.iter().map(|&at| &own[at].tensor);
-            vec![PyList::new(py, updated)?.unbind()]
-        };
-        Ok(Self { call, lists })
-    }
-
-    /// Tells it, a list after the other.
+impl Written<'_> {
+    /// Counts a version of each of them.
     pub(crate) fn tell(&self, py: Python<'_>) -> PyResult<()> {
-        let mut lists = self.lists.iter();
-        lists.try_for_each(|list| self.call.call1(py, (list,)).map(drop))
+        let mut others = Vec::new();
+        for &at in self.updated {
+            let Parameter { tensor, known, .. } = &self.parameters[at];
+            let is_counted = self.direct.zip(*known).is_some_and(|(direct, known)| {
+                // SAFETY: what was said of this object when it was planned for.
+                unsafe { direct.count(tensor.bind(py), known) }
+            });
+            if !is_counted {
+                others.push(tensor);
+            }
+        }
+        if others.is_empty() {
+            return Ok(());
+        }
+        self.call.call1(py, (PyList::new(py, others)?,)).map(drop)
     }
 }

@@ -12,9 +12,13 @@ import fusestep.torch
 from fusestep.torch import _planned
 
 
-def parameters(count):
+class Own(torch.nn.Parameter):
+    pass
+
+
+def parameters(count, kind=torch.nn.Parameter):
     generator = torch.Generator().manual_seed(3)
-    params = [torch.nn.Parameter(torch.randn(7, generator=generator)) for _ in range(count)]
+    params = [kind(torch.randn(7, generator=generator)) for _ in range(count)]
     for param in params:
         param.grad = torch.randn(7, generator=generator)
     return params
@@ -69,10 +73,53 @@ def test_a_step_within_inference_mode_needs_no_version(threads):
         assert params[0].tolist() == [0.5] * 5
 
 
-def test_parameters_of_several_classes_are_one_step():
-    class Own(torch.nn.Parameter):
-        pass
+def test_a_tensor_that_is_exchanged_has_its_own_versions_counted(threads):
+    params = parameters(3)
+    optimizer = fusestep.torch.SGD(params, lr=0.5)
+    optimizer.step()
+    torch.utils.swap_tensors(params[1], torch.nn.Parameter(torch.ones(7)))
+    params[1].grad = torch.ones(7)
+    before = [param._version for param in params]
+    optimizer.step()
+    assert [param._version for param in params] == [version + 1 for version in before]
+    assert params[1].tolist() == [0.5] * 7
 
+
+def test_a_tensor_that_is_exchanged_for_one_of_inference_has_no_versions_counted(threads):
+    params = parameters(3)
+    optimizer = fusestep.torch.SGD(params, lr=0.5)
+    optimizer.step()
+    with torch.inference_mode():
+        other = torch.nn.Parameter(torch.ones(7))
+        other.grad = torch.ones(7)
+        assert other.is_inference()
+    torch.utils.swap_tensors(params[1], other)
+    optimizer.step()
+    assert params[1].tolist() == [0.5] * 7
+
+
+def test_a_mode_that_overrides_gradients_is_asked():
+    class Halved(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            if function == torch.Tensor.grad.__get__ and found is not None:
+                with torch._C.DisableTorchFunction():
+                    return found * 0.5
+            return found
+
+    params = parameters(2)
+    before = [param.tolist() for param in params]
+    for param in params:
+        param.grad = torch.ones(7)
+    optimizer = fusestep.torch.SGD(params, lr=0.5)
+    with Halved():
+        optimizer.step()
+    expected = [torch.tensor(old) - 0.25 for old in before]
+    for param, wanted in zip(params, expected):
+        assert torch.equal(param.detach(), wanted)
+
+
+def test_parameters_of_several_classes_are_one_step():
     values = torch.arange(6.0)
     params = [kind(values.clone()) for kind in (torch.nn.Parameter, Own, torch.Tensor)]
     params[2].requires_grad_()
@@ -86,7 +133,8 @@ def test_parameters_of_several_classes_are_one_step():
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}])
 @pytest.mark.parametrize("shown", [False, True])
 def test_what_interrupts_a_step_that_is_taken_leaves_it_whole(monkeypatch, threads, options, shown):
-    ours, other = parameters(3), parameters(3)
+    # Of a class of its own, whose versions are counted by a call.
+    ours, other = parameters(3, Own), parameters(3, Own)
     optimizer = fusestep.torch.AdamW(ours, **options)
     twin = fusestep.torch.AdamW(other, **options)
     if shown:

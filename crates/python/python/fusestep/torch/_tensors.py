@@ -17,12 +17,25 @@ class Library:
     Tensor: Any = torch.Tensor
     # Its libraries have the C interface by which tensors are looked at.
     file: str = torch._C.__file__
+    # The property of gradients, the classes that do not override it, and whether a mode does.
+    gradient: Any = torch.Tensor.grad
+    plain: Any = [torch.Tensor, torch.nn.Parameter]
+    has_mode: Any = staticmethod(torch._C._is_torch_function_mode_enabled)
 
     @staticmethod
     def probes() -> List[Tensor]:
         """A few tensors of which both ways to look at tensors have to say the same."""
         kinds = ((2, 3), torch.float32), ((1,), torch.float64)
         return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
+
+    @staticmethod
+    def parameters() -> List[Tensor]:
+        """Parameters with and without a gradient."""
+        # Inference tensors have no versions to be counted.
+        with torch.inference_mode(False):
+            both = [torch.nn.Parameter(torch.empty(2, device="cpu")) for _ in range(2)]
+            both[0].grad = torch.empty(2, device="cpu")
+            return [*both, torch.empty(1, device="cpu")]
 
     @staticmethod
     def describe(tensor: Tensor) -> Tuple[int, str, Tuple[int, ...], bool]:

@@ -1,0 +1,155 @@
+//! Gradients of PyTorch's parameters without their property.
+//!
+//! The property `grad` takes 45 ns a tensor, most of it to look for subclasses, modes and warnings
+//! that thousands of plain parameters do not have. Behind it are two functions of PyTorch's C++
+//! libraries, which take half of that. They are no part of the stable interface, but their mangled
+//! names tell what they take; where one is missing, or gives something else than the property for a
+//! few tensors, the property is asked.
+
+use std::ffi::c_void;
+
+use libloading::Library;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+
+/// `const at::Tensor& c10::TensorImpl::grad() const`
+const GRAD: &[u8] = b"_ZNK3c1010TensorImpl4gradEv";
+/// `PyObject* THPVariable_Wrap(const at::TensorBase&)`, a new reference.
+const WRAP: &[u8] = b"_Z16THPVariable_WrapRKN2at10TensorBaseE";
+/// `void torch::autograd::impl::bump_version(const at::Tensor&)`, which throws for an inference
+/// tensor outside of inference mode.
+const BUMP: &[u8] = b"_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE";
+
+/// The functions behind the property `grad`, and for which objects they stand in.
+pub(crate) struct Direct {
+    grad: unsafe extern "C-unwind" fn(*const c_void) -> *const c_void,
+    wrap: unsafe extern "C-unwind" fn(*const c_void) -> *mut ffi::PyObject,
+    bump: unsafe extern "C-unwind" fn(*const c_void),
+    /// Bytes from an object to PyTorch's tensor in it.
+    distance: usize,
+    /// The property they stand in for.
+    property: Py<PyAny>,
+    /// Classes whose objects have no override of it.
+    plain: Vec<Py<PyType>>,
+    /// Says whether a mode overrides it for all objects.
+    has_mode: Py<PyAny>,
+    /// Keeps the functions.
+    _library: Library,
+}
+
+impl Direct {
+    /// Those of the library in `file`; `None` if they do not give what the property does.
+    pub(crate) fn of(
+        library: &Bound<'_, PyAny>,
+        file: &str,
+        distance: usize,
+    ) -> PyResult<Option<Self>> {
+        // SAFETY: the file is PyTorch's extension module, which the interpreter has loaded, and
+        // these names are those of functions with these arguments; what they give is compared with
+        // the property below.
+        let found = unsafe {
+            Library::new(file).and_then(|library| {
+                let (grad, wrap) = (*library.get(GRAD)?, *library.get(WRAP)?);
+                Ok((grad, wrap, *library.get(BUMP)?, library))
+            })
+        };
+        let Ok((grad, wrap, bump, loaded)) = found else {
+            return Ok(None);
+        };
+        let direct = Self {
+            grad,
+            wrap,
+            bump,
+            distance,
+            property: library.getattr("gradient")?.unbind(),
+            plain: library.getattr("plain")?.extract()?,
+            has_mode: library.getattr("has_mode")?.unbind(),
+            _library: loaded,
+        };
+        let probes: Vec<Bound<'_, PyAny>> = library.call_method0("parameters")?.extract()?;
+        for probe in probes {
+            // SAFETY: a tensor of a plain class, with PyTorch's tensor at this distance.
+            let found = unsafe { direct.get(&probe)? };
+            let version: u64 = probe.getattr("_version")?.extract()?;
+            let counted = direct.countable(&probe)?.is_some_and(|known| {
+                // SAFETY: as above, found just now.
+                unsafe { direct.count(&probe, known) }
+            });
+            let now: u64 = probe.getattr("_version")?.extract()?;
+            if !found.is(&probe.getattr("grad")?) || !counted || now != version + 1 {
+                return Ok(None);
+            }
+        }
+        Ok(Some(direct))
+    }
+
+    /// Whether they stand in for this property of objects of this class.
+    pub(crate) fn fits(&self, class: &Bound<'_, PyType>, own: &Bound<'_, PyAny>) -> bool {
+        own.is(&self.property)
+            && self.plain.iter().any(|plain| plain.is(class))
+            && self
+                .has_mode
+                .call0(class.py())
+                .and_then(|has| has.extract(class.py()))
+                .is_ok_and(|has: bool| !has)
+    }
+
+    /// The gradient of a tensor, or `None`.
+    ///
+    /// # Safety
+    /// `tensor` is of a class that [`Direct::fits`].
+    #[inline]
+    pub(crate) unsafe fn get<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        // SAFETY: the object's own tensor, kept by `tensor` while the interpreter's lock is held;
+        // what `grad` gives stays as long, and `wrap` gives a new reference, or null and an error.
+        unsafe {
+            let found = (self.wrap)((self.grad)(self.handle(tensor).read()));
+            Bound::from_owned_ptr_or_err(tensor.py(), found)
+        }
+    }
+
+    /// PyTorch's tensor in an object whose versions [`Direct::count`] counts, if they are counted.
+    pub(crate) fn countable(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<Known>> {
+        let class = tensor.get_type();
+        let is_plain = self.plain.iter().any(|plain| plain.is(&class));
+        if !is_plain || tensor.call_method0("is_inference")?.is_truthy()? {
+            return Ok(None);
+        }
+        // SAFETY: an object of a class whose objects have PyTorch's tensor at this distance.
+        Ok(Some(Known(unsafe { self.handle(tensor).read() }.addr())))
+    }
+
+    /// Counts a version of a tensor, unless it has become another than is known.
+    ///
+    /// # Safety
+    /// `known` is what [`Direct::countable`] has said of this object.
+    #[inline]
+    pub(crate) unsafe fn count(&self, tensor: &Bound<'_, PyAny>, known: Known) -> bool {
+        // SAFETY: an object of a plain class, kept by `tensor` while the interpreter's lock is
+        // held; a tensor that is no inference tensor has versions to count.
+        unsafe {
+            let handle = self.handle(tensor);
+            let is_known = handle.read().addr() == known.0;
+            if is_known {
+                (self.bump)(handle.cast());
+            }
+            is_known
+        }
+    }
+
+    /// # Safety
+    /// `tensor` is of a plain class.
+    #[inline]
+    unsafe fn handle(&self, tensor: &Bound<'_, PyAny>) -> *const *const c_void {
+        // SAFETY: objects of plain classes have PyTorch's tensor at this distance.
+        unsafe { tensor.as_ptr().byte_add(self.distance).cast_const().cast() }
+    }
+}
+
+/// A tensor of PyTorch's whose versions are counted, by its address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Known(usize);
