@@ -26,8 +26,9 @@ pub(crate) const END_TIME: Duration = Duration::from_secs(5);
 ///
 /// Each finds its place in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and FUSESTEP_SESSION.
 /// When one fails, the others have [`LaunchOptions::grace`] to end by themselves; then they get
-/// SIGTERM, and those that have not ended of it 5 s later are killed. Ranks of this engine end as well when this process is killed, which FUSESTEP_STARTER
-/// names. Standard input goes to rank 0. What killed ranks have left in shared memory is removed.
+/// SIGTERM, and those that have not ended of it 5 s later are killed. Ranks of this engine end as
+/// well when this process is killed, which FUSESTEP_STARTER names. Standard input goes to rank 0.
+/// What killed ranks have left in shared memory is removed.
 ///
 /// # Errors
 /// The system's, if a process cannot be started; those that were started are ended then.

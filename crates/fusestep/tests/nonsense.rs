@@ -53,9 +53,10 @@ fn a_rank_that_was_refused_a_view_is_named_by_ranks_that_go_on() {
             opt.checkpoint_every(1, &folder, 0)?;
             if rank == 0 {
                 // Memory of the host, and no parameter.
-                let refused = match on_device {
-                    true => opt.grad_on_device("a").map(drop),
-                    false => opt.grad_mut::<f32>("b").map(drop),
+                let refused = if on_device {
+                    opt.grad_on_device("a").map(drop)
+                } else {
+                    opt.grad_mut::<f32>("b").map(drop)
                 };
                 assert!(refused.is_err());
                 return Ok(None);
