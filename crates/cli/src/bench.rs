@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
-use clap::{Args, ValueEnum};
+use clap::{Args, Id, ValueEnum};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
 use fusestep_planner::{Optimizer, Plan, Planner, State};
@@ -29,6 +29,40 @@ use crate::timer::Timer;
 
 /// Most rounds.
 const MOST_ROUNDS: u64 = 1_000_000;
+
+/// What the help calls flags that only some of what is timed knows.
+const OF_COLLECTIVES: &str = "Options of --collective, without a model";
+const OF_ALL_RANKS: &str =
+    "Options of ranks, with --ranks or --engine: of their steps and of --collective";
+const OF_STEPS_OF_RANKS: &str =
+    "Options of steps of ranks, 2 without --ranks; not with --collective";
+const OF_ONE_PROCESS: &str =
+    "Options of steps of one process, without --ranks and other options of ranks";
+
+/// Flags of [`RankArgs`] that no step here knows; `bench` refuses them and says so.
+const REFUSED: [&str; 6] =
+    ["shard_group", "update_in_backward", "accumulate", "reduce_each", "local_sgd", "adaptive"];
+
+/// Says in the help of `bench` which flags go together, and leaves out what is refused in any case.
+pub(crate) fn with_headings(command: clap::Command) -> clap::Command {
+    let command = headed(command, ids::<CollectiveArgs>(), OF_ALL_RANKS);
+    let command = headed(command, ["collective", "sizes"].map(Id::from).into(), OF_COLLECTIVES);
+    let command = headed(command, ids::<RankArgs>(), OF_STEPS_OF_RANKS);
+    let command = headed(command, ids::<peers::PeerArgs>(), OF_ONE_PROCESS);
+    let command = headed(command, [Id::from("peer")].into(), OF_ONE_PROCESS);
+    let hide = |command: clap::Command, flag| command.mut_arg(flag, |arg| arg.hide(true));
+    REFUSED.into_iter().fold(command, hide)
+}
+
+fn ids<A: Args>() -> Vec<Id> {
+    let command = A::augment_args(clap::Command::new("flags"));
+    command.get_arguments().map(|arg| arg.get_id().clone()).collect()
+}
+
+fn headed(command: clap::Command, flags: Vec<Id>, heading: &'static str) -> clap::Command {
+    let put = |command: clap::Command, flag| command.mut_arg(flag, |arg| arg.help_heading(heading));
+    flags.into_iter().fold(command, put)
+}
 
 /// Flags of `bench`.
 #[derive(Debug, Args)]
@@ -78,7 +112,30 @@ impl BenchArgs {
     /// Whether steps of many ranks are timed.
     fn of_ranks(&self) -> bool {
         let collective = &self.collective;
-        collective.ranks.given() || collective.engine.is_some() || self.rank_args.any()
+        let ranks = collective.ranks.given() || collective.engine.is_some();
+        ranks || self.rank_args.any() || self.rank_args.separate
+    }
+
+    /// Refuses flags that what is timed knows nothing of.
+    fn check(&self) -> anyhow::Result<()> {
+        let ranks = &self.rank_args;
+        ensure!(
+            ranks.accumulate.is_none()
+                && ranks.local_sgd.is_none()
+                && ranks.shard_group.is_none()
+                && !ranks.update_in_backward,
+            "--accumulate, --local-sgd, --shard-group, --update-in-backward: expected none of \
+             them, found one; whole steps of all ranks are timed"
+        );
+        if self.of_ranks() {
+            ensure!(
+                self.peer.is_none() && !self.peers.peers,
+                "--peer, --peers: expected no flag of ranks beside them, such as --ranks, \
+                 --engine and --zero, found one"
+            );
+            return Ok(());
+        }
+        self.collective.ranks.require_none("--ranks or --collective")
     }
 
     /// The threads asked for, or all of the machine.
@@ -132,6 +189,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     if let Some(collective) = args.collective.collective {
         return bench_collective::run(&args.collective, collective, args.json);
     }
+    args.check()?;
     let model =
         args.model.as_deref().context("a model, which the flags require without a collective")?;
     let mut params = read_model(model, args.dtype)?.params;
@@ -143,13 +201,8 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         rule.name()
     );
     if args.of_ranks() {
-        ensure!(
-            args.peer.is_none() && !args.peers.peers,
-            "--peer, --peers: expected neither --ranks nor --engine, found both"
-        );
         return bench_ranks::run(args, rule, &params);
     }
-    args.collective.ranks.require_none("--ranks or --collective")?;
     if args.peers.peers {
         return peers::run(args, rule, &params);
     }
@@ -321,5 +374,82 @@ pub(crate) fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
         DType::F16 => f16::from_f64(value).to_le_bytes().repeat(numel),
         DType::BF16 => bf16::from_f64(value).to_le_bytes().repeat(numel),
         _ => (value as f32).to_le_bytes().repeat(numel),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Arg, FromArgMatches};
+
+    use super::*;
+
+    fn parser() -> clap::Command {
+        with_headings(BenchArgs::augment_args(clap::Command::new("bench")))
+    }
+
+    /// Whether `bench` takes these flags together.
+    fn takes(args: &[String]) -> bool {
+        let all = ["bench"].into_iter().chain(args.iter().map(String::as_str));
+        let matches = parser().try_get_matches_from(all);
+        let args = matches.and_then(|matches| BenchArgs::from_arg_matches(&matches));
+        args.is_ok_and(|args| args.collective.collective.is_some() || args.check().is_ok())
+    }
+
+    /// The flag with a value that it takes, and the flags that it asks for.
+    fn given(arg: &Arg) -> Vec<String> {
+        let own = format!("--{}", arg.get_long().unwrap());
+        let possible = arg.get_possible_values().into_iter().next();
+        let other = match arg.get_id().as_str() {
+            "sizes" => "4KiB",
+            "schedule" => "constant",
+            _ => "1",
+        };
+        let value = possible.map_or(other.to_owned(), |value| value.get_name().to_owned());
+        let mut all = vec![own.clone()];
+        all.extend(arg.get_action().takes_values().then_some(value));
+        let with: &[&str] = match arg.get_id().as_str() {
+            "python" | "report" | "svg" => &["--peers"],
+            "meet" => &["--rank", "1"],
+            "rank" | "gpu" => &["--meet", "folder", "--rank", "1"],
+            "reduce_each" => &["--accumulate", "2"],
+            "adaptive" => &["--local-sgd", "2"],
+            _ => &[],
+        };
+        let with = with.chunks(if with == ["--peers"] { 1 } else { 2 });
+        let with = with.filter(|flag| flag[0] != own).flatten();
+        all.extend(with.map(|&text| text.to_owned()));
+        all
+    }
+
+    #[test]
+    fn the_help_lists_each_flag_where_it_is_taken() {
+        for arg in parser().get_arguments().filter(|arg| arg.get_long().is_some()) {
+            let given = given(arg);
+            let beside = |more: &[&str]| {
+                let more = more.iter().map(|&text| text.to_owned());
+                takes(&more.chain(given.iter().cloned()).collect::<Vec<_>>())
+            };
+            let ranks = if arg.get_id() == "ranks" { &[][..] } else { &["--ranks", "2"] };
+            let of_collective: &[&str] = match arg.get_id().as_str() {
+                "collective" => &[],
+                _ => &["--collective", "all-reduce"],
+            };
+            let found = (
+                beside(&["model.json"]),
+                beside(&[&["model.json"], ranks].concat()),
+                beside(of_collective),
+            );
+            let expected = match arg.get_help_heading() {
+                _ if arg.is_hide_set() => (false, false, false),
+                Some(OF_COLLECTIVES) => (false, false, true),
+                Some(OF_ALL_RANKS) => (found.0, true, true),
+                Some(OF_STEPS_OF_RANKS) => (true, true, false),
+                Some(OF_ONE_PROCESS) => (true, false, found.2),
+                // Those of a model's step; threads, rounds and --json of collectives, too.
+                None => (true, true, found.2),
+                heading => panic!("{heading:?}"),
+            };
+            assert_eq!(found, expected, "{given:?} under {:?}", arg.get_help_heading());
+        }
     }
 }

@@ -29,7 +29,13 @@ pub(crate) struct CollectiveArgs {
     #[command(flatten)]
     pub(crate) ranks: Ranks,
     /// Bytes of each rank's buffer, with units; of whole elements of 4
-    #[arg(long, value_delimiter = ',', default_value = "4KiB,4MiB,64MiB", requires = "collective")]
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "4KiB,4MiB,64MiB",
+        requires = "collective",
+        conflicts_with = "model"
+    )]
     sizes: Vec<Size>,
 }
 

@@ -3,7 +3,6 @@
 
 use std::time::Instant;
 
-use anyhow::ensure;
 use fusestep_collective::{Collectives, Communicator, ReduceOp};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Optimizer, Plan, Planner, Topology};
@@ -57,15 +56,6 @@ struct Summary {
 
 /// Times steps of ranks and prints what rank 0 has found.
 pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
-    let ranks = &args.rank_args;
-    ensure!(
-        ranks.accumulate.is_none()
-            && ranks.local_sgd.is_none()
-            && ranks.shard_group.is_none()
-            && !ranks.update_in_backward,
-        "--accumulate, --local-sgd, --shard-group, --update-in-backward: expected none of them, \
-         found one; whole steps of all ranks are timed"
-    );
     let found = args
         .collective
         .engine

@@ -2,8 +2,9 @@
 
 use std::ffi::OsString;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use clap::Args;
+use fusestep_collective_mpi::launched_ranks;
 use fusestep_collective_processes::{LaunchOptions, Launched, launch, launched_processes};
 
 use crate::ranks::{MOST_RANKS, whole};
@@ -19,12 +20,22 @@ pub(crate) struct LaunchArgs {
     program: Vec<OsString>,
 }
 
+/// Refuses to be started by a launcher: each of its ranks would start ranks of its own.
+pub(crate) fn require_first() -> anyhow::Result<()> {
+    let by_mpirun = launched_ranks().filter(|ranks| *ranks > 1);
+    let launcher = if by_mpirun.is_some() { "mpirun" } else { "RANK and WORLD_SIZE" };
+    let Some(ranks) = by_mpirun.or_else(launched_processes) else {
+        return Ok(());
+    };
+    bail!(
+        "launch: expected no launcher around `fusestep launch`, found that of {ranks} ranks, as \
+         {launcher} say, of which each would start ranks of its own; start the program itself \
+         there, or `fusestep launch` without the other launcher"
+    );
+}
+
 /// Starts all ranks and waits for them; the exit code is that of the first that fails.
 pub(crate) fn run(args: &LaunchArgs) -> anyhow::Result<()> {
-    ensure!(
-        launched_processes().is_none(),
-        "expected to be the first launcher, found RANK and WORLD_SIZE of another one"
-    );
     let Some((program, arguments)) = args.program.split_first() else {
         bail!("expected a program behind `--`, found none");
     };

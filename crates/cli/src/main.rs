@@ -59,6 +59,9 @@ enum Command {
     /// Train a small model with the planned optimizer: on handwritten digits, or on a text
     Train(train::TrainArgs),
     /// Start a program as several ranks of this machine, for the engine `processes`
+    ///
+    /// When a rank fails, the others have 2 seconds to say so and end. Then they get SIGTERM, and 5
+    /// seconds later those that have not ended of it are killed.
     Launch(launch::LaunchArgs),
     /// Time a step against the naive plan and the memory bandwidth of this machine
     Bench(bench::BenchArgs),
@@ -94,7 +97,8 @@ fn main() -> ExitCode {
 
 /// Reads the command line; ends the program where it asks for help or cannot be understood.
 fn parse() -> Cli {
-    let mut command = with_negative_numbers(Cli::command());
+    let command = Cli::command().mut_subcommand("bench", bench::with_headings);
+    let mut command = with_negative_numbers(command);
     let matches = command.try_get_matches_from_mut(std::env::args_os());
     let cli = matches.and_then(|matches| {
         Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
@@ -145,6 +149,9 @@ fn in_one_line(mut message: String, typed: impl Iterator<Item = OsString>) -> St
 }
 
 fn run(command: &Command) -> anyhow::Result<()> {
+    if let Command::Launch(_) = command {
+        launch::require_first()?;
+    }
     let (engine, meets) = match command {
         Command::Bench(args) => (args.engine(), args.collective.ranks.meet()),
         Command::Check(args) => (args.engine, args.ranks.meet()),

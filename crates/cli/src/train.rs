@@ -213,6 +213,11 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
             "--compare-parameters: expected --ranks or --engine too, found neither; one rank has \
              nobody to compare with"
         );
+        ensure!(
+            !args.rank_args.separate,
+            "--apart: expected --ranks or --engine too, found neither; one rank has nothing to \
+             reduce"
+        );
     }
     ensure!(
         args.compare_parameters.is_none() || args.rank_args.zero < 3,

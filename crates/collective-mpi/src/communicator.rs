@@ -1,8 +1,8 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use fusestep_coalesce::HostMemory;
@@ -310,11 +310,13 @@ impl Communicator for MpiCommunicator {
             return shared.aborter();
         }
         let group = Arc::downgrade(&self.group);
-        Aborter::new(self.group.rank, move |error| {
+        let seen = Weak::clone(&group);
+        let close = move |error| {
             if let Some(group) = group.upgrade() {
                 group.announce(error);
             }
-        })
+        };
+        Aborter::new(self.group.rank, close).seeing(move || seen.upgrade()?.failure())
     }
 
     fn recorder(&self) -> &FlightRecorder {
@@ -350,11 +352,7 @@ impl Communicator for MpiCommunicator {
         if let Some(shared) = &self.shared {
             return shared.failure();
         }
-        self.group.poll();
-        match self.group.settled() {
-            None if self.group.is_ending() => Some(self.group.settle_as_told()),
-            settled => settled,
-        }
+        self.group.failure()
     }
 }
 

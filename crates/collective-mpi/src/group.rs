@@ -332,6 +332,15 @@ impl Group {
         self.settle(own.expect("asked only of a group that is ending").error)
     }
 
+    /// What has ended the group, from any thread.
+    pub(crate) fn failure(&self) -> Option<CollectiveError> {
+        self.poll();
+        match self.settled() {
+            None if self.is_ending() => Some(self.settle_as_told()),
+            settled => settled,
+        }
+    }
+
     /// Writes the mirrored recorder, if there is a folder for it.
     pub(crate) fn dump(&self) -> Option<Result<PathBuf, String>> {
         let folder = self.options.dump_folder.as_ref()?;

@@ -25,9 +25,10 @@ pub(crate) const END_TIME: Duration = Duration::from_secs(5);
 /// One of these that this process ignores, as under `nohup`, stays ignored, by the ranks as well.
 ///
 /// Each finds its place in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and FUSESTEP_SESSION.
-/// When one fails, the others have [`LaunchOptions::grace`] to end by themselves; then they are
-/// ended. Ranks of this engine end as well when this process is killed, which FUSESTEP_STARTER
-/// names. Standard input goes to rank 0. What killed ranks have left in shared memory is removed.
+/// When one fails, the others have [`LaunchOptions::grace`] to end by themselves; then they get
+/// SIGTERM, and those that have not ended of it 5 s later are killed. Ranks of this engine end as
+/// well when this process is killed, which FUSESTEP_STARTER names. Standard input goes to rank 0.
+/// What killed ranks have left in shared memory is removed.
 ///
 /// # Errors
 /// The system's, if a process cannot be started; those that were started are ended then.
@@ -139,7 +140,10 @@ impl Job {
     fn pass_on(&self, signal: Signal) {
         for (child, _) in self.running() {
             // It may just have ended; it is waited for in any case, so the number is still its own.
-            let _ = kill_process(Pid::from_child(child), signal);
+            // One that is stopped hears of the signal only when it goes on.
+            for signal in [signal, Signal::CONT] {
+                let _ = kill_process(Pid::from_child(child), signal);
+            }
         }
     }
 

@@ -13,7 +13,7 @@ pub struct LaunchOptions {
     /// Its arguments, the same for all ranks.
     pub arguments: Vec<OsString>,
     /// How long the others may go on when one has failed: they find out who it was, write flight
-    /// recorders and end by themselves. 10 s by default.
+    /// recorders and end by themselves. 2 s by default.
     pub grace: Duration,
 }
 
@@ -24,7 +24,7 @@ impl LaunchOptions {
             ranks,
             program: program.into(),
             arguments: Vec::new(),
-            grace: Duration::from_secs(10),
+            grace: Duration::from_secs(2),
         }
     }
 }

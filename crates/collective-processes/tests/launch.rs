@@ -77,6 +77,18 @@ fn the_first_failure_is_the_code_and_ends_the_others() {
 }
 
 #[test]
+fn ranks_that_do_not_answer_end_soon_after_the_first_failure() {
+    for deaf in ["kill -STOP $$; sleep 60", "exec sleep 60"] {
+        let begun = Instant::now();
+        let script = format!("[ $RANK = 1 ] && exit 7; {deaf}");
+        let grace = LaunchOptions::new(2, "sh").grace;
+        let failed = launch(&LaunchOptions { grace, ..shell(2, &script) }).unwrap();
+        assert_eq!((failed.code, failed.failed), (7, Some(1)));
+        assert!(begun.elapsed() < Duration::from_secs(5), "{deaf}: {:?}", begun.elapsed());
+    }
+}
+
+#[test]
 fn survivors_have_time_to_name_the_dead() {
     let own = std::env::current_exe().unwrap();
     let script = format!("TEST_HOW=kill exec {} a_rank --exact --nocapture", own.display());

@@ -94,13 +94,18 @@ pub fn thread_ranks(world_size: usize, options: &Options) -> Vec<ThreadCommunica
 /// panicked with, in rank order.
 ///
 /// # Errors
-/// The operating system's if a thread cannot be started; those that were started get an error from
+/// Of [`InvalidInput`](std::io::ErrorKind::InvalidInput) for no ranks, which would run nothing. The
+/// operating system's if a thread cannot be started; those that were started get an error from
 /// their communicators.
 pub fn run_ranks<R: Send>(
     world_size: usize,
     options: &Options,
     body: impl Fn(ThreadCommunicator) -> R + Sync,
 ) -> std::io::Result<Vec<std::thread::Result<R>>> {
+    if world_size == 0 {
+        let found = "ranks: expected 1 or more, found 0, of which none would run";
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, found));
+    }
     let mut ranks = thread_ranks(world_size, options).into_iter();
     let body = &body;
     std::thread::scope(|scope| {

@@ -183,7 +183,12 @@ impl<'c> FusedOptimizer<'c> {
     /// # Errors
     /// As [`State::grad_mut`].
     pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], Error> {
-        Ok(self.state()?.grad_mut(name)?)
+        self.start()?;
+        let running = self.running.as_mut();
+        let running = running.ok_or("grad_mut: expected an optimizer that could be set up")?;
+        let view = running.state.grad_mut(name);
+        self.failed |= view.is_err();
+        Ok(view?)
     }
 
     /// A gradient on a device, to be written there where the step reads it, in the order of events;
@@ -197,7 +202,9 @@ impl<'c> FusedOptimizer<'c> {
         let running = self.running.as_mut();
         let running =
             running.ok_or("grad_on_device: expected an optimizer that could be set up")?;
-        Ok(running.state.grad_on_device(running.backend.as_ref(), name)?)
+        let view = running.state.grad_on_device(running.backend.as_ref(), name);
+        self.failed |= view.is_err();
+        Ok(view?)
     }
 
     /// Gives a gradient; with communication streams its bucket is reduced as soon as it is full,

@@ -8,8 +8,8 @@ use crate::Error;
 /// Runs `body` on so many ranks, each a thread, and returns what they return, in rank order.
 ///
 /// # Errors
-/// That of the first rank with a reason of its own; others then only say that it has left. A thread
-/// that cannot be started.
+/// That of the first rank with a reason of its own; others then only say that it has left. No
+/// ranks, of which none would run `body`. A thread that cannot be started.
 pub fn threads<R: Send>(
     ranks: usize,
     body: impl Fn(&mut dyn Communicator) -> Result<R, Error> + Sync,

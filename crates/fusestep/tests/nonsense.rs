@@ -35,6 +35,41 @@ fn more_streams_than_a_rank_can_have_are_refused() {
 }
 
 #[test]
+fn no_ranks_are_refused() {
+    let error = fusestep::threads(0, |_| Ok::<(), Error>(())).unwrap_err();
+    assert!(error.to_string().contains("expected 1 or more, found 0"), "{error}");
+}
+
+#[test]
+fn a_rank_that_was_refused_a_view_is_named_by_ranks_that_go_on() {
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("refused-view");
+    for on_device in [true, false] {
+        let _ = std::fs::remove_dir_all(&folder);
+        let told = fusestep::threads(2, |comm| {
+            let rank = comm.rank();
+            let mut opt = AdamW::new(1e-2).build(&params(), Cpu::new())?.on(comm)?;
+            opt.push_grad("a", &[1.0_f32; 3])?;
+            opt.step()?;
+            opt.checkpoint_every(1, &folder, 0)?;
+            if rank == 0 {
+                // Memory of the host, and no parameter.
+                let refused = if on_device {
+                    opt.grad_on_device("a").map(drop)
+                } else {
+                    opt.grad_mut::<f32>("b").map(drop)
+                };
+                assert!(refused.is_err());
+                return Ok(None);
+            }
+            opt.push_grad("a", &[1.0_f32; 3])?;
+            Ok(opt.step().err().map(|error| error.to_string()))
+        });
+        let told = told.unwrap().pop().flatten().unwrap();
+        assert!(told.starts_with("rank 0 left the group"), "{told}");
+    }
+}
+
+#[test]
 fn a_parameter_of_two_groups_is_named() {
     let twice = AdamW::new(1e-2).group(["a", "a"], lion::Lion::default());
     let error = twice.build(&params(), Cpu::new()).unwrap_err().to_string();

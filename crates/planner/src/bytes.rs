@@ -76,7 +76,7 @@ pub(crate) fn on_host(
     }
 }
 
-/// Says that a buffer is neither the host's nor one that was handed over.
+/// Says of a rank of the world that a buffer is neither the host's nor one that was handed over.
 pub(crate) fn foreign(rank: usize) -> CollectiveError {
     CollectiveError::Refused {
         rank,

@@ -314,8 +314,9 @@ impl<'a> Comms<'a> {
         (operation, dtype, counts): (Operation, DType, Option<Vec<usize>>),
     ) -> Result<(), CollectiveError> {
         self.count_in_group(operation, range.len());
+        let rank = self.comm.rank();
         let make = move |comm: &mut dyn Communicator, memory: &mut Box<dyn Buffer>| {
-            let bytes = Bytes::of(memory.as_mut(), range).ok_or_else(|| foreign(comm.rank()))?;
+            let bytes = Bytes::of(memory.as_mut(), range).ok_or_else(|| foreign(rank))?;
             bytes.call(comm, (operation, dtype), counts.as_deref())
         };
         let Some(stream) = self.stream_ahead()? else {
@@ -376,5 +377,31 @@ pub(crate) fn bytes_sent(operation: Operation, len_bytes: u64, ranks: u64) -> u6
     match operation {
         Operation::AllReduce(_) => 2 * part,
         _ => part,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fusestep_collective::{Options, run_ranks};
+
+    use super::*;
+
+    #[test]
+    fn a_buffer_that_is_not_handed_over_is_said_of_the_rank_of_the_world() {
+        for streams in [0, 1] {
+            let told = run_ranks(4, &Options::default(), |mut comm| {
+                let group = NonZeroUsize::new(2).unwrap();
+                let mut comms = Comms::in_groups(&mut comm, group, streams).unwrap();
+                let mut buffer: Box<dyn Buffer> = Box::new(Elsewhere);
+                let call = (Operation::Barrier, DType::F32, None);
+                comms.on_device(&mut buffer, 0..4, call).unwrap_err()
+            });
+            for (rank, told) in told.unwrap().into_iter().enumerate() {
+                let told = told.unwrap().to_string();
+                // The first error of a world may end the others' calls on streams.
+                let own = told.starts_with(&format!("bucket on rank {rank}: "));
+                assert!(own || (streams > 0 && rank > 0), "{rank}: {told}");
+            }
+        }
     }
 }

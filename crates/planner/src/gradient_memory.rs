@@ -210,7 +210,7 @@ impl State {
     /// # Errors
     /// [`PlanError::UnknownName`]; [`PlanError::GradientTwice`] if it was pushed in this
     /// micro-step; [`PlanError::NotOnDevice`] on a backend of the host, and while a call has the
-    /// memory; [`PlanError::Backend`].
+    /// memory; [`PlanError::Backend`], after which the state is not stepped with any more.
     pub fn grad_on_device(
         &mut self,
         backend: &dyn Backend,
@@ -224,7 +224,15 @@ impl State {
             return Err(error());
         }
         let buffer = self.grad_buffer(backend, &place)?;
-        backend.hand_over(buffer.ok_or_else(error)?.as_mut())?;
+        let buffer = buffer.ok_or_else(error)?;
+        // Nothing is given where the caller gets no view.
+        let within = |memory: DeviceSliceMut<'_>| memory.part(place.bytes.clone()).is_some();
+        if !buffer.device_mut().is_some_and(within) {
+            return Err(error());
+        }
+        // A step could read what is still being written where the order on the device is not known.
+        let handed = backend.hand_over(buffer.as_mut());
+        self.or_poison(handed)?;
         self.arena.now[param] = Given::Viewed;
         let buffer = self.grad_buffer(backend, &place)?;
         let slice = buffer.and_then(|buffer| buffer.device_mut()?.part(place.bytes));

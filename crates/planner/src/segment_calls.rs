@@ -27,6 +27,8 @@ pub(crate) enum Reducing {
 pub(crate) struct SegmentCalls {
     dtype: DType,
     plan_hash: u64,
+    /// Of the world, whatever group makes the calls.
+    rank: usize,
     pub(crate) buckets: Vec<BucketCall>,
     /// Whether the rank's own part of every bucket lies in one piece in its shard.
     pub(crate) fit_shard: bool,
@@ -73,7 +75,8 @@ impl SegmentCalls {
                 in_shard: own.unwrap_or_default(),
             }
         });
-        Self { dtype, plan_hash: plan.hash(), buckets: buckets.collect(), fit_shard }
+        let (plan_hash, rank) = (plan.hash(), plan.topology().rank);
+        Self { dtype, plan_hash, rank, buckets: buckets.collect(), fit_shard }
     }
 
     /// Makes the calls on the segment's memory, whose results stay there.
@@ -84,7 +87,7 @@ impl SegmentCalls {
     ) -> Result<(), CollectiveError> {
         self.each(comm, |comm, call| {
             let bytes = Bytes::of(memory.as_mut(), call.bytes.clone());
-            let bytes = bytes.ok_or_else(|| foreign(comm.rank()))?;
+            let bytes = bytes.ok_or_else(|| foreign(self.rank))?;
             bytes.call(comm, (call.operation(), self.dtype), call.counts.as_deref())
         })
     }
@@ -100,7 +103,7 @@ impl SegmentCalls {
             let whole = memory.get(call.bytes.clone());
             let own = shard.get_mut(call.in_shard.clone());
             let (Some(send), Some(receive)) = (whole, own) else {
-                return Err(foreign(comm.rank()));
+                return Err(foreign(self.rank));
             };
             let made = Call {
                 operation: call.operation(),

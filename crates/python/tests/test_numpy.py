@@ -295,6 +295,39 @@ def test_errors_name_the_argument(argument, value, error, match):
     assert x.tolist() == [1.0] * 2 and not given["state"]
 
 
+@pytest.mark.parametrize("copier", [pickle.dumps, copy.deepcopy, copy.copy], ids=str)
+def test_a_copy_waits_for_the_step_that_another_thread_makes(copier):
+    params, state = arrays(1), fusestep.numpy.State()
+    run("adam", params, state, range(2))
+    copied = threading.Event()
+
+    def work():
+        copier(state)
+        copied.set()
+
+    thread = threading.Thread(target=work)
+    # A step holds it from the first array that it writes to the last.
+    with state._lock:
+        thread.start()
+        assert not copied.wait(0.3)
+    thread.join()
+    assert copied.is_set()
+
+
+def test_a_pickle_holds_nothing_that_a_step_writes_while_it_is_written():
+    params, state = arrays(1), fusestep.numpy.State()
+    run("adam", params, state, range(2))
+    made, args, kept, _, items = state.__reduce_ex__(4)
+    before = copy.deepcopy(dict(state))
+    run("adam", params, state, range(2, 4))
+    other = made(*args)
+    other.update(items)
+    other.__setstate__(kept)
+    for name, own in before.items():
+        for key, value in own.items():
+            assert np.array_equal(other[name][key], value), (name, key)
+
+
 @pytest.mark.parametrize("copier", [lambda s: s, copy.deepcopy, fusestep.numpy.State], ids=str)
 @pytest.mark.parametrize("others", [("adamw", "schedule_free"), ("sgd", "adam"), ("lion", "lamb")])
 def test_a_state_goes_on_with_the_rule_that_made_it(copier, others):

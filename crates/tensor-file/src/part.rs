@@ -198,12 +198,17 @@ fn place_of_processes() -> &'static str {
     })
 }
 
-/// When a process began, in ticks since the machine did; `None` if there is none.
+/// When a process began, in ticks since the machine did; `None` if there is none, or one that has
+/// ended and whose parent has not asked how, and may never do.
 fn began_at(pid: u32) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field, a name in parentheses, may hold anything.
-    let fields = text.rsplit_once(')')?.1;
-    fields.split_whitespace().nth(19).map(str::to_owned)
+    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
+    // Its first thread may end before the others do.
+    let threads = fields.get(17)?.parse().unwrap_or(u64::MAX);
+    let ended = matches!(fields.first(), Some(&("Z" | "X"))) && threads <= 1;
+    let began = (*fields.get(19)?).to_owned();
+    (!ended).then_some(began)
 }
 
 #[cfg(test)]
@@ -232,6 +237,31 @@ mod tests {
         assert!(own.exists() && elsewhere.exists() && foreign.exists());
         assert!(!of_dead.exists(), "its process has ended");
         assert!(!reused.exists(), "its process's number is another's now");
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn what_the_dead_have_left_goes_though_nobody_has_asked_how_they_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let began = began_at(child.id()).unwrap();
+        let name = free_name(folder.path());
+        let name = name.file_name().unwrap().to_str().unwrap();
+        let own = format!("{PREFIX}{}-{}", std::process::id(), identity());
+        let of_child = format!("{PREFIX}{}-{}-{began}", child.id(), place_of_processes());
+        let left = folder.path().join(name.replace(&own, &of_child));
+        std::fs::write(&left, b"x").unwrap();
+        remove_abandoned(folder.path());
+        assert!(left.exists(), "its process is alive");
+        child.kill().unwrap();
+        let begun = std::time::Instant::now();
+        while left.exists() && begun.elapsed() < Duration::from_secs(10) {
+            remove_abandoned(folder.path());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let is_left = left.exists();
+        child.wait().unwrap();
+        assert!(!is_left, "its process has ended");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -158,6 +158,30 @@ fn a_reshard_that_is_refused_leaves_no_folder_and_takes_none_of_the_checkpoints(
     ok(&["checkpoint", "verify", text(&path)]);
 }
 
+/// Waits for the first saves of a run, none to three, as its manifest tells of them, and then for
+/// some of the time that one takes it now, in an order that jumps: other work on the machine has
+/// made the run slower or faster than any that was timed before.
+fn wait_in_a_save(run: &mut Child, path: &Path, round: u64) {
+    let manifest = || fs::read(path.join("manifest.json")).ok();
+    let (mut last, mut saves, mut begun, start) = (manifest(), 0, None, Instant::now());
+    let mut pace = Duration::from_millis(5);
+    while saves < round % 4 || begun.is_none() {
+        if run.try_wait().unwrap().is_some() || start.elapsed() > Duration::from_secs(60) {
+            return;
+        }
+        if begun.is_none() && path.exists() {
+            begun = Some(Instant::now());
+        }
+        let found = manifest();
+        if let Some(begun) = begun.filter(|_| found != last) {
+            (last, saves) = (found, saves + 1);
+            pace = begun.elapsed() / saves as u32;
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    std::thread::sleep(pace * (round * 7 % 16) as u32 / 16);
+}
+
 /// Kills a run that saves after every update at random instants and resumes it, until `kills` have
 /// met it running; then lets it end.
 fn kill_and_resume(kills: u64, more: &[&str]) {
@@ -166,24 +190,19 @@ fn kill_and_resume(kills: u64, more: &[&str]) {
     let base = ["train", "--json", "--epochs", "1", "--batch", "64"];
     let base = [&base[..], more, &["--ranks", "2", "--save-every", "1", "--checkpoint"]].concat();
     let hash = |text: &str| serde_json::from_str::<Value>(text).unwrap()["params_hash"].clone();
-    let start = Instant::now();
     let whole = hash(&ok(&[&base[..], &[text(&scratch)]].concat()));
-    let length = start.elapsed();
     let (mut killed, mut saved) = (0, 0);
     for round in 0.. {
         if killed == kills {
             break;
         }
-        // On a machine that is idle again a run is shorter than the one that was measured.
         assert!(round < 4 * kills, "{killed} killed in {round} rounds");
         let resumes = path.join("manifest.json").exists();
         saved += u64::from(resumes);
         let mut command = Command::new(env!("CARGO_BIN_EXE_fusestep"));
         command.args(&base).arg(&path).stdout(Stdio::piped());
         let mut run = command.args(resumes.then_some("--resume")).spawn().unwrap();
-        // From right after the start to the whole run's length, in an order that jumps.
-        let share = (round * 7 % 16 + 1) as f64 / 16.0;
-        std::thread::sleep(Duration::from_secs_f64(length.as_secs_f64() * share));
+        wait_in_a_save(&mut run, &path, round);
         // SIGKILL: nothing of the process runs after it.
         run.kill().unwrap();
         let output = run.wait_with_output().unwrap();

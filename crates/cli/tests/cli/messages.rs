@@ -173,6 +173,20 @@ fn buffers_have_an_element_at_least() {
 }
 
 #[test]
+fn reducing_apart_asks_for_ranks() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    for (command, flag) in [(&["plan", text(&shapes)][..], "--world"), (&["train"], "--ranks")] {
+        let error = refused(&[command, &["--apart"]].concat());
+        assert!(error.contains(&format!("--apart: expected {flag}")), "{error}");
+    }
+    assert!(ok(&["plan", text(&shapes), "--world", "2", "--apart"]).contains("predicted: "));
+    // As any other flag of ranks asks `bench` for their steps.
+    let timed = ok(&["bench", text(&shapes), "--rounds", "1", "--apart"]);
+    assert!(timed.contains("2 ranks (thread)"), "{timed}");
+}
+
+#[test]
 fn what_is_unknown_or_not_there_is_left_out_of_a_prediction() {
     let folder = Folder::new();
     let shapes = shapes(&folder);

@@ -242,6 +242,16 @@ fn processes_that_torchrun_has_started_find_each_other_and_other_engines_are_ref
 }
 
 #[test]
+fn a_launcher_within_another_is_named() {
+    let start = ["launch", "-n", "2", "--"];
+    let nested = [&start[..], &[env!("CARGO_BIN_EXE_fusestep")], &start, &["true"]].concat();
+    let error = refused(&nested);
+    let named = "expected no launcher around `fusestep launch`, found that of 2 ranks";
+    assert_eq!(error.matches(named).count(), 2, "{error}");
+    assert!(!error.contains("--engine"), "{error}");
+}
+
+#[test]
 fn another_number_of_ranks_than_a_launcher_has_started_is_named() {
     let program = env!("CARGO_BIN_EXE_fusestep");
     let folder = Folder::new();

@@ -174,7 +174,19 @@ class State(Dict[str, Dict[str, Any]]):
         self._lock = threading.RLock()
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {"made_by": dict(self._made_by)}
+        with self._lock:
+            return {"made_by": dict(self._made_by)}
+
+    def __reduce_ex__(self, protocol: Any) -> Tuple[Any, ...]:
+        # Pickled when the lock is no longer held, so nothing of it may be what a step writes to.
+        copied = self.__deepcopy__({})
+        return type(self), (), copied.__getstate__(), None, iter(copied.items())
+
+    def __copy__(self) -> State:
+        with self._lock:
+            copied = State(self)
+            copied._made_by.update(self._made_by)
+        return copied
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         self._forget()
