@@ -11,7 +11,7 @@ use fusestep_tensor::{Element, Role};
 use half::bf16;
 
 use crate::gradients::{Addresses, Gradients};
-use crate::group::GroupRules;
+use crate::group::{self, GroupRules};
 use crate::lend;
 use crate::memory::Memory;
 use crate::variables::{Names, Variables};
@@ -28,7 +28,7 @@ pub struct Fused<P> {
     pub(crate) addresses: Addresses,
     pub(crate) params: P,
     pub(crate) options: Options,
-    group_rules: GroupRules,
+    pub(crate) group_rules: GroupRules,
     pub(crate) plan: Plan,
     pub(crate) state: State,
     /// Behind the state, whose memory it gave.
@@ -206,13 +206,14 @@ impl<P: Params> Fused<P> {
     }
 
     /// Sets the learning rate of one of [`Options::groups`], counted from 0, from the next step on;
-    /// groups that were given equal rules have one.
+    /// groups that were given equal rules have one, and a group that was given the optimizer's own
+    /// has the optimizer's.
     ///
     /// # Errors
     /// An [`AdapterError`] if there is no such group, or the rate is out of range.
     pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
-        let rule = self.group_rules.number(group)?;
-        Ok(self.state.set_lr_of(rule, lr).map_err(AdapterError::from)?)
+        let rule = (self.group_rules.number(group)?, &mut self.params);
+        Ok(group::set_lr(&mut self.state, rule, lr)?)
     }
 
     /// The learning rate of the next step: the base rate, times the factor of
