@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var, WithDType};
@@ -36,6 +37,8 @@ pub struct Fused<P> {
     pub(crate) unmatched: Vec<String>,
     report: Report,
     pub(crate) checkpoints: Checkpoints,
+    /// Whether the variables are what a model is evaluated with.
+    pub(crate) evaluating: AtomicBool,
 }
 
 /// What the last step did.
@@ -151,6 +154,7 @@ impl<P: Params> Fused<P> {
             unmatched,
             report: Report::default(),
             checkpoints: Checkpoints::default(),
+            evaluating: AtomicBool::new(false),
         };
         optimizer.follow_variables()?;
         Ok(optimizer)
