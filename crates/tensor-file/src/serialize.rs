@@ -11,8 +11,8 @@ use crate::{TensorBytes, TensorFileError};
 /// A file of tensors as bytes.
 ///
 /// # Errors
-/// [`TensorFileError::Write`] naming `path` if a tensor's bytes do not fit its shape, or its name is
-/// another's or the one that the format keeps its texts under.
+/// [`TensorFileError::Write`] naming `path` if a tensor's bytes do not fit its shape, or its name
+/// is another's or the one that the format keeps its texts under.
 pub fn serialize(
     path: &Path,
     tensors: &[(String, TensorBytes<'_>)],
