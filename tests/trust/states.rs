@@ -91,6 +91,9 @@ fn state_of_another_rule_or_direction_is_refused() {
             );
         }
     }
+    save(Adam::default().into(), &path);
+    let error = load(Sgd::default().into(), &path).unwrap_err().to_string();
+    assert!(error.contains("rule and settings keep other tensors"), "{error}");
     save(momentum().into(), &path);
     let turned = Sgd { objective: Objective::Maximize, ..momentum() };
     let error = load(turned.into(), &path).unwrap_err().to_string();

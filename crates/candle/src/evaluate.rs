@@ -1,5 +1,7 @@
 //! Variables as a model is evaluated with them, for a while.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use candle_core::Var;
 
 use crate::lend::{copy, with_bytes, write_in_place};
@@ -10,7 +12,7 @@ impl<P: Params> Fused<P> {
     /// [`crate::ScheduleFree`] the average, as after `optimizer.eval()` of its authors' package,
     /// under any other rule what they are anyway. Then they have the bits they had, so training
     /// does not notice, whether `work` succeeds, fails or panics; what it writes to a variable is
-    /// lost.
+    /// lost. Within such a `work` another one finds the variables as they are.
     ///
     /// # Errors
     /// That of `work`; an [`AdapterError`] if a variable is not contiguous in host memory any more.
@@ -21,9 +23,11 @@ impl<P: Params> Fused<P> {
         &self,
         work: impl FnOnce() -> candle_core::Result<R>,
     ) -> candle_core::Result<R> {
-        if !self.state.averages() {
+        // The average of what is an average already would be another one.
+        if !self.state.averages() || self.evaluating.swap(true, Ordering::Relaxed) {
             return work();
         }
+        let _evaluating = Evaluating(&self.evaluating);
         with_values(&self.vars, work, |index, bytes| {
             let name = &self.vars[index].0;
             let backend = self.memory.backend();
@@ -50,6 +54,15 @@ impl<P: Params> Ranked<'_, P> {
             self.plan.gather_averages(&self.state, &self.backend, &mut self.comms, &names);
         let gathered = gathered.map_err(AdapterError::from)?;
         with_values(&self.vars, work, |index, bytes| copy(gathered.bytes(index), bytes))
+    }
+}
+
+/// Set until this is dropped, by a panic, too.
+struct Evaluating<'a>(&'a AtomicBool);
+
+impl Drop for Evaluating<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var, WithDType};
@@ -11,7 +12,7 @@ use fusestep_tensor::{Element, Role};
 use half::bf16;
 
 use crate::gradients::{Addresses, Gradients};
-use crate::group::GroupRules;
+use crate::group::{self, GroupRules};
 use crate::lend;
 use crate::memory::Memory;
 use crate::variables::{Names, Variables};
@@ -28,7 +29,7 @@ pub struct Fused<P> {
     pub(crate) addresses: Addresses,
     pub(crate) params: P,
     pub(crate) options: Options,
-    group_rules: GroupRules,
+    pub(crate) group_rules: GroupRules,
     pub(crate) plan: Plan,
     pub(crate) state: State,
     /// Behind the state, whose memory it gave.
@@ -36,6 +37,8 @@ pub struct Fused<P> {
     pub(crate) unmatched: Vec<String>,
     report: Report,
     pub(crate) checkpoints: Checkpoints,
+    /// Whether the variables are what a model is evaluated with.
+    pub(crate) evaluating: AtomicBool,
 }
 
 /// What the last step did.
@@ -151,6 +154,7 @@ impl<P: Params> Fused<P> {
             unmatched,
             report: Report::default(),
             checkpoints: Checkpoints::default(),
+            evaluating: AtomicBool::new(false),
         };
         optimizer.follow_variables()?;
         Ok(optimizer)
@@ -206,13 +210,14 @@ impl<P: Params> Fused<P> {
     }
 
     /// Sets the learning rate of one of [`Options::groups`], counted from 0, from the next step on;
-    /// groups that were given equal rules have one.
+    /// groups that were given equal rules have one, and a group that was given the optimizer's own
+    /// has the optimizer's.
     ///
     /// # Errors
     /// An [`AdapterError`] if there is no such group, or the rate is out of range.
     pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
-        let rule = self.group_rules.number(group)?;
-        Ok(self.state.set_lr_of(rule, lr).map_err(AdapterError::from)?)
+        let rule = (self.group_rules.number(group)?, &mut self.params);
+        Ok(group::set_lr(&mut self.state, rule, lr)?)
     }
 
     /// The learning rate of the next step: the base rate, times the factor of

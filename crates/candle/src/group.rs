@@ -1,11 +1,14 @@
 //! Variables with a rule and settings of their own.
 
-use fusestep_planner::Optimizer as Rule;
+use fusestep_planner::{Optimizer as Rule, State};
 
 use crate::{AdapterError, Params};
 
 /// Variables with a rule and settings of their own: those whose name contains one of some texts
 /// and that no group before this one has.
+///
+/// Groups that are given equal rules have one in common from then on, and one that is given the
+/// optimizer's own rule follows the optimizer's settings.
 ///
 /// ```
 /// use fusestep_candle::{Options, ParamGroup, ParamsLion};
@@ -40,7 +43,8 @@ impl ParamGroup {
     }
 }
 
-/// The planner's number of each group's rule: groups of equal rules are one to it.
+/// The planner's number of each group's rule: groups of equal rules are one to it, and number 0 is
+/// the optimizer's own.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct GroupRules(Vec<usize>);
 
@@ -50,9 +54,30 @@ impl GroupRules {
         Self(groups.iter().filter_map(number).collect())
     }
 
+    /// Gives groups their settings of the moment: those of the optimizer, `own`, or of the planner.
+    pub(crate) fn bring_up_to_date(&self, groups: &mut [ParamGroup], own: Rule, rules: &[Rule]) {
+        for (group, &number) in groups.iter_mut().zip(&self.0) {
+            group.rule = if number == 0 { own } else { rules[number] };
+        }
+    }
+
     /// The planner's number of a group's rule.
     pub(crate) fn number(&self, group: usize) -> Result<usize, AdapterError> {
         let found = self.0.get(group).copied();
         found.ok_or(AdapterError::NoSuchGroup { found: group, count: self.0.len() })
     }
+}
+
+/// Sets the rate of the rule of this number; `params` are the optimizer's own hyper-parameters,
+/// which every step makes rule 0 of.
+pub(crate) fn set_lr(
+    state: &mut State,
+    (rule, params): (usize, &mut impl Params),
+    lr: f64,
+) -> Result<(), AdapterError> {
+    state.set_lr_of(rule, lr)?;
+    if rule == 0 {
+        params.set_lr(lr);
+    }
+    Ok(())
 }

@@ -11,7 +11,7 @@ use fusestep_simd::Pool;
 use fusestep_tensor::Role;
 
 use crate::gradients::{Addresses, Gradients};
-use crate::group::GroupRules;
+use crate::group::{self, GroupRules};
 use crate::lend::{bytes_of, copy, write_in_place};
 use crate::variables::Names;
 use crate::{AdapterError, Fused, Initial, Options, Params, Report, memory};
@@ -62,11 +62,13 @@ impl<P: Params> Fused<P> {
         Ok(self.ranked(comm)?)
     }
 
-    fn ranked(self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
+    fn ranked(mut self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
         let topology = Topology::of(comm);
         let backend = CpuBackend::new(threads(&self.options, topology));
         let mut names = self.vars.iter().map(|(name, _)| name.as_str());
         let rule = self.params.rule();
+        let groups = &mut self.options.groups;
+        self.group_rules.bring_up_to_date(groups, rule, self.state.rules());
         let planner = self.options.planner(rule, &backend, &mut names);
         let planner = self.options.on_ranks(planner, topology)?;
         let plan = planner.plan_for(self.plan.params(), topology)?;
@@ -346,8 +348,8 @@ impl<P: Params> Ranked<'_, P> {
     /// # Errors
     /// As [`Fused::set_group_learning_rate`].
     pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
-        let rule = self.group_rules.number(group)?;
-        Ok(self.state.set_lr_of(rule, lr).map_err(AdapterError::from)?)
+        let rule = (self.group_rules.number(group)?, &mut self.params);
+        Ok(group::set_lr(&mut self.state, rule, lr)?)
     }
 
     /// The plan of a step.

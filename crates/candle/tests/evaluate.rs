@@ -80,6 +80,24 @@ fn schedule_free_is_evaluated_at_the_average() {
 }
 
 #[test]
+fn an_evaluation_within_another_has_the_same_average() {
+    let vars = vars(DType::F32);
+    let optimizer = trained(&vars, schedule_free(), Precision::default(), false);
+    let before = values(&vars);
+    // After a panic, too.
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        optimizer.evaluate(|| -> candle_core::Result<()> { panic!("on purpose") })
+    }));
+    assert!(panicked.is_err());
+    for _ in 0..2 {
+        let outer = || Ok((optimizer.evaluate(|| Ok(values(&vars)))?, values(&vars)));
+        let (within, around) = optimizer.evaluate(outer).unwrap();
+        assert!(within == around && around != before);
+        assert_eq!(values(&vars), before);
+    }
+}
+
+#[test]
 fn training_does_not_notice_that_it_was_evaluated() {
     let master = |master| Precision { master, ..Precision::default() };
     for (dtype, precision) in [

@@ -24,7 +24,7 @@ use crate::options::{PlanningArgs, PrecisionArgs, param_dtype, parse_threads, po
 use crate::output::{duration, print, print_json};
 use crate::peers::{self, CandlePair, CandleTimes};
 use crate::ranks::{RankArgs, whole};
-use crate::rules::{OptimizerArgs, Rule};
+use crate::rules::OptimizerArgs;
 use crate::timer::Timer;
 
 /// Most rounds.
@@ -156,7 +156,8 @@ enum Peer {
 struct BenchSummary {
     parameters: usize,
     elements: u64,
-    dtype: &'static str,
+    /// Those of the parameters.
+    dtype: String,
     optimizer: &'static str,
     simd: &'static str,
     threads: usize,
@@ -195,11 +196,9 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let mut params = read_model(model, args.dtype)?.params;
     args.optimizer.exclude(&mut params);
     let rule = args.optimizer.rule()?;
-    ensure!(
-        args.peer.is_none() || args.optimizer.optimizer == Rule::Adamw,
-        "--peer candle: expected --optimizer adamw, found {}; leave --peer out",
-        rule.name()
-    );
+    if args.peer.is_some() {
+        peers::plain_adamw(args, rule, "--peer candle")?;
+    }
     if args.of_ranks() {
         return bench_ranks::run(args, rule, &params);
     }
@@ -241,7 +240,7 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
     let summary = BenchSummary {
         parameters: params.len(),
         elements: plan.elements(),
-        dtype: args.dtype.name(),
+        dtype: dtypes(args, params),
         optimizer: rule.name(),
         simd: backend.level().name(),
         threads: backend.pool().threads(),
@@ -358,6 +357,14 @@ impl Plans {
         };
         Ok(Self { fused, naive, wide })
     }
+}
+
+/// The names of the parameters' dtypes; of none, that which they would have.
+pub(crate) fn dtypes(args: &BenchArgs, params: &[ParamDesc]) -> String {
+    let mut names: Vec<&str> = params.iter().map(|param| param.dtype.name()).collect();
+    names.sort_unstable();
+    names.dedup();
+    if names.is_empty() { args.dtype.name().to_owned() } else { names.join(" and ") }
 }
 
 /// These parameters in f32.

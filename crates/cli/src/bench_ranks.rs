@@ -10,7 +10,7 @@ use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{ParamDesc, counted};
 use serde::Serialize;
 
-use crate::bench::{BenchArgs, Subject};
+use crate::bench::{BenchArgs, Subject, dtypes};
 use crate::bench_parts::{Calls, Step, Streamed, Work, own_params};
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
@@ -30,7 +30,7 @@ const MOST_CALLS: u32 = 1 << 12;
 struct Summary {
     parameters: usize,
     elements: u64,
-    dtype: &'static str,
+    dtype: String,
     optimizer: &'static str,
     ranks: usize,
     engine: String,
@@ -205,7 +205,7 @@ fn measure(
     Ok(Summary {
         parameters: params.len(),
         elements: plan.elements(),
-        dtype: args.dtype.name(),
+        dtype: dtypes(args, params),
         optimizer: rule.name(),
         ranks: topology.world,
         engine: name_of(args.collective.engine.unwrap_or_default()),

@@ -35,6 +35,8 @@ mod values;
 use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
+#[cfg(target_os = "linux")]
+use std::sync::{Arc, atomic::AtomicBool};
 use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue};
@@ -76,6 +78,8 @@ enum Command {
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 fn main() -> ExitCode {
+    #[cfg(target_os = "linux")]
+    let _ = outlive_file_size_limit();
     // Usage errors end here with exit code 2 and clap's own message.
     let cli = parse();
     match run(&cli.command) {
@@ -93,6 +97,15 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Has a write beyond `ulimit -f` fail, as one to a full disk does: the system ends a program there
+/// without a word, and what it was writing is left behind. Programs that are started from here have
+/// what they would have had.
+#[cfg(target_os = "linux")]
+fn outlive_file_size_limit() -> std::io::Result<signal_hook::SigId> {
+    let heard = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, heard)
 }
 
 /// Reads the command line; ends the program where it asks for help or cannot be understood.

@@ -6,9 +6,11 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::{Adam, SecondMoment};
+use fusestep_launch::Objective;
 use fusestep_planner::{Optimizer, Plan, html_page};
 use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{DType, ParamDesc, Quoted};
@@ -197,15 +199,27 @@ fn shown(args: &BenchArgs, summary: &PeerSummary, plan: &Plan) -> anyhow::Result
     print(&summary.to_string())
 }
 
-/// What peers are asked to do.
-fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Request> {
+/// The rule, if it and what is done around it are a step that every peer can make.
+pub(crate) fn plain_adamw(args: &BenchArgs, rule: Optimizer, flag: &str) -> anyhow::Result<Adam> {
     let adamw = match rule {
         Optimizer::Adam(adam) if rule.name() == "adamw" => adam,
-        _ => anyhow::bail!(
-            "--peers: expected --optimizer adamw, which all of them have, found {}",
-            rule.name()
-        ),
+        _ => bail!("{flag}: expected --optimizer adamw, found {}; leave {flag} out", rule.name()),
     };
+    let asked = [
+        ("--amsgrad", adamw.second_moment == SecondMoment::Largest),
+        ("--maximize", adamw.objective == Objective::Maximize),
+        ("--clip-norm", args.gradients.clip_norm.is_some()),
+        ("--loss-scale", args.gradients.loss_scale.is_some()),
+    ];
+    match asked.iter().find(|(_, is_asked)| *is_asked) {
+        Some((asked, _)) => bail!("{flag}: expected a plain step, found {asked}; leave it out"),
+        None => Ok(adamw),
+    }
+}
+
+/// What peers are asked to do.
+fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Request> {
+    let adamw = plain_adamw(args, rule, "--peers")?;
     for param in params {
         ensure!(
             param.dtype == DType::F32,
@@ -214,11 +228,6 @@ fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::R
             Quoted(&param.name)
         );
     }
-    let plain = args.gradients.clip_norm.is_none() && args.gradients.loss_scale.is_none();
-    ensure!(
-        plain,
-        "--peers: expected a plain step, found --clip-norm or --loss-scale; leave them out"
-    );
     let shaped =
         |param: &ParamDesc| Shaped { name: param.name.clone(), shape: param.shape.dims().to_vec() };
     Ok(Request {

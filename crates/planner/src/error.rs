@@ -157,7 +157,7 @@ pub enum PlanError {
         count: usize,
     },
     /// A micro-step cannot be weighed so.
-    #[error("weight of the micro-step: expected a number above 0, found {found}")]
+    #[error("weight of the micro-step: expected a number from 2e-38 to 3e38, found {found}")]
     Weight {
         /// The weight given.
         found: f64,

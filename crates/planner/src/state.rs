@@ -347,8 +347,12 @@ impl State {
 
     /// Weighs the gradients of the micro-step under way, before the first of them is given: the
     /// number of its samples, if updates are means of micro-steps of unequal length.
+    ///
+    /// # Errors
+    /// [`PlanError::Weight`] for one that is not above 0, or that f32, in which gradients are
+    /// added, has as 0 or infinite.
     pub fn set_weight(&mut self, weight: f64) -> Result<()> {
-        if weight.is_finite() && weight > 0.0 {
+        if weight > 0.0 && (weight as f32).is_normal() {
             self.arena.weight = Some(weight);
             return Ok(());
         }

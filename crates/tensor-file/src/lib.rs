@@ -9,6 +9,7 @@ mod header;
 mod part;
 mod place;
 mod read;
+mod serialize;
 mod write;
 
 pub use commit::{commit_together, finish_interrupted, finish_interrupted_in};
@@ -17,6 +18,5 @@ pub use files::{Disk, FileKind, Files};
 pub use part::{is_part, remove_abandoned};
 pub use place::same_file;
 pub use read::{TensorEntry, TensorFile};
-pub use write::{
-    Prepared, TensorBytes, check_writable, check_writable_together, serialize, write_atomically,
-};
+pub use serialize::serialize;
+pub use write::{Prepared, TensorBytes, check_writable, check_writable_together, write_atomically};

@@ -9,7 +9,7 @@ use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, View};
 
 use crate::commit::{Sum, journal_of};
-use crate::header::METADATA_KEY;
+use crate::serialize::serialize;
 use crate::{Disk, FileKind, Files, TensorFileError, part, place};
 
 /// A tensor to be written.
@@ -210,50 +210,6 @@ impl Drop for Prepared<'_> {
     }
 }
 
-/// A file of tensors as bytes.
-///
-/// # Errors
-/// [`TensorFileError::Write`] naming `path` if a tensor's bytes do not fit its shape.
-pub fn serialize(
-    path: &Path,
-    tensors: &[(String, TensorBytes<'_>)],
-    metadata: HashMap<String, String>,
-) -> Result<Vec<u8>, TensorFileError> {
-    let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
-    let metadata = (!metadata.is_empty()).then_some(metadata);
-    let mut bytes = safetensors::serialize(views, metadata).map_err(|error| {
-        TensorFileError::Write { path: path.to_owned(), reason: error.to_string() }
-    })?;
-    sort_metadata(&mut bytes);
-    Ok(bytes)
-}
-
-/// Puts the texts about a file in the order of their keys: the library leaves them in a hash map's,
-/// so that equal content would not be equal bytes.
-fn sort_metadata(bytes: &mut [u8]) {
-    let Some((length, rest)) = bytes.split_first_chunk_mut::<8>() else {
-        return;
-    };
-    let length = u64::from_le_bytes(*length) as usize;
-    let Some(header) = rest.get_mut(..length) else {
-        return;
-    };
-    let entries: Option<serde_json::Map<String, serde_json::Value>> =
-        serde_json::from_slice(header).ok();
-    let Some(mut entries) = entries else {
-        return;
-    };
-    if let Some(serde_json::Value::Object(texts)) = entries.get_mut(METADATA_KEY) {
-        texts.sort_keys();
-    }
-    let sorted = serde_json::to_vec(&entries).unwrap_or_default();
-    // Sorting changes no length, but for the spaces at the end.
-    if sorted.len() <= length {
-        header[..sorted.len()].copy_from_slice(&sorted);
-        header[sorted.len()..].fill(b' ');
-    }
-}
-
 /// Writes a file of tensors: into a temporary file beside `path`, synced, then renamed over it, and
 /// the folder synced.
 ///
@@ -305,20 +261,6 @@ mod tests {
             assert_eq!(read.metadata()["step"], value.to_string());
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn equal_content_is_equal_bytes() {
-        let texts = (0..50).map(|at| (format!("key {at} \u{e9}\n"), format!("{at}")));
-        let texts: Vec<_> = texts.collect();
-        let written = |metadata: HashMap<String, String>| {
-            serialize(Path::new("x"), &tensors(3), metadata).unwrap()
-        };
-        let first = written(texts.iter().cloned().collect());
-        assert_eq!(written(texts.iter().rev().cloned().collect()), first);
-        let read = TensorFile::parse(Path::new("x"), first).unwrap();
-        assert_eq!(read.metadata(), &texts.into_iter().collect());
-        assert_eq!(read.bytes("a").unwrap(), [3; 8]);
     }
 
     #[test]

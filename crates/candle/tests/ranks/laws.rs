@@ -155,6 +155,49 @@ fn a_group_has_the_rule_and_the_rate_it_was_given() {
 }
 
 #[test]
+fn a_rate_that_was_set_for_a_group_is_the_groups() {
+    let options = |group: ParamsAdamW| Options {
+        groups: vec![ParamGroup::of(["head"], group)],
+        ..Options::default()
+    };
+    let own = ParamsAdamW::default();
+    let other = ParamsAdamW { lr: 0.5, ..own.clone() };
+    for (group, body_stays) in [(own.clone(), true), (other, false)] {
+        let of = || {
+            let vars = vars(DType::F32, 7);
+            let options = options(group.clone());
+            (Fused::with_options(vars.clone(), own.clone(), &options).unwrap(), vars)
+        };
+        let begun = all_bits(&vars(DType::F32, 7));
+        let stays = |vars: &[(String, Var)]| {
+            for ((name, var), begun) in vars.iter().zip(&begun) {
+                let expected = name.contains("head") || body_stays || begun.is_empty();
+                assert_eq!(bits(var.as_tensor()) == *begun, expected, "{name}");
+            }
+        };
+        let (mut fused, vars) = of();
+        fused.set_group_learning_rate(0, 0.0).unwrap();
+        assert_eq!(fused.params().lr == 0.0, body_stays);
+        step_whole(&mut fused, &vars, 0..1).unwrap();
+        stays(&vars);
+        // Set before ranks are, and after.
+        for before in [true, false] {
+            let ((mut fused, vars), mut solo) = (of(), Solo::new());
+            if before {
+                fused.set_group_learning_rate(0, 0.0).unwrap();
+            }
+            let mut ranked = fused.on(&mut solo).unwrap();
+            if !before {
+                ranked.set_group_learning_rate(0, 0.0).unwrap();
+            }
+            let shared = Shared { world: 1, zero: 0, micro: 1 };
+            step_ranked(&mut ranked, shared, 0..1).unwrap();
+            stays(&vars);
+        }
+    }
+}
+
+#[test]
 fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
     // A real backward pass, whose gradients are no exact numbers: ranks and micro-steps add the
     // same terms in the same order.

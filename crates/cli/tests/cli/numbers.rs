@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::{Folder, ok, text};
+use crate::{Folder, ok, refused, text};
 
 fn json(args: &[&str]) -> Value {
     serde_json::from_str(&ok(args)).unwrap()
@@ -75,4 +75,27 @@ fn every_file_that_a_step_writes_is_named() {
     let named = format!("wrote {out}, {state}, {average}\n");
     assert!(printed.contains(&named), "{printed}");
     assert_eq!(fs::read(folder.path("out")).unwrap(), fs::read(folder.path("average")).unwrap());
+}
+
+#[test]
+fn bench_says_the_dtypes_of_the_model_and_refuses_steps_that_its_peers_do_not_make() {
+    let folder = Folder::new();
+    let shapes = folder.path("shapes.json");
+    let both = r#"[{"name":"a","shape":[9],"dtype":"f64"},{"name":"b","shape":[7]}]"#;
+    for (model, dtypes) in [(both, "f32 and f64"), (&both.replace("f64", "bf16"), "bf16 and f32")] {
+        fs::write(&shapes, model).unwrap();
+        for ranks in [&[][..], &["--ranks", "2"]] {
+            let bench = ["bench", text(&shapes), "--rounds", "1", "--json"];
+            let json = ok(&[&bench[..], ranks].concat());
+            let json: Value = serde_json::from_str(&json).unwrap();
+            assert_eq!(json["dtype"], dtypes, "{json}");
+        }
+    }
+    for peers in [&["--peer", "candle"][..], &["--peers"]] {
+        for asked in [&["--amsgrad"][..], &["--maximize"], &["--clip-norm", "1"]] {
+            let error = refused(&[&["bench", text(&shapes)], peers, asked].concat());
+            let expected = format!("expected a plain step, found {}", asked[0]);
+            assert!(error.contains(&expected), "{error}");
+        }
+    }
 }

@@ -307,6 +307,25 @@ fn the_cause_is_told_where_only_a_rank_other_than_the_first_fails() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn a_limit_on_files_is_an_error_that_leaves_files_as_they_were() {
+    let folder = Folder::new();
+    let [params, out] = ["params", "out"].map(|name| folder.path(name));
+    crate::write(&params, &[("w", vec![0.5; 1000])]);
+    fs::write(&out, "before").unwrap();
+    let output = std::process::Command::new("prlimit")
+        .args(["--fsize=1000", env!("CARGO_BIN_EXE_fusestep"), "step", "--params", text(&params)])
+        .args(["--grads", text(&params), "--out", text(&out)])
+        .output()
+        .unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("out") && error.contains("File too large"), "{error}");
+    assert_eq!(fs::read(&out).unwrap(), b"before");
+    assert_eq!(folder.files(), 2);
+}
+
+#[test]
 fn processes_tell_the_cause_and_which_rank_they_follow() {
     let folder = Folder::new();
     fs::create_dir(folder.path("0")).unwrap();

@@ -217,7 +217,11 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
     if known != file.entries().len() {
         let extra = file.entries().keys().find(|name| !keeps(state, name));
         let name = extra.map_or("", String::as_str);
-        let found = "a tensor of no parameter given";
+        let param = name.rsplit_once('@').map_or("", |(param, _)| param);
+        let found = match state.find(param) {
+            Ok(_) => "one of a parameter whose rule and settings keep other tensors here",
+            Err(_) => "a tensor of no parameter given",
+        };
         return Err(refuse(file, name, "no such tensor", found));
     }
     let text = file.metadata().get(STEP);

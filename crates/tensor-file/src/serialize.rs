@@ -1,0 +1,123 @@
+//! Tensors as the bytes of a file.
+
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+
+use fusestep_tensor::Quoted;
+
+use crate::header::METADATA_KEY;
+use crate::{TensorBytes, TensorFileError};
+
+/// A file of tensors as bytes.
+///
+/// # Errors
+/// [`TensorFileError::Write`] naming `path` if a tensor's bytes do not fit its shape, or its name
+/// is another's or the one that the format keeps its texts under.
+pub fn serialize(
+    path: &Path,
+    tensors: &[(String, TensorBytes<'_>)],
+    metadata: HashMap<String, String>,
+) -> Result<Vec<u8>, TensorFileError> {
+    let refused = |reason| TensorFileError::Write { path: path.to_owned(), reason };
+    check_names(tensors).map_err(refused)?;
+    let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
+    let metadata = (!metadata.is_empty()).then_some(metadata);
+    let bytes = safetensors::serialize(views, metadata);
+    let mut bytes = bytes.map_err(|error| refused(error.to_string()))?;
+    sort_metadata(&mut bytes);
+    Ok(bytes)
+}
+
+/// Refuses names that the library would panic at, or write a file of that nobody can read.
+fn check_names(tensors: &[(String, TensorBytes<'_>)]) -> Result<(), String> {
+    let mut seen = HashSet::with_capacity(tensors.len());
+    for (name, _) in tensors {
+        if name == METADATA_KEY {
+            return Err(format!(
+                "expected tensors of other names than `{METADATA_KEY}`, which is what the format \
+                 keeps texts under, found one; rename it"
+            ));
+        }
+        if !seen.insert(name) {
+            return Err(format!(
+                "`{}`: expected the name once, found it twice; rename one of the tensors",
+                Quoted(name)
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Puts the texts about a file in the order of their keys: the library leaves them in a hash map's,
+/// so that equal content would not be equal bytes.
+fn sort_metadata(bytes: &mut [u8]) {
+    let Some((length, rest)) = bytes.split_first_chunk_mut::<8>() else {
+        return;
+    };
+    let length = u64::from_le_bytes(*length) as usize;
+    let Some(header) = rest.get_mut(..length) else {
+        return;
+    };
+    let entries: Option<serde_json::Map<String, serde_json::Value>> =
+        serde_json::from_slice(header).ok();
+    let Some(mut entries) = entries else {
+        return;
+    };
+    if let Some(serde_json::Value::Object(texts)) = entries.get_mut(METADATA_KEY) {
+        texts.sort_keys();
+    }
+    let sorted = serde_json::to_vec(&entries).unwrap_or_default();
+    // Sorting changes no length, but for the spaces at the end.
+    if sorted.len() <= length {
+        header[..sorted.len()].copy_from_slice(&sorted);
+        header[sorted.len()..].fill(b' ');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::borrow::Cow;
+
+    use safetensors::Dtype;
+
+    use super::*;
+    use crate::{TensorFile, write_atomically};
+
+    fn tensors(value: u8) -> Vec<(String, TensorBytes<'static>)> {
+        let tensor =
+            TensorBytes { dtype: Dtype::F32, shape: vec![2], bytes: Cow::Owned(vec![value; 8]) };
+        vec![("a".into(), tensor)]
+    }
+
+    #[test]
+    fn equal_content_is_equal_bytes() {
+        let texts = (0..50).map(|at| (format!("key {at} \u{e9}\n"), format!("{at}")));
+        let texts: Vec<_> = texts.collect();
+        let written = |metadata: HashMap<String, String>| {
+            serialize(Path::new("x"), &tensors(3), metadata).unwrap()
+        };
+        let first = written(texts.iter().cloned().collect());
+        assert_eq!(written(texts.iter().rev().cloned().collect()), first);
+        let read = TensorFile::parse(Path::new("x"), first).unwrap();
+        assert_eq!(read.metadata(), &texts.into_iter().collect());
+        assert_eq!(read.bytes("a").unwrap(), [3; 8]);
+    }
+
+    #[test]
+    fn names_that_a_file_cannot_have_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out.safetensors");
+        write_atomically(&path, &tensors(1), HashMap::new()).unwrap();
+        for (name, said) in [
+            ("a", "`a`: expected the name once, found it twice"),
+            (METADATA_KEY, "expected tensors of other names than `__metadata__`"),
+        ] {
+            let (mut wrong, mut other) = (tensors(2), tensors(3));
+            other[0].0 = name.to_owned();
+            wrong.append(&mut other);
+            let error = write_atomically(&path, &wrong, HashMap::new()).unwrap_err().to_string();
+            assert!(error.contains(said) && error.contains("out.safetensors"), "{error}");
+            assert_eq!(TensorFile::read(&path).unwrap().bytes("a").unwrap(), [1; 8]);
+        }
+    }
+}
