@@ -234,12 +234,6 @@ impl GradientArena {
         std::mem::replace(&mut self.segments[segment], SegmentState::Lost)
     }
 
-    /// Gives the memory of a segment that is through to those that come.
-    pub(crate) fn give_back(&mut self, segment: usize, memory: Box<dyn Buffer>) {
-        self.spare.push(memory);
-        self.segments[segment] = SegmentState::Through;
-    }
-
     /// Makes all segments fit for the next gradients; says the most bytes there have been.
     ///
     /// A device gives memory back only once all its work has ended, that of calls too, which is

@@ -21,51 +21,13 @@ use crate::passes::{
 use crate::{Plan, PlanError, Result, State, ZeroStage};
 
 /// A field and this rank's value of it.
-type Field = (String, String);
+pub(crate) type Field = (String, String);
 
 /// Bytes of a differing value that a rank tells the others.
 const TOLD_BYTES: usize = 256;
 
-/// [`Plan::handshake`].
-pub(crate) fn handshake(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    caller: &[(&str, String)],
-) -> Result<()> {
-    if plan.topology.world == 1 {
-        return Ok(());
-    }
-    let mut fields = settings(plan, state);
-    fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
-    fields.extend(values(plan, state, backend)?);
-    compare(comms, &fields)
-}
-
-/// [`Plan::compare_settings`].
-pub(crate) fn compare_settings(plan: &Plan, state: &State, comms: &mut Comms<'_>) -> Result<()> {
-    if plan.topology.world == 1 {
-        return Ok(());
-    }
-    compare(comms, &settings(plan, state))
-}
-
-/// [`Plan::compare_parameters`].
-pub(crate) fn compare_parameters(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<()> {
-    if plan.topology.world == 1 {
-        return Ok(());
-    }
-    compare(comms, &values(plan, state, backend)?)
-}
-
 /// Everything but values.
-fn settings(plan: &Plan, state: &State) -> Vec<Field> {
+pub(crate) fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     let mut fields = vec![
         ("world size".to_owned(), plan.topology.world.to_string()),
         ("number of parameters".to_owned(), plan.params.len().to_string()),
@@ -116,7 +78,7 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
 }
 
 /// A hash of each parameter that all ranks hold alike.
-fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>> {
+pub(crate) fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>> {
     let alike =
         plan.zero != ZeroStage::Three && (plan.local_sgd().is_none() || state.since_average == 0);
     let mut fields = Vec::new();
@@ -213,7 +175,7 @@ impl Comms<'_> {
 }
 
 /// Compares each rank's fields with those of rank 0.
-fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
+pub(crate) fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
     // A plan's hash is one of the fields: calls that carried it would be refused before they could
     // say what differs.
     comms.set_plan(0);

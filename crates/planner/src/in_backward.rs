@@ -11,7 +11,6 @@
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_tensor::DType;
 
-use crate::arena::SegmentState;
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
 use crate::step::RankStep;
@@ -151,9 +150,10 @@ fn update_segments(step: &mut RankStep<'_, '_>) -> Result<()> {
         while let Some(segment) = step.state.arena.ready.full() {
             reduce::start_segment(step, segment)?;
         }
-        while is_through(step.state)? {
-            let next = step.state.in_backward.next;
+        let mut next = step.state.in_backward.next;
+        while next < step.state.arena.ready.started() && reduce::is_through(step.state, next)? {
             update_unit(step, next)?;
+            next = step.state.in_backward.next;
         }
         return Ok(());
     }
@@ -161,23 +161,6 @@ fn update_segments(step: &mut RankStep<'_, '_>) -> Result<()> {
         update_unit(step, segment)?;
     }
     Ok(())
-}
-
-/// Whether the next segment to be updated has been reduced.
-fn is_through(state: &mut State) -> Result<bool> {
-    let next = state.in_backward.next;
-    if next >= state.arena.ready.started() {
-        return Ok(false);
-    }
-    let (held, through) = match state.arena.take(next) {
-        SegmentState::InFlight(pending) => match pending.try_wait() {
-            Ok(memory) => (SegmentState::Here(Some(memory?)), true),
-            Err(pending) => (SegmentState::InFlight(pending), false),
-        },
-        other => (other, true),
-    };
-    state.arena.segments[next] = held;
-    Ok(through)
 }
 
 /// Updates everything that is left, and ends the step.

@@ -6,8 +6,10 @@ use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
 use serde::Serialize;
 
+#[cfg(doc)]
+use crate::PlanError;
 use crate::norm::NormState;
-use crate::{PlanError, State, norm, update_norms};
+use crate::{Result, State, norm, update_norms};
 
 /// What one step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -88,7 +90,7 @@ impl State {
     /// [`PlanError::Backend`].
     /// # Cost
     /// As [`Self::grad_reports`].
-    pub fn grad_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
+    pub fn grad_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>> {
         let reports = self.grad_reports(backend)?;
         Ok(reports.map(|reports| reports.iter().map(|report| report.norm).collect()))
     }
@@ -100,10 +102,7 @@ impl State {
     /// [`PlanError::Backend`].
     /// # Cost
     /// Reads 16 bytes for each parameter; the sums are there.
-    pub fn grad_reports(
-        &self,
-        backend: &dyn Backend,
-    ) -> Result<Option<Vec<GradReport>>, PlanError> {
+    pub fn grad_reports(&self, backend: &dyn Backend) -> Result<Option<Vec<GradReport>>> {
         norm::grad_reports(self, backend)
     }
 
@@ -115,7 +114,7 @@ impl State {
     /// [`PlanError::Backend`].
     /// # Cost
     /// Waits for a device; reads 64 bytes for each 65,536 elements.
-    pub fn update_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
+    pub fn update_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>> {
         update_norms::of_params(self, backend)
     }
 

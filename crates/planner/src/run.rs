@@ -9,18 +9,6 @@ use crate::{
     exchange, gather, launches, master, norm, reduce, table, update_norms,
 };
 
-/// [`Plan::run`].
-pub(crate) fn run(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<StepReport> {
-    if plan.tensors.are_borrowed() {
-        return Err(PlanError::NoSuchList {
-            role: fusestep_tensor::Role::Param,
-            name: plan.params.first().map_or(String::new(), |p| p.name.clone()),
-            hint: "its tensors are borrowed; use `run_borrowed`",
-        });
-    }
-    run_stages(plan, state, Executor::Backend(backend))
-}
-
 pub(crate) fn run_stages(
     plan: &Plan,
     state: &mut State,

@@ -167,16 +167,7 @@ impl State {
         let (storage, list) = self.list_index(role, &self.params[param].name)?;
         let (_, tensor) = self.places[param];
         let spec = &self.storages[storage].spec;
-        let start = spec.layout.offset(tensor);
-        let placed = |held: Held| Held {
-            // These elements lie elsewhere in a list that this rank has whole.
-            at: match spec.extents[list] {
-                Extent::Shard => held.at,
-                _ => start + held.elements.start,
-            },
-            elements: held.elements,
-        };
-        Ok(spec.held_of_shard(tensor).map(placed).collect())
+        Ok(spec.held_of_shard(tensor, spec.extents[list]).collect())
     }
 
     /// Copies one of [`State::shard_places`] to the host.

@@ -55,14 +55,14 @@ pub(super) const LOADS: &[Bug] = &[
     },
     Bug {
         name: "load: ranges that overlap count",
-        file: "crates/planner/src/checkpoint/whole.rs",
+        file: "crates/planner/src/checkpoint/shards.rs",
         from: "if first != covered {",
         to: "if first > covered {",
         tool: Tool::Test("fusestep-planner", "lib", "covered"),
     },
     Bug {
         name: "load: a hole at the end counts",
-        file: "crates/planner/src/checkpoint/whole.rs",
+        file: "crates/planner/src/checkpoint/shards.rs",
         from: "if covered == numel {",
         to: "if covered <= numel {",
         tool: Tool::Test("fusestep-tests", "trust", "overlapping"),

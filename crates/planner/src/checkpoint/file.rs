@@ -19,6 +19,7 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
+use std::fmt::Display;
 use std::path::Path;
 
 use fusestep_amp::LossScale;
@@ -217,14 +218,11 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
     if known != file.entries().len() {
         let extra = file.entries().keys().find(|name| !keeps(state, name));
         let name = extra.map_or("", String::as_str);
-        let found = "a tensor of no parameter given";
-        return Err(refuse(file, name, "no such tensor", found));
+        return Err(refuse(file, name, "no such tensor", "a tensor of no parameter given"));
     }
     let text = file.metadata().get(STEP);
-    let text = text.ok_or_else(|| {
-        let expected = "the steps run, as metadata";
-        refuse(file, STEP, expected, "no such metadata")
-    })?;
+    let text =
+        text.ok_or_else(|| refuse(file, STEP, "the steps run, as metadata", "no such metadata"))?;
     let all = count(file, STEP, text)?;
     let mut exceptions = Vec::new();
     for param in state.params.iter() {
@@ -233,7 +231,7 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
             let step = count(file, &key, text)?;
             if step > all {
                 let expected = format!("at most the state's step {all}");
-                return Err(refuse(file, &key, expected, step.to_string()));
+                return Err(refuse(file, &key, expected, step));
             }
             exceptions.push((param.name.clone(), step));
         }
@@ -292,7 +290,7 @@ fn check_loss_scale(state: &State, file: &TensorFile) -> Result<Option<(LossScal
     let scale = found.parse().unwrap_or(f64::NAN);
     let scale = own.restored(scale, good, bad).map_err(|_| {
         let expected = format!("a power of two from {} to {:e}", policy.floor, policy.ceiling);
-        refuse(file, LOSS_SCALE, expected, Quoted(found).to_string())
+        refuse(file, LOSS_SCALE, expected, Quoted(found))
     })?;
     Ok(Some((scale, skipped)))
 }
@@ -327,8 +325,7 @@ fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) 
     };
     if entry.element_type() != Some(dtype) || entry.shape != param.shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
-        let found = Quoted(&found).to_string();
-        return Err(refuse(file, &name, expected(), found));
+        return Err(refuse(file, &name, expected(), Quoted(&found)));
     }
     Ok(())
 }
@@ -336,21 +333,20 @@ fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) 
 fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64> {
     let count = text.parse().ok().filter(|&count| count <= MAX_STEPS);
     count.ok_or_else(|| {
-        let expected = format!("a count of steps, {MAX_STEPS} at most");
-        refuse(file, key, expected, Quoted(text).to_string())
+        refuse(file, key, format_args!("a count of steps, {MAX_STEPS} at most"), Quoted(text))
     })
 }
 
 pub(super) fn refuse(
     file: &TensorFile,
     name: &str,
-    expected: impl Into<String>,
-    found: impl Into<String>,
+    expected: impl Display,
+    found: impl Display,
 ) -> PlanError {
     PlanError::StateFile {
         path: file.path().display().to_string(),
         name: name.to_owned(),
-        expected: expected.into(),
-        found: found.into(),
+        expected: expected.to_string(),
+        found: found.to_string(),
     }
 }

@@ -41,14 +41,12 @@ pub(super) fn check_format(file: &TensorFile) -> Result<()> {
     }
     let text = |key| file.metadata().get(key).map_or("none", String::as_str);
     if text(FORMAT_KEY) != FORMAT {
-        let found = Quoted(text(FORMAT_KEY)).to_string();
-        return Err(refuse(file, FORMAT_KEY, FORMAT, found));
+        return Err(refuse(file, FORMAT_KEY, FORMAT, Quoted(text(FORMAT_KEY))));
     }
     let version = text(VERSION_KEY).parse::<u64>().ok();
     if version.is_none_or(|version| version > VERSION) {
         let expected = format!("at most {VERSION}; use a newer fusestep");
-        let found = Quoted(text(VERSION_KEY)).to_string();
-        return Err(refuse(file, VERSION_KEY, expected, found));
+        return Err(refuse(file, VERSION_KEY, expected, Quoted(text(VERSION_KEY))));
     }
     let (expected, found) = (text(SUM), sum_of(file.metadata()));
     if expected != found {
@@ -103,8 +101,7 @@ pub(super) fn check_values(
         None => 0,
         Some((_, Ok(count))) => count,
         Some((text, Err(_))) => {
-            let expected = "a count of values";
-            return Err(refuse(file, &key, expected, Quoted(text).to_string()));
+            return Err(refuse(file, &key, "a count of values", Quoted(text)));
         }
     };
     let checked = values::check(role, dtype, bytes, noted);

@@ -21,8 +21,7 @@ const MOST_COMPARED: u64 = 1 << 22;
 pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let own = plan.optimizer().name();
     if manifest.optimizer != own {
-        let found = Quoted(&manifest.optimizer).to_string();
-        return Err(refuse(folder, "optimizer", own, found));
+        return Err(refuse(folder, "optimizer", own, Quoted(&manifest.optimizer)));
     }
     if manifest.has_checksum() {
         check_rules(plan, manifest, folder)?;
@@ -72,7 +71,7 @@ fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let (own, found) = (objective(plan), &manifest.objective);
     if own != *found {
         let expected = own.as_deref().unwrap_or(none);
-        let found = Quoted(found.as_deref().unwrap_or(none)).to_string();
+        let found = Quoted(found.as_deref().unwrap_or(none));
         return Err(refuse(folder, "objective", expected, found));
     }
     let (own, found) = (own_rules(plan), &manifest.optimizer_of);
@@ -118,8 +117,7 @@ fn check_schedule(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()>
         "`{}`, or one that is the same in the steps taken",
         Quoted(own.as_deref().unwrap_or(none))
     );
-    let found = format!("`{}`: {differs}", Quoted(found));
-    Err(refuse(folder, "schedule", &expected, found))
+    Err(refuse(folder, "schedule", &expected, format_args!("`{}`: {differs}", Quoted(found))))
 }
 
 /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
@@ -149,9 +147,8 @@ pub(super) fn check_values(
     folder: &Path,
 ) -> Result<()> {
     for param in 0..plan.params().len() {
-        for role in save::roles_of(plan, param)? {
+        for (role, dtype) in save::saved_lists(plan, param)? {
             let key = save::key(plan, param, role, from);
-            let dtype = save::role_dtype(plan, param, role)?;
             non_finite::check((folder, &key), (role, dtype), (whole, noted))?;
         }
     }
@@ -167,7 +164,7 @@ fn check_steps(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
         }
         if step > manifest.step {
             let expected = format!("at most the {} of the run", manifest.step);
-            return Err(refuse(folder, &what, &expected, step.to_string()));
+            return Err(refuse(folder, &what, &expected, step));
         }
     }
     Ok(())

@@ -19,7 +19,7 @@ use super::shard_file::TensorPartBytes;
 use super::shards::WholeTensors;
 use crate::passes::ReducedWhen;
 use crate::region::sum_width;
-use crate::{Plan, Result, State, Topology};
+use crate::{Extent, Plan, Result, State, Topology};
 
 /// What counts are called, before the rank.
 pub(crate) const PROGRESS: &str = "@progress";
@@ -149,7 +149,7 @@ pub(crate) fn open_parts(
         let Some(sums) = &state.arena.reduced_sums[storage] else {
             continue;
         };
-        for held in spec.held_of_shard(tensor) {
+        for held in spec.held_of_shard(tensor, Extent::Shard) {
             let place = held.place(dtype.len_bytes());
             let mut bytes = vec![0; place.len()];
             backend.read(sums.as_ref(), place.start, &mut bytes)?;
@@ -249,8 +249,7 @@ pub(crate) fn source_rank(
         }
     };
     let found = format!("{} ranks with {whose}, which differ in {different}; {way}", open.ranks);
-    let expected = format!("{world} ranks, as the plan has");
-    Err(refuse(folder, what, &expected, found))
+    Err(refuse(folder, what, format_args!("{world} ranks, as the plan has"), found))
 }
 
 /// This rank's counts, checked.
@@ -324,7 +323,7 @@ pub(crate) fn restore_open(
         let spec = &plan.storages[storage];
         let width = sum_width(spec.grad_dtype());
         if let Some(sums) = &mut state.arena.reduced_sums[storage] {
-            for held in spec.held_of_shard(tensor) {
+            for held in spec.held_of_shard(tensor, Extent::Shard) {
                 let own = &bytes[held.within(width)];
                 backend.write(sums.as_mut(), held.place(width).start, own)?;
             }

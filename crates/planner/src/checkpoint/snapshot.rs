@@ -125,8 +125,7 @@ impl Snapshot {
         if let Some(more) = len_bytes.checked_sub(self.bytes.len()) {
             self.bytes.try_reserve_exact(more).map_err(|_| {
                 let expected = format!("{len_bytes} bytes beside the state");
-                let found = "less; save in line, or on more ranks".to_owned();
-                refuse(folder.path, "memory", &expected, found)
+                refuse(folder.path, "memory", &expected, "less; save in line, or on more ranks")
             })?;
             self.bytes.resize(len_bytes, 0);
         }
@@ -225,9 +224,8 @@ fn parts_to_save(
     for (param, desc) in plan.params().iter().enumerate() {
         // What all ranks have alike is saved once.
         let shared = plan.has_own(param) || plan.saves_shared();
-        for role in save::roles_of(plan, param)? {
+        for (role, dtype) in save::saved_lists(plan, param)? {
             let key = save::key(plan, param, role, rank);
-            let dtype = save::role_dtype(plan, param, role)?;
             if role == Role::Param && in_model(plan, param) {
                 if rank == 0 {
                     add(key, dtype, (0, desc.numel()), Source::Param(param));
