@@ -92,7 +92,6 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
     calls.all
 }
 
-/// Calls as they are listed.
 struct Calls<'a> {
     all: Vec<PlannedCall>,
     plan: &'a Plan,

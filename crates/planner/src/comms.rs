@@ -161,7 +161,6 @@ impl<'a> Comms<'a> {
         self.comm.rank()
     }
 
-    /// The number of ranks that share shards.
     pub(crate) fn group_size(&self) -> usize {
         let groups = self.groups.as_ref();
         groups.map_or(self.comm.world_size(), |groups| groups.within.world_size())
@@ -229,7 +228,6 @@ impl<'a> Comms<'a> {
         Ok(())
     }
 
-    /// Makes one call in place.
     pub(crate) fn in_place<'b>(
         &mut self,
         operation: Operation,

@@ -68,13 +68,12 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     };
     let done = fill_sums(step, &mut own);
     if let (Ok(()), Some(norm)) = (&done, &mut step.state.norm) {
-        norm.conclude(step.backend, own.partials.as_ref(), own.tensors.as_ref())?;
+        norm.conclude(step.backend, Some((own.partials.as_ref(), own.tensors.as_ref())))?;
     }
     step.state.exchange.norm_on_device = Some(own);
     done.map(|()| true)
 }
 
-/// Fills in the sums of all chunks.
 fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
     step.backend.zero(own.leaves.as_mut())?;
     let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);

@@ -49,7 +49,6 @@ impl DeviceParams {
     }
 }
 
-/// [`Plan::gather_on_device`].
 pub(crate) fn gather_on_device(
     plan: &Plan,
     state: &State,
@@ -85,7 +84,6 @@ pub(crate) fn gather_on_device(
     Ok(found)
 }
 
-/// The parameters of one segment.
 fn gather_segment(
     plan: &Plan,
     state: &State,

@@ -21,10 +21,8 @@ use crate::leaves::chunks_of_leaves;
 use crate::step::RankStep;
 use crate::{Optimize, Plan, Result, Stage, State, TableKind, gather, launches, reduce};
 
-/// Bytes of a row.
 const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
 
-/// Elements of the leaves of a row.
 const ROW_ELEMENTS: u64 = CHUNK_UNITS * LEAF_ELEMENTS;
 
 /// What lies on the device for it, and where.
@@ -146,7 +144,6 @@ impl DeviceTrust {
         }))
     }
 
-    /// What this rank sums up of a stage.
     fn own_sums(&self, plan: &Plan, (stage, all): &(Optimize, Vec<Batch>)) -> Result<OwnSums> {
         let members = &plan.storages[stage.storage].members;
         let mut runs: Vec<(Vec<Batchable>, u64)> = Vec::new();
@@ -290,7 +287,6 @@ fn own_leaves(
     Ok(())
 }
 
-/// Fills in the sums of all chunks.
 fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<()> {
     step.backend.zero(own.rows.as_mut())?;
     own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;

@@ -14,7 +14,6 @@ pub struct StepGraph {
     generation: u64,
 }
 
-/// Records the stages of a step.
 pub(crate) fn record(
     plan: &Plan,
     state: &mut State,
@@ -57,7 +56,6 @@ pub(crate) fn check(
     })
 }
 
-/// Enqueues a recorded step.
 pub(crate) fn replay_recorded(
     state: &mut State,
     backend: &dyn Backend,
@@ -72,7 +70,6 @@ pub(crate) fn replay_recorded(
     count_enqueued(state, backend)
 }
 
-/// Counts a step that was enqueued.
 pub(crate) fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<()> {
     if state.norm.is_none() {
         state.advance();

@@ -62,15 +62,7 @@ impl Exchange {
         for read in plan.norm_stage().iter().flat_map(|norm| &norm.reads) {
             readers.push(norm_kernel(plan.storages[read.storage].grad_dtype())?);
         }
-        let mut exchange = Self {
-            leaves,
-            shared,
-            readers,
-            trust: Vec::new(),
-            norm_on_device: None,
-            trust_on_device: None,
-            update_sums: None,
-        };
+        let mut exchange = Self { leaves, shared, readers, ..Self::default() };
         exchange.refresh(plan, |_| true, &plan.groups)?;
         Ok(exchange)
     }

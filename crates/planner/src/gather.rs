@@ -50,7 +50,6 @@ impl GatheredParams {
     }
 }
 
-/// [`Plan::broadcast_parameters`].
 pub(crate) fn broadcast_parameters(
     plan: &Plan,
     state: &mut State,

@@ -308,7 +308,6 @@ impl State {
         Ok(())
     }
 
-    /// The sums over micro-steps of one gradient so far.
     pub(crate) fn sums_so_far(&self, backend: &dyn Backend, param: usize) -> Result<Vec<u8>> {
         let (storage, tensor) = self.places[param];
         let spec = &self.storages[storage].spec;

@@ -29,7 +29,6 @@ pub(crate) struct InBackward {
     next: usize,
     /// For each parameter whether any rank has given its gradient, as far as ranks have agreed.
     given: Vec<u8>,
-    /// The step that has begun.
     under_way: Option<Begun>,
 }
 

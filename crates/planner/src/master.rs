@@ -43,7 +43,6 @@ impl Masters {
     }
 }
 
-/// [`State::follow_borrowed`].
 pub(crate) fn follow_borrowed(
     state: &mut State,
     backend: &dyn Backend,

@@ -28,7 +28,6 @@ enum Way {
     Stream(Pending<GatheredParams>),
 }
 
-/// [`Plan::prefetch`].
 pub(crate) fn prefetch(
     plan: &Plan,
     state: &State,

@@ -37,7 +37,6 @@ pub struct RankGraph<'a> {
     communicator: PhantomData<&'a ()>,
 }
 
-/// [`Plan::capture_on`].
 pub(crate) fn capture_on<'a>(
     plan: &Plan,
     state: &mut State,

@@ -120,7 +120,6 @@ impl std::fmt::Display for RankSummary {
     }
 }
 
-/// [`Plan::rank_summary`].
 pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSummary {
     let model = model.into();
     let calls = calls::planned(plan);

@@ -17,7 +17,6 @@ use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
 use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, launches};
 
-/// [`Plan::take_reduced`].
 pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
     let groups = plan.shard_group < plan.topology.world;
     let started = state.arena.ready.started();
@@ -153,7 +152,6 @@ pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Resul
     Ok(())
 }
 
-/// Reduces all segments.
 pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<()> {
     for index in 0..step.plan.segments.len() {
         reduce_segment(step, index)?;

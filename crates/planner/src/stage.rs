@@ -122,7 +122,6 @@ impl StorageSpec {
         wanted.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
     }
 
-    /// Position of a list.
     pub(crate) fn list(&self, role: Role) -> Option<usize> {
         self.lists.iter().position(|list| list.role == role)
     }
@@ -133,7 +132,6 @@ impl StorageSpec {
         list.map_or(DType::F32, |list| self.lists[list].dtype)
     }
 
-    /// Storage type of the parameters.
     pub(crate) fn param_dtype(&self) -> DType {
         let list = self.list(Role::Param);
         list.map_or(DType::F32, |list| self.lists[list].dtype)

@@ -39,10 +39,8 @@ pub struct State {
     pub(crate) storages: Vec<StorageState>,
     /// For each parameter its storage and its position there.
     pub(crate) places: Vec<(usize, usize)>,
-    /// What masters have to follow.
     pub(crate) masters: Masters,
     pub(crate) index: HashMap<String, usize>,
-    /// Steps run.
     pub(crate) step: u64,
     /// For each parameter the steps it has missed.
     pub(crate) steps_behind: Vec<u64>,
@@ -314,7 +312,6 @@ impl State {
         })
     }
 
-    /// Counts a step that has been run.
     pub(crate) fn advance(&mut self) {
         self.step += 1;
         if self.without_gradient_count > 0 {

@@ -54,7 +54,6 @@ pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Resu
     })
 }
 
-/// Ends a micro-step that is not the last.
 pub(crate) fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<()> {
     step.comms.set_plan(step.plan.hash());
     if step.plan.reduces_each() {
@@ -162,7 +161,6 @@ pub(crate) fn update(
     })
 }
 
-/// Agrees on which gradients there are and runs all stages.
 fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport> {
     let given = reduce::agree_on_given(step.plan, step.state, step.comms)?;
     if step.plan.reduces_each() {

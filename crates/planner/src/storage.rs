@@ -40,7 +40,6 @@ impl std::fmt::Debug for StorageState {
 /// asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Held {
-    /// Elements of the tensor.
     pub(crate) elements: Range<u64>,
     /// Place of the first in the list's arena.
     pub(crate) at: u64,
@@ -98,7 +97,6 @@ impl StorageSpec {
 }
 
 impl StorageState {
-    /// Position of a list.
     pub(crate) fn list(&self, role: Role) -> Option<usize> {
         self.spec.list(role)
     }

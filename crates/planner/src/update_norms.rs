@@ -44,7 +44,7 @@ impl UpdateRows {
 }
 
 /// What is kept to read the sums without allocating.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct UpdateReader {
     /// Of each chunk, parameter by parameter; 0 of those that took no part.
     chunks: Vec<f64>,
@@ -77,12 +77,10 @@ impl UpdateReader {
         self.firsts[param]..self.firsts[param + 1]
     }
 
-    /// How many parameters there are.
     fn params(&self) -> usize {
         self.firsts.len() - 1
     }
 
-    /// The sum over a parameter.
     fn sum(&self, param: usize) -> f64 {
         sum_of(&self.chunks[self.place(param)])
     }
@@ -99,7 +97,6 @@ pub(crate) fn chunks_of(numel: u64) -> usize {
     numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
 }
 
-/// [`State::update_norms`].
 pub(crate) fn of_params(state: &State, backend: &dyn Backend) -> Result<Option<Vec<f64>>> {
     let Some(reader) = &state.update_reader else {
         return Ok(None);
@@ -107,11 +104,7 @@ pub(crate) fn of_params(state: &State, backend: &dyn Backend) -> Result<Option<V
     if let Some((sums, _)) = &state.exchange.update_sums {
         return Ok(Some(sums.iter().map(|sum| sum.sqrt()).collect()));
     }
-    let mut own = UpdateReader {
-        chunks: vec![0.0; reader.chunks.len()],
-        firsts: reader.firsts.clone(),
-        copy: Vec::new(),
-    };
+    let mut own = reader.clone();
     let skipped = match &state.norm {
         Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
         None => false,

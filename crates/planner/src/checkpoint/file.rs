@@ -42,7 +42,6 @@ use crate::{Optimizer, PlanError, Result, State};
 const OPTIMIZER: &str = "optimizer";
 const OBJECTIVE: &str = "objective";
 
-/// Metadata key of the steps run.
 const STEP: &str = "step";
 
 /// Metadata keys of the loss scale, its counters and the steps skipped.
@@ -68,7 +67,6 @@ impl StateTensors {
     }
 }
 
-/// [`State::to_tensors`].
 pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTensors> {
     if let Some(step) = state.poisoned {
         return Err(PlanError::Poisoned { step });
@@ -116,7 +114,6 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
     Ok(StateTensors { tensors, metadata })
 }
 
-/// [`State::parameters_xxh3`].
 pub(crate) fn parameters_xxh3(state: &State, backend: &dyn Backend) -> Result<Option<String>> {
     if state.tensors.are_borrowed() {
         return Ok(None);
@@ -133,13 +130,11 @@ pub(crate) fn parameters_xxh3(state: &State, backend: &dyn Backend) -> Result<Op
     Ok(Some(format!("{:016x}", hasher.digest())))
 }
 
-/// [`State::save`].
 pub(crate) fn save(state: &State, backend: &dyn Backend, path: &Path) -> Result<()> {
     let StateTensors { tensors, metadata } = to_tensors(state, backend)?;
     Ok(write_atomically(path, &tensors, metadata)?)
 }
 
-/// [`State::load`].
 pub(crate) fn load(
     state: &mut State,
     backend: &dyn Backend,
@@ -303,7 +298,6 @@ fn keeps(state: &State, tensor_name: &str) -> bool {
     roles.iter().any(|role| role.is_state() && role.name() == suffix)
 }
 
-/// The step counts of a file.
 struct Steps {
     all: u64,
     exceptions: Vec<(String, u64)>,

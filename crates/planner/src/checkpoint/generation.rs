@@ -56,14 +56,12 @@ impl Mark {
 /// Where the next save goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Generation {
-    /// The checkpoint it belongs to.
     pub(super) checkpoint: u64,
     pub(super) step: u64,
     pub(super) turn: usize,
 }
 
 impl Generation {
-    /// The folder's name.
     pub(super) fn name(&self) -> String {
         format!("step-{:08}-{}", self.step, TURNS[self.turn])
     }
@@ -212,7 +210,6 @@ fn or_this(path: &Path) -> &Path {
     if path.as_os_str().is_empty() { Path::new(".") } else { path }
 }
 
-/// The file of a rank.
 pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:05}.safetensors")
 }

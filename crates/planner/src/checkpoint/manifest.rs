@@ -28,7 +28,6 @@ use super::{CheckpointFolder, OpenRun};
 use crate::state::MAX_STEPS;
 use crate::{PlanError, Result};
 
-/// Name of the manifest in its folder.
 const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
 pub(super) const FORMAT: &str = "fusestep-checkpoint";

@@ -358,7 +358,6 @@ pub(crate) fn restore_counts(
     norm.restore(backend, scale, progress.skipped)
 }
 
-/// The name of a rank's counts.
 pub(crate) fn progress_key(rank: usize) -> String {
     format!("{PROGRESS}#{rank}")
 }

@@ -24,7 +24,6 @@ pub(crate) struct TensorPartBytes {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// Consecutive elements of a tensor on their way to a file.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorPart<'a> {
     /// `<name>@<role>`.

@@ -72,7 +72,6 @@ struct Placed {
 enum Source {
     /// Elements of this rank's shard.
     Held(Role, usize, Held),
-    /// A whole parameter.
     Param(usize),
     /// Sums and counts, which are small or have been copied.
     Copied(Vec<u8>),
@@ -138,11 +137,9 @@ impl Snapshot {
 pub(super) enum File {
     /// Whole parameters under their own names.
     Model,
-    /// Ranges of tensors.
     Shard,
 }
 
-/// Copies what this rank saves.
 pub(super) fn take(
     plan: &Plan,
     run: RunToSave<'_>,

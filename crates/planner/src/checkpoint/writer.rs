@@ -10,7 +10,6 @@ use crate::{PlanError, Result};
 /// A part of a save that needs the disk and no other rank.
 pub(super) type Job = Box<dyn FnOnce() -> Outcome + Send>;
 
-/// What a job has come to.
 pub(super) type Outcome = Result<Done>;
 
 /// What jobs that went well have done; nothing on ranks where nothing was to be done.
@@ -22,7 +21,6 @@ pub(super) struct Done {
     pub(super) written: Written,
 }
 
-/// Does one job at a time.
 pub(super) enum Writer {
     /// A thread, from the first job on.
     Thread(Option<Thread>),
@@ -30,7 +28,6 @@ pub(super) enum Writer {
     Turns { looks: u32, job: Option<(Job, u32)> },
 }
 
-/// A thread that writes.
 pub(super) struct Thread {
     jobs: Option<Sender<Job>>,
     done: Receiver<Outcome>,

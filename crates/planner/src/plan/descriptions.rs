@@ -151,7 +151,6 @@ impl Plan {
         }
     }
 
-    /// Bytes of all gradients.
     pub(crate) fn gradient_bytes(&self) -> u64 {
         let storages = self.storages.iter().map(|spec| {
             let grads = spec.lists.iter().find(|list| list.role == Role::Grad);
