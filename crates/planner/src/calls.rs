@@ -48,7 +48,8 @@ const LARGEST: Operation = Operation::AllReduce(ReduceOp::Max);
 /// [`Plan::calls`].
 pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
     let (world, group) = (plan.topology.world as u64, plan.shard_group as u64);
-    let mut calls = Calls { all: Vec::new(), plan, world, group };
+    let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
+    let mut calls = Calls { all: Vec::new(), plan, world, group, windows };
     if world == 1 {
         return calls.all;
     }
@@ -97,6 +98,8 @@ struct Calls<'a> {
     plan: &'a Plan,
     world: u64,
     group: u64,
+    /// How often gradients are reduced in a step.
+    windows: u64,
 }
 
 impl Calls<'_> {
@@ -153,7 +156,6 @@ impl Calls<'_> {
         let bucket = &plan.buckets[reduce.bucket];
         let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
         let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
-        let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
         let (operation, own) = match reduce.result {
             Reduced::Whole => (MEAN, len_bytes),
             Reduced::Part => {
@@ -162,9 +164,9 @@ impl Calls<'_> {
                 (Operation::ReduceScatter(ReduceOp::Average), own)
             }
         };
-        self.data(operation, index, (len_bytes, self.group), windows);
+        self.data(operation, index, (len_bytes, self.group), self.windows);
         if self.group < self.world {
-            self.data(MEAN, index, (own, self.world / self.group), windows);
+            self.data(MEAN, index, (own, self.world / self.group), self.windows);
         }
     }
 

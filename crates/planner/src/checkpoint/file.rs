@@ -33,10 +33,11 @@ use super::file_sums::{
     non_finite_key, sum_key, sum_of,
 };
 use super::generation::checksum;
+use super::settings::Rules;
 use super::{settings, values};
 use crate::in_backward::forget;
 use crate::state::MAX_STEPS;
-use crate::{Optimizer, PlanError, Result, State};
+use crate::{PlanError, Result, State};
 
 /// Metadata keys of the rule.
 const OPTIMIZER: &str = "optimizer";
@@ -80,8 +81,9 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
     ]);
     let parameters = state.parameters_xxh3(backend)?;
     metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
-    metadata.extend(rules_in_file(state));
-    metadata.extend(settings_in_file(state));
+    let rules = Rules::of_state(state);
+    metadata.extend(rules_in_file(&rules));
+    metadata.extend(rules.settings());
     if let Some(scale) = state.loss_scale() {
         let [good, bad] = [scale.good_steps(), scale.bad_steps()];
         metadata.insert(LOSS_SCALE.to_owned(), scale.scale().to_string());
@@ -166,31 +168,13 @@ pub(crate) fn load(
 
 /// What a file says of the rules: the first one's name and direction, and the names of other
 /// parameters' rules.
-fn rules_in_file(state: &State) -> BTreeMap<String, String> {
-    let first = state.optimizer();
-    let mut rules = BTreeMap::from([(OPTIMIZER.to_owned(), first.name().to_owned())]);
-    if let Some(objective) = first.objective() {
-        rules.insert(OBJECTIVE.to_owned(), objective.name().to_owned());
-    }
-    for (param, rule) in own_rules(state) {
-        let name = rule.name().to_owned();
-        rules.insert(format!("{OPTIMIZER}@{param}"), name);
-    }
-    rules
-}
-
-/// Parameters that have a rule of their own.
-fn own_rules(state: &State) -> impl Iterator<Item = (&str, &Optimizer)> {
-    let params = state.params.iter().zip(&state.places);
-    params.filter_map(|(param, (storage, _))| {
-        let rule = state.storages[*storage].spec.rule;
-        (rule != 0).then(|| (param.name.as_str(), &state.rules[rule]))
-    })
-}
-
-/// What a file says of settings under which the state would mean something else.
-fn settings_in_file(state: &State) -> BTreeMap<String, String> {
-    settings::of_rules(state.optimizer(), own_rules(state))
+fn rules_in_file(rules: &Rules<'_>) -> BTreeMap<String, String> {
+    let own = rules.own_names().into_iter();
+    let mut all: BTreeMap<_, _> =
+        own.map(|(param, name)| (format!("{OPTIMIZER}@{param}"), name)).collect();
+    all.insert(OPTIMIZER.to_owned(), rules.first.name().to_owned());
+    all.extend(rules.objective().map(|objective| (OBJECTIVE.to_owned(), objective)));
+    all
 }
 
 fn state_roles(state: &State, param: &ParamDesc) -> Result<Vec<Role>> {
@@ -237,7 +221,8 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
 /// Compares the rules: state of another one has the same shapes and another meaning. Old files
 /// may not say.
 fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
-    let own = rules_in_file(state);
+    let rules = Rules::of_state(state);
+    let own = rules_in_file(&rules);
     let of_rules = |key: &&String| {
         let of_param = key.strip_prefix(OPTIMIZER);
         **key == OBJECTIVE || of_param.is_some_and(|rest| rest.is_empty() || rest.starts_with('@'))
@@ -259,7 +244,7 @@ fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
     }
     // The rules are alike here, so only files from before there were such entries lack any.
     let found = |key: &str| file.metadata().get(key);
-    match settings::difference(settings_in_file(state), found) {
+    match settings::difference(rules.settings(), found) {
         None => Ok(()),
         Some((key, own, found)) => Err(refuse(file, &key, own, found)),
     }

@@ -8,9 +8,10 @@ use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
 use super::non_finite::{self, NonFinite};
+use super::settings::Rules;
 use super::shards::WholeTensors;
 use super::{progress, save, settings};
-use crate::{Optimizer, Plan, Result};
+use crate::{Plan, Result};
 
 /// Tensors that a refusal names.
 const MOST_NAMED: usize = 9;
@@ -42,39 +43,17 @@ pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) ->
     Err(refuse(folder, name, expected, found))
 }
 
-/// The direction of steps, where the rule offers both.
-pub(super) fn objective(plan: &Plan) -> Option<String> {
-    let objective = plan.optimizer().objective()?;
-    Some(objective.name().to_owned())
-}
-
-/// Rules of parameters that have one of their own.
-pub(super) fn own_rules(plan: &Plan) -> BTreeMap<String, String> {
-    let name = |(param, rule): (&str, &Optimizer)| (param.to_owned(), rule.name().to_owned());
-    rules_of_params(plan).map(name).collect()
-}
-
-fn rules_of_params(plan: &Plan) -> impl Iterator<Item = (&str, &Optimizer)> {
-    let rules = plan.params().iter().zip(plan.rule_of.iter());
-    let own = rules.filter(|(_, rule)| **rule != 0);
-    own.map(|(param, &rule)| (param.name.as_str(), &plan.rules[rule as usize]))
-}
-
-/// Settings under which the state would mean something else.
-pub(super) fn settings_of_state(plan: &Plan) -> BTreeMap<String, String> {
-    settings::of_rules(plan.optimizer(), rules_of_params(plan))
-}
-
 /// State of another rule may have the same shapes and mean something else.
 fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let none = "none of its own";
-    let (own, found) = (objective(plan), &manifest.objective);
+    let rules = Rules::of_plan(plan);
+    let (own, found) = (rules.objective(), &manifest.objective);
     if own != *found {
         let expected = own.as_deref().unwrap_or(none);
         let found = Quoted(found.as_deref().unwrap_or(none));
         return Err(refuse(folder, "objective", expected, found));
     }
-    let (own, found) = (own_rules(plan), &manifest.optimizer_of);
+    let (own, found) = (rules.own_names(), &manifest.optimizer_of);
     for name in own.keys().chain(found.keys()) {
         if own.get(name) != found.get(name) {
             let text = |rules: &BTreeMap<String, String>| {
@@ -85,7 +64,7 @@ fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
         }
     }
     let found = |key: &str| manifest.settings.get(key);
-    match settings::difference(settings_of_state(plan), found) {
+    match settings::difference(rules.settings(), found) {
         None => Ok(()),
         Some((key, own, found)) => Err(refuse(folder, &key, &own, found)),
     }

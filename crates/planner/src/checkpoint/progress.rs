@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::manifest::{Manifest, TensorSpec, refuse};
-use super::shard_file::TensorPartBytes;
 use super::shards::WholeTensors;
 use crate::passes::ReducedWhen;
 use crate::region::sum_width;
@@ -110,35 +109,24 @@ pub(crate) fn open_tensors(plan: &Plan, open: &OpenRun) -> Result<Vec<(String, T
     Ok(tensors)
 }
 
-/// What this rank saves of them.
+/// Hands over what this rank saves of them: tensor, dtype, first element and bytes.
 pub(crate) fn open_parts(
     plan: &Plan,
     state: &State,
     backend: &dyn Backend,
     open: &OpenRun,
-) -> Result<Vec<TensorPartBytes>> {
+    mut save: impl FnMut(String, DType, u64, Vec<u8>),
+) -> Result<()> {
     let rank = plan.topology().rank;
-    let mut parts = vec![TensorPartBytes {
-        tensor: progress_key(rank),
-        dtype: DType::U8,
-        first: 0,
-        bytes: Progress::of(state).to_bytes(),
-    }];
+    save(progress_key(rank), DType::U8, 0, Progress::of(state).to_bytes());
     if open.window.is_none() {
-        return Ok(parts);
+        return Ok(());
     }
     for param in 0..plan.params().len() {
         let dtype = window_dtype(plan, param);
-        let mut add = |first: u64, bytes: Vec<u8>| {
-            parts.push(TensorPartBytes {
-                tensor: window_key(plan, param, rank),
-                dtype,
-                first,
-                bytes,
-            });
-        };
+        let key = window_key(plan, param, rank);
         if !plan.reduces_each() {
-            add(0, state.sums_so_far(backend, param)?);
+            save(key, dtype, 0, state.sums_so_far(backend, param)?);
             continue;
         }
         if !plan.has_own(param) && !plan.saves_shared() {
@@ -153,10 +141,10 @@ pub(crate) fn open_parts(
             let place = held.place(dtype.len_bytes());
             let mut bytes = vec![0; place.len()];
             backend.read(sums.as_ref(), place.start, &mut bytes)?;
-            add(held.elements.start, bytes);
+            save(key.clone(), dtype, held.elements.start, bytes);
         }
     }
-    Ok(parts)
+    Ok(())
 }
 
 /// Refuses what only other ranks or another plan could go on from.

@@ -8,6 +8,7 @@ use fusestep_tensor::{DType, Role};
 use super::counts::Progress;
 use super::generation::{Generation, remove_failed};
 use super::manifest::{FORMAT, Manifest, TensorSpec, VERSION, refuse};
+use super::settings::Rules;
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
 use super::{
@@ -168,7 +169,7 @@ pub(super) fn manifest_of(
         let differs = step != state.step && desc.numel() > 0;
         differs.then(|| (desc.name.clone(), step))
     });
-    let scale = state.loss_scale();
+    let (scale, rules) = (state.loss_scale(), Rules::of_plan(plan));
     let open = progress::open_run(plan, state);
     Ok(Manifest {
         format: FORMAT.to_owned(),
@@ -176,9 +177,9 @@ pub(super) fn manifest_of(
         xxh3: String::new(),
         checkpoint: String::new(),
         optimizer: plan.optimizer().name().to_owned(),
-        objective: fits::objective(plan),
-        optimizer_of: fits::own_rules(plan),
-        settings: fits::settings_of_state(plan),
+        objective: rules.objective(),
+        optimizer_of: rules.own_names(),
+        settings: rules.settings(),
         schedule: plan.schedule().map(ToString::to_string),
         step: state.step,
         skipped: state.skipped(),

@@ -15,15 +15,6 @@ use super::non_finite;
 use crate::Result;
 
 /// Consecutive elements of a tensor, as they go to a file.
-#[derive(Clone, Debug)]
-pub(crate) struct TensorPartBytes {
-    /// `<name>@<role>`.
-    pub(crate) tensor: String,
-    pub(crate) dtype: DType,
-    pub(crate) first: u64,
-    pub(crate) bytes: Vec<u8>,
-}
-
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorPart<'a> {
     /// `<name>@<role>`.
