@@ -15,6 +15,7 @@ use fusestep_rmsprop::{Centering, RmsProp};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::ParamDesc;
 
+use crate::options::named;
 use crate::output::warn;
 use crate::ranks::whole;
 
@@ -41,15 +42,6 @@ pub(crate) enum Rule {
     Lars,
     /// Adam with a rate for each layer: LAMB
     Lamb,
-}
-
-/// Which learning rate tensors take whose own weight decay is 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ExcludedRate {
-    /// The plain one
-    PlainLr,
-    /// The one scaled by the trust ratio
-    TrustRatio,
 }
 
 /// How weight decay enters the step.
@@ -125,8 +117,11 @@ pub(crate) struct OptimizerArgs {
     pub(crate) exclude: Vec<String>,
     /// lars, lamb: learning rate of parameters whose own weight decay --exclude has taken away, and
     /// of no others, also where --weight-decay is 0 [default: plain-lr]
-    #[arg(long, value_enum)]
-    pub(crate) excluded: Option<ExcludedRate>,
+    #[arg(long, value_parser = named([
+        ("plain-lr", Excluded::PlainLr, "The plain one"),
+        ("trust-ratio", Excluded::TrustRatio, "The one scaled by the trust ratio"),
+    ]))]
+    pub(crate) excluded: Option<Excluded>,
     /// adam: scale the step by the largest second moment so far
     #[arg(long)]
     pub(crate) amsgrad: bool,
@@ -274,7 +269,7 @@ impl OptimizerArgs {
             weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
             eps: self.eps.unwrap_or(default.eps),
             rescale: self.rescale.unwrap_or(default.rescale),
-            excluded: self.excluded(),
+            excluded: self.excluded.unwrap_or(Excluded::PlainLr),
         }
     }
 
@@ -286,14 +281,7 @@ impl OptimizerArgs {
             beta2: self.beta2.unwrap_or(default.beta2),
             eps: self.eps.unwrap_or(default.eps),
             weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            excluded: self.excluded(),
-        }
-    }
-
-    fn excluded(&self) -> Excluded {
-        match self.excluded {
-            Some(ExcludedRate::TrustRatio) => Excluded::TrustRatio,
-            Some(ExcludedRate::PlainLr) | None => Excluded::PlainLr,
+            excluded: self.excluded.unwrap_or(Excluded::PlainLr),
         }
     }
 

@@ -13,7 +13,7 @@ use crate::region::{Region, place_in, regions, sum_width};
 use crate::{Plan, Result, Stage, StorageSpec, ZeroStage};
 
 /// Gradients that micro-steps add and ranks reduce.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct GradientArena {
     pub(crate) segments: Vec<SegmentState>,
     /// Which of them may be reduced.
@@ -71,7 +71,6 @@ pub(crate) enum Given {
 }
 
 /// Who has a segment's memory.
-#[derive(Debug)]
 pub(crate) enum SegmentState {
     /// Gradients are being written, or are about to be; `None` until the first is.
     Here(Option<Box<dyn Buffer>>),

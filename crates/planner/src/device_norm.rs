@@ -17,7 +17,6 @@ use crate::step::RankStep;
 use crate::{Plan, Result, device_trust, gather, reduce};
 
 /// What lies on the device for it.
-#[derive(Debug)]
 pub(crate) struct DeviceNorm {
     /// The sum of every leaf of all parameters.
     leaves: Box<dyn Buffer>,

@@ -26,7 +26,6 @@ const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
 const ROW_ELEMENTS: u64 = CHUNK_UNITS * LEAF_ELEMENTS;
 
 /// What lies on the device for it, and where.
-#[derive(Debug)]
 pub(crate) struct DeviceTrust {
     /// The sums of every leaf of all tensors.
     rows: Box<dyn Buffer>,
@@ -47,21 +46,19 @@ pub(crate) struct DeviceTrust {
 }
 
 /// Elements of a parameter whose leaves have a row.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 struct Row {
     elements: Range<u64>,
     number: u64,
 }
 
 /// What this rank sums up of one stage.
-#[derive(Debug)]
 struct OwnSums {
     stage: Optimize,
     runs: Vec<Run>,
 }
 
 /// Batches whose rows follow each other.
-#[derive(Debug)]
 struct Run {
     batches: Vec<Batch>,
     /// The first of the rows.

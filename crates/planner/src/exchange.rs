@@ -45,12 +45,6 @@ pub(crate) struct Exchange {
     pub(crate) update_sums: Option<(Vec<f64>, f64)>,
 }
 
-impl std::fmt::Debug for Exchange {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Exchange").field("shared", &self.shared).finish_non_exhaustive()
-    }
-}
-
 impl Exchange {
     /// The memory for a plan; empty for one rank.
     pub(crate) fn of(plan: &Plan) -> Result<Self> {

@@ -17,7 +17,7 @@ use crate::step::RankStep;
 use crate::{Plan, Result, State, StepReport, batches, reduce, run};
 
 /// What can be updated before the step is run.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct InBackward {
     /// One for each segment, in order; then those that wait for no other rank.
     units: Vec<Unit>,
@@ -33,7 +33,7 @@ pub(crate) struct InBackward {
 }
 
 /// Parameters that are updated together.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Unit {
     params: Vec<u32>,
     /// Positions among the plan's stages, each with its position among those that update.

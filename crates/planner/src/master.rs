@@ -14,7 +14,6 @@ use crate::storage::check_len;
 use crate::{Plan, PlanError, Result, State, Tensors};
 
 /// What masters have to follow before the next step.
-#[derive(Debug)]
 pub(crate) struct Masters {
     /// Parameters borrowed for writing since the last step.
     borrowed_for_writing: Vec<bool>,

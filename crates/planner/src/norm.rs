@@ -67,10 +67,9 @@ pub(crate) fn place(plan: &mut Plan) -> Result<()> {
 }
 
 /// The memory of the stage: partial sums, the sums of tensors and the control block.
-#[derive(Debug)]
 pub(crate) struct NormState {
     /// One for each storage.
-    kernels: Vec<Reader>,
+    kernels: Vec<Box<dyn MultiTensorReduction>>,
     pub(crate) rule: GradientRule,
     scalars: Vec<u8>,
     partials: Box<dyn Buffer>,
@@ -87,14 +86,6 @@ pub(crate) struct NormState {
     pub(crate) placed: bool,
 }
 
-struct Reader(Box<dyn MultiTensorReduction>);
-
-impl std::fmt::Debug for Reader {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0.entry())
-    }
-}
-
 impl NormState {
     /// The memory for a plan; `None` if the plan has no such stage.
     pub(crate) fn allocate(plan: &Plan, backend: &dyn Backend) -> Result<Option<Self>> {
@@ -105,7 +96,7 @@ impl NormState {
         // Several ranks form sums and control block together, on the host.
         let alone = plan.topology.world == 1;
         for read in norm.reads.iter().filter(|_| alone) {
-            kernels.extend(batches::reader_of(plan, read.storage)?.map(Reader));
+            kernels.extend(batches::reader_of(plan, read.storage)?);
         }
         let chunks = if alone { norm.chunks() as usize } else { 0 };
         let tensors = plan.params.len();
@@ -152,7 +143,7 @@ impl NormState {
         first_partial: u64,
     ) -> Reduce<'a> {
         Reduce {
-            kernel: self.kernels[index].0.as_ref(),
+            kernel: self.kernels[index].as_ref(),
             batches,
             offsets: storage.spec.layout.offsets(),
             members: &storage.spec.members,
@@ -175,7 +166,7 @@ impl NormState {
         let mut table = vec![TensorPartials::default(); plan.params.len()];
         let mut next = 0;
         for (storage, batches) in reads.iter().enumerate() {
-            let chunk_elements = u64::from(self.kernels[storage].0.chunk_elements());
+            let chunk_elements = u64::from(self.kernels[storage].chunk_elements());
             for record in batches.iter().flat_map(|batch| &batch.records) {
                 let member = plan.storages[storage].members[record.tensor as usize];
                 let place = &mut table[member as usize];

@@ -178,7 +178,6 @@ fn run_stage_of_ranks(
 }
 
 /// A step whose updates have begun.
-#[derive(Debug)]
 pub(crate) struct Begun {
     /// What it has done so far.
     pub(crate) report: StepReport,

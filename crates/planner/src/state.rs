@@ -26,7 +26,6 @@ pub const MAX_STEPS: u64 = 1 << 53;
 
 /// Tensors, step counts, gradients and learning rate of one rank of a training run, allocated by
 /// [`Plan::allocate`].
-#[derive(Debug)]
 pub struct State {
     pub(crate) plan_hash: u64,
     pub(crate) params: Arc<[ParamDesc]>,
@@ -72,8 +71,13 @@ pub struct State {
     pub(crate) backend: &'static str,
 }
 
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State").field("step", &self.step).finish_non_exhaustive()
+    }
+}
+
 /// The batches to run: the plan's own, unless tensors are without gradient or behind.
-#[derive(Debug)]
 pub(crate) struct Schedule {
     pub(crate) groups: ParameterGroups,
     /// One entry for each stage that updates.

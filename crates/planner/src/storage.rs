@@ -27,15 +27,6 @@ pub(crate) struct StorageState {
     pub(crate) update_rows: Option<UpdateRows>,
 }
 
-impl std::fmt::Debug for StorageState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StorageState")
-            .field("kernel", &self.kernel.entry())
-            .field("lists", &self.lists)
-            .finish_non_exhaustive()
-    }
-}
-
 /// Consecutive elements of one tensor that a rank has, and where they lie in the list that was
 /// asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]

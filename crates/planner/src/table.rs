@@ -96,7 +96,7 @@ fn no_tables_of_ranks(plan: &Plan) -> Option<&'static str> {
 }
 
 /// A state's tables in its backend's memory.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Tables {
     pub(crate) kind: TableKind,
     /// One for each stage that updates; none for a stage without batches.

@@ -12,7 +12,6 @@ use crate::step::RankStep;
 use crate::{Plan, Result, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
-#[derive(Debug)]
 pub(crate) struct UpdateRows {
     /// A [`UnitSums`] for each chunk.
     rows: Box<dyn Buffer>,
@@ -44,7 +43,7 @@ impl UpdateRows {
 }
 
 /// What is kept to read the sums without allocating.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct UpdateReader {
     /// Of each chunk, parameter by parameter; 0 of those that took no part.
     chunks: Vec<f64>,
