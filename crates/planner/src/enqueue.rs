@@ -38,8 +38,8 @@ pub(crate) fn record(
     Ok(StepGraph { graph, generation: state.tables.generation })
 }
 
-/// Refuses plans of several ranks, for which there is something else, and what [`State::check_plan`]
-/// and [`State::check_between_steps`] refuse.
+/// Refuses another plan than the state's, a step under way, and plans of several ranks, for which
+/// there is something else.
 pub(crate) fn check(
     plan: &Plan,
     state: &State,

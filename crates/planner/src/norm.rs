@@ -11,7 +11,7 @@ use crate::batches::LaunchCount;
 use crate::display::bytes;
 use crate::run::Executor;
 use crate::storage::StorageState;
-use crate::{GradReport, GradientRead, Norm, Plan, Result, Stage, State, Verdict, batches};
+use crate::{GradientRead, Norm, Plan, Result, Stage, State, Verdict, batches};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Gradients {
@@ -81,7 +81,7 @@ pub(crate) struct NormState {
     pub(crate) block: ControlBlock,
     /// The loss scale of the gradients whose sums are in `sums`.
     /// `None` if only what they add up to tells.
-    scale_of_sums: Option<f64>,
+    pub(crate) scale_of_sums: Option<f64>,
     /// Whether `tensors` is what the schedule asks for.
     pub(crate) placed: bool,
 }
@@ -186,7 +186,7 @@ impl NormState {
 
     /// The power of two that the norm of all gradients was divided by, from the sums of tensors in
     /// plan order.
-    fn scale_of(&self, sums: &[SquareSum]) -> f64 {
+    pub(crate) fn scale_of(&self, sums: &[SquareSum]) -> f64 {
         let all = tree_sum(sums.len(), |tensor| sums[tensor]);
         let scale = (all.sum.sqrt() / self.block.grad_norm).log2().round().exp2();
         if scale.is_finite() && scale > 0.0 { scale } else { self.block.loss_scale }
@@ -216,21 +216,6 @@ impl NormState {
         self.block = ControlBlock::read(backend, self.control.as_ref())?;
         Ok(())
     }
-}
-
-pub(crate) fn grad_reports(
-    state: &State,
-    backend: &dyn Backend,
-) -> Result<Option<Vec<GradReport>>> {
-    let Some(norm) = &state.norm else {
-        return Ok(None);
-    };
-    let mut sums = vec![SquareSum::default(); state.params.len()];
-    backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
-    let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
-    let report =
-        |sum: &SquareSum| GradReport { norm: sum.sum.sqrt() / scale, non_finite: sum.non_finite };
-    Ok(Some(sums.iter().map(report).collect()))
 }
 
 /// Runs the stage: one read of the gradients, then the control block.

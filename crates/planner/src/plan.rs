@@ -173,12 +173,6 @@ impl Plan {
         self.hash
     }
 
-    /// Whether buckets are updated as soon as their gradients are given, before the step is run
-    /// (pass `update_in_backward`).
-    pub fn updates_in_backward(&self) -> bool {
-        self.in_backward
-    }
-
     /// Whether gradients are reduced across ranks.
     pub fn reduces(&self) -> bool {
         self.topology.world > 1 && self.local_sgd().is_none()

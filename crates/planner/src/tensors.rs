@@ -4,7 +4,10 @@ use std::path::Path;
 
 use fusestep_launch::{Backend, ListBuffer};
 use fusestep_tensor::{Element, ParamDesc, Role};
+use fusestep_tensor_file::write_atomically;
+use xxhash_rust::xxh3::Xxh3;
 
+use crate::averages::Beside;
 use crate::checkpoint::file;
 use crate::stage::Extent;
 use crate::storage::{Held, check_len};
@@ -229,7 +232,24 @@ impl State {
         name: &str,
         bytes: &mut [u8],
     ) -> Result<()> {
-        averages::average_of(self, backend, name, bytes)
+        let param = self.find(name)?;
+        let (dtype, numel) = (self.params[param].dtype, self.params[param].numel() as usize);
+        check_len(Role::Param, name, numel * dtype.len_bytes(), bytes.len())?;
+        let Some(factor) = averages::factor_of(self, param) else {
+            return Ok(());
+        };
+        let roles = self.roles(name)?;
+        let beside = Beside::read(|role| {
+            if !roles.contains(&role) {
+                return Ok(None);
+            }
+            let dtype = self.dtype(role, name)?;
+            let mut own = vec![0; numel * dtype.len_bytes()];
+            self.read(backend, role, name, &mut own)?;
+            Ok(Some((dtype, own)))
+        })?;
+        beside.average(dtype, factor, bytes);
+        Ok(())
     }
 
     /// Lets the f32 master of a parameter that the caller lends follow the parameter's values,
@@ -245,7 +265,17 @@ impl State {
         name: &str,
         bytes: &[u8],
     ) -> Result<()> {
-        master::follow_borrowed(self, backend, name, bytes)
+        if !self.roles(name)?.contains(&Role::Master) {
+            return Ok(());
+        }
+        let param = &self.params[self.find(name)?];
+        let dtype = param.dtype;
+        let len_bytes = param.numel() as usize * dtype.len_bytes();
+        check_len(Role::Param, name, len_bytes, bytes.len())?;
+        let mut master = vec![0; 2 * bytes.len()];
+        self.read(backend, Role::Master, name, &mut master)?;
+        master::follow_master(dtype, bytes, &mut master);
+        self.write(backend, Role::Master, name, &master)
     }
 
     /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them
@@ -267,7 +297,19 @@ impl State {
     /// # Cost
     /// One read of the parameters.
     pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>> {
-        file::parameters_xxh3(self, backend)
+        if self.tensors.are_borrowed() {
+            return Ok(None);
+        }
+        let mut params: Vec<&ParamDesc> = self.params.iter().collect();
+        params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        let mut hasher = Xxh3::new();
+        for param in params {
+            hasher.update(format!("{}\0{} {}\0", param.name, param.dtype, param.shape).as_bytes());
+            let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
+            self.read(backend, Role::Param, &param.name, &mut bytes)?;
+            hasher.update(&bytes);
+        }
+        Ok(Some(format!("{:016x}", hasher.digest())))
     }
 
     /// Writes [`State::to_tensors`] as a file, all or nothing.
@@ -275,7 +317,8 @@ impl State {
     /// # Errors
     /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
     pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<()> {
-        file::save(self, backend, path)
+        let StateTensors { tensors, metadata } = self.to_tensors(backend)?;
+        Ok(write_atomically(path, &tensors, metadata)?)
     }
 
     /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved

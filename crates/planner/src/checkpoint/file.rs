@@ -25,8 +25,7 @@ use std::path::Path;
 use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
-use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
-use xxhash_rust::xxh3::Xxh3;
+use fusestep_tensor_file::{TensorBytes, TensorFile};
 
 use super::file_sums::{
     FORMAT, FORMAT_KEY, PARAMETERS, SUM, VERSION, VERSION_KEY, check_format, check_values, is_old,
@@ -114,27 +113,6 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
     let sum = sum_of(&metadata);
     metadata.insert(SUM.to_owned(), sum);
     Ok(StateTensors { tensors, metadata })
-}
-
-pub(crate) fn parameters_xxh3(state: &State, backend: &dyn Backend) -> Result<Option<String>> {
-    if state.tensors.are_borrowed() {
-        return Ok(None);
-    }
-    let mut params: Vec<&ParamDesc> = state.params.iter().collect();
-    params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-    let mut hasher = Xxh3::new();
-    for param in params {
-        hasher.update(format!("{}\0{} {}\0", param.name, param.dtype, param.shape).as_bytes());
-        let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
-        state.read(backend, Role::Param, &param.name, &mut bytes)?;
-        hasher.update(&bytes);
-    }
-    Ok(Some(format!("{:016x}", hasher.digest())))
-}
-
-pub(crate) fn save(state: &State, backend: &dyn Backend, path: &Path) -> Result<()> {
-    let StateTensors { tensors, metadata } = to_tensors(state, backend)?;
-    Ok(write_atomically(path, &tensors, metadata)?)
 }
 
 pub(crate) fn load(
