@@ -182,19 +182,9 @@ impl BackendName {
                 let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
                 Box::new(CpuBackend::new(threads))
             }
-            BackendName::Cuda => gpu_backend(gpu.unwrap_or(0))?,
+            BackendName::Cuda => cuda(gpu.unwrap_or(0), None)?,
         })
     }
-}
-
-#[cfg(not(feature = "cuda"))]
-fn gpu_backend(_: u32) -> anyhow::Result<Box<dyn Backend>> {
-    anyhow::bail!(NO_CUDA)
-}
-
-#[cfg(feature = "cuda")]
-fn gpu_backend(index: u32) -> anyhow::Result<Box<dyn Backend>> {
-    Ok(Box::new(fusestep_cuda::CudaBackend::open(index)?))
 }
 
 /// Where a step runs.
@@ -217,7 +207,7 @@ impl BackendArgs {
                 let cpu = CpuBackend::in_pool(pool(self.threads)?);
                 Ok(Box::new(cpu.with_limits(planning.limits())))
             }
-            BackendName::Cuda => cuda(planning),
+            BackendName::Cuda => cuda(0, planning.argument_bytes),
         }
     }
 }
@@ -228,16 +218,16 @@ pub(crate) const NO_CUDA: &str = "cuda: device 0 cannot be opened: this build le
                                   build with the feature `cuda`, or use the cpu backend";
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
+fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
     anyhow::bail!(NO_CUDA)
 }
 
-/// The first device, with the limits asked for as far as it has them.
+/// A device, with the limit asked for as far as it has it.
 #[cfg(feature = "cuda")]
-fn cuda(planning: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
-    let cuda = fusestep_cuda::CudaBackend::open(0)?;
+fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
+    let cuda = fusestep_cuda::CudaBackend::open(index)?;
     let most = cuda.limits();
-    let argument_bytes = planning.argument_bytes.unwrap_or(most.argument_bytes);
+    let argument_bytes = argument_bytes.unwrap_or(most.argument_bytes);
     anyhow::ensure!(
         argument_bytes <= most.argument_bytes,
         "--argument-bytes: expected at most {} on this device, found {argument_bytes}",

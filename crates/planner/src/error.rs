@@ -46,7 +46,7 @@ pub enum PlanError {
     /// A call between ranks failed.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
-    /// A checkpoint cannot be written, or is not complete, intact and this run's.
+    /// A checkpoint or a state file cannot be written, or is not complete, intact and this run's.
     #[error("{path}: `{what}`: expected {expected}, found {found}", what = Quoted(what))]
     Checkpoint {
         path: String,
@@ -97,15 +97,6 @@ pub enum PlanError {
     /// A state file cannot be read or written.
     #[error(transparent)]
     File(#[from] TensorFileError),
-    /// A state file is not this state's.
-    #[error("{path}: `{name}`: expected {expected}, found {found}", name = Quoted(name))]
-    StateFile {
-        path: String,
-        /// The tensor or metadata key.
-        name: String,
-        expected: String,
-        found: String,
-    },
     /// The rule cannot be changed to one that keeps other tensors.
     #[error("optimizer: expected a rule of the lists {expected}, found one of {found}; plan anew")]
     OtherLists { expected: String, found: String },
@@ -132,23 +123,9 @@ pub enum PlanError {
         rank: usize,
         found: String,
     },
-    /// The optimizer has no kernel for a parameter's dtype.
-    #[error("`{name}`: expected {expected} for {optimizer}, found {found}; cast the parameter", name = Quoted(name))]
-    DType { name: String, optimizer: &'static str, expected: &'static str, found: DType },
-    /// A parameter cannot be kept with the precision asked for.
-    #[error(
-        "`{name}`: {what} of {dtype} parameters: expected {expected} for {optimizer}, found {found}",
-        name = Quoted(name)
-    )]
-    Precision {
-        name: String,
-        optimizer: &'static str,
-        /// What was asked for: master weights, state or rounding.
-        what: &'static str,
-        dtype: DType,
-        expected: &'static str,
-        found: &'static str,
-    },
+    /// The rule has no kernel for a parameter's dtype, or none that keeps it as asked for.
+    #[error("`{name}`: {error}", name = Quoted(name))]
+    Kernel { name: String, error: RuleError },
     /// The state cannot make a master of a parameter that the caller lends.
     #[error(
         "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_borrowed`, write role master, or load a state",

@@ -325,7 +325,7 @@ impl State {
     /// with, if the file says so.
     ///
     /// # Errors
-    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing,
+    /// [`PlanError::File`]; [`PlanError::Checkpoint`] naming the first tensor that is missing,
     /// extra, damaged, of another shape, dtype or rule, or that no run can have: a negative mean
     /// of squares, or values that are not finite where the file does not say so. The whole file
     /// is checked before anything changes.

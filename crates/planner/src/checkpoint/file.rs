@@ -19,7 +19,6 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt::Display;
 use std::path::Path;
 
 use fusestep_amp::LossScale;
@@ -32,6 +31,7 @@ use super::file_sums::{
     non_finite_key, sum_key, sum_of,
 };
 use super::generation::checksum;
+use super::manifest::refuse;
 use super::settings::Rules;
 use super::{settings, values};
 use crate::in_backward::forget;
@@ -175,11 +175,12 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
     if known != file.entries().len() {
         let extra = file.entries().keys().find(|name| !keeps(state, name));
         let name = extra.map_or("", String::as_str);
-        return Err(refuse(file, name, "no such tensor", "a tensor of no parameter given"));
+        return Err(refuse(file.path(), name, "no such tensor", "a tensor of no parameter given"));
     }
     let text = file.metadata().get(STEP);
-    let text =
-        text.ok_or_else(|| refuse(file, STEP, "the steps run, as metadata", "no such metadata"))?;
+    let text = text.ok_or_else(|| {
+        refuse(file.path(), STEP, "the steps run, as metadata", "no such metadata")
+    })?;
     let all = count(file, STEP, text)?;
     let mut exceptions = Vec::new();
     for param in state.params.iter() {
@@ -188,7 +189,7 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
             let step = count(file, &key, text)?;
             if step > all {
                 let expected = format!("at most the state's step {all}");
-                return Err(refuse(file, &key, expected, step));
+                return Err(refuse(file.path(), &key, expected, step));
             }
             exceptions.push((param.name.clone(), step));
         }
@@ -218,13 +219,13 @@ fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
             Quoted(value).to_string()
         };
         let found = format!("{}; run the rule that has saved it, or start without it", text(found));
-        return Err(refuse(file, key, text(expected), found));
+        return Err(refuse(file.path(), key, text(expected), found));
     }
     // The rules are alike here, so only files from before there were such entries lack any.
     let found = |key: &str| file.metadata().get(key);
     match settings::difference(rules.settings(), found) {
         None => Ok(()),
-        Some((key, own, found)) => Err(refuse(file, &key, own, found)),
+        Some((key, own, found)) => Err(refuse(file.path(), &key, own, found)),
     }
 }
 
@@ -248,7 +249,7 @@ fn check_loss_scale(state: &State, file: &TensorFile) -> Result<Option<(LossScal
     let scale = found.parse().unwrap_or(f64::NAN);
     let scale = own.restored(scale, good, bad).map_err(|_| {
         let expected = format!("a power of two from {} to {:e}", policy.floor, policy.ceiling);
-        refuse(file, LOSS_SCALE, expected, Quoted(found))
+        refuse(file.path(), LOSS_SCALE, expected, Quoted(found))
     })?;
     Ok(Some((scale, skipped)))
 }
@@ -278,11 +279,11 @@ fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) 
     let name = tensor_name(param, role);
     let expected = || format!("{dtype} {}", param.shape);
     let Some(entry) = file.entries().get(&name) else {
-        return Err(refuse(file, &name, expected(), "no such tensor"));
+        return Err(refuse(file.path(), &name, expected(), "no such tensor"));
     };
     if entry.element_type() != Some(dtype) || entry.shape != param.shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
-        return Err(refuse(file, &name, expected(), Quoted(&found)));
+        return Err(refuse(file.path(), &name, expected(), Quoted(&found)));
     }
     Ok(())
 }
@@ -290,20 +291,11 @@ fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) 
 fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64> {
     let count = text.parse().ok().filter(|&count| count <= MAX_STEPS);
     count.ok_or_else(|| {
-        refuse(file, key, format_args!("a count of steps, {MAX_STEPS} at most"), Quoted(text))
+        refuse(
+            file.path(),
+            key,
+            format_args!("a count of steps, {MAX_STEPS} at most"),
+            Quoted(text),
+        )
     })
-}
-
-pub(super) fn refuse(
-    file: &TensorFile,
-    name: &str,
-    expected: impl Display,
-    found: impl Display,
-) -> PlanError {
-    PlanError::StateFile {
-        path: file.path().display().to_string(),
-        name: name.to_owned(),
-        expected: expected.to_string(),
-        found: found.to_string(),
-    }
 }
