@@ -40,7 +40,7 @@ impl DeviceNorm {
         if backend.device().is_none() || !may {
             return Ok(None);
         }
-        let (places, tensors) = chunks_of_leaves(exchange.of_params());
+        let (places, tensors) = chunks_of_leaves(&exchange.leaves);
         Ok(Some(Self {
             leaves: backend.allocate(exchange.count() * size_of::<SquareSum>())?,
             partials: backend.allocate(places.len() * size_of::<SquareSum>())?,
@@ -80,7 +80,7 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
         reduce::with_gradients(step.plan, step.state, read.bucket, |state| {
             let batches = &state.schedule.norm[index];
             let members = &step.plan.storages[read.storage].members;
-            let leaves: Vec<_> = leaves_in(batches, members, state.exchange.of_params()).collect();
+            let leaves: Vec<_> = leaves_in(batches, members, &state.exchange.leaves).collect();
             for (batches, place) in in_runs(batches, &leaves) {
                 let Some(squares) = leaf_squares(step.plan, state, (index, read), &batches) else {
                     return Ok(());

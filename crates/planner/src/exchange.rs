@@ -30,7 +30,7 @@ use crate::{GradientRead, Optimize, Plan, Result, Stage, State, batches, launche
 #[derive(Default)]
 pub(crate) struct Exchange {
     /// The leaves of each parameter among all of this rank; those of distributed ones come last.
-    leaves: Vec<Range<usize>>,
+    pub(crate) leaves: Vec<Range<usize>>,
     /// How many of them are of parameters that ranks share.
     shared: usize,
     /// The kernel of each read of stage `norm`.
@@ -92,11 +92,6 @@ impl Exchange {
             self.trust.push((own, batches));
         }
         Ok(())
-    }
-
-    /// The leaves of each parameter among all of this rank.
-    pub(crate) fn of_params(&self) -> &[Range<usize>] {
-        &self.leaves
     }
 
     /// How many leaves this rank knows of.
@@ -218,7 +213,7 @@ pub(crate) fn leaf_squares<'a>(
     batches: &'a [Batch],
 ) -> Option<LeafSquares<'a>> {
     let storage = &state.storages[read.storage];
-    let list = storage.list(Role::Grad)?;
+    let list = storage.spec.list(Role::Grad)?;
     let segment = plan.segment_start(read.bucket);
     Some(LeafSquares {
         kernel: state.exchange.readers[index].as_ref(),

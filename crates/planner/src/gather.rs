@@ -203,8 +203,7 @@ fn own_part(
     Ok(())
 }
 
-/// This rank's bytes of some elements of a storage's parameters, range by range; of their
-/// averages with a factor.
+/// This rank's bytes of some elements' parameters, range by range; with a factor of averages.
 fn own_bytes(
     plan: &Plan,
     state: &State,

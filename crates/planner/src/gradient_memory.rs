@@ -59,7 +59,7 @@ impl State {
             },
             None => {
                 let storage = &mut self.storages[region.storage];
-                let list = storage.list(Role::Grad);
+                let list = storage.spec.list(Role::Grad);
                 list.and_then(|list| storage.lists[list].buffer.host_mut())
             }
         };
@@ -256,7 +256,7 @@ impl State {
             return self.arena.memory(segment, len_bytes, allocate);
         }
         let storage = &mut self.storages[region.storage];
-        let list = storage.list(Role::Grad);
+        let list = storage.spec.list(Role::Grad);
         Ok(list.map(|list| &mut storage.lists[list].buffer))
     }
 

@@ -142,8 +142,7 @@ pub(crate) fn update_ready(step: &mut RankStep<'_, '_>, param: usize) -> Result<
     update_unit(step, unit)
 }
 
-/// Updates the next segments: those that are full, or, with communication streams, those that are
-/// through.
+/// Updates the next segments that are full or, with communication streams, through.
 fn update_segments(step: &mut RankStep<'_, '_>) -> Result<()> {
     if step.comms.has_streams() && step.state.arena.starts_early {
         while let Some(segment) = step.state.arena.ready.full() {

@@ -144,7 +144,8 @@ pub(crate) fn follow_views(state: &mut State) {
         let (storage, tensor) = state.places[param];
         let storage = &mut state.storages[storage];
         let start = storage.spec.layout.offset(tensor);
-        let (Some(param), Some(master)) = (storage.list(Role::Param), storage.list(Role::Master))
+        let (Some(param), Some(master)) =
+            (storage.spec.list(Role::Param), storage.spec.list(Role::Master))
         else {
             continue;
         };

@@ -52,8 +52,7 @@ pub(crate) fn is_through(state: &mut State, index: usize) -> Result<bool> {
     Ok(is_through)
 }
 
-/// Starts reducing a segment: on its stream, or at once, into this rank's shard where the host has
-/// both.
+/// Starts reducing a segment: on its stream, or at once, into the shard if the host has both.
 pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
     let calls = SegmentCalls::of(step.plan, index, result_of_reduce(step.plan));
     let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
@@ -159,8 +158,7 @@ pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<()> {
     Ok(())
 }
 
-/// Takes the mean over shard groups of what this rank's group has come to, in order of the
-/// groups.
+/// Takes the mean over shard groups, in their order, of what each has come to.
 fn reduce_across(step: &mut RankStep<'_, '_>, index: usize, memory: &mut dyn Buffer) -> Result<()> {
     if step.plan.shard_group == step.plan.topology.world {
         return Ok(());
@@ -298,8 +296,7 @@ pub(crate) fn reduce_and_update(
     Ok(outcome?)
 }
 
-/// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for
-/// them.
+/// Does `work` with a bucket's gradients in their list, where the launch looks for them.
 pub(crate) fn with_gradients<R>(
     plan: &Plan,
     state: &mut State,

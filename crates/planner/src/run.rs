@@ -109,7 +109,7 @@ pub(crate) fn each_stage(
     }
     if let Some(comms) = comms {
         let backend = executor.backend();
-        let mut step = RankStep::new(plan, state, backend, comms);
+        let mut step = RankStep { plan, state, backend, comms };
         update_norms::share(&mut step, skipped)?;
     }
     Ok(())
@@ -135,7 +135,7 @@ pub(crate) fn run_stage(
         (_, None) => Ok(LaunchReport::default()),
         (_, Some(comms)) => {
             let backend = executor.backend();
-            let step = &mut RankStep::new(plan, state, backend, comms);
+            let step = &mut RankStep { plan, state, backend, comms };
             run_stage_of_ranks(step, (stage, update), skipped)
         }
     }

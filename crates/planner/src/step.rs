@@ -22,17 +22,6 @@ pub(crate) struct RankStep<'a, 'c> {
     pub(crate) comms: &'a mut Comms<'c>,
 }
 
-impl<'a, 'c> RankStep<'a, 'c> {
-    pub(crate) fn new(
-        plan: &'a Plan,
-        state: &'a mut State,
-        backend: &'a dyn Backend,
-        comms: &'a mut Comms<'c>,
-    ) -> Self {
-        Self { plan, state, backend, comms }
-    }
-}
-
 pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Result<()> {
     state.check_plan(plan)?;
     let (expected, found) = (plan.topology(), (comms.rank(), comms.world()));

@@ -88,10 +88,6 @@ impl StorageSpec {
 }
 
 impl StorageState {
-    pub(crate) fn list(&self, role: Role) -> Option<usize> {
-        self.spec.list(role)
-    }
-
     /// Says where lists begin for a launch over `elements`.
     pub(crate) fn set_firsts(&mut self, elements: &Range<u64>, segment: u64) {
         let spec = &self.spec;

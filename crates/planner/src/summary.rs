@@ -8,8 +8,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::{Optimizer, Plan, Stage, TableKind};
 
-/// The hash of everything that is the same on all ranks and decides where things lie and what
-/// is done, read off the plan.
+/// The hash of all that decides where things lie and what is done, and is the same on all ranks.
 pub(crate) fn hash(plan: &Plan) -> u64 {
     let mut text = HashWriter(Xxh3::new());
     let names = plan.rules.iter().map(Optimizer::name).collect::<Vec<_>>();

@@ -26,17 +26,6 @@ pub enum TableKind {
     Auto,
 }
 
-impl TableKind {
-    /// The name on the command line and in plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            TableKind::Arguments => "arguments",
-            TableKind::Resident => "resident",
-            TableKind::Auto => "auto",
-        }
-    }
-}
-
 /// Decides where the tables lie and makes the batches for it.
 pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
     let most = plan.stages.iter().map(|stage| match stage {
@@ -241,7 +230,7 @@ fn build_reads(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
     let mut first_partial = 0;
     for (index, batches) in state.schedule.norm.iter().enumerate() {
         let storage = &state.storages[index];
-        let list = storage.list(Role::Grad).filter(|_| !batches.is_empty());
+        let list = storage.spec.list(Role::Grad).filter(|_| !batches.is_empty());
         let table = match list.map(|_| norm.reduce((index, storage), batches, first_partial)) {
             Some(reduce) => backend.place_reduction(&reduce)?,
             None => None,

@@ -147,8 +147,7 @@ impl State {
         Ok(backend.read(own.lists[list].buffer.as_ref(), place.start, bytes)?)
     }
 
-    /// Copies what this rank's shard has of a tensor to the host, one call of `with` for each range
-    /// of its elements.
+    /// Copies what this rank's shard has of a tensor to the host, range by range.
     pub(crate) fn read_shard(
         &self,
         backend: &dyn Backend,

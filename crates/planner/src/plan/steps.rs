@@ -53,7 +53,7 @@ impl Plan {
         name: &str,
         bytes: &[u8],
     ) -> Result<()> {
-        gradients::push_grad(&mut RankStep::new(self, state, backend, comms), name, bytes)
+        gradients::push_grad(&mut RankStep { plan: self, state, backend, comms }, name, bytes)
     }
 
     /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`],
@@ -70,7 +70,7 @@ impl Plan {
         comms: &mut Comms<'_>,
         name: &str,
     ) -> Result<()> {
-        gradients::give_view(&mut RankStep::new(self, state, backend, comms), name)
+        gradients::give_view(&mut RankStep { plan: self, state, backend, comms }, name)
     }
 
     /// Whether giving gradients makes calls at once and waits for the other ranks: where updates
@@ -114,7 +114,7 @@ impl Plan {
         step::check_comms(self, state, comms)?;
         let weight = state.arena.weight.unwrap_or(1.0);
         let last = state.arena.micro_steps + 1 == self.micro_steps();
-        let step = &mut RankStep::new(self, state, backend, comms);
+        let step = &mut RankStep { plan: self, state, backend, comms };
         let done = if last {
             let divisor = gradients::divisor(self, step.state, weight);
             step::update(step, (divisor, Pending::MicroStep))
@@ -143,7 +143,7 @@ impl Plan {
             return Ok(MicroStepReport::default());
         }
         let divisor = gradients::divisor(self, state, 0.0);
-        let step = &mut RankStep::new(self, state, backend, comms);
+        let step = &mut RankStep { plan: self, state, backend, comms };
         let done = step::update(step, (divisor, Pending::Nothing));
         state.or_poison(done)
     }
@@ -158,7 +158,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
     ) -> Result<()> {
-        average::average_now(&mut RankStep::new(self, state, backend, comms))
+        average::average_now(&mut RankStep { plan: self, state, backend, comms })
     }
 
     /// Runs one step on a state that keeps parameters and gradients.
