@@ -15,10 +15,8 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: a manifest that cannot be read is taken for none",
         file: "crates/planner/src/checkpoint/place.rs",
-        from: r"Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => {",
-        to: r"Err(error) if error.kind() != ErrorKind::InvalidData => Ok(None),
-            Err(error) => {",
+        from: "Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),",
+        to: "Err(error) if error.kind() != ErrorKind::InvalidData => Ok(None),",
         tool: Tool::Simulate,
     },
     Bug {
