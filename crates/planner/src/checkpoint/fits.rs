@@ -60,7 +60,7 @@ fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
                 Quoted(rules.get(name).map_or(none, String::as_str)).to_string()
             };
             let what = format!("optimizer of `{}`", Quoted(name));
-            return Err(refuse(folder, &what, &text(&own), text(found)));
+            return Err(refuse(folder, &what, text(&own), text(found)));
         }
     }
     let found = |key: &str| manifest.settings.get(key);

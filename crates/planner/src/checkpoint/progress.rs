@@ -157,7 +157,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
             Some(every) => format!("averages every {every} steps"),
             None => "no averages of parameters".to_owned(),
         };
-        return Err(refuse(folder, "local_sgd", &text(own), text(averages)));
+        return Err(refuse(folder, "local_sgd", text(own), text(averages)));
     }
     let Some(open) = found else {
         return Ok(());
