@@ -14,10 +14,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::bucket::Caps;
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
-use crate::passes::{
-    Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
-    ReducedWhen,
-};
+use crate::passes::{Oversize, Ownership};
 use crate::{Plan, PlanError, Result, State, ZeroStage};
 
 /// A field and this rank's value of it.
@@ -64,8 +61,9 @@ pub(crate) fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     add("loss_scaling", or_none(scale));
     add("update_norms", plan.update_norms.to_string());
     add("update_in_backward", plan.in_backward.to_string());
-    add("accumulate", text_of_micro_steps(plan.accumulation()));
-    add("local_sgd", text_of_averages(plan.local_sgd()));
+    let one = || "1 micro-step".to_owned();
+    add("accumulate", plan.accumulation().map_or_else(one, |rule| rule.to_string()));
+    add("local_sgd", or_none(plan.local_sgd().map(|rule| rule.to_string())));
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let precision = plan.precisions.of(dtype).to_string();
         add(&format!("precision of {dtype} parameters"), precision);
@@ -115,38 +113,6 @@ fn text_of_scale(scale: &LossScale) -> String {
     let [good, bad] = [scale.good_steps(), scale.bad_steps()];
     let (scale, policy) = (scale.scale(), scale.policy());
     format!("{scale} after {good} good and {bad} bad steps; {policy}")
-}
-
-fn text_of_micro_steps(rule: Option<GradientAccumulation>) -> String {
-    let Some(rule) = rule else {
-        return "1 micro-step".to_owned();
-    };
-    let accumulated = match rule.accumulated {
-        Accumulated::Mean => "mean",
-        Accumulated::Sum => "sum",
-    };
-    let reduced = match rule.reduced {
-        ReducedWhen::PerWindow => "once per update",
-        ReducedWhen::PerMicroStep => "in each",
-    };
-    let every = rule.every;
-    format!("{every} micro-steps, their {accumulated}, reduced {reduced}")
-}
-
-fn text_of_averages(rule: Option<LocalSgd>) -> String {
-    let Some(rule) = rule else {
-        return "none".to_owned();
-    };
-    let averaged = match rule.averaged {
-        Averaged::Params => "parameters",
-        Averaged::ParamsAndState => "parameters and state",
-    };
-    let interval = match rule.interval {
-        Interval::Fixed => "",
-        Interval::Adaptive => " at first, then as losses say",
-    };
-    let LocalSgd { every, begin, .. } = rule;
-    format!("{averaged} every {every} steps{interval}, each of the first {begin} steps")
 }
 
 fn text_of(param: &ParamDesc, rule: u32) -> String {
