@@ -279,8 +279,8 @@ fn what_cannot_be_kept_is_refused_by_name() {
     let error = planner().plan(&case.params).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`tensor.1`: master weights of f32 parameters: expected none, because such a parameter \
-         loses nothing for adamw, found f32"
+        "`tensor.1`: adamw: master weights of f32 parameters: expected none, because such a \
+         parameter loses nothing, found f32"
     );
     let plan = planner().precision_of(DType::F32, Precision::default());
     let plan = plan.plan(&case.params).unwrap();

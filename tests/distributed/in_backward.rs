@@ -315,7 +315,7 @@ fn a_plan_says_that_it_updates_in_backward_and_ranks_that_differ_do_not_fit() {
     let plan = |planner: Planner| planner.plan_for(&case.params(), topology).unwrap();
     let (plain, found) = (plan(case.planner()), plan(case.planner().with(in_backward())));
     assert_ne!(plain.hash(), found.hash());
-    assert!(found.updates_in_backward() && !plain.updates_in_backward());
+    assert!(found.summary().update_in_backward && !plain.summary().update_in_backward);
     assert!(found.stages().iter().all(|stage| found.when(stage) == When::Ready));
     let note = found.explain().iter().find(|note| note.pass == "update_in_backward");
     let note = note.unwrap();

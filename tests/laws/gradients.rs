@@ -114,7 +114,7 @@ fn scaled_gradients_with_the_scale_taken_out_are_unscaled_gradients() {
         for k in 1..=case.steps {
             step((&plan, &mut state, &backend), (&case, k), &|_, _, g| g);
         }
-        let (expected, norms) = (contents(&case, &state, &backend), state.grad_norms(&backend));
+        let (expected, norms) = (contents(&case, &state, &backend), state.grad_reports(&backend));
         for scale in [2.0f64, 1024.0, 65_536.0] {
             let planner = clip().with(LossScaling::fixed(scale));
             let (plan, mut state) = started(&case, &planner, &backend);
@@ -122,7 +122,7 @@ fn scaled_gradients_with_the_scale_taken_out_are_unscaled_gradients() {
                 step((&plan, &mut state, &backend), (&case, k), &|_, _, g| g * scale);
             }
             assert!(contents(&case, &state, &backend) == expected, "scale {scale}");
-            assert_eq!(state.grad_norms(&backend), norms, "scale {scale}");
+            assert_eq!(state.grad_reports(&backend), norms, "scale {scale}");
         }
     }
 }

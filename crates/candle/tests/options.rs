@@ -291,7 +291,7 @@ fn options_out_of_range_name_the_option_or_the_variable() {
         ..Options::default()
     });
     assert!(
-        error.contains("`v0`: master weights of f16 parameters: expected none or f32"),
+        error.contains("`v0`: adamw: master weights of f16 parameters: expected none or f32"),
         "{error}"
     );
 }

@@ -5,7 +5,7 @@ use fusestep_collective::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Plan, Reduced, Stage, State, StorageSpec, ZeroStage};
+use fusestep_planner::{Comms, Part, Plan, Reduced, Stage, State, StorageSpec, ZeroStage};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
@@ -32,18 +32,13 @@ pub(crate) fn own_params(plan: &Plan) -> Vec<ParamDesc> {
     for spec in plan.storages() {
         for (tensor, &member) in spec.members.iter().enumerate() {
             let range = spec.layout.range(tensor);
-            for part in &spec.shard {
-                let start = part.elements.start.max(range.start);
-                let end = part.elements.end.min(range.end);
-                let param = &plan.params()[member as usize];
-                if let Some(numel) = end.checked_sub(start).filter(|&numel| numel > 0)
-                    && let Ok(shape) = Shape::new([numel])
+            let param = &plan.params()[member as usize];
+            for Part { elements, .. } in spec.own_parts(range.clone()) {
+                if let Ok(shape) = Shape::new([elements.end - elements.start])
+                    && !elements.is_empty()
                 {
-                    own.push(ParamDesc {
-                        name: format!("{}#{}", param.name, start - range.start),
-                        shape,
-                        ..param.clone()
-                    });
+                    let name = format!("{}#{}", param.name, elements.start - range.start);
+                    own.push(ParamDesc { name, shape, ..param.clone() });
                 }
             }
         }

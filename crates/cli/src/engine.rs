@@ -7,7 +7,7 @@ use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
-use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
+use fusestep_collective_processes::{ProcessCommunicator, launched_processes};
 
 use crate::options::name_of;
 use crate::ranks::{MOST_RANKS, whole};
@@ -73,8 +73,8 @@ impl Watch {
         Ok(())
     }
 
-    /// For ranks that are threads.
-    fn of_threads(&self) -> Options {
+    /// For ranks that are threads, or processes of this machine.
+    fn of_machine(&self) -> Options {
         let default = Options::default();
         Options {
             timeout: self.timeout.unwrap_or(default.timeout),
@@ -91,16 +91,6 @@ impl Watch {
             dump_folder: self.flight_recorder.clone(),
             reduction,
             compare,
-            ..default
-        }
-    }
-
-    /// For processes of this machine.
-    fn of_machine(&self) -> ProcessOptions {
-        let default = ProcessOptions::default();
-        ProcessOptions {
-            timeout: self.timeout.unwrap_or(default.timeout),
-            dump_folder: self.flight_recorder.clone(),
             ..default
         }
     }
@@ -187,7 +177,7 @@ impl Engine {
         );
         let (reduction, compare) = match self {
             Engine::Thread => {
-                let outcomes = run_ranks(ranks.count(), &ranks.watch.of_threads(), |mut comm| {
+                let outcomes = run_ranks(ranks.count(), &ranks.watch.of_machine(), |mut comm| {
                     body(&mut comm).map_err(Into::into)
                 });
                 return outcomes::first(outcomes.context("cannot start a thread for each rank")?);

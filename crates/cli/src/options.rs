@@ -21,47 +21,43 @@ pub(crate) fn name_of(value: impl ValueEnum) -> String {
     value.map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
-/// What a 16-bit parameter has beside it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum MasterName {
-    /// Nothing
-    None,
-    /// An f32 copy, which is updated
-    F32,
-    /// 16 bits that make a bf16 parameter an f32 again
-    Remainder,
-}
-
-/// The dtype of optimizer state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum StateName {
-    /// f32, or f64 for f64 parameters
-    F32,
-    /// bf16
-    Bf16,
-}
-
-/// How values are rounded to bf16.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum RoundingName {
-    /// To nearest, ties to even
-    Nearest,
-    /// At random, with the exact value as the mean
-    Stochastic,
+/// Reads one of these values by its name; the texts are for `--help`.
+pub(crate) fn named<T: Copy + Send + Sync + 'static, const N: usize>(
+    values: [(&'static str, T, &'static str); N],
+) -> impl TypedValueParser<Value = T> {
+    let names = values.map(|(name, _, help)| PossibleValue::new(name).help(help));
+    PossibleValuesParser::new(names).try_map(move |given| {
+        let found = values.iter().find(|(name, ..)| *name == given);
+        found.map(|(_, value, _)| *value).ok_or("no such value")
+    })
 }
 
 /// How exactly parameters and state are kept.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct PrecisionArgs {
     /// What f16 and bf16 parameters have beside them
-    #[arg(long, value_enum, default_value = "none")]
-    pub(crate) master_weights: MasterName,
+    #[arg(long, default_value = "none", value_parser = named([
+        ("none", Master::None, "Nothing"),
+        ("f32", Master::F32, "An f32 copy, which is updated"),
+        ("remainder", Master::Remainder, "16 bits that make a bf16 parameter an f32 again"),
+    ]))]
+    pub(crate) master_weights: Master,
     /// Element type of optimizer state
-    #[arg(long, value_enum, default_value = "f32")]
-    pub(crate) state_dtype: StateName,
+    #[arg(long, default_value = "f32", value_parser = named([
+        ("f32", StateDType::Compute, "f32, or f64 for f64 parameters"),
+        ("bf16", StateDType::Bf16, "bf16"),
+    ]))]
+    pub(crate) state_dtype: StateDType,
     /// How bf16 state, and bf16 parameters without master weights, are rounded
-    #[arg(long, value_enum, default_value = "nearest")]
-    pub(crate) rounding: RoundingName,
+    #[arg(long, default_value = "nearest", value_parser = named([
+        ("nearest", Rounding::Nearest, "To nearest, ties to even"),
+        (
+            "stochastic",
+            Rounding::Stochastic { seed: 0 },
+            "At random, with the exact value as the mean",
+        ),
+    ]))]
+    pub(crate) rounding: Rounding,
     /// Start of the random numbers of stochastic rounding
     #[arg(
         long,
@@ -76,18 +72,11 @@ impl PrecisionArgs {
     /// The precision asked for.
     pub(crate) fn precision(&self) -> Precision {
         Precision {
-            master: match self.master_weights {
-                MasterName::None => Master::None,
-                MasterName::F32 => Master::F32,
-                MasterName::Remainder => Master::Remainder,
-            },
-            state: match self.state_dtype {
-                StateName::F32 => StateDType::Compute,
-                StateName::Bf16 => StateDType::Bf16,
-            },
+            master: self.master_weights,
+            state: self.state_dtype,
             rounding: match self.rounding {
-                RoundingName::Nearest => Rounding::Nearest,
-                RoundingName::Stochastic => Rounding::Stochastic { seed: self.rounding_seed },
+                Rounding::Nearest => Rounding::Nearest,
+                Rounding::Stochastic { .. } => Rounding::Stochastic { seed: self.rounding_seed },
             },
         }
     }
@@ -116,17 +105,6 @@ impl PrecisionArgs {
     }
 }
 
-/// Where the tables of launches lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TableName {
-    /// In the arguments where each stage fits into one launch, else resident
-    Auto,
-    /// In the arguments, as many tensors as fit; the host derives the scalars of a step
-    Arguments,
-    /// In the device's memory, any number of tensors; the device derives the scalars
-    Resident,
-}
-
 /// How tensors are put into launches; none of it changes a result.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct PlanningArgs {
@@ -135,8 +113,24 @@ pub(crate) struct PlanningArgs {
     #[arg(long, value_name = "BYTES", value_parser = whole::<usize, 1, { u64::MAX }>)]
     pub(crate) argument_bytes: Option<usize>,
     /// Where the tables of a device's launches lie; the cpu has none
-    #[arg(long, value_enum, default_value = "arguments")]
-    pub(crate) table: TableName,
+    #[arg(long, default_value = "arguments", value_parser = named([
+        (
+            "auto",
+            TableKind::Auto,
+            "In the arguments where each stage fits into one launch, else resident",
+        ),
+        (
+            "arguments",
+            TableKind::Arguments,
+            "In the arguments, as many tensors as fit; the host derives the scalars of a step",
+        ),
+        (
+            "resident",
+            TableKind::Resident,
+            "In the device's memory, any number of tensors; the device derives the scalars",
+        ),
+    ]))]
+    pub(crate) table: TableKind,
     /// One launch per tensor, no pass
     #[arg(long)]
     pub(crate) naive: bool,
@@ -153,12 +147,7 @@ impl PlanningArgs {
     }
 
     pub(crate) fn planner(&self, rule: Optimizer, limits: LaunchLimits) -> Planner {
-        let table = match self.table {
-            TableName::Auto => TableKind::Auto,
-            TableName::Arguments => TableKind::Arguments,
-            TableName::Resident => TableKind::Resident,
-        };
-        let planner = Planner::new(rule).limits(limits).table(table);
+        let planner = Planner::new(rule).limits(limits).table(self.table);
         if self.naive { planner.naive() } else { planner }
     }
 }
@@ -193,19 +182,9 @@ impl BackendName {
                 let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
                 Box::new(CpuBackend::new(threads))
             }
-            BackendName::Cuda => gpu_backend(gpu.unwrap_or(0))?,
+            BackendName::Cuda => cuda(gpu.unwrap_or(0), None)?,
         })
     }
-}
-
-#[cfg(not(feature = "cuda"))]
-fn gpu_backend(_: u32) -> anyhow::Result<Box<dyn Backend>> {
-    anyhow::bail!(NO_CUDA)
-}
-
-#[cfg(feature = "cuda")]
-fn gpu_backend(index: u32) -> anyhow::Result<Box<dyn Backend>> {
-    Ok(Box::new(fusestep_cuda::CudaBackend::open(index)?))
 }
 
 /// Where a step runs.
@@ -228,7 +207,7 @@ impl BackendArgs {
                 let cpu = CpuBackend::in_pool(pool(self.threads)?);
                 Ok(Box::new(cpu.with_limits(planning.limits())))
             }
-            BackendName::Cuda => cuda(planning),
+            BackendName::Cuda => cuda(0, planning.argument_bytes),
         }
     }
 }
@@ -239,16 +218,16 @@ pub(crate) const NO_CUDA: &str = "cuda: device 0 cannot be opened: this build le
                                   build with the feature `cuda`, or use the cpu backend";
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
+fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
     anyhow::bail!(NO_CUDA)
 }
 
-/// The first device, with the limits asked for as far as it has them.
+/// A device, with the limit asked for as far as it has it.
 #[cfg(feature = "cuda")]
-fn cuda(planning: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
-    let cuda = fusestep_cuda::CudaBackend::open(0)?;
+fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
+    let cuda = fusestep_cuda::CudaBackend::open(index)?;
     let most = cuda.limits();
-    let argument_bytes = planning.argument_bytes.unwrap_or(most.argument_bytes);
+    let argument_bytes = argument_bytes.unwrap_or(most.argument_bytes);
     anyhow::ensure!(
         argument_bytes <= most.argument_bytes,
         "--argument-bytes: expected at most {} on this device, found {argument_bytes}",
@@ -305,11 +284,10 @@ pub(crate) fn pool(asked: Option<NonZeroUsize>) -> anyhow::Result<Pool> {
 
 /// Reads an element type that parameters can have.
 pub(crate) fn param_dtype() -> impl TypedValueParser<Value = DType> {
-    let types = [
-        PossibleValue::new("f32").help("IEEE 754 binary32"),
-        PossibleValue::new("f64").help("IEEE 754 binary64"),
-        PossibleValue::new("f16").help("IEEE 754 binary16"),
-        PossibleValue::new("bf16").help("The upper half of a binary32"),
-    ];
-    PossibleValuesParser::new(types).try_map(|name| name.parse::<DType>())
+    named([
+        ("f32", DType::F32, "IEEE 754 binary32"),
+        ("f64", DType::F64, "IEEE 754 binary64"),
+        ("f16", DType::F16, "IEEE 754 binary16"),
+        ("bf16", DType::BF16, "The upper half of a binary32"),
+    ])
 }

@@ -15,6 +15,7 @@ use fusestep_rmsprop::{Centering, RmsProp};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::ParamDesc;
 
+use crate::options::named;
 use crate::output::warn;
 use crate::ranks::whole;
 
@@ -41,15 +42,6 @@ pub(crate) enum Rule {
     Lars,
     /// Adam with a rate for each layer: LAMB
     Lamb,
-}
-
-/// Which learning rate tensors take whose own weight decay is 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ExcludedRate {
-    /// The plain one
-    PlainLr,
-    /// The one scaled by the trust ratio
-    TrustRatio,
 }
 
 /// How weight decay enters the step.
@@ -125,8 +117,11 @@ pub(crate) struct OptimizerArgs {
     pub(crate) exclude: Vec<String>,
     /// lars, lamb: learning rate of parameters whose own weight decay --exclude has taken away, and
     /// of no others, also where --weight-decay is 0 [default: plain-lr]
-    #[arg(long, value_enum)]
-    pub(crate) excluded: Option<ExcludedRate>,
+    #[arg(long, value_parser = named([
+        ("plain-lr", Excluded::PlainLr, "The plain one"),
+        ("trust-ratio", Excluded::TrustRatio, "The one scaled by the trust ratio"),
+    ]))]
+    pub(crate) excluded: Option<Excluded>,
     /// adam: scale the step by the largest second moment so far
     #[arg(long)]
     pub(crate) amsgrad: bool,
@@ -143,6 +138,14 @@ pub(crate) struct OptimizerArgs {
     /// setting
     #[arg(long)]
     pub(crate) maximize: bool,
+}
+
+/// A rule's defaults but for the flags that are given and for what follows from other flags.
+macro_rules! given {
+    ($args:ident, $rule:ident { $($flag:ident),* } with $($field:ident),*) => {{
+        let default = $rule::default();
+        $rule { $($flag: $args.$flag.unwrap_or(default.$flag),)* $($field),* }.into()
+    }};
 }
 
 impl OptimizerArgs {
@@ -165,136 +168,55 @@ impl OptimizerArgs {
     /// A flag that the rule does not have, by name.
     pub(crate) fn rule(&self) -> anyhow::Result<Optimizer> {
         foreign::refuse(self)?;
+        let objective = if self.maximize { Objective::Maximize } else { Objective::Minimize };
+        let excluded = self.excluded.unwrap_or(Excluded::PlainLr);
         Ok(match self.optimizer {
-            Rule::Adamw | Rule::Adam => self.adam().into(),
-            Rule::Sgd | Rule::Momentum => self.sgd().into(),
-            Rule::Lion => self.lion().into(),
-            Rule::Adagrad => self.adagrad().into(),
-            Rule::Rmsprop => self.rmsprop().into(),
-            Rule::ScheduleFree => self.schedule_free().into(),
-            Rule::Lars => self.lars().into(),
-            Rule::Lamb => self.lamb().into(),
+            Rule::Adamw | Rule::Adam => {
+                let weight_decay = match self.optimizer {
+                    Rule::Adam => WeightDecay::L2(self.weight_decay.unwrap_or(0.0)),
+                    _ => WeightDecay::Decoupled(self.weight_decay.unwrap_or(0.01)),
+                };
+                let second_moment =
+                    if self.amsgrad { SecondMoment::Largest } else { SecondMoment::Running };
+                given!(self, Adam { lr, beta1, beta2, eps }
+                    with weight_decay, second_moment, objective)
+            }
+            Rule::Sgd | Rule::Momentum => {
+                let default = match self.optimizer {
+                    Rule::Momentum => Sgd::with_momentum(),
+                    _ => Sgd::default(),
+                };
+                let momentum = self.momentum.unwrap_or(default.momentum);
+                let lambda = self.weight_decay.unwrap_or(0.0);
+                let weight_decay = match self.decay {
+                    Some(Decay::Decoupled) => WeightDecay::Decoupled(lambda),
+                    Some(Decay::L2) | None => WeightDecay::L2(lambda),
+                };
+                let nesterov = if self.nesterov { Nesterov::Nesterov } else { Nesterov::Plain };
+                given!(self, Sgd { lr, dampening, rescale }
+                    with momentum, nesterov, weight_decay, objective)
+            }
+            Rule::Lion => given!(self, Lion { lr, beta1, beta2, weight_decay } with objective),
+            Rule::Adagrad => {
+                given!(self, Adagrad { lr, lr_decay, initial_sum, eps, weight_decay }
+                    with objective)
+            }
+            Rule::Rmsprop => {
+                let centering =
+                    if self.centered { Centering::Centered } else { Centering::MeanSquare };
+                given!(self, RmsProp { lr, alpha, eps, momentum, weight_decay }
+                    with centering, objective)
+            }
+            Rule::ScheduleFree => {
+                given!(self, ScheduleFree { lr, beta1, beta2, eps, weight_decay, warmup_steps }
+                    with)
+            }
+            Rule::Lars => {
+                given!(self, Lars { lr, momentum, trust_coefficient, weight_decay, eps, rescale }
+                    with excluded)
+            }
+            Rule::Lamb => given!(self, Lamb { lr, beta1, beta2, eps, weight_decay } with excluded),
         })
-    }
-
-    fn objective(&self) -> Objective {
-        if self.maximize { Objective::Maximize } else { Objective::Minimize }
-    }
-
-    fn adam(&self) -> Adam {
-        let default = Adam::default();
-        Adam {
-            lr: self.lr.unwrap_or(default.lr),
-            beta1: self.beta1.unwrap_or(default.beta1),
-            beta2: self.beta2.unwrap_or(default.beta2),
-            eps: self.eps.unwrap_or(default.eps),
-            weight_decay: match self.optimizer {
-                Rule::Adam => WeightDecay::L2(self.weight_decay.unwrap_or(0.0)),
-                _ => WeightDecay::Decoupled(self.weight_decay.unwrap_or(0.01)),
-            },
-            second_moment: if self.amsgrad { SecondMoment::Largest } else { SecondMoment::Running },
-            objective: self.objective(),
-        }
-    }
-
-    fn sgd(&self) -> Sgd {
-        let default = match self.optimizer {
-            Rule::Momentum => Sgd::with_momentum(),
-            _ => Sgd::default(),
-        };
-        let lambda = self.weight_decay.unwrap_or(0.0);
-        Sgd {
-            lr: self.lr.unwrap_or(default.lr),
-            momentum: self.momentum.unwrap_or(default.momentum),
-            dampening: self.dampening.unwrap_or(default.dampening),
-            nesterov: if self.nesterov { Nesterov::Nesterov } else { Nesterov::Plain },
-            weight_decay: match self.decay {
-                Some(Decay::Decoupled) => WeightDecay::Decoupled(lambda),
-                Some(Decay::L2) | None => WeightDecay::L2(lambda),
-            },
-            rescale: self.rescale.unwrap_or(default.rescale),
-            objective: self.objective(),
-        }
-    }
-
-    fn lion(&self) -> Lion {
-        let default = Lion::default();
-        Lion {
-            lr: self.lr.unwrap_or(default.lr),
-            beta1: self.beta1.unwrap_or(default.beta1),
-            beta2: self.beta2.unwrap_or(default.beta2),
-            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            objective: self.objective(),
-        }
-    }
-
-    fn adagrad(&self) -> Adagrad {
-        let default = Adagrad::default();
-        Adagrad {
-            lr: self.lr.unwrap_or(default.lr),
-            lr_decay: self.lr_decay.unwrap_or(default.lr_decay),
-            initial_sum: self.initial_sum.unwrap_or(default.initial_sum),
-            eps: self.eps.unwrap_or(default.eps),
-            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            objective: self.objective(),
-        }
-    }
-
-    fn rmsprop(&self) -> RmsProp {
-        let default = RmsProp::default();
-        RmsProp {
-            lr: self.lr.unwrap_or(default.lr),
-            alpha: self.alpha.unwrap_or(default.alpha),
-            eps: self.eps.unwrap_or(default.eps),
-            momentum: self.momentum.unwrap_or(default.momentum),
-            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            centering: if self.centered { Centering::Centered } else { Centering::MeanSquare },
-            objective: self.objective(),
-        }
-    }
-
-    fn schedule_free(&self) -> ScheduleFree {
-        let default = ScheduleFree::default();
-        ScheduleFree {
-            lr: self.lr.unwrap_or(default.lr),
-            beta1: self.beta1.unwrap_or(default.beta1),
-            beta2: self.beta2.unwrap_or(default.beta2),
-            eps: self.eps.unwrap_or(default.eps),
-            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            warmup_steps: self.warmup_steps.unwrap_or(default.warmup_steps),
-        }
-    }
-
-    fn lars(&self) -> Lars {
-        let default = Lars::default();
-        Lars {
-            lr: self.lr.unwrap_or(default.lr),
-            momentum: self.momentum.unwrap_or(default.momentum),
-            trust_coefficient: self.trust_coefficient.unwrap_or(default.trust_coefficient),
-            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            eps: self.eps.unwrap_or(default.eps),
-            rescale: self.rescale.unwrap_or(default.rescale),
-            excluded: self.excluded(),
-        }
-    }
-
-    fn lamb(&self) -> Lamb {
-        let default = Lamb::default();
-        Lamb {
-            lr: self.lr.unwrap_or(default.lr),
-            beta1: self.beta1.unwrap_or(default.beta1),
-            beta2: self.beta2.unwrap_or(default.beta2),
-            eps: self.eps.unwrap_or(default.eps),
-            weight_decay: self.weight_decay.unwrap_or(default.weight_decay),
-            excluded: self.excluded(),
-        }
-    }
-
-    fn excluded(&self) -> Excluded {
-        match self.excluded {
-            Some(ExcludedRate::TrustRatio) => Excluded::TrustRatio,
-            Some(ExcludedRate::PlainLr) | None => Excluded::PlainLr,
-        }
     }
 
     /// Takes weight decay off the parameters that --exclude names; a pattern that names none is

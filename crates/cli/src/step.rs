@@ -13,8 +13,7 @@ use fusestep_launch::Backend;
 use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport};
 use fusestep_tensor::{ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{
-    Prepared, TensorBytes, TensorFile, check_writable_together, commit_together,
-    finish_interrupted, same_file,
+    Prepared, TensorBytes, TensorFile, check_writable_together, commit_together, finish_interrupted,
 };
 
 use self::summary::{Gradient, StepSummary, Update};
@@ -22,6 +21,7 @@ use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::{BackendArgs, PlanningArgs, PrecisionArgs};
 use crate::output::{print_json, warn_non_finite};
+use crate::places::{Place, require_apart};
 use crate::ranks::whole;
 use crate::rules::OptimizerArgs;
 
@@ -76,46 +76,35 @@ pub(crate) struct StepArgs {
 fn check_places(args: &StepArgs) -> anyhow::Result<()> {
     let outputs = outputs(args);
     let inputs = [
-        ("--params", Some(&args.params), "--out"),
-        ("--grads", Some(&args.grads), ""),
-        ("--state", args.state.as_ref(), "--state-out"),
+        (("--params", Some(&args.params)), "--out"),
+        (("--grads", Some(&args.grads)), ""),
+        (("--state", args.state.as_ref()), "--state-out"),
     ];
-    for (index, (flag, path)) in outputs.iter().copied().enumerate() {
-        for (input, other, may_replace) in inputs {
-            let clash = other.is_some_and(|other| same_file(path, other));
-            ensure!(
-                !clash || may_replace == flag,
-                "{flag}: expected another file than {input}, found {} for both; it would be lost",
-                path.display()
-            );
-        }
-        for (other_flag, other) in &outputs[..index] {
-            ensure!(
-                !same_file(path, other),
-                "{flag}: expected another file than {other_flag}, found {} for both",
-                path.display()
-            );
-        }
+    for (input, may_replace) in inputs {
+        let others = outputs.into_iter().filter(|(flag, _)| *flag != may_replace);
+        require_apart(input, &others.collect::<Vec<_>>())?;
     }
-    Ok(())
+    require_apart(("", None), &outputs)
 }
 
 /// Files that are written, after their flags.
-fn outputs(args: &StepArgs) -> Vec<(&'static str, &Path)> {
-    let places = [
+fn outputs(args: &StepArgs) -> [Place<'_>; 3] {
+    [
         ("--out", Some(&args.out)),
         ("--state-out", args.state_out.as_ref()),
         ("--average-out", args.average_out.as_ref()),
-    ];
-    let places = places.into_iter();
-    places.filter_map(|(flag, path)| Some((flag, path?.as_path()))).collect()
+    ]
+}
+
+/// Those that are asked for.
+fn written(args: &StepArgs) -> impl Iterator<Item = &Path> {
+    outputs(args).into_iter().filter_map(|(_, path)| path.map(PathBuf::as_path))
 }
 
 /// Finishes what an earlier run that was killed had committed for any of the files.
 fn finish_earlier(args: &StepArgs) -> anyhow::Result<()> {
     let inputs = [Some(args.params.as_path()), args.state.as_deref()];
-    let outputs = outputs(args).into_iter().map(|(_, path)| path);
-    for path in inputs.into_iter().flatten().chain(outputs) {
+    for path in inputs.into_iter().flatten().chain(written(args)) {
         if finish_interrupted(path)? {
             eprintln!("finished an earlier step that was interrupted: {}", path.display());
         }
@@ -137,8 +126,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let plan = args.gradients.passes(planner).plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;
     // Whatever cannot be written is refused before any work.
-    let paths: Vec<&Path> = outputs(args).into_iter().map(|(_, path)| path).collect();
-    check_writable_together(&paths)?;
+    check_writable_together(&written(args).collect::<Vec<_>>())?;
 
     let mut state = plan.allocate(backend.as_ref())?;
     for param in &model.params {
@@ -161,11 +149,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     }
     let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
     write_files(args, &params, &model, &state, backend.as_ref())?;
-    if args.json {
-        print_json(&summary)
-    } else {
-        summary.print(outputs(args).into_iter().map(|(_, path)| path))
-    }
+    if args.json { print_json(&summary) } else { summary.print(written(args)) }
 }
 
 fn run_steps(

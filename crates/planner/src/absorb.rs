@@ -12,8 +12,7 @@ pub(crate) struct Absorb {
     pub(crate) first: bool,
     /// What it is multiplied with.
     pub(crate) weight: Option<f64>,
-    /// It is the last before the next update, and the sum is divided by this; `None` if others
-    /// follow.
+    /// If it is the last before the next update: what the sum is divided by.
     pub(crate) last: Option<Divisor>,
 }
 

@@ -22,7 +22,6 @@ use crate::table::Tables;
 use crate::update_norms::{UpdateReader, UpdateRows};
 use crate::{Plan, PlanError, Result, State};
 
-/// Who gives memory.
 pub(crate) struct Allocator<'a> {
     pub(crate) backend: &'a dyn Backend,
     /// Gives what ranks move, so that they see it; without one the backend does.
@@ -95,7 +94,6 @@ pub(crate) fn allocate_from<'a>(
     })
 }
 
-/// The arenas of all lists.
 fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<StorageState>> {
     let mut storages = Vec::with_capacity(plan.storages.len());
     for spec in &plan.storages {

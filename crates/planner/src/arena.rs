@@ -13,9 +13,8 @@ use crate::region::{Region, place_in, regions, sum_width};
 use crate::{Plan, Result, Stage, StorageSpec, ZeroStage};
 
 /// Gradients that micro-steps add and ranks reduce.
-#[derive(Debug)]
+#[derive(Default)]
 pub(crate) struct GradientArena {
-    /// The segments of the plan.
     pub(crate) segments: Vec<SegmentState>,
     /// Which of them may be reduced.
     pub(crate) ready: Ready,
@@ -33,7 +32,6 @@ pub(crate) struct GradientArena {
     /// Micro-steps that are over, and the sum of their weights.
     pub(crate) micro_steps: u32,
     pub(crate) weights: f64,
-    /// Weight of the micro-step under way.
     pub(crate) weight: Option<f64>,
     /// Stands for the weights of all micro-steps, if gradients are reduced in each.
     pub(crate) weights_hash: u64,
@@ -55,11 +53,9 @@ pub(crate) struct GradientArena {
     pub(crate) copied_bytes: u64,
     /// Time of calls behind the backward passes since the last update.
     pub(crate) exposed_ns: u64,
-    /// Whether memory is the host's.
     pub(crate) on_host: bool,
     /// Whether micro-steps add their gradients before they are reduced.
     pub(crate) accumulates: bool,
-    /// [`starts_early`] of the plan.
     pub(crate) starts_early: bool,
 }
 
@@ -75,7 +71,6 @@ pub(crate) enum Given {
 }
 
 /// Who has a segment's memory.
-#[derive(Debug)]
 pub(crate) enum SegmentState {
     /// Gradients are being written, or are about to be; `None` until the first is.
     Here(Option<Box<dyn Buffer>>),
@@ -111,22 +106,12 @@ impl GradientArena {
             reduced_sums: plan.storages.iter().map(|_| None).collect(),
             given: vec![0; plan.params.len()],
             now: vec![Given::No; plan.params.len()],
-            micro_steps: 0,
-            weights: 0.0,
-            weight: None,
-            weights_hash: 0,
-            spare: Vec::new(),
             usual_bytes: usual_bytes(plan),
-            kept: None,
-            through: 0,
             held_bytes,
-            peak_bytes: held_bytes,
-            seen_peak_bytes: 0,
-            copied_bytes: 0,
-            exposed_ns: 0,
             on_host: allocator.backend.takes_host_memory(),
             accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
             starts_early: starts_early(plan),
+            ..Self::default()
         };
         arena.allocate_sums(plan, allocator.backend)?;
         if arena.on_host && !keeps && arena.usual_bytes > 0 {
@@ -232,12 +217,6 @@ impl GradientArena {
     /// Takes a segment's memory; it counts as lost until it is put back.
     pub(crate) fn take(&mut self, segment: usize) -> SegmentState {
         std::mem::replace(&mut self.segments[segment], SegmentState::Lost)
-    }
-
-    /// Gives the memory of a segment that is through to those that come.
-    pub(crate) fn give_back(&mut self, segment: usize, memory: Box<dyn Buffer>) {
-        self.spare.push(memory);
-        self.segments[segment] = SegmentState::Through;
     }
 
     /// Makes all segments fit for the next gradients; says the most bytes there have been.
@@ -364,7 +343,6 @@ fn bytes_of(memory: &[Box<dyn Buffer>]) -> u64 {
     memory.iter().map(|memory| memory.len_bytes() as u64).sum()
 }
 
-/// Bytes of a segment's gradients.
 pub(crate) fn len_bytes(plan: &Plan, segment: &crate::Segment) -> usize {
     let width = plan.storages[segment.storage].grad_dtype().len_bytes();
     (segment.elements.end - segment.elements.start) as usize * width

@@ -22,11 +22,9 @@ pub(crate) struct Adapting {
     pub(crate) loss: Option<f64>,
     /// All ranks' mean loss in the first step, and the learning rate.
     pub(crate) first: Option<(f64, f64)>,
-    /// The interval it has come to.
     pub(crate) every: Option<NonZeroU64>,
 }
 
-/// [`Plan::average_now`].
 pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<()> {
     step.state.since_average = 0;
     let Some(rule) = step.plan.local_sgd().filter(|_| step.plan.topology.world > 1) else {

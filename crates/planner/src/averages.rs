@@ -1,10 +1,8 @@
 //! Averages that a model is evaluated with, where its rule keeps what they follow from.
 
-use fusestep_launch::Backend;
 use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
-use crate::storage::check_len;
 use crate::{Result, State};
 
 /// Lists that the average of a parameter is computed from besides the parameter.
@@ -72,33 +70,6 @@ impl Beside {
 /// The value that these bytes begin with.
 fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> T {
     bytemuck::pod_read_unaligned(&bytes[..size_of::<T>()])
-}
-
-/// [`State::average_borrowed`].
-pub(crate) fn average_of(
-    state: &State,
-    backend: &dyn Backend,
-    name: &str,
-    bytes: &mut [u8],
-) -> Result<()> {
-    let param = state.find(name)?;
-    let (dtype, numel) = (state.params[param].dtype, state.params[param].numel() as usize);
-    check_len(Role::Param, name, numel * dtype.len_bytes(), bytes.len())?;
-    let Some(factor) = factor_of(state, param) else {
-        return Ok(());
-    };
-    let roles = state.roles(name)?;
-    let beside = Beside::read(|role| {
-        if !roles.contains(&role) {
-            return Ok(None);
-        }
-        let dtype = state.dtype(role, name)?;
-        let mut own = vec![0; numel * dtype.len_bytes()];
-        state.read(backend, role, name, &mut own)?;
-        Ok(Some((dtype, own)))
-    })?;
-    beside.average(dtype, factor, bytes);
-    Ok(())
 }
 
 /// The factor on z − p in a parameter's average, if its rule has one and has made a step.

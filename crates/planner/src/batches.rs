@@ -110,8 +110,7 @@ pub(crate) fn reader_of(
     Ok(Some(norm_kernel(dtype)?))
 }
 
-/// Makes the batches anew if the pattern of tensors without gradient or missed steps has
-/// changed.
+/// Makes the batches anew if other tensors than before are without gradient or have missed steps.
 pub(crate) fn refresh(plan: &Plan, state: &mut State) -> Result<()> {
     if !state.schedule.stale {
         return Ok(());

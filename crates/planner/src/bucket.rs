@@ -91,7 +91,6 @@ pub(crate) enum Grain {
     /// At multiples of so many elements from the start of a tensor: sums in the fixed tree belong
     /// to one rank then.
     Of(u64),
-    /// Between tensors.
     Tensors,
 }
 

@@ -41,7 +41,6 @@ impl<'a> Bytes<'a> {
         }
     }
 
-    /// Makes one call in place.
     pub(crate) fn call(
         self,
         comm: &mut dyn Communicator,

@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
 use crate::stage::Reduced;
+use crate::update_norms::chunks_of;
 use crate::{Plan, Stage, ZeroStage, leaves};
 
 /// A call of a step, before it is made.
@@ -39,26 +40,28 @@ pub enum CallPurpose {
     Control,
 }
 
+/// Sums and means of all ranks, or the largest.
+const SUM: Operation = Operation::AllReduce(ReduceOp::Sum);
+const MEAN: Operation = Operation::AllReduce(ReduceOp::Average);
+const LARGEST: Operation = Operation::AllReduce(ReduceOp::Max);
+
 /// [`Plan::calls`].
 pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
-    let mut calls = Calls {
-        all: Vec::new(),
-        world: plan.topology.world as u64,
-        group: plan.shard_group as u64,
-    };
-    if plan.topology.world == 1 {
+    let (world, group) = (plan.topology.world as u64, plan.shard_group as u64);
+    let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
+    let mut calls = Calls { all: Vec::new(), plan, world, group, windows };
+    if world == 1 {
         return calls.all;
     }
-    let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
     if plan.reduces() {
-        calls_about_gradients(plan, &mut calls);
+        calls.about_gradients();
     }
     if plan.zero == ZeroStage::Three && plan.reduces() {
-        layer_gathers(plan, &mut calls);
+        calls.layer_gathers();
     }
     for stage in &plan.stages {
         match stage {
-            Stage::Reduce(reduce) => reduce_calls(plan, &mut calls, reduce, windows),
+            Stage::Reduce(reduce) => calls.reduce(reduce),
             Stage::ReduceUpdate(update) => {
                 let numel = update.bucket.map_or(0, |bucket| plan.buckets[bucket].numel());
                 let spec = &plan.storages[update.storage];
@@ -66,21 +69,18 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
                 let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
                 let width = spec.grad_dtype().len_bytes() + replicas.sum::<usize>();
                 let len_bytes = numel * width as u64;
-                let world = calls.world;
                 calls.data(Operation::ReduceUpdate, update.bucket, (len_bytes, world), 1);
             }
-            Stage::Norm(_) => norm_calls(plan, &mut calls),
-            Stage::Trust => {
-                leaf_calls(plan, &mut calls, 8 * MAX_SUMS as u64);
-            }
-            Stage::Gather(gather) => gather_calls(plan, &mut calls, gather),
+            Stage::Norm(_) if plan.reduces() => calls.leaves(16),
+            Stage::Norm(_) => calls.control(SUM, 8, world),
+            Stage::Trust => calls.leaves(8 * MAX_SUMS as u64),
+            Stage::Gather(gather) => calls.gather(gather),
             Stage::Average(rule) => {
                 let first = calls.all.len();
-                average_calls(plan, &mut calls, rule.averaged);
+                calls.average(rule.averaged);
                 if rule.interval == crate::Interval::Adaptive {
                     // The mean loss that the next interval follows.
-                    let mean = Operation::AllReduce(ReduceOp::Average);
-                    calls.control(mean, 8, calls.world);
+                    calls.control(MEAN, 8, world);
                 }
                 for call in &mut calls.all[first..] {
                     call.every = rule.every.get();
@@ -89,172 +89,149 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
             Stage::Accumulate(_) | Stage::Optimize(_) => {}
         }
     }
-    update_norm_calls(plan, &mut calls);
+    calls.update_norms();
     calls.all
 }
 
-/// The calls by which ranks tell each other which gradients there are.
-fn calls_about_gradients(plan: &Plan, calls: &mut Calls) {
-    let largest = Operation::AllReduce(ReduceOp::Max);
-    let params = plan.params.len() as u64;
-    if !plan.in_backward {
-        let hashes = if plan.reduces_each() { 16 } else { 0 };
-        return calls.control(largest, params + hashes, calls.world);
-    }
-    let mut told = 0;
-    for segment in &plan.segments {
-        let tensors = full_tensors(plan, segment) as u64;
-        calls.control(largest, tensors, calls.world);
-        told += tensors;
-    }
-    if told < params {
-        calls.control(largest, params - told, calls.world);
-    }
-}
-
-/// The calls by which ranks hear how far parameters moved.
-fn update_norm_calls(plan: &Plan, calls: &mut Calls) {
-    if plan.update_norms && plan.zero != ZeroStage::None {
-        let chunk = u64::from(fusestep_launch::CHUNK_ELEMENTS);
-        let chunks = plan.params.iter().map(|param| param.numel().div_ceil(chunk));
-        let len_bytes = 8 * chunks.sum::<u64>();
-        calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.group);
-    }
-    if plan.update_norms && slices_of_ranks(plan) > 0 {
-        let len_bytes = 8 * slices_of_ranks(plan) * calls.world;
-        calls.control(Operation::AllReduce(ReduceOp::Sum), len_bytes, calls.world);
-    }
-}
-
-/// Parameters of which each rank has a slice of its own.
-fn slices_of_ranks(plan: &Plan) -> u64 {
-    let slices = plan.storages.iter().filter(|spec| spec.distributed);
-    slices.map(|spec| spec.members.len() as u64).sum()
-}
-
-/// The calls by which ranks tell each other `leaf_bytes` of every leaf.
-fn leaf_calls(plan: &Plan, calls: &mut Calls, leaf_bytes: u64) {
-    let (shared, slices) = leaves::leaf_counts(plan);
-    if shared > 0 {
-        let sum = Operation::AllReduce(ReduceOp::Sum);
-        calls.control(sum, leaf_bytes * shared, calls.group);
-    }
-    if slices > 0 {
-        let len_bytes = leaf_bytes * slices * calls.world;
-        calls.control(Operation::AllGather, len_bytes, calls.world);
-    }
-}
-
-fn reduce_calls(plan: &Plan, calls: &mut Calls, reduce: &crate::Reduce, windows: u64) {
-    let bucket = &plan.buckets[reduce.bucket];
-    let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
-    let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
-    let (operation, own) = match reduce.result {
-        Reduced::Whole => (Operation::AllReduce(ReduceOp::Average), len_bytes),
-        Reduced::Part => {
-            let part = bucket.part(plan.shard_place().rank);
-            let own = (part.end - part.start) * width;
-            (Operation::ReduceScatter(ReduceOp::Average), own)
-        }
-    };
-    let group = calls.group;
-    calls.data(operation, index, (len_bytes, group), windows);
-    if calls.group < calls.world {
-        let groups = calls.world / calls.group;
-        let across = Operation::AllReduce(ReduceOp::Average);
-        calls.data(across, index, (own, groups), windows);
-    }
-}
-
-fn norm_calls(plan: &Plan, calls: &mut Calls) {
-    let sum = Operation::AllReduce(ReduceOp::Sum);
-    if !plan.reduces() {
-        return calls.control(sum, 8, calls.world);
-    }
-    leaf_calls(plan, calls, 16);
-}
-
-fn gather_calls(plan: &Plan, calls: &mut Calls, gather: &crate::Gather) {
-    let bucket = &plan.buckets[gather.bucket];
-    let group = calls.group;
-    let width = plan.storages[bucket.storage].param_dtype().len_bytes() as u64;
-    let index = Some(gather.bucket);
-    for call in &gather.broadcasts {
-        let len_bytes = (call.elements.end - call.elements.start) * width;
-        let operation = Operation::Broadcast { root: call.owner };
-        calls.data(operation, index, (len_bytes, group), 1);
-    }
-    if gather.broadcasts.is_empty() {
-        let len_bytes = bucket.numel() * width;
-        calls.data(Operation::AllGather, index, (len_bytes, group), 1);
-    }
-}
-
-fn average_calls(plan: &Plan, calls: &mut Calls, averaged: crate::Averaged) {
-    let world = calls.world;
-    for spec in plan.storages.iter().filter(|spec| !spec.distributed) {
-        let values = if spec.list(Role::Master).is_some() || spec.list(Role::Remainder).is_some() {
-            4
-        } else {
-            spec.param_dtype().len_bytes()
-        };
-        let state = spec.lists.iter().filter(|list| {
-            let kept = matches!(list.role, Role::Master | Role::Remainder);
-            averaged == crate::Averaged::ParamsAndState && list.role.is_state() && !kept
-        });
-        let widths = state.map(|list| list.dtype.len_bytes());
-        for width in std::iter::once(values).chain(widths) {
-            let len_bytes = spec.layout.total_numel() * width as u64;
-            let operation = Operation::AllReduce(ReduceOp::Average);
-            calls.data(operation, None, (len_bytes, world), 1);
-        }
-    }
-}
-
-/// The gathers of a program that asks for a layer's parameters before its forward and before
-/// its backward pass, in every micro-step.
-fn layer_gathers(plan: &Plan, calls: &mut Calls) {
-    let layer = |name: &str| name.rsplit_once('.').map_or(name, |(layer, _)| layer).to_owned();
-    let mut asked: std::collections::BTreeMap<(String, usize), u64> = Default::default();
-    for (index, segment) in plan.segments.iter().enumerate() {
-        let spec = &plan.storages[segment.storage];
-        let width = spec.param_dtype().len_bytes() as u64;
-        for tensor in segment.tensors.clone() {
-            let param = &plan.params[spec.members[tensor as usize] as usize];
-            if param.numel() == 0 {
-                continue;
-            }
-            for bucket in segment.buckets.clone() {
-                let range = spec.layout.range(tensor as usize);
-                let inside = plan.buckets[bucket].overlaps(&range);
-                let numel: usize = inside.iter().sum();
-                let key = (
-                    layer(&param.name),
-                    if segment.buckets.len() > 1 {
-                        bucket
-                    } else {
-                        plan.segments[index].buckets.start
-                    },
-                );
-                *asked.entry(key).or_default() += numel as u64 * width;
-            }
-        }
-    }
-    let (group, passes) = (calls.group, 2 * u64::from(plan.micro_steps()));
-    for ((_, bucket), len_bytes) in asked {
-        let call = (len_bytes, group);
-        calls.data(Operation::AllGather, Some(bucket), call, passes);
-    }
-}
-
-/// Calls as they are listed.
-struct Calls {
+struct Calls<'a> {
     all: Vec<PlannedCall>,
+    plan: &'a Plan,
     world: u64,
     group: u64,
+    /// How often gradients are reduced in a step.
+    windows: u64,
 }
 
-impl Calls {
+impl Calls<'_> {
+    /// By which ranks tell each other which gradients there are.
+    fn about_gradients(&mut self) {
+        let plan = self.plan;
+        let params = plan.params.len() as u64;
+        if !plan.in_backward {
+            let hashes = if plan.reduces_each() { 16 } else { 0 };
+            return self.control(LARGEST, params + hashes, self.world);
+        }
+        let mut told = 0;
+        for segment in &plan.segments {
+            let tensors = full_tensors(plan, segment) as u64;
+            self.control(LARGEST, tensors, self.world);
+            told += tensors;
+        }
+        if told < params {
+            self.control(LARGEST, params - told, self.world);
+        }
+    }
+
+    /// By which ranks hear how far parameters moved.
+    fn update_norms(&mut self) {
+        if !self.plan.update_norms {
+            return;
+        }
+        if self.plan.zero != ZeroStage::None {
+            let chunks = self.plan.params.iter().map(|param| chunks_of(param.numel()) as u64);
+            self.control(SUM, 8 * chunks.sum::<u64>(), self.group);
+        }
+        // Parameters of which each rank has a slice of its own.
+        let slices = self.plan.storages.iter().filter(|spec| spec.distributed);
+        let slices: u64 = slices.map(|spec| spec.members.len() as u64).sum();
+        if slices > 0 {
+            self.control(SUM, 8 * slices * self.world, self.world);
+        }
+    }
+
+    /// By which ranks tell each other `leaf_bytes` of every leaf.
+    fn leaves(&mut self, leaf_bytes: u64) {
+        let (shared, slices) = leaves::leaf_counts(self.plan);
+        if shared > 0 {
+            self.control(SUM, leaf_bytes * shared, self.group);
+        }
+        if slices > 0 {
+            let len_bytes = leaf_bytes * slices * self.world;
+            self.control(Operation::AllGather, len_bytes, self.world);
+        }
+    }
+
+    fn reduce(&mut self, reduce: &crate::Reduce) {
+        let plan = self.plan;
+        let bucket = &plan.buckets[reduce.bucket];
+        let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
+        let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
+        let (operation, own) = match reduce.result {
+            Reduced::Whole => (MEAN, len_bytes),
+            Reduced::Part => {
+                let part = bucket.part(plan.shard_place().rank);
+                let own = (part.end - part.start) * width;
+                (Operation::ReduceScatter(ReduceOp::Average), own)
+            }
+        };
+        self.data(operation, index, (len_bytes, self.group), self.windows);
+        if self.group < self.world {
+            self.data(MEAN, index, (own, self.world / self.group), self.windows);
+        }
+    }
+
+    fn gather(&mut self, gather: &crate::Gather) {
+        let bucket = &self.plan.buckets[gather.bucket];
+        let width = self.plan.storages[bucket.storage].param_dtype().len_bytes() as u64;
+        let index = Some(gather.bucket);
+        for call in &gather.broadcasts {
+            let len_bytes = (call.elements.end - call.elements.start) * width;
+            let operation = Operation::Broadcast { root: call.owner };
+            self.data(operation, index, (len_bytes, self.group), 1);
+        }
+        if gather.broadcasts.is_empty() {
+            let len_bytes = bucket.numel() * width;
+            self.data(Operation::AllGather, index, (len_bytes, self.group), 1);
+        }
+    }
+
+    fn average(&mut self, averaged: crate::Averaged) {
+        for spec in self.plan.storages.iter().filter(|spec| !spec.distributed) {
+            let kept = |role| matches!(role, Role::Master | Role::Remainder);
+            let values = if spec.lists.iter().any(|list| kept(list.role)) {
+                4
+            } else {
+                spec.param_dtype().len_bytes()
+            };
+            let state = spec.lists.iter().filter(|list| {
+                let with_state = averaged == crate::Averaged::ParamsAndState;
+                with_state && list.role.is_state() && !kept(list.role)
+            });
+            let widths = state.map(|list| list.dtype.len_bytes());
+            for width in std::iter::once(values).chain(widths) {
+                let len_bytes = spec.layout.total_numel() * width as u64;
+                self.data(MEAN, None, (len_bytes, self.world), 1);
+            }
+        }
+    }
+
+    /// The gathers of a program that asks for a layer's parameters before its forward and before
+    /// its backward pass, in every micro-step.
+    fn layer_gathers(&mut self) {
+        let plan = self.plan;
+        let layer = |name: &str| name.rsplit_once('.').map_or(name, |(layer, _)| layer).to_owned();
+        let mut asked: std::collections::BTreeMap<(String, usize), u64> = Default::default();
+        for segment in &plan.segments {
+            let spec = &plan.storages[segment.storage];
+            let width = spec.param_dtype().len_bytes() as u64;
+            for tensor in segment.tensors.clone() {
+                let param = &plan.params[spec.members[tensor as usize] as usize];
+                if param.numel() == 0 {
+                    continue;
+                }
+                for bucket in segment.buckets.clone() {
+                    let range = spec.layout.range(tensor as usize);
+                    let numel: usize = plan.buckets[bucket].overlaps(&range).iter().sum();
+                    *asked.entry((layer(&param.name), bucket)).or_default() += numel as u64 * width;
+                }
+            }
+        }
+        let passes = 2 * u64::from(plan.micro_steps());
+        for ((_, bucket), len_bytes) in asked {
+            self.data(Operation::AllGather, Some(bucket), (len_bytes, self.group), passes);
+        }
+    }
+
     fn data(
         &mut self,
         operation: Operation,
@@ -274,14 +251,9 @@ impl Calls {
     }
 
     fn control(&mut self, operation: Operation, len_bytes: u64, ranks: u64) {
-        self.all.push(PlannedCall {
-            what: CallPurpose::Control,
-            operation: operation.name(),
-            bucket: None,
-            len_bytes,
-            bytes_sent: bytes_sent(operation, len_bytes, ranks),
-            times: 1,
-            every: 1,
-        });
+        self.data(operation, None, (len_bytes, ranks), 1);
+        if let Some(call) = self.all.last_mut() {
+            call.what = CallPurpose::Control;
+        }
     }
 }

@@ -11,8 +11,9 @@ use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
 
 use crate::DeviceParams;
+use crate::arena::SegmentState;
 use crate::bytes::{Bytes, Elsewhere, foreign, take_shortest};
-use crate::segment_calls::{Reducing, SegmentCalls};
+use crate::segment_calls::SegmentCalls;
 use crate::shard_groups::ShardGroups;
 
 /// What a rank's step makes its calls with: one communicator, and communication streams for calls
@@ -160,7 +161,6 @@ impl<'a> Comms<'a> {
         self.comm.rank()
     }
 
-    /// The number of ranks that share shards.
     pub(crate) fn group_size(&self) -> usize {
         let groups = self.groups.as_ref();
         groups.map_or(self.comm.world_size(), |groups| groups.within.world_size())
@@ -228,7 +228,6 @@ impl<'a> Comms<'a> {
         Ok(())
     }
 
-    /// Makes one call in place.
     pub(crate) fn in_place<'b>(
         &mut self,
         operation: Operation,
@@ -291,17 +290,17 @@ impl<'a> Comms<'a> {
         index: usize,
         calls: SegmentCalls,
         mut memory: Box<dyn Buffer>,
-    ) -> Result<Reducing, CollectiveError> {
+    ) -> Result<SegmentState, CollectiveError> {
         self.count_calls(&calls);
         if self.streams.is_empty() {
             calls.make(self.within_group(), &mut memory)?;
-            return Ok(Reducing::Done(memory));
+            return Ok(SegmentState::Here(Some(memory)));
         }
         let stream = &self.streams[index % self.streams.len()];
         let work = move |comm: &mut dyn Communicator, memory: &mut Box<dyn Buffer>| {
             calls.make(comm, memory)
         };
-        Ok(Reducing::Pending(stream.start("bucket", memory, work)))
+        Ok(SegmentState::InFlight(stream.start("bucket", memory, work)))
     }
 
     /// Makes a call among the ranks that share shards in place on a part of a buffer that was

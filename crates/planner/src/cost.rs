@@ -131,7 +131,6 @@ pub enum EventKind {
     Gather,
 }
 
-/// [`Plan::timeline`].
 pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
     let calls = calls::planned(plan);
     let is_reduce = |call: &&PlannedCall| {

@@ -17,7 +17,6 @@ use crate::step::RankStep;
 use crate::{Plan, Result, device_trust, gather, reduce};
 
 /// What lies on the device for it.
-#[derive(Debug)]
 pub(crate) struct DeviceNorm {
     /// The sum of every leaf of all parameters.
     leaves: Box<dyn Buffer>,
@@ -41,7 +40,7 @@ impl DeviceNorm {
         if backend.device().is_none() || !may {
             return Ok(None);
         }
-        let (places, tensors) = chunks_of_leaves(exchange.of_params());
+        let (places, tensors) = chunks_of_leaves(&exchange.leaves);
         Ok(Some(Self {
             leaves: backend.allocate(exchange.count() * size_of::<SquareSum>())?,
             partials: backend.allocate(places.len() * size_of::<SquareSum>())?,
@@ -68,13 +67,12 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     };
     let done = fill_sums(step, &mut own);
     if let (Ok(()), Some(norm)) = (&done, &mut step.state.norm) {
-        norm.conclude(step.backend, own.partials.as_ref(), own.tensors.as_ref())?;
+        norm.conclude(step.backend, Some((own.partials.as_ref(), own.tensors.as_ref())))?;
     }
     step.state.exchange.norm_on_device = Some(own);
     done.map(|()| true)
 }
 
-/// Fills in the sums of all chunks.
 fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
     step.backend.zero(own.leaves.as_mut())?;
     let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
@@ -82,7 +80,7 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
         reduce::with_gradients(step.plan, step.state, read.bucket, |state| {
             let batches = &state.schedule.norm[index];
             let members = &step.plan.storages[read.storage].members;
-            let leaves: Vec<_> = leaves_in(batches, members, state.exchange.of_params()).collect();
+            let leaves: Vec<_> = leaves_in(batches, members, &state.exchange.leaves).collect();
             for (batches, place) in in_runs(batches, &leaves) {
                 let Some(squares) = leaf_squares(step.plan, state, (index, read), &batches) else {
                     return Ok(());

@@ -49,7 +49,6 @@ impl DeviceParams {
     }
 }
 
-/// [`Plan::gather_on_device`].
 pub(crate) fn gather_on_device(
     plan: &Plan,
     state: &State,
@@ -85,7 +84,6 @@ pub(crate) fn gather_on_device(
     Ok(found)
 }
 
-/// The parameters of one segment.
 fn gather_segment(
     plan: &Plan,
     state: &State,
@@ -132,9 +130,9 @@ fn copy_own(
         return Ok(backend.copy((from, place), (memory.as_mut(), at), len_bytes)?);
     }
     let mut next = at;
-    for range in gather::own_ranges(plan, storage, elements) {
-        let place = range.place_in(spec.extents[list]) * width;
-        let len_bytes = range.numel * width;
+    for part in spec.own_parts(elements.clone()).filter(|part| !part.elements.is_empty()) {
+        let place = part.place_in(spec.extents[list]) as usize * width;
+        let len_bytes = part.numel() * width;
         backend.copy((from, place), (memory.as_mut(), next), len_bytes)?;
         next += len_bytes;
     }

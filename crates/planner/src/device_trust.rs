@@ -21,14 +21,11 @@ use crate::leaves::chunks_of_leaves;
 use crate::step::RankStep;
 use crate::{Optimize, Plan, Result, Stage, State, TableKind, gather, launches, reduce};
 
-/// Bytes of a row.
 const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
 
-/// Elements of the leaves of a row.
 const ROW_ELEMENTS: u64 = CHUNK_UNITS * LEAF_ELEMENTS;
 
 /// What lies on the device for it, and where.
-#[derive(Debug)]
 pub(crate) struct DeviceTrust {
     /// The sums of every leaf of all tensors.
     rows: Box<dyn Buffer>,
@@ -49,21 +46,19 @@ pub(crate) struct DeviceTrust {
 }
 
 /// Elements of a parameter whose leaves have a row.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 struct Row {
     elements: Range<u64>,
     number: u64,
 }
 
 /// What this rank sums up of one stage.
-#[derive(Debug)]
 struct OwnSums {
     stage: Optimize,
     runs: Vec<Run>,
 }
 
 /// Batches whose rows follow each other.
-#[derive(Debug)]
 struct Run {
     batches: Vec<Batch>,
     /// The first of the rows.
@@ -146,7 +141,6 @@ impl DeviceTrust {
         }))
     }
 
-    /// What this rank sums up of a stage.
     fn own_sums(&self, plan: &Plan, (stage, all): &(Optimize, Vec<Batch>)) -> Result<OwnSums> {
         let members = &plan.storages[stage.storage].members;
         let mut runs: Vec<(Vec<Batchable>, u64)> = Vec::new();
@@ -290,7 +284,6 @@ fn own_leaves(
     Ok(())
 }
 
-/// Fills in the sums of all chunks.
 fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<()> {
     step.backend.zero(own.rows.as_mut())?;
     own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;

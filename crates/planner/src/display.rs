@@ -78,7 +78,6 @@ impl fmt::Display for Plan {
     }
 }
 
-/// Where this rank stands among others.
 fn fmt_ranks(plan: &Plan, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let Topology { rank, world, .. } = plan.topology;
     if world == 1 {
@@ -138,7 +137,6 @@ fn fmt_stage(plan: &Plan, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stag
     }
 }
 
-/// A bucket and what lies in it.
 fn text_of_bucket(plan: &Plan, index: usize) -> String {
     let bucket = &plan.buckets[index];
     let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;

@@ -14,34 +14,6 @@ pub struct StepGraph {
     generation: u64,
 }
 
-/// [`Plan::enqueue`].
-pub(crate) fn enqueue(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
-    state.check_plan(plan)?;
-    state.check_between_steps("enqueue")?;
-    check_alone(plan, "enqueue", "step")?;
-    if state.norm.is_some() && state.tables.kind != TableKind::Resident {
-        return Err(not_capturable("its tables are in arguments"));
-    }
-    if !table::prepare(plan, state, backend)? {
-        return run::run(plan, state, backend).map(|_| ());
-    }
-    let mut report = StepReport::default();
-    let done = run::each_stage(plan, state, &mut Executor::Backend(backend), None, &mut report);
-    state.or_poison(done)?;
-    count_enqueued(state, backend)
-}
-
-/// [`Plan::capture`].
-pub(crate) fn capture(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<StepGraph> {
-    state.check_plan(plan)?;
-    state.check_between_steps("capture")?;
-    check_alone(plan, "capture", "capture_on")?;
-    check_capturable(state)?;
-    table::prepare(plan, state, backend)?;
-    record(plan, state, backend, None)
-}
-
-/// Records the stages of a step.
 pub(crate) fn record(
     plan: &Plan,
     state: &mut State,
@@ -66,21 +38,15 @@ pub(crate) fn record(
     Ok(StepGraph { graph, generation: state.tables.generation })
 }
 
-/// [`Plan::replay`].
-pub(crate) fn replay(
+/// Refuses another plan than the state's, a step under way, and plans of several ranks, for which
+/// there is something else.
+pub(crate) fn check(
     plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    graph: &StepGraph,
+    state: &State,
+    (what, instead): (&'static str, &str),
 ) -> Result<()> {
     state.check_plan(plan)?;
-    state.check_between_steps("replay")?;
-    check_alone(plan, "replay", "replay_on")?;
-    replay_recorded(state, backend, graph)
-}
-
-/// Refuses plans of several ranks.
-fn check_alone(plan: &Plan, what: &str, instead: &str) -> Result<()> {
+    state.check_between_steps(what)?;
     if plan.topology.world == 1 {
         return Ok(());
     }
@@ -90,7 +56,6 @@ fn check_alone(plan: &Plan, what: &str, instead: &str) -> Result<()> {
     })
 }
 
-/// Enqueues a recorded step.
 pub(crate) fn replay_recorded(
     state: &mut State,
     backend: &dyn Backend,
@@ -105,8 +70,7 @@ pub(crate) fn replay_recorded(
     count_enqueued(state, backend)
 }
 
-/// Counts a step that was enqueued.
-fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<()> {
+pub(crate) fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<()> {
     if state.norm.is_none() {
         state.advance();
         return Ok(());

@@ -15,6 +15,7 @@ pub(crate) type Result<T, E = PlanError> = std::result::Result<T, E>;
 /// written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs)] // Messages say what the fields are.
 pub enum PlanError {
     /// A descriptor or a list of descriptors is wrong.
     #[error(transparent)]
@@ -30,47 +31,33 @@ pub enum PlanError {
     Amp(#[from] AmpError),
     /// A pass that can be there once is there twice.
     #[error("{pass}: expected the pass once, found it twice; remove one")]
-    PassTwice {
-        /// The pass.
-        pass: &'static str,
-    },
+    PassTwice { pass: &'static str },
     /// Two passes contradict each other.
     #[error("{first} and {second} {why}; remove one")]
     Conflict {
-        /// One pass.
         first: String,
-        /// The other.
         second: String,
         /// What both decide.
         why: &'static str,
     },
     /// A rank, a world size or a communicator does not fit the plan.
     #[error("ranks: expected {expected}, found {found}")]
-    Topology {
-        /// What the plan needs.
-        expected: String,
-        /// What was given.
-        found: String,
-    },
+    Topology { expected: String, found: String },
     /// A call between ranks failed.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
-    /// A checkpoint cannot be written, or is not complete, intact and this run's.
+    /// A checkpoint or a state file cannot be written, or is not complete, intact and this run's.
     #[error("{path}: `{what}`: expected {expected}, found {found}", what = Quoted(what))]
     Checkpoint {
-        /// The file or folder.
         path: String,
         /// The tensor or field.
         what: String,
-        /// What is needed.
         expected: String,
-        /// What there is.
         found: String,
     },
     /// Another rank could not do its part of what all do together; it has this error itself.
     #[error("rank {rank}: {reason}")]
     OtherRank {
-        /// The rank.
         rank: usize,
         /// Its error, or the beginning of it.
         reason: String,
@@ -80,19 +67,14 @@ pub enum PlanError {
         "gradient of `{name}`: expected it once in a micro-step, found it twice; run the step first",
         name = Quoted(name)
     )]
-    GradientTwice {
-        /// The parameter.
-        name: String,
-    },
+    GradientTwice { name: String },
     /// Some buckets of a step have been updated, and others would be by something else.
     #[error(
         "{what}: expected a state between two steps, found one whose step {step} has updated \
          {updated} parameters in backward; end it by `step` first"
     )]
     StepUnderWay {
-        /// What was asked for.
         what: &'static str,
-        /// The step under way.
         step: u64,
         /// Parameters that it has updated.
         updated: usize,
@@ -102,10 +84,7 @@ pub enum PlanError {
         "`{name}`: expected a parameter that this rank holds whole, found zero stage 3; use `gather`",
         name = Quoted(name)
     )]
-    InShards {
-        /// The parameter.
-        name: String,
-    },
+    InShards { name: String },
     /// The limits do not allow a launch.
     #[error(transparent)]
     Launch(#[from] LaunchError),
@@ -118,201 +97,93 @@ pub enum PlanError {
     /// A state file cannot be read or written.
     #[error(transparent)]
     File(#[from] TensorFileError),
-    /// A state file is not this state's.
-    #[error("{path}: `{name}`: expected {expected}, found {found}", name = Quoted(name))]
-    StateFile {
-        /// The file.
-        path: String,
-        /// The tensor or metadata key.
-        name: String,
-        /// What the state needs.
-        expected: String,
-        /// What the file has.
-        found: String,
-    },
     /// The rule cannot be changed to one that keeps other tensors.
     #[error("optimizer: expected a rule of the lists {expected}, found one of {found}; plan anew")]
-    OtherLists {
-        /// Lists of the state.
-        expected: String,
-        /// Lists of the rule given.
-        found: String,
-    },
+    OtherLists { expected: String, found: String },
     /// The rule cannot be changed to one whose kernel takes other scalars or sums.
     #[error(
         "optimizer: expected a rule with the arguments of {expected}, found {found}; plan anew"
     )]
-    OtherRule {
-        /// The state's rule.
-        expected: &'static str,
-        /// The rule given.
-        found: &'static str,
-    },
+    OtherRule { expected: &'static str, found: &'static str },
     /// The plan has no such rule.
     #[error("rule {rule}: expected one of the plan's {count}, counted from 0")]
-    UnknownRule {
-        /// The rule asked for.
-        rule: usize,
-        /// Rules of the plan.
-        count: usize,
-    },
+    UnknownRule { rule: usize, count: usize },
     /// A micro-step cannot be weighed so.
     #[error("weight of the micro-step: expected a number from 2e-38 to 3e38, found {found}")]
-    Weight {
-        /// The weight given.
-        found: f64,
-    },
+    Weight { found: f64 },
     /// Ranks of one run differ in what decides its bits.
     #[error(
         "{field}: expected {expected} as on rank 0, found {found} on rank {rank}; start all ranks \
          with the same settings"
     )]
     RanksDiffer {
-        /// What differs.
         field: String,
         /// Rank 0's value.
         expected: String,
-        /// The rank that differs.
         rank: usize,
-        /// Its value.
         found: String,
     },
-    /// The optimizer has no kernel for a parameter's dtype.
-    #[error("`{name}`: expected {expected} for {optimizer}, found {found}; cast the parameter", name = Quoted(name))]
-    DType {
-        /// The parameter.
-        name: String,
-        /// The optimizer.
-        optimizer: &'static str,
-        /// The dtypes it has kernels for.
-        expected: &'static str,
-        /// The parameter's dtype.
-        found: DType,
-    },
-    /// A parameter cannot be kept with the precision asked for.
-    #[error(
-        "`{name}`: {what} of {dtype} parameters: expected {expected} for {optimizer}, found {found}",
-        name = Quoted(name)
-    )]
-    Precision {
-        /// The parameter.
-        name: String,
-        /// The optimizer.
-        optimizer: &'static str,
-        /// What was asked for: master weights, state or rounding.
-        what: &'static str,
-        /// The parameter's dtype.
-        dtype: DType,
-        /// What there is for this dtype.
-        expected: &'static str,
-        /// What was asked for.
-        found: &'static str,
-    },
+    /// The rule has no kernel for a parameter's dtype, or none that keeps it as asked for.
+    #[error("`{name}`: {error}", name = Quoted(name))]
+    Kernel { name: String, error: RuleError },
     /// The state cannot make a master of a parameter that the caller lends.
     #[error(
         "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_borrowed`, write role master, or load a state",
         name = Quoted(name)
     )]
-    BorrowedMaster {
-        /// The parameter.
-        name: String,
-    },
+    BorrowedMaster { name: String },
     /// Gradients would be cut into more buckets than a plan can hold.
     #[error(
         "buckets: expected at most {expected} for {world} ranks, found more; raise the cap of a \
          bucket, or fuse them where each tensor has one"
     )]
     TooManyBuckets {
-        /// Most buckets.
         expected: usize,
         /// Ranks that share out, each of which has a part of every bucket.
         world: usize,
     },
     /// There are more parameters than a plan can number.
     #[error("parameter list: expected at most 4294967295 parameters, found {found}")]
-    TooManyParameters {
-        /// Parameters given.
-        found: usize,
-    },
+    TooManyParameters { found: usize },
     /// The plan has no parameter of this name.
     #[error(
         "`{name}`: expected one of the plan's {parameters} parameters, found none of this name",
         name = Quoted(name)
     )]
-    UnknownName {
-        /// The name asked for.
-        name: String,
-        /// Parameters of the plan.
-        parameters: usize,
-    },
+    UnknownName { name: String, parameters: usize },
     /// The plan keeps no such tensor.
     #[error("{role} of `{name}`: expected a tensor that this plan keeps, found none; {hint}", name = Quoted(name))]
     NoSuchList {
-        /// The role asked for.
         role: Role,
-        /// The parameter.
         name: String,
         /// What would work.
         hint: &'static str,
     },
     /// The tensor has another dtype.
     #[error("{role} of `{name}`: expected {expected}, found {found}", name = Quoted(name))]
-    WrongDType {
-        /// The role.
-        role: Role,
-        /// The parameter.
-        name: String,
-        /// The plan's dtype.
-        expected: DType,
-        /// The dtype asked for.
-        found: DType,
-    },
+    WrongDType { role: Role, name: String, expected: DType, found: DType },
     /// The bytes given are not the tensor's.
     #[error("{role} of `{name}`: expected {expected} bytes, found {found}", name = Quoted(name))]
-    LenBytes {
-        /// The role.
-        role: Role,
-        /// The parameter.
-        name: String,
-        /// The tensor's length in bytes.
-        expected: usize,
-        /// The length given.
-        found: usize,
-    },
+    LenBytes { role: Role, name: String, expected: usize, found: usize },
     /// Device memory has no views on the host.
     #[error(
         "{role} of `{name}`: expected host memory for a view, found {backend} memory; use `read` and `write`",
         name = Quoted(name)
     )]
-    NotOnHost {
-        /// The role.
-        role: Role,
-        /// The parameter.
-        name: String,
-        /// The backend that keeps it.
-        backend: &'static str,
-    },
+    NotOnHost { role: Role, name: String, backend: &'static str },
     /// Host memory has no views on a device, and a call that is under way has the memory.
     #[error(
         "grad of `{name}`: expected memory of a device that no call is using, found none; use \
          `grad_mut` on the host, or give it before its bucket is reduced",
         name = Quoted(name)
     )]
-    NotOnDevice {
-        /// The parameter.
-        name: String,
-    },
+    NotOnDevice { name: String },
     /// The state was allocated from another plan.
     #[error(
         "state: expected one allocated from this plan (hash {expected:016x}), found hash \
          {found:016x}; allocate it anew"
     )]
-    ForeignState {
-        /// The plan's hash.
-        expected: u64,
-        /// The state's hash.
-        found: u64,
-    },
+    ForeignState { expected: u64, found: u64 },
     /// Parameters have changed while copies of them were on their way.
     #[error(
         "parameters asked for ahead: expected none to change until they are there, found \
@@ -327,10 +198,7 @@ pub enum PlanError {
         "state: expected an intact state, found one whose step {step} failed on the device; load \
          it from a file"
     )]
-    Poisoned {
-        /// The step that failed.
-        step: u64,
-    },
+    Poisoned { step: u64 },
     /// Resident tables hold addresses, and the caller lends others at every step.
     #[error(
         "tables: expected tensors that the state keeps for resident ones, found tensors that the \
@@ -342,10 +210,7 @@ pub enum PlanError {
         "step: expected one that the device runs without the host, found that {found}; plan with \
          resident tables, or use `run`"
     )]
-    NotCapturable {
-        /// What stands against it.
-        found: &'static str,
-    },
+    NotCapturable { found: &'static str },
     /// A graph was recorded on tables that are no longer the state's.
     #[error(
         "graph: expected one recorded on the state's tables, found one of others; record it anew"
@@ -365,14 +230,7 @@ pub enum PlanError {
         "step of `{name}`: expected at most the state's step {expected}, found {found}; set the state's step first",
         name = Quoted(name)
     )]
-    StepAhead {
-        /// The parameter.
-        name: String,
-        /// The state's step.
-        expected: u64,
-        /// The step given.
-        found: u64,
-    },
+    StepAhead { name: String, expected: u64, found: u64 },
 }
 
 impl PlanError {

@@ -30,7 +30,7 @@ use crate::{GradientRead, Optimize, Plan, Result, Stage, State, batches, launche
 #[derive(Default)]
 pub(crate) struct Exchange {
     /// The leaves of each parameter among all of this rank; those of distributed ones come last.
-    leaves: Vec<Range<usize>>,
+    pub(crate) leaves: Vec<Range<usize>>,
     /// How many of them are of parameters that ranks share.
     shared: usize,
     /// The kernel of each read of stage `norm`.
@@ -45,12 +45,6 @@ pub(crate) struct Exchange {
     pub(crate) update_sums: Option<(Vec<f64>, f64)>,
 }
 
-impl std::fmt::Debug for Exchange {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Exchange").field("shared", &self.shared).finish_non_exhaustive()
-    }
-}
-
 impl Exchange {
     /// The memory for a plan; empty for one rank.
     pub(crate) fn of(plan: &Plan) -> Result<Self> {
@@ -62,15 +56,7 @@ impl Exchange {
         for read in plan.norm_stage().iter().flat_map(|norm| &norm.reads) {
             readers.push(norm_kernel(plan.storages[read.storage].grad_dtype())?);
         }
-        let mut exchange = Self {
-            leaves,
-            shared,
-            readers,
-            trust: Vec::new(),
-            norm_on_device: None,
-            trust_on_device: None,
-            update_sums: None,
-        };
+        let mut exchange = Self { leaves, shared, readers, ..Self::default() };
         exchange.refresh(plan, |_| true, &plan.groups)?;
         Ok(exchange)
     }
@@ -106,11 +92,6 @@ impl Exchange {
             self.trust.push((own, batches));
         }
         Ok(())
-    }
-
-    /// The leaves of each parameter among all of this rank.
-    pub(crate) fn of_params(&self) -> &[Range<usize>] {
-        &self.leaves
     }
 
     /// How many leaves this rank knows of.
@@ -232,7 +213,7 @@ pub(crate) fn leaf_squares<'a>(
     batches: &'a [Batch],
 ) -> Option<LeafSquares<'a>> {
     let storage = &state.storages[read.storage];
-    let list = storage.list(Role::Grad)?;
+    let list = storage.spec.list(Role::Grad)?;
     let segment = plan.segment_start(read.bucket);
     Some(LeafSquares {
         kernel: state.exchange.readers[index].as_ref(),

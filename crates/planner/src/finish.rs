@@ -177,8 +177,7 @@ fn by_bucket<'a>(
     })
 }
 
-/// Replaces all-gathers of parts that are whole tensors by broadcasts, if pass `fuse_broadcast`
-/// asks for it.
+/// Replaces all-gathers of whole tensors by broadcasts, if pass `fuse_broadcast` asks for it.
 fn place_broadcasts(plan: &mut Plan) {
     let Some(cap_bytes) = plan.broadcast_cap_bytes else {
         return;

@@ -11,7 +11,7 @@ use crate::averages::{Beside, Values};
 use crate::bytes::Bytes;
 use crate::comms::Comms;
 use crate::passes::FuseAllReduce;
-use crate::stage::{Extent, Gather};
+use crate::stage::Gather;
 use crate::step::RankStep;
 use crate::wanted::{Here, Wanted, asked_for, block_of};
 use crate::{Plan, PlanError, Result, State, ZeroStage};
@@ -19,54 +19,15 @@ use crate::{Plan, PlanError, Result, State, ZeroStage};
 /// Whole parameters, for as long as this value lives.
 #[derive(Debug)]
 pub struct GatheredParams {
-    buffers: Vec<HostMemory>,
+    pub(crate) buffers: Vec<GatheredBuffer>,
     /// For each parameter its buffer and its bytes there.
     places: Vec<(usize, Range<usize>)>,
 }
 
-impl GatheredParams {
-    /// The bytes of the parameter that was asked for at this position.
-    pub fn bytes(&self, position: usize) -> &[u8] {
-        match self.places.get(position) {
-            Some((buffer, range)) => &self.buffers[*buffer].bytes()[range.clone()],
-            None => &[],
-        }
-    }
-
-    /// Bytes of all of them: what dropping this value gives back.
-    pub fn len_bytes(&self) -> usize {
-        self.buffers.iter().map(|memory| memory.bytes().len()).sum()
-    }
-}
-
-/// Buffers that have this rank's part of parameters and take the others'.
+/// Parameters that lie one behind the other in one segment's range: this rank's part of them, until
+/// calls have brought the others'.
 #[derive(Debug)]
-pub(crate) struct Asked {
-    pub(crate) buffers: Vec<AskedBuffer>,
-    places: Vec<(usize, Range<usize>)>,
-}
-
-/// Consecutive elements that this rank has.
-pub(crate) struct OwnRange {
-    in_storage: usize,
-    in_shard: usize,
-    pub(crate) numel: usize,
-}
-
-impl OwnRange {
-    /// Their first element's place in a list: one that this rank has whole begins with the
-    /// storage's first element.
-    pub(crate) fn place_in(&self, extent: Extent) -> usize {
-        match extent {
-            Extent::Shard => self.in_shard,
-            Extent::Whole | Extent::Segments => self.in_storage,
-        }
-    }
-}
-
-/// Parameters that lie one behind the other in one segment's range.
-#[derive(Debug)]
-pub(crate) struct AskedBuffer {
+pub(crate) struct GatheredBuffer {
     pub(crate) dtype: DType,
     /// For each bucket its bytes here and the elements of each rank's part; nothing if this rank
     /// has them all.
@@ -74,23 +35,21 @@ pub(crate) struct AskedBuffer {
     pub(crate) memory: HostMemory,
 }
 
-impl Asked {
-    /// Bytes of all buffers.
-    pub(crate) fn len_bytes(&self) -> usize {
-        let buffers = self.buffers.iter();
-        buffers.map(|buffer| buffer.memory.bytes().len()).sum()
+impl GatheredParams {
+    /// The bytes of the parameter that was asked for at this position.
+    pub fn bytes(&self, position: usize) -> &[u8] {
+        match self.places.get(position) {
+            Some((buffer, range)) => &self.buffers[*buffer].memory.bytes()[range.clone()],
+            None => &[],
+        }
     }
 
-    /// What the buffers hold, once all parts are there.
-    pub(crate) fn whole(self) -> GatheredParams {
-        GatheredParams {
-            buffers: self.buffers.into_iter().map(|b| b.memory).collect(),
-            places: self.places,
-        }
+    /// Bytes of all of them: what dropping this value gives back.
+    pub fn len_bytes(&self) -> usize {
+        self.buffers.iter().map(|buffer| buffer.memory.bytes().len()).sum()
     }
 }
 
-/// [`Plan::broadcast_parameters`].
 pub(crate) fn broadcast_parameters(
     plan: &Plan,
     state: &mut State,
@@ -173,14 +132,14 @@ pub(crate) fn gather_values(
     names: &[&str],
     values: Values,
 ) -> Result<GatheredParams> {
-    let mut asked = own_parts(plan, state, backend, names, values)?;
-    for buffer in &mut asked.buffers {
+    let mut params = own_parts(plan, state, backend, names, values)?;
+    for buffer in &mut params.buffers {
         for (range, counts) in &buffer.calls {
             let bytes = &mut buffer.memory.bytes_mut()[range.clone()];
             comms.in_group(Operation::AllGather, buffer.dtype, Some(counts), bytes)?;
         }
     }
-    Ok(asked.whole())
+    Ok(params)
 }
 
 /// Buffers for parameters, with this rank's part of them in its place.
@@ -190,8 +149,9 @@ pub(crate) fn own_parts(
     backend: &dyn Backend,
     names: &[&str],
     values: Values,
-) -> Result<Asked> {
-    let mut asked = Asked { buffers: Vec::new(), places: vec![(0, 0..0); names.len()] };
+) -> Result<GatheredParams> {
+    let places = vec![(0, 0..0); names.len()];
+    let mut params = GatheredParams { buffers: Vec::new(), places };
     let (wanted, here) = asked_for(plan, state, names, values)?;
     for Here { at, param } in here {
         let (storage, _) = plan.places[param];
@@ -205,13 +165,13 @@ pub(crate) fn own_parts(
                 Values::Averages => state.read_average(backend, names[at], bytes)?,
             }
         }
-        asked.places[at] = (asked.buffers.len(), 0..len_bytes);
-        asked.buffers.push(AskedBuffer { dtype, calls: Vec::new(), memory });
+        params.places[at] = (params.buffers.len(), 0..len_bytes);
+        params.buffers.push(GatheredBuffer { dtype, calls: Vec::new(), memory });
     }
     for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
-        own_part(plan, state, backend, group, &mut asked)?;
+        own_part(plan, state, backend, group, &mut params)?;
     }
-    Ok(asked)
+    Ok(params)
 }
 
 /// The tensors of one segment, one call for each of its buckets.
@@ -220,12 +180,12 @@ fn own_part(
     state: &State,
     backend: &dyn Backend,
     wanted: &[Wanted],
-    asked: &mut Asked,
+    params: &mut GatheredParams,
 ) -> Result<()> {
     let segment = &plan.segments[wanted[0].segment];
     let block = block_of(plan, wanted);
     for (one, place) in wanted.iter().zip(block.places) {
-        asked.places[one.at] = (asked.buffers.len(), place);
+        params.places[one.at] = (params.buffers.len(), place);
     }
     let mut memory = HostMemory::zeroed(block.len_bytes)?;
     for (mut next, which, inside) in block.own {
@@ -235,7 +195,7 @@ fn own_part(
             next += bytes.len();
         }
     }
-    asked.buffers.push(AskedBuffer {
+    params.buffers.push(GatheredBuffer {
         dtype: plan.storages[segment.storage].param_dtype(),
         calls: block.calls,
         memory,
@@ -243,8 +203,7 @@ fn own_part(
     Ok(())
 }
 
-/// This rank's bytes of some elements of a storage's parameters, range by range; of their
-/// averages with a factor.
+/// This rank's bytes of some elements' parameters, range by range; with a factor of averages.
 fn own_bytes(
     plan: &Plan,
     state: &State,
@@ -256,15 +215,15 @@ fn own_bytes(
     let spec = &plan.storages[storage];
     let lists = &state.storages[storage].lists;
     let mut ranges = Vec::new();
-    for range in own_ranges(plan, storage, elements) {
+    for part in spec.own_parts(elements.clone()) {
         let read = |role| {
             let Some(index) = spec.list(role) else {
                 return Ok(None);
             };
             let dtype = spec.lists[index].dtype;
             let width = dtype.len_bytes();
-            let mut bytes = vec![0; range.numel * width];
-            let at = range.place_in(spec.extents[index]);
+            let mut bytes = vec![0; part.numel() * width];
+            let at = part.place_in(spec.extents[index]) as usize;
             backend.read(lists[index].buffer.as_ref(), at * width, &mut bytes)?;
             Ok::<_, PlanError>(Some((dtype, bytes)))
         };
@@ -277,25 +236,6 @@ fn own_bytes(
         ranges.push(bytes);
     }
     Ok(ranges)
-}
-
-/// Where this rank has some elements of a storage, in order.
-pub(crate) fn own_ranges(
-    plan: &Plan,
-    storage: usize,
-    elements: &Range<u64>,
-) -> impl Iterator<Item = OwnRange> {
-    let (first, last) = (elements.start, elements.end);
-    let parts = plan.storages[storage].shard.iter();
-    parts.filter_map(move |part| {
-        let start = part.elements.start.max(first);
-        let end = part.elements.end.min(last);
-        (start < end).then(|| OwnRange {
-            in_storage: start as usize,
-            in_shard: (part.at + start - part.elements.start) as usize,
-            numel: (end - start) as usize,
-        })
-    })
 }
 
 /// Makes a call on bytes of a device's buffer where they lie.

@@ -59,7 +59,7 @@ impl State {
             },
             None => {
                 let storage = &mut self.storages[region.storage];
-                let list = storage.list(Role::Grad);
+                let list = storage.spec.list(Role::Grad);
                 list.and_then(|list| storage.lists[list].buffer.host_mut())
             }
         };
@@ -264,7 +264,7 @@ impl State {
             return self.arena.memory(segment, len_bytes, allocate);
         }
         let storage = &mut self.storages[region.storage];
-        let list = storage.list(Role::Grad);
+        let list = storage.spec.list(Role::Grad);
         Ok(list.map(|list| &mut storage.lists[list].buffer))
     }
 
@@ -316,7 +316,6 @@ impl State {
         Ok(())
     }
 
-    /// The sums over micro-steps of one gradient so far.
     pub(crate) fn sums_so_far(&self, backend: &dyn Backend, param: usize) -> Result<Vec<u8>> {
         let (storage, tensor) = self.places[param];
         let spec = &self.storages[storage].spec;

@@ -17,7 +17,6 @@ use crate::step::RankStep;
 use crate::storage::check_len;
 use crate::{Plan, PlanError, Result, State, reduce};
 
-/// [`Plan::push_grad`].
 pub(crate) fn push_grad(step: &mut RankStep<'_, '_>, name: &str, bytes: &[u8]) -> Result<()> {
     step.state.check_plan(step.plan)?;
     let param = step.state.find(name)?;
@@ -35,7 +34,6 @@ pub(crate) fn push_grad(step: &mut RankStep<'_, '_>, name: &str, bytes: &[u8]) -
     start_full(step, param)
 }
 
-/// [`Plan::give_view`].
 pub(crate) fn give_view(step: &mut RankStep<'_, '_>, name: &str) -> Result<()> {
     step.state.check_plan(step.plan)?;
     let param = step.state.find(name)?;

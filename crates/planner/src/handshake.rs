@@ -14,58 +14,17 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::bucket::Caps;
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
-use crate::passes::{
-    Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
-    ReducedWhen,
-};
+use crate::passes::{Oversize, Ownership};
 use crate::{Plan, PlanError, Result, State, ZeroStage};
 
 /// A field and this rank's value of it.
-type Field = (String, String);
+pub(crate) type Field = (String, String);
 
 /// Bytes of a differing value that a rank tells the others.
 const TOLD_BYTES: usize = 256;
 
-/// [`Plan::handshake`].
-pub(crate) fn handshake(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    caller: &[(&str, String)],
-) -> Result<()> {
-    if plan.topology.world == 1 {
-        return Ok(());
-    }
-    let mut fields = settings(plan, state);
-    fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
-    fields.extend(values(plan, state, backend)?);
-    compare(comms, &fields)
-}
-
-/// [`Plan::compare_settings`].
-pub(crate) fn compare_settings(plan: &Plan, state: &State, comms: &mut Comms<'_>) -> Result<()> {
-    if plan.topology.world == 1 {
-        return Ok(());
-    }
-    compare(comms, &settings(plan, state))
-}
-
-/// [`Plan::compare_parameters`].
-pub(crate) fn compare_parameters(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Result<()> {
-    if plan.topology.world == 1 {
-        return Ok(());
-    }
-    compare(comms, &values(plan, state, backend)?)
-}
-
 /// Everything but values.
-fn settings(plan: &Plan, state: &State) -> Vec<Field> {
+pub(crate) fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     let mut fields = vec![
         ("world size".to_owned(), plan.topology.world.to_string()),
         ("number of parameters".to_owned(), plan.params.len().to_string()),
@@ -102,8 +61,9 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     add("loss_scaling", or_none(scale));
     add("update_norms", plan.update_norms.to_string());
     add("update_in_backward", plan.in_backward.to_string());
-    add("accumulate", text_of_micro_steps(plan.accumulation()));
-    add("local_sgd", text_of_averages(plan.local_sgd()));
+    let one = || "1 micro-step".to_owned();
+    add("accumulate", plan.accumulation().map_or_else(one, |rule| rule.to_string()));
+    add("local_sgd", or_none(plan.local_sgd().map(|rule| rule.to_string())));
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let precision = plan.precisions.of(dtype).to_string();
         add(&format!("precision of {dtype} parameters"), precision);
@@ -116,7 +76,7 @@ fn settings(plan: &Plan, state: &State) -> Vec<Field> {
 }
 
 /// A hash of each parameter that all ranks hold alike.
-fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>> {
+pub(crate) fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>> {
     let alike =
         plan.zero != ZeroStage::Three && (plan.local_sgd().is_none() || state.since_average == 0);
     let mut fields = Vec::new();
@@ -155,38 +115,6 @@ fn text_of_scale(scale: &LossScale) -> String {
     format!("{scale} after {good} good and {bad} bad steps; {policy}")
 }
 
-fn text_of_micro_steps(rule: Option<GradientAccumulation>) -> String {
-    let Some(rule) = rule else {
-        return "1 micro-step".to_owned();
-    };
-    let accumulated = match rule.accumulated {
-        Accumulated::Mean => "mean",
-        Accumulated::Sum => "sum",
-    };
-    let reduced = match rule.reduced {
-        ReducedWhen::PerWindow => "once per update",
-        ReducedWhen::PerMicroStep => "in each",
-    };
-    let every = rule.every;
-    format!("{every} micro-steps, their {accumulated}, reduced {reduced}")
-}
-
-fn text_of_averages(rule: Option<LocalSgd>) -> String {
-    let Some(rule) = rule else {
-        return "none".to_owned();
-    };
-    let averaged = match rule.averaged {
-        Averaged::Params => "parameters",
-        Averaged::ParamsAndState => "parameters and state",
-    };
-    let interval = match rule.interval {
-        Interval::Fixed => "",
-        Interval::Adaptive => " at first, then as losses say",
-    };
-    let LocalSgd { every, begin, .. } = rule;
-    format!("{averaged} every {every} steps{interval}, each of the first {begin} steps")
-}
-
 fn text_of(param: &ParamDesc, rule: u32) -> String {
     let of_rule = || "its rule's".to_owned();
     let decay = param.weight_decay.map_or_else(of_rule, |decay| decay.to_string());
@@ -213,7 +141,7 @@ impl Comms<'_> {
 }
 
 /// Compares each rank's fields with those of rank 0.
-fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
+pub(crate) fn compare(comms: &mut Comms<'_>, fields: &[Field]) -> Result<()> {
     // A plan's hash is one of the fields: calls that carried it would be refused before they could
     // say what differs.
     comms.set_plan(0);

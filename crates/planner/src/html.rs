@@ -9,7 +9,6 @@ use fusestep_tensor::{counted, escaped, grouped};
 use crate::display::bytes;
 use crate::{GradientRead, Plan, Stage};
 
-/// Width of a bar in SVG units.
 const BAR_WIDTH: f64 = 1000.0;
 const BAR_HEIGHT: f64 = 26.0;
 
@@ -57,7 +56,6 @@ pub(crate) fn fragment(plan: &Plan) -> String {
     page
 }
 
-/// [`Plan::to_svg`].
 pub(crate) fn svg(plan: &Plan) -> String {
     /// Bars drawn; a naive plan may have thousands.
     const MOST: usize = 16;
@@ -186,13 +184,11 @@ fn storage_bars(plan: &Plan, page: &mut String) {
     }
 }
 
-/// The launches that read one storage's gradients.
 fn read_launches(read: &GradientRead) -> impl Iterator<Item = (&str, usize, &Batch)> {
     let launch = |batch| ("norm of gradients", read.storage, batch);
     read.batches.iter().map(launch)
 }
 
-/// Elements of the largest launch.
 fn largest(launches: &[(String, &Batch, usize)]) -> u64 {
     let elements = launches.iter().map(|(_, batch, _)| batch.elements());
     elements.max().unwrap_or(0)

@@ -11,14 +11,13 @@
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_tensor::DType;
 
-use crate::arena::SegmentState;
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
 use crate::step::RankStep;
 use crate::{Plan, Result, State, StepReport, batches, reduce, run};
 
 /// What can be updated before the step is run.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct InBackward {
     /// One for each segment, in order; then those that wait for no other rank.
     units: Vec<Unit>,
@@ -30,12 +29,11 @@ pub(crate) struct InBackward {
     next: usize,
     /// For each parameter whether any rank has given its gradient, as far as ranks have agreed.
     given: Vec<u8>,
-    /// The step that has begun.
     under_way: Option<Begun>,
 }
 
 /// Parameters that are updated together.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Unit {
     params: Vec<u32>,
     /// Positions among the plan's stages, each with its position among those that update.
@@ -144,16 +142,16 @@ pub(crate) fn update_ready(step: &mut RankStep<'_, '_>, param: usize) -> Result<
     update_unit(step, unit)
 }
 
-/// Updates the next segments: those that are full, or, with communication streams, those that are
-/// through.
+/// Updates the next segments that are full or, with communication streams, through.
 fn update_segments(step: &mut RankStep<'_, '_>) -> Result<()> {
     if step.comms.has_streams() && step.state.arena.starts_early {
         while let Some(segment) = step.state.arena.ready.full() {
             reduce::start_segment(step, segment)?;
         }
-        while is_through(step.state)? {
-            let next = step.state.in_backward.next;
+        let mut next = step.state.in_backward.next;
+        while next < step.state.arena.ready.started() && reduce::is_through(step.state, next)? {
             update_unit(step, next)?;
+            next = step.state.in_backward.next;
         }
         return Ok(());
     }
@@ -161,23 +159,6 @@ fn update_segments(step: &mut RankStep<'_, '_>) -> Result<()> {
         update_unit(step, segment)?;
     }
     Ok(())
-}
-
-/// Whether the next segment to be updated has been reduced.
-fn is_through(state: &mut State) -> Result<bool> {
-    let next = state.in_backward.next;
-    if next >= state.arena.ready.started() {
-        return Ok(false);
-    }
-    let (held, through) = match state.arena.take(next) {
-        SegmentState::InFlight(pending) => match pending.try_wait() {
-            Ok(memory) => (SegmentState::Here(Some(memory?)), true),
-            Err(pending) => (SegmentState::InFlight(pending), false),
-        },
-        other => (other, true),
-    };
-    state.arena.segments[next] = held;
-    Ok(through)
 }
 
 /// Updates everything that is left, and ends the step.

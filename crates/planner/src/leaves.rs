@@ -8,7 +8,6 @@ use fusestep_launch::{Batch, CHUNK_LEAVES, LEAF_ELEMENTS, SquareSum, TensorParti
 
 use crate::Plan;
 
-/// Leaves of so many elements.
 pub(crate) fn leaves_of(numel: u64) -> usize {
     numel.div_ceil(LEAF_ELEMENTS) as usize
 }

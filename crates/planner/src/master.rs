@@ -10,11 +10,9 @@ use fusestep_tensor::{DType, Role};
 
 use crate::stage::Extent;
 use crate::storage::Held;
-use crate::storage::check_len;
 use crate::{Plan, PlanError, Result, State, Tensors};
 
 /// What masters have to follow before the next step.
-#[derive(Debug)]
 pub(crate) struct Masters {
     /// Parameters borrowed for writing since the last step.
     borrowed_for_writing: Vec<bool>,
@@ -41,26 +39,6 @@ impl Masters {
             awaited,
         }
     }
-}
-
-/// [`State::follow_borrowed`].
-pub(crate) fn follow_borrowed(
-    state: &mut State,
-    backend: &dyn Backend,
-    name: &str,
-    bytes: &[u8],
-) -> Result<()> {
-    if !state.roles(name)?.contains(&Role::Master) {
-        return Ok(());
-    }
-    let param = &state.params[state.find(name)?];
-    let dtype = param.dtype;
-    let len_bytes = param.numel() as usize * dtype.len_bytes();
-    check_len(Role::Param, name, len_bytes, bytes.len())?;
-    let mut master = vec![0; 2 * bytes.len()];
-    state.read(backend, Role::Master, name, &mut master)?;
-    follow_master(dtype, bytes, &mut master);
-    state.write(backend, Role::Master, name, &master)
 }
 
 /// Refuses a step before every master has values.
@@ -166,7 +144,8 @@ pub(crate) fn follow_views(state: &mut State) {
         let (storage, tensor) = state.places[param];
         let storage = &mut state.storages[storage];
         let start = storage.spec.layout.offset(tensor);
-        let (Some(param), Some(master)) = (storage.list(Role::Param), storage.list(Role::Master))
+        let (Some(param), Some(master)) =
+            (storage.spec.list(Role::Param), storage.spec.list(Role::Master))
         else {
             continue;
         };
@@ -188,7 +167,7 @@ pub(crate) fn follow_views(state: &mut State) {
 }
 
 /// Sets every f32 of `master` that does not round to its 16-bit parameter to the parameter's value.
-fn follow_master(dtype: DType, param: &[u8], master: &mut [u8]) {
+pub(crate) fn follow_master(dtype: DType, param: &[u8], master: &mut [u8]) {
     for (param, master) in param.chunks_exact(2).zip(master.chunks_exact_mut(4)) {
         let bits = u16::from_le_bytes([param[0], param[1]]);
         let value = f32::from_le_bytes([master[0], master[1], master[2], master[3]]);

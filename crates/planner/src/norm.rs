@@ -10,9 +10,9 @@ use fusestep_tensor::{Role, counted};
 use crate::batches::LaunchCount;
 use crate::display::bytes;
 use crate::run::Executor;
-use crate::{GradReport, GradientRead, Norm, Plan, Result, Stage, State, Verdict, batches};
+use crate::storage::StorageState;
+use crate::{GradientRead, Norm, Plan, Result, Stage, State, Verdict, batches};
 
-/// What passes ask of all gradients together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Gradients {
     pub(crate) max_norm: Option<MaxNorm>,
@@ -67,13 +67,12 @@ pub(crate) fn place(plan: &mut Plan) -> Result<()> {
 }
 
 /// The memory of the stage: partial sums, the sums of tensors and the control block.
-#[derive(Debug)]
 pub(crate) struct NormState {
     /// One for each storage.
-    pub(crate) kernels: Vec<Reader>,
+    kernels: Vec<Box<dyn MultiTensorReduction>>,
     pub(crate) rule: GradientRule,
     scalars: Vec<u8>,
-    pub(crate) partials: Box<dyn Buffer>,
+    partials: Box<dyn Buffer>,
     tensors: Box<dyn Buffer>,
     /// Of each parameter's gradient; nothing if others write the control block.
     pub(crate) sums: Box<dyn Buffer>,
@@ -82,17 +81,9 @@ pub(crate) struct NormState {
     pub(crate) block: ControlBlock,
     /// The loss scale of the gradients whose sums are in `sums`.
     /// `None` if only what they add up to tells.
-    scale_of_sums: Option<f64>,
+    pub(crate) scale_of_sums: Option<f64>,
     /// Whether `tensors` is what the schedule asks for.
     pub(crate) placed: bool,
-}
-
-pub(crate) struct Reader(pub(crate) Box<dyn MultiTensorReduction>);
-
-impl std::fmt::Debug for Reader {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0.entry())
-    }
 }
 
 impl NormState {
@@ -105,7 +96,7 @@ impl NormState {
         // Several ranks form sums and control block together, on the host.
         let alone = plan.topology.world == 1;
         for read in norm.reads.iter().filter(|_| alone) {
-            kernels.extend(batches::reader_of(plan, read.storage)?.map(Reader));
+            kernels.extend(batches::reader_of(plan, read.storage)?);
         }
         let chunks = if alone { norm.chunks() as usize } else { 0 };
         let tensors = plan.params.len();
@@ -125,23 +116,41 @@ impl NormState {
         Ok(Some(state))
     }
 
-    /// Writes the control block on a device from the sums of chunks there, and says nothing to the
-    /// host.
+    /// Writes the control block from the sums of chunks, the stage's own or, of several ranks on
+    /// devices, those of all; says nothing to the host.
     pub(crate) fn conclude(
         &mut self,
         backend: &dyn Backend,
-        partials: &dyn Buffer,
-        tensors: &dyn Buffer,
-    ) -> Result<()> {
-        backend.conclude(Conclude {
+        of_ranks: Option<(&dyn Buffer, &dyn Buffer)>,
+    ) -> Result<LaunchReport> {
+        let own = (self.partials.as_ref(), self.tensors.as_ref());
+        let (partials, tensors) = of_ranks.unwrap_or(own);
+        Ok(backend.conclude(Conclude {
             rule: &self.rule,
             scalars: &self.scalars,
             partials,
             tensors,
             sums: self.sums.as_mut(),
             control: self.control.as_mut(),
-        })?;
-        Ok(())
+        })?)
+    }
+
+    /// The read of a storage's gradients, whose first partial sum has this number.
+    pub(crate) fn reduce<'a>(
+        &'a mut self,
+        (index, storage): (usize, &'a StorageState),
+        batches: &'a [Batch],
+        first_partial: u64,
+    ) -> Reduce<'a> {
+        Reduce {
+            kernel: self.kernels[index].as_ref(),
+            batches,
+            offsets: storage.spec.layout.offsets(),
+            members: &storage.spec.members,
+            list: storage.lists.iter().find(|list| list.role() == Role::Grad),
+            partials: self.partials.as_mut(),
+            first_partial,
+        }
     }
 
     /// Writes where each tensor's partial sums lie, if the schedule has changed.
@@ -157,7 +166,7 @@ impl NormState {
         let mut table = vec![TensorPartials::default(); plan.params.len()];
         let mut next = 0;
         for (storage, batches) in reads.iter().enumerate() {
-            let chunk_elements = u64::from(self.kernels[storage].0.chunk_elements());
+            let chunk_elements = u64::from(self.kernels[storage].chunk_elements());
             for record in batches.iter().flat_map(|batch| &batch.records) {
                 let member = plan.storages[storage].members[record.tensor as usize];
                 let place = &mut table[member as usize];
@@ -177,13 +186,12 @@ impl NormState {
 
     /// The power of two that the norm of all gradients was divided by, from the sums of tensors in
     /// plan order.
-    fn scale_of(&self, sums: &[SquareSum]) -> f64 {
+    pub(crate) fn scale_of(&self, sums: &[SquareSum]) -> f64 {
         let all = tree_sum(sums.len(), |tensor| sums[tensor]);
         let scale = (all.sum.sqrt() / self.block.grad_norm).log2().round().exp2();
         if scale.is_finite() && scale > 0.0 { scale } else { self.block.loss_scale }
     }
 
-    /// The loss scale as a value.
     pub(crate) fn loss_scale(&self) -> LossScale {
         let ControlBlock { loss_scale, good_steps, bad_steps, .. } = self.block;
         let start = self.rule.loss_scale;
@@ -210,22 +218,6 @@ impl NormState {
     }
 }
 
-/// [`State::grad_reports`].
-pub(crate) fn grad_reports(
-    state: &State,
-    backend: &dyn Backend,
-) -> Result<Option<Vec<GradReport>>> {
-    let Some(norm) = &state.norm else {
-        return Ok(None);
-    };
-    let mut sums = vec![SquareSum::default(); state.params.len()];
-    backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
-    let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
-    let report =
-        |sum: &SquareSum| GradReport { norm: sum.sum.sqrt() / scale, non_finite: sum.non_finite };
-    Ok(Some(sums.iter().map(report).collect()))
-}
-
 /// Runs the stage: one read of the gradients, then the control block.
 pub(crate) fn run(
     plan: &Plan,
@@ -243,15 +235,7 @@ pub(crate) fn run(
         if batches.is_empty() {
             continue;
         }
-        let reduce = Reduce {
-            kernel: norm.kernels[index].0.as_ref(),
-            batches,
-            offsets: storage.spec.layout.offsets(),
-            members: &plan.storages[index].members,
-            list: storage.lists.iter().find(|list| list.role() == Role::Grad),
-            partials: norm.partials.as_mut(),
-            first_partial,
-        };
+        let reduce = norm.reduce((index, storage), batches, first_partial);
         let done = match state.tables.reads.get(index).and_then(Option::as_ref) {
             Some(table) => executor.backend().reduce_table(reduce, table.as_ref())?,
             None => executor.reduce(reduce)?,
@@ -259,14 +243,6 @@ pub(crate) fn run(
         report.launches += done.launches;
         first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
     }
-    let done = executor.backend().conclude(Conclude {
-        rule: &norm.rule,
-        scalars: &norm.scalars,
-        partials: norm.partials.as_ref(),
-        tensors: norm.tensors.as_ref(),
-        sums: norm.sums.as_mut(),
-        control: norm.control.as_mut(),
-    })?;
-    report.launches += done.launches;
+    report.launches += norm.conclude(executor.backend(), None)?.launches;
     Ok(report)
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use fusestep_launch::{MultiTensorKernel, Objective, RuleError, UpdateRule};
+use fusestep_launch::{MultiTensorKernel, Objective, UpdateRule};
 use fusestep_tensor::ParamDesc;
 
 use crate::{PlanError, Precisions, Result};
@@ -98,20 +98,8 @@ impl Optimizer {
         param: &ParamDesc,
         precisions: &Precisions,
     ) -> Result<Box<dyn MultiTensorKernel>> {
-        self.rule().kernel(param.dtype, precisions.of(param.dtype)).map_err(|error| match error {
-            RuleError::DType { rule, expected, found } => {
-                PlanError::DType { name: param.name.clone(), optimizer: rule, expected, found }
-            }
-            RuleError::Precision { rule, what, dtype, expected, found } => PlanError::Precision {
-                name: param.name.clone(),
-                optimizer: rule,
-                what,
-                dtype,
-                expected,
-                found,
-            },
-            other => PlanError::Rule(other),
-        })
+        let kernel = self.rule().kernel(param.dtype, precisions.of(param.dtype));
+        kernel.map_err(|error| PlanError::Kernel { name: param.name.clone(), error })
     }
 }
 

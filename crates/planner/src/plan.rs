@@ -31,7 +31,6 @@ pub struct Plan {
     pub(crate) params: Arc<[ParamDesc]>,
     /// The rule of all parameters without one of their own, then the others.
     pub(crate) rules: Vec<Optimizer>,
-    /// For each parameter its rule.
     pub(crate) rule_of: Arc<[u32]>,
     /// What multiplies the learning rates.
     pub(crate) schedule: Option<Arc<Schedule>>,
@@ -159,7 +158,6 @@ impl Plan {
         &self.notes
     }
 
-    /// Writes down what a pass decided, with its reason.
     pub(crate) fn note(&mut self, pass: &str, verdict: Verdict, reason: impl Into<String>) {
         self.notes.push(Note { pass: pass.to_owned(), verdict, reason: reason.into() });
     }
@@ -173,12 +171,6 @@ impl Plan {
     /// together.
     pub fn hash(&self) -> u64 {
         self.hash
-    }
-
-    /// Whether buckets are updated as soon as their gradients are given, before the step is run
-    /// (pass `update_in_backward`).
-    pub fn updates_in_backward(&self) -> bool {
-        self.in_backward
     }
 
     /// Whether gradients are reduced across ranks.
@@ -214,7 +206,6 @@ impl Plan {
         stages.any(|stage| matches!(stage, Stage::ReduceUpdate(_)))
     }
 
-    /// Stages that update, in order.
     pub(crate) fn optimize_stages(&self) -> impl Iterator<Item = &Optimize> {
         self.stages.iter().filter_map(Stage::update)
     }
@@ -264,7 +255,6 @@ impl Plan {
         }
     }
 
-    /// The kernel of one parameter.
     pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>> {
         let rule = self.optimizer_of(param as usize);
         rule.kernel(&self.params[param as usize], &self.precisions)
@@ -289,7 +279,6 @@ impl Plan {
         }
     }
 
-    /// Writes down where each parameter lies.
     pub(crate) fn index_places(&mut self) {
         self.places = vec![(0, 0); self.params.len()];
         for (storage, spec) in self.storages.iter().enumerate() {
@@ -335,7 +324,6 @@ impl Plan {
         self.storages[self.places[param].0].distributed
     }
 
-    /// The name of a storage's tensor.
     pub(crate) fn name(&self, storage: usize, tensor: u32) -> &str {
         let member = self.storages[storage].members[tensor as usize];
         &self.params[member as usize].name

@@ -12,7 +12,6 @@ pub(crate) struct Precisions {
 }
 
 impl Precisions {
-    /// One precision for all dtypes.
     pub(crate) fn all(precision: Precision) -> Self {
         Self { all: precision, exceptions: Vec::new() }
     }
@@ -23,7 +22,6 @@ impl Precisions {
         self.exceptions.push((dtype, precision));
     }
 
-    /// The precision of parameters of this dtype.
     pub(crate) fn of(&self, dtype: DType) -> Precision {
         let exception = self.exceptions.iter().find(|exception| exception.0 == dtype);
         exception.map_or(self.all, |exception| exception.1)

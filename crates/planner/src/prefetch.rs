@@ -7,7 +7,6 @@ use fusestep_launch::Backend;
 
 use crate::averages::Values;
 use crate::comms::Comms;
-use crate::gather::Asked;
 use crate::{GatheredParams, Plan, PlanError, Result, State, gather};
 
 /// Parameters on their way, started by [`Plan::prefetch`].
@@ -25,11 +24,10 @@ pub struct PendingGather {
 
 #[derive(Debug)]
 enum Way {
-    Here(Asked),
-    Stream(Pending<Asked>),
+    Here(GatheredParams),
+    Stream(Pending<GatheredParams>),
 }
 
-/// [`Plan::prefetch`].
 pub(crate) fn prefetch(
     plan: &Plan,
     state: &State,
@@ -38,33 +36,36 @@ pub(crate) fn prefetch(
     names: &[&str],
 ) -> Result<PendingGather> {
     state.check_plan(plan)?;
-    let mut asked = gather::own_parts(plan, state, backend, names, Values::Params)?;
-    let len_bytes = asked.len_bytes();
-    for buffer in &asked.buffers {
+    let mut params = gather::own_parts(plan, state, backend, names, Values::Params)?;
+    let len_bytes = params.len_bytes();
+    for buffer in &params.buffers {
         for (range, _) in &buffer.calls {
             comms.count_in_group(Operation::AllGather, range.len());
         }
     }
     let context = CallContext { plan_hash: plan.hash(), bucket: None };
-    let calls = asked.buffers.iter().any(|buffer| !buffer.calls.is_empty());
+    let calls = params.buffers.iter().any(|buffer| !buffer.calls.is_empty());
     let way = match comms.stream_ahead()? {
         Some(stream) if calls => {
-            let work = move |comm: &mut dyn Communicator, asked: &mut Asked| {
+            let work = move |comm: &mut dyn Communicator, params: &mut GatheredParams| {
                 comm.set_context(context);
-                make_calls(comm, asked)
+                make_calls(comm, params)
             };
-            Way::Stream(stream.start("prefetch", asked, work))
+            Way::Stream(stream.start("prefetch", params, work))
         }
         _ => {
-            make_calls(comms.within_group(), &mut asked)?;
-            Way::Here(asked)
+            make_calls(comms.within_group(), &mut params)?;
+            Way::Here(params)
         }
     };
     Ok(PendingGather { way, len_bytes, plan_hash: plan.hash(), version: state.params_version })
 }
 
-fn make_calls(comm: &mut dyn Communicator, asked: &mut Asked) -> Result<(), CollectiveError> {
-    for buffer in &mut asked.buffers {
+fn make_calls(
+    comm: &mut dyn Communicator,
+    params: &mut GatheredParams,
+) -> Result<(), CollectiveError> {
+    for buffer in &mut params.buffers {
         for (range, counts) in &buffer.calls {
             comm.execute(Call {
                 operation: Operation::AllGather,
@@ -91,8 +92,8 @@ impl PendingGather {
     /// [`PlanError::ForeignState`] if it is another one: the call is through then, and the
     /// stream goes on. [`PlanError::Collective`].
     pub fn wait(self, state: &State) -> Result<GatheredParams> {
-        let asked = match self.way {
-            Way::Here(asked) => asked,
+        let params = match self.way {
+            Way::Here(params) => params,
             Way::Stream(pending) => pending.wait()?,
         };
         if state.plan_hash != self.plan_hash {
@@ -106,6 +107,6 @@ impl PendingGather {
                 changes: state.params_version.abs_diff(self.version),
             });
         }
-        Ok(asked.whole())
+        Ok(params)
     }
 }

@@ -6,7 +6,7 @@ use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::DType;
 
-use crate::arena::{Given, keeps_segments};
+use crate::arena::keeps_segments;
 use crate::comms::Comms;
 use crate::enqueue::not_capturable;
 use crate::{Plan, Result, Stage, State, StepGraph, device_trust, enqueue, reduce, step, table};
@@ -31,13 +31,12 @@ use crate::{Plan, Result, Stage, State, StepGraph, device_trust, enqueue, reduce
 /// ```
 #[derive(Debug)]
 pub struct RankGraph<'a> {
-    graph: StepGraph,
+    pub(crate) graph: StepGraph,
     /// What ranks add up to hear that all have come so far.
     token: Box<dyn Buffer>,
     communicator: PhantomData<&'a ()>,
 }
 
-/// [`Plan::capture_on`].
 pub(crate) fn capture_on<'a>(
     plan: &Plan,
     state: &mut State,
@@ -70,45 +69,16 @@ pub(crate) fn capture_on<'a>(
     Ok(RankGraph { graph: graph?, token, communicator: PhantomData })
 }
 
-/// [`Plan::replay_on`].
-pub(crate) fn replay_on<'a>(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'a>,
-    graph: &RankGraph<'a>,
-) -> Result<()> {
-    step::check_comms(plan, state, comms)?;
-    state.check_between_steps("replay_on")?;
-    comms.check()?;
-    for param in 0..plan.params.len() {
-        if state.arena.now[param] == Given::Viewed {
-            state.take_view_back(backend, param)?;
-        }
-    }
-    state.arena.clear();
-    enqueue::replay_recorded(state, backend, &graph.graph)
-}
-
-/// [`Plan::settle_on`].
-pub(crate) fn settle_on<'a>(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'a>,
-    graph: &mut RankGraph<'a>,
-) -> Result<()> {
-    step::check_comms(plan, state, comms)?;
-    if plan.topology.world > 1 {
-        comms.set_plan(plan.hash());
-        backend.hand_over(graph.token.as_mut())?;
+impl RankGraph<'_> {
+    /// Waits until all ranks have come so far.
+    pub(crate) fn meet(&mut self, backend: &dyn Backend, comms: &mut Comms<'_>) -> Result<()> {
+        backend.hand_over(self.token.as_mut())?;
         let call = (Operation::AllReduce(ReduceOp::Max), DType::F64, None);
-        let all = 0..graph.token.len_bytes();
-        comms.on_device(&mut graph.token, all, call)?;
+        let all = 0..self.token.len_bytes();
+        comms.on_device(&mut self.token, all, call)?;
         comms.finish_on_device()?;
-        backend.take_back(graph.token.as_mut())?;
+        Ok(backend.take_back(self.token.as_mut())?)
     }
-    state.settle(backend)
 }
 
 /// Refuses calls that a graph cannot have.

@@ -120,7 +120,6 @@ impl std::fmt::Display for RankSummary {
     }
 }
 
-/// [`Plan::rank_summary`].
 pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSummary {
     let model = model.into();
     let calls = calls::planned(plan);
@@ -193,7 +192,7 @@ fn own_elements(plan: &Plan, rank: usize) -> Vec<u64> {
 }
 
 /// What a rank keeps and sends.
-fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes {
+pub(crate) fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes {
     let mut found =
         RankBytes { bytes_sent, memory_bytes: kept_bytes(plan), ..RankBytes::default() };
     let sums = plan.accumulation();

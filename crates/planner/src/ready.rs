@@ -4,7 +4,7 @@
 ///
 /// A bucket starts when all its gradients have been given and all buckets before it have started.
 /// So ranks whose gradients become ready in different orders still make their calls in one.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Ready {
     /// Gradients of each bucket.
     of: Vec<usize>,
@@ -20,7 +20,6 @@ impl Ready {
         Self { missing: of.clone(), of, next: 0 }
     }
 
-    /// Counts a gradient of a bucket.
     pub(crate) fn given(&mut self, bucket: usize) {
         // Buckets of slices that each rank has for itself are not among them.
         if let Some(missing) = self.missing.get_mut(bucket) {
@@ -38,12 +37,10 @@ impl Ready {
         (self.next < self.of.len()).then_some(self.next)
     }
 
-    /// Counts the next bucket as started.
     pub(crate) fn start(&mut self) {
         self.next += 1;
     }
 
-    /// Buckets that have started.
     pub(crate) fn started(&self) -> usize {
         self.next
     }

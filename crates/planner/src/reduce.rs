@@ -12,39 +12,21 @@ use crate::arena::{SegmentState, keeps_segments};
 use crate::bucket::Bucket;
 use crate::bytes::{Bytes, Elsewhere};
 use crate::comms::Comms;
-use crate::segment_calls::{Reducing, SegmentCalls};
+use crate::segment_calls::SegmentCalls;
 use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
 use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, launches};
 
-/// [`Plan::take_reduced`].
 pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
     let groups = plan.shard_group < plan.topology.world;
     let started = state.arena.ready.started();
     while state.arena.through < started && !keeps_segments(plan) && !groups {
         let index = state.arena.through;
+        if !is_through(state, index)? {
+            break;
+        }
         match state.arena.take(index) {
-            SegmentState::InFlight(pending) => match pending.try_wait() {
-                Ok(Ok(memory)) => {
-                    let memory = to_launches(backend, memory)?;
-                    take_own_part(plan, state, backend, index, memory.as_ref())?;
-                    state.arena.give_back(index, memory);
-                }
-                Ok(Err(error)) => {
-                    state.poison();
-                    return Err(error.into());
-                }
-                Err(pending) => {
-                    state.arena.segments[index] = SegmentState::InFlight(pending);
-                    break;
-                }
-            },
-            // Without a stream it was reduced at once.
-            SegmentState::Here(Some(memory)) => {
-                let memory = to_launches(backend, memory)?;
-                take_own_part(plan, state, backend, index, memory.as_ref())?;
-                state.arena.give_back(index, memory);
-            }
+            SegmentState::Here(Some(memory)) => to_shard(plan, state, backend, index, memory)?,
             // Reduced into the shard.
             SegmentState::Through => state.arena.segments[index] = SegmentState::Through,
             other => {
@@ -57,8 +39,20 @@ pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend
     Ok(started.saturating_sub(state.arena.through))
 }
 
-/// Starts reducing a segment: on its stream, or at once, into this rank's shard where the host has
-/// both.
+/// Whether no stream has a segment any more; what a stream is through with is here then.
+pub(crate) fn is_through(state: &mut State, index: usize) -> Result<bool> {
+    let (held, is_through) = match state.arena.take(index) {
+        SegmentState::InFlight(pending) => match pending.try_wait() {
+            Ok(memory) => (SegmentState::Here(Some(state.or_poison(memory)?)), true),
+            Err(pending) => (SegmentState::InFlight(pending), false),
+        },
+        other => (other, true),
+    };
+    state.arena.segments[index] = held;
+    Ok(is_through)
+}
+
+/// Starts reducing a segment: on its stream, or at once, into the shard if the host has both.
 pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
     let calls = SegmentCalls::of(step.plan, index, result_of_reduce(step.plan));
     let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
@@ -67,26 +61,18 @@ pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result
     let memory = to_calls(step.backend, step.comms, memory)?;
     let at_once = calls.fit_shard && !step.comms.has_streams();
     let shard = at_once.then(|| shard_of(step.plan, step.state, index));
-    let started = match (memory.host(), shard.flatten()) {
+    step.state.arena.segments[index] = match (memory.host(), shard.flatten()) {
         (Some(bytes), Some(shard)) => {
-            let reduced = step.comms.reduce_into(&calls, bytes, shard);
-            reduced.map(|()| Reducing::Through(memory))
+            let done = step.comms.reduce_into(&calls, bytes, shard);
+            step.state.or_poison(done)?;
+            step.state.arena.spare.push(memory);
+            SegmentState::Through
         }
-        _ => step.comms.reduce(index, calls, memory),
+        _ => {
+            let started = step.comms.reduce(index, calls, memory);
+            step.state.or_poison(started)?
+        }
     };
-    match started {
-        Ok(Reducing::Through(memory)) => step.state.arena.give_back(index, memory),
-        Ok(Reducing::Done(memory)) => {
-            step.state.arena.segments[index] = SegmentState::Here(Some(memory));
-        }
-        Ok(Reducing::Pending(pending)) => {
-            step.state.arena.segments[index] = SegmentState::InFlight(pending);
-        }
-        Err(error) => {
-            step.state.poison();
-            return Err(error.into());
-        }
-    }
     step.state.arena.ready.start();
     Ok(())
 }
@@ -157,17 +143,14 @@ pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Resul
     };
     reduce_across(step, index, memory.as_mut())?;
     step.state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
-    let memory = to_launches(step.backend, memory)?;
-    if keeps_segments(step.plan) {
-        step.state.arena.segments[index] = SegmentState::Here(Some(memory));
-    } else {
-        take_own_part(step.plan, step.state, step.backend, index, memory.as_ref())?;
-        step.state.arena.give_back(index, memory);
+    if !keeps_segments(step.plan) {
+        return to_shard(step.plan, step.state, step.backend, index, memory);
     }
+    let memory = to_launches(step.backend, memory)?;
+    step.state.arena.segments[index] = SegmentState::Here(Some(memory));
     Ok(())
 }
 
-/// Reduces all segments.
 pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<()> {
     for index in 0..step.plan.segments.len() {
         reduce_segment(step, index)?;
@@ -175,8 +158,7 @@ pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<()> {
     Ok(())
 }
 
-/// Takes the mean over shard groups of what this rank's group has come to, in order of the
-/// groups.
+/// Takes the mean over shard groups, in their order, of what each has come to.
 fn reduce_across(step: &mut RankStep<'_, '_>, index: usize, memory: &mut dyn Buffer) -> Result<()> {
     if step.plan.shard_group == step.plan.topology.world {
         return Ok(());
@@ -203,32 +185,30 @@ fn reduce_across(step: &mut RankStep<'_, '_>, index: usize, memory: &mut dyn Buf
     Ok(())
 }
 
-/// Copies this rank's part of a reduced segment to its shard.
-fn take_own_part(
+/// Copies this rank's part of a reduced segment to its shard, and gives the segment's memory to
+/// those that come.
+fn to_shard(
     plan: &Plan,
     state: &mut State,
     backend: &dyn Backend,
     index: usize,
-    memory: &dyn Buffer,
+    memory: Box<dyn Buffer>,
 ) -> Result<()> {
+    let memory = to_launches(backend, memory)?;
     let segment = &plan.segments[index];
     let spec = &plan.storages[segment.storage];
-    let Some(list) = spec.list(Role::Grad) else {
-        return Ok(());
-    };
-    let width = spec.grad_dtype().len_bytes();
-    for part in &spec.shard {
-        let start = part.elements.start.max(segment.elements.start);
-        let end = part.elements.end.min(segment.elements.end);
-        if start < end {
-            let from = (start - segment.elements.start) as usize * width;
-            let len_bytes = (end - start) as usize * width;
-            let at = (part.at + start - part.elements.start) as usize * width;
-            let buffer = state.storages[segment.storage].lists[list].buffer.as_mut();
-            backend.copy((memory, from), (buffer, at), len_bytes)?;
+    if let Some(list) = spec.list(Role::Grad) {
+        let width = spec.grad_dtype().len_bytes();
+        let buffer = state.storages[segment.storage].lists[list].buffer.as_mut();
+        for part in spec.own_parts(segment.elements.clone()) {
+            let from = (part.elements.start - segment.elements.start) as usize * width;
+            let (at, len_bytes) = (part.at as usize * width, part.numel() * width);
+            backend.copy((memory.as_ref(), from), (&mut *buffer, at), len_bytes)?;
             state.arena.copied_bytes += len_bytes as u64;
         }
     }
+    state.arena.spare.push(memory);
+    state.arena.segments[index] = SegmentState::Through;
     Ok(())
 }
 
@@ -316,8 +296,7 @@ pub(crate) fn reduce_and_update(
     Ok(outcome?)
 }
 
-/// Does `work` with the gradients of a stage's bucket in their list, where the launch looks for
-/// them.
+/// Does `work` with a bucket's gradients in their list, where the launch looks for them.
 pub(crate) fn with_gradients<R>(
     plan: &Plan,
     state: &mut State,

@@ -9,7 +9,6 @@ use crate::{Plan, StorageSpec};
 /// The memory that holds some gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
-    /// Index among all regions.
     pub(crate) index: usize,
     pub(crate) storage: usize,
     /// `None` for a storage whose gradients lie in its list.
@@ -72,7 +71,6 @@ pub(crate) fn place_in(
     place(range.start)..place(range.end)
 }
 
-/// Bytes of an element of sums.
 pub(crate) fn sum_width(dtype: DType) -> usize {
     dtype.len_bytes().max(4)
 }

@@ -3,11 +3,14 @@
 use std::num::NonZeroU64;
 
 use fusestep_amp::LossScale;
-use fusestep_launch::Backend;
+use fusestep_launch::{Backend, ControlBlock, SquareSum};
 use serde::Serialize;
 
+#[cfg(doc)]
+use crate::PlanError;
 use crate::norm::NormState;
-use crate::{PlanError, State, norm, update_norms};
+use crate::update_norms::read_sums;
+use crate::{Result, State};
 
 /// What one step did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -80,19 +83,6 @@ impl State {
         self.norm.as_ref().map_or(0, |norm| norm.block.skipped)
     }
 
-    /// The norm of each parameter's gradient in the last step, with the loss scale taken out, in
-    /// plan order; `None` without a pass that reads the gradients. A parameter that took no
-    /// part has 0.
-    ///
-    /// # Errors
-    /// [`PlanError::Backend`].
-    /// # Cost
-    /// As [`Self::grad_reports`].
-    pub fn grad_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
-        let reports = self.grad_reports(backend)?;
-        Ok(reports.map(|reports| reports.iter().map(|report| report.norm).collect()))
-    }
-
     /// What the pass that reads the gradients saw of each parameter's in the last step, in plan
     /// order, whether the step was skipped or not; `None` without such a pass.
     ///
@@ -100,11 +90,18 @@ impl State {
     /// [`PlanError::Backend`].
     /// # Cost
     /// Reads 16 bytes for each parameter; the sums are there.
-    pub fn grad_reports(
-        &self,
-        backend: &dyn Backend,
-    ) -> Result<Option<Vec<GradReport>>, PlanError> {
-        norm::grad_reports(self, backend)
+    pub fn grad_reports(&self, backend: &dyn Backend) -> Result<Option<Vec<GradReport>>> {
+        let Some(norm) = &self.norm else {
+            return Ok(None);
+        };
+        let mut sums = vec![SquareSum::default(); self.params.len()];
+        backend.read(norm.sums.as_ref(), 0, bytemuck::cast_slice_mut(&mut sums))?;
+        let scale = norm.scale_of_sums.unwrap_or_else(|| norm.scale_of(&sums));
+        let report = |sum: &SquareSum| GradReport {
+            norm: sum.sum.sqrt() / scale,
+            non_finite: sum.non_finite,
+        };
+        Ok(Some(sums.iter().map(report).collect()))
     }
 
     /// How far each parameter moved in the last step, ‖new − old‖ in plan order; `None` without
@@ -115,8 +112,21 @@ impl State {
     /// [`PlanError::Backend`].
     /// # Cost
     /// Waits for a device; reads 64 bytes for each 65,536 elements.
-    pub fn update_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>, PlanError> {
-        update_norms::of_params(self, backend)
+    pub fn update_norms(&self, backend: &dyn Backend) -> Result<Option<Vec<f64>>> {
+        let Some(reader) = &self.update_reader else {
+            return Ok(None);
+        };
+        if let Some((sums, _)) = &self.exchange.update_sums {
+            return Ok(Some(sums.iter().map(|sum| sum.sqrt()).collect()));
+        }
+        let mut own = reader.clone();
+        let skipped = match &self.norm {
+            Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
+            None => false,
+        };
+        read_sums(self, backend, &mut own, skipped)?;
+        let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
+        Ok(Some(norms.collect()))
     }
 
     /// Micro-steps since the last update that are over.

@@ -9,18 +9,6 @@ use crate::{
     exchange, gather, launches, master, norm, reduce, table, update_norms,
 };
 
-/// [`Plan::run`].
-pub(crate) fn run(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<StepReport> {
-    if plan.tensors.are_borrowed() {
-        return Err(PlanError::NoSuchList {
-            role: fusestep_tensor::Role::Param,
-            name: plan.params.first().map_or(String::new(), |p| p.name.clone()),
-            hint: "its tensors are borrowed; use `run_borrowed`",
-        });
-    }
-    run_stages(plan, state, Executor::Backend(backend))
-}
-
 pub(crate) fn run_stages(
     plan: &Plan,
     state: &mut State,
@@ -121,7 +109,7 @@ pub(crate) fn each_stage(
     }
     if let Some(comms) = comms {
         let backend = executor.backend();
-        let mut step = RankStep::new(plan, state, backend, comms);
+        let mut step = RankStep { plan, state, backend, comms };
         update_norms::share(&mut step, skipped)?;
     }
     Ok(())
@@ -147,7 +135,7 @@ pub(crate) fn run_stage(
         (_, None) => Ok(LaunchReport::default()),
         (_, Some(comms)) => {
             let backend = executor.backend();
-            let step = &mut RankStep::new(plan, state, backend, comms);
+            let step = &mut RankStep { plan, state, backend, comms };
             run_stage_of_ranks(step, (stage, update), skipped)
         }
     }
@@ -190,7 +178,6 @@ fn run_stage_of_ranks(
 }
 
 /// A step whose updates have begun.
-#[derive(Debug)]
 pub(crate) struct Begun {
     /// What it has done so far.
     pub(crate) report: StepReport,

@@ -1,9 +1,9 @@
-//! The calls that reduce a segment of gradients, bucket by bucket, and the segment on its way.
+//! The calls that reduce a segment of gradients, bucket by bucket.
 
 use std::ops::Range;
 
 use fusestep_collective::{
-    Buffers, Call, CallContext, CollectiveError, Communicator, Operation, Pending, ReduceOp,
+    Buffers, Call, CallContext, CollectiveError, Communicator, Operation, ReduceOp,
 };
 use fusestep_launch::Buffer;
 use fusestep_tensor::DType;
@@ -11,16 +11,6 @@ use fusestep_tensor::DType;
 use crate::bytes::{Bytes, foreign, on_host};
 use crate::stage::Reduced;
 use crate::{Plan, StorageSpec};
-
-/// A segment on its way.
-#[derive(Debug)]
-pub(crate) enum Reducing {
-    /// This rank's parts are in its shard.
-    Through(Box<dyn Buffer>),
-    /// They are in the segment.
-    Done(Box<dyn Buffer>),
-    Pending(Pending<Box<dyn Buffer>>),
-}
 
 /// The calls that reduce the buckets of a segment, one after the other.
 #[derive(Debug)]
@@ -137,13 +127,9 @@ fn in_shard(spec: &StorageSpec, elements: Range<u64>, width: usize) -> Option<Ra
     if elements.is_empty() {
         return Some(0..0);
     }
-    // Parts are in order, and there may be as many of them as of buckets.
-    let next = spec.shard.partition_point(|part| part.elements.start <= elements.start);
-    let part = spec.shard.get(next.checked_sub(1)?)?;
-    if part.elements.end < elements.end {
-        return None;
-    }
+    let numel = (elements.end - elements.start) as usize;
+    let part = spec.own_parts(elements).next().filter(|part| part.numel() == numel)?;
     // A shard lies in memory, so its bytes fit a usize.
-    let at = |element: u64| (part.at + element - part.elements.start) as usize * width;
-    Some(at(elements.start)..at(elements.end))
+    let at = part.at as usize;
+    Some(at * width..(at + numel) * width)
 }

@@ -55,6 +55,21 @@ pub struct Part {
     pub at: u64,
 }
 
+impl Part {
+    pub(crate) fn numel(&self) -> usize {
+        (self.elements.end - self.elements.start) as usize
+    }
+
+    /// Place of its first element in a list of this rank: one that it has whole begins with the
+    /// storage's.
+    pub(crate) fn place_in(&self, extent: Extent) -> u64 {
+        match extent {
+            Extent::Shard => self.at,
+            Extent::Whole | Extent::Segments => self.elements.start,
+        }
+    }
+}
+
 /// How much of a list a rank has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -79,8 +94,7 @@ impl StorageSpec {
 
     /// Elements of this rank's shard, padding included.
     pub fn shard_numel(&self) -> u64 {
-        let parts = self.shard.iter();
-        parts.map(|part| part.elements.end - part.elements.start).sum()
+        self.shard.iter().map(|part| part.numel() as u64).sum()
     }
 
     /// Elements of a list's arenas on this rank, padding included.
@@ -108,7 +122,6 @@ impl StorageSpec {
         wanted.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
     }
 
-    /// Position of a list.
     pub(crate) fn list(&self, role: Role) -> Option<usize> {
         self.lists.iter().position(|list| list.role == role)
     }
@@ -119,15 +132,13 @@ impl StorageSpec {
         list.map_or(DType::F32, |list| self.lists[list].dtype)
     }
 
-    /// Storage type of the parameters.
     pub(crate) fn param_dtype(&self) -> DType {
         let list = self.list(Role::Param);
         list.map_or(DType::F32, |list| self.lists[list].dtype)
     }
 
-    /// The elements of a tensor that this rank's shard has, as elements of the storage.
-    pub(crate) fn own_elements(&self, tensor: usize) -> impl Iterator<Item = Part> + '_ {
-        let elements = self.layout.range(tensor);
+    /// What this rank's shard has of some elements of the storage, in order.
+    pub fn own_parts(&self, elements: Range<u64>) -> impl Iterator<Item = Part> + '_ {
         let first = self.shard.partition_point(|part| part.elements.end <= elements.start);
         let parts = self.shard[first..].iter();
         let end = elements.end;

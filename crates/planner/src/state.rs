@@ -26,7 +26,6 @@ pub const MAX_STEPS: u64 = 1 << 53;
 
 /// Tensors, step counts, gradients and learning rate of one rank of a training run, allocated by
 /// [`Plan::allocate`].
-#[derive(Debug)]
 pub struct State {
     pub(crate) plan_hash: u64,
     pub(crate) params: Arc<[ParamDesc]>,
@@ -39,10 +38,8 @@ pub struct State {
     pub(crate) storages: Vec<StorageState>,
     /// For each parameter its storage and its position there.
     pub(crate) places: Vec<(usize, usize)>,
-    /// What masters have to follow.
     pub(crate) masters: Masters,
     pub(crate) index: HashMap<String, usize>,
-    /// Steps run.
     pub(crate) step: u64,
     /// For each parameter the steps it has missed.
     pub(crate) steps_behind: Vec<u64>,
@@ -74,8 +71,13 @@ pub struct State {
     pub(crate) backend: &'static str,
 }
 
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State").field("step", &self.step).finish_non_exhaustive()
+    }
+}
+
 /// The batches to run: the plan's own, unless tensors are without gradient or behind.
-#[derive(Debug)]
 pub(crate) struct Schedule {
     pub(crate) groups: ParameterGroups,
     /// One entry for each stage that updates.
@@ -314,7 +316,6 @@ impl State {
         })
     }
 
-    /// Counts a step that has been run.
     pub(crate) fn advance(&mut self) {
         self.step += 1;
         if self.without_gradient_count > 0 {

@@ -22,44 +22,6 @@ pub(crate) struct RankStep<'a, 'c> {
     pub(crate) comms: &'a mut Comms<'c>,
 }
 
-impl<'a, 'c> RankStep<'a, 'c> {
-    pub(crate) fn new(
-        plan: &'a Plan,
-        state: &'a mut State,
-        backend: &'a dyn Backend,
-        comms: &'a mut Comms<'c>,
-    ) -> Self {
-        Self { plan, state, backend, comms }
-    }
-}
-
-/// [`Plan::step`].
-pub(crate) fn step(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport> {
-    check_comms(step.plan, step.state, step.comms)?;
-    let weight = step.state.arena.weight.unwrap_or(1.0);
-    let last = step.state.arena.micro_steps + 1 == step.plan.micro_steps();
-    let done = if last {
-        let divisor = gradients::divisor(step.plan, step.state, weight);
-        update(step, (divisor, Pending::MicroStep))
-    } else {
-        end_micro_step(step, weight).map(|()| MicroStepReport::default())
-    };
-    step.state.arena.weight = None;
-    step.state.or_poison(done)
-}
-
-/// [`Plan::flush`].
-pub(crate) fn flush(step: &mut RankStep<'_, '_>) -> Result<MicroStepReport> {
-    check_comms(step.plan, step.state, step.comms)?;
-    step.state.check_between_steps("flush")?;
-    if step.state.arena.micro_steps == 0 {
-        return Ok(MicroStepReport::default());
-    }
-    let divisor = gradients::divisor(step.plan, step.state, 0.0);
-    let done = update(step, (divisor, Pending::Nothing));
-    step.state.or_poison(done)
-}
-
 pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Result<()> {
     state.check_plan(plan)?;
     let (expected, found) = (plan.topology(), (comms.rank(), comms.world()));
@@ -81,8 +43,7 @@ pub(crate) fn check_comms(plan: &Plan, state: &State, comms: &Comms<'_>) -> Resu
     })
 }
 
-/// Ends a micro-step that is not the last.
-fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<()> {
+pub(crate) fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<()> {
     step.comms.set_plan(step.plan.hash());
     if step.plan.reduces_each() {
         let given_weight = step.state.arena.weight;
@@ -155,7 +116,7 @@ fn each_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend, how: Abso
     Ok(())
 }
 
-fn update(
+pub(crate) fn update(
     step: &mut RankStep<'_, '_>,
     (divisor, pending): (Divisor, Pending),
 ) -> Result<MicroStepReport> {
@@ -189,7 +150,6 @@ fn update(
     })
 }
 
-/// Agrees on which gradients there are and runs all stages.
 fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport> {
     let given = reduce::agree_on_given(step.plan, step.state, step.comms)?;
     if step.plan.reduces_each() {
@@ -210,7 +170,7 @@ fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepRepor
 
 /// What has not been added yet when an update begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pending {
+pub(crate) enum Pending {
     /// The gradients of the last micro-step.
     MicroStep,
     /// Nothing: the update follows a micro-step that has ended.

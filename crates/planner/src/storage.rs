@@ -5,7 +5,7 @@ use std::ops::Range;
 use fusestep_launch::{ListBuffer, MAX_SUMS, MultiTensorKernel};
 use fusestep_tensor::Role;
 
-use crate::stage::{Extent, Part};
+use crate::stage::Extent;
 use crate::update_norms::UpdateRows;
 use crate::{PlanError, Result, StorageSpec};
 
@@ -27,20 +27,10 @@ pub(crate) struct StorageState {
     pub(crate) update_rows: Option<UpdateRows>,
 }
 
-impl std::fmt::Debug for StorageState {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StorageState")
-            .field("kernel", &self.kernel.entry())
-            .field("lists", &self.lists)
-            .finish_non_exhaustive()
-    }
-}
-
 /// Consecutive elements of one tensor that a rank has, and where they lie in the list that was
 /// asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Held {
-    /// Elements of the tensor.
     pub(crate) elements: Range<u64>,
     /// Place of the first in the list's arena.
     pub(crate) at: u64,
@@ -64,18 +54,22 @@ impl StorageSpec {
     pub(crate) fn held(&self, tensor: usize, list: usize) -> Vec<Held> {
         let own = self.layout.range(tensor);
         match self.extents[list] {
-            Extent::Shard => self.held_of_shard(tensor).collect(),
+            Extent::Shard => self.held_of_shard(tensor, Extent::Shard).collect(),
             Extent::Segments => Vec::new(),
             Extent::Whole => vec![Held { elements: 0..own.end - own.start, at: own.start }],
         }
     }
 
-    /// What of a tensor lies in this rank's shard, and where.
-    pub(crate) fn held_of_shard(&self, tensor: usize) -> impl Iterator<Item = Held> + '_ {
+    /// What of a tensor is in this rank's shard, and where it lies in a list of this extent.
+    pub(crate) fn held_of_shard(
+        &self,
+        tensor: usize,
+        extent: Extent,
+    ) -> impl Iterator<Item = Held> + '_ {
         let start = self.layout.offset(tensor);
-        self.own_elements(tensor).map(move |part| Held {
+        self.own_parts(self.layout.range(tensor)).map(move |part| Held {
+            at: part.place_in(extent),
             elements: part.elements.start - start..part.elements.end - start,
-            at: part.at,
         })
     }
 
@@ -86,25 +80,14 @@ impl StorageSpec {
             Extent::Whole => 0,
             Extent::Segments => segment,
             Extent::Shard => {
-                let part = self.part_of(elements.start);
-                part.map_or(0, |part| part.elements.start.wrapping_sub(part.at))
+                let at = self.shard.partition_point(|part| part.elements.end <= elements.start);
+                self.shard.get(at).map_or(0, |part| part.elements.start.wrapping_sub(part.at))
             }
         }
-    }
-
-    /// The part of the shard that has an element.
-    fn part_of(&self, element: u64) -> Option<&Part> {
-        let at = self.shard.partition_point(|part| part.elements.end <= element);
-        self.shard.get(at)
     }
 }
 
 impl StorageState {
-    /// Position of a list.
-    pub(crate) fn list(&self, role: Role) -> Option<usize> {
-        self.spec.list(role)
-    }
-
     /// Says where lists begin for a launch over `elements`.
     pub(crate) fn set_firsts(&mut self, elements: &Range<u64>, segment: u64) {
         let spec = &self.spec;

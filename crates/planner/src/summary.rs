@@ -3,36 +3,12 @@
 use std::fmt::Write;
 use std::hash::Hasher;
 
-use fusestep_amp::MaxNorm;
 use serde::Serialize;
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::{Note, Optimizer, Plan, Stage, TableKind};
+use crate::{Optimizer, Plan, Stage, TableKind};
 
-/// [`Plan::summary`].
-pub(crate) fn of(plan: &Plan) -> PlanSummary {
-    PlanSummary {
-        optimizer: plan.optimizer().name(),
-        schedule: plan.schedule().map(ToString::to_string),
-        parameters: plan.params.len(),
-        elements: plan.elements(),
-        launches: plan.launches(),
-        host_launches: plan.host_launches(),
-        naive_launches: plan.naive_launches(),
-        state_bytes: plan.state_bytes(),
-        traffic_bytes: plan.traffic_bytes(),
-        argument_bytes: plan.limits.argument_bytes,
-        table: plan.table,
-        update_in_backward: plan.in_backward,
-        max_norm: plan.gradients.max_norm.map(MaxNorm::value),
-        loss_scale: plan.gradients.loss_scale.map(|scale| scale.scale()),
-        hash: format!("{:016x}", plan.hash),
-        notes: plan.notes.iter().map(Note::to_string).collect(),
-    }
-}
-
-/// The hash of everything that is the same on all ranks and decides where things lie and what
-/// is done, read off the plan.
+/// The hash of all that decides where things lie and what is done, and is the same on all ranks.
 pub(crate) fn hash(plan: &Plan) -> u64 {
     let mut text = HashWriter(Xxh3::new());
     let names = plan.rules.iter().map(Optimizer::name).collect::<Vec<_>>();

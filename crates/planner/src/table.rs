@@ -2,9 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_launch::{
-    Backend, GroupValues, Launch, LaunchReport, Reduce, ResidentTable, TensorSums,
-};
+use fusestep_launch::{Backend, GroupValues, Launch, LaunchReport, ResidentTable, TensorSums};
 use fusestep_tensor::Role;
 use serde::Serialize;
 
@@ -28,17 +26,6 @@ pub enum TableKind {
     Auto,
 }
 
-impl TableKind {
-    /// The name on the command line and in plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            TableKind::Arguments => "arguments",
-            TableKind::Resident => "resident",
-            TableKind::Auto => "auto",
-        }
-    }
-}
-
 /// Decides where the tables lie and makes the batches for it.
 pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
     let most = plan.stages.iter().map(|stage| match stage {
@@ -48,40 +35,26 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
     });
     let most = most.max().unwrap_or(0);
     let borrowed = plan.tensors.are_borrowed();
-    if plan.topology.world > 1 {
-        if asked != TableKind::Resident {
-            return Ok(());
+    let of_ranks = plan.topology.world > 1;
+    let refusal = match asked {
+        TableKind::Arguments | TableKind::Auto if of_ranks => return Ok(()),
+        _ if of_ranks && no_tables_of_ranks(plan).is_some() => no_tables_of_ranks(plan),
+        TableKind::Arguments if plan.in_backward => return Ok(()),
+        _ if plan.in_backward => {
+            Some("updates of a step begin before it is known whose gradients it lacks")
         }
-        if let Some(reason) = no_tables_of_ranks(plan) {
-            plan.note("table", Verdict::Refused, format!("arguments: {reason}"));
-            return Ok(());
-        }
-    }
-    if plan.in_backward {
-        if asked != TableKind::Arguments {
-            let reason = "arguments: updates of a step begin before it is known whose gradients \
-                          it lacks";
-            plan.note("table", Verdict::Refused, reason);
-        }
-        return Ok(());
-    }
-    match asked {
         // Devices have entries that measure for tables in memory only, and would otherwise need
         // twice as many.
-        TableKind::Arguments | TableKind::Auto if plan.update_norms && !borrowed => {}
+        TableKind::Arguments | TableKind::Auto if plan.update_norms && !borrowed => None,
         TableKind::Arguments => return Ok(()),
         TableKind::Resident if borrowed => return Err(PlanError::BorrowedTable),
-        TableKind::Auto if borrowed => {
-            let reason = "arguments: the caller lends tensors anew at every step";
-            plan.note("table", Verdict::Refused, reason);
-            return Ok(());
-        }
-        TableKind::Auto if most <= 1 => {
-            let reason = "arguments: every stage fits into one launch";
-            plan.note("table", Verdict::Refused, reason);
-            return Ok(());
-        }
-        TableKind::Resident | TableKind::Auto => {}
+        TableKind::Auto if borrowed => Some("the caller lends tensors anew at every step"),
+        TableKind::Auto if most <= 1 => Some("every stage fits into one launch"),
+        TableKind::Resident | TableKind::Auto => None,
+    };
+    if let Some(reason) = refusal {
+        plan.note("table", Verdict::Refused, format!("arguments: {reason}"));
+        return Ok(());
     }
     let why = match asked {
         _ if plan.update_norms => "for pass `update_norms`".to_owned(),
@@ -112,7 +85,7 @@ fn no_tables_of_ranks(plan: &Plan) -> Option<&'static str> {
 }
 
 /// A state's tables in its backend's memory.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Tables {
     pub(crate) kind: TableKind,
     /// One for each stage that updates; none for a stage without batches.
@@ -257,17 +230,9 @@ fn build_reads(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
     let mut first_partial = 0;
     for (index, batches) in state.schedule.norm.iter().enumerate() {
         let storage = &state.storages[index];
-        let list = storage.lists.iter().find(|list| list.role() == Role::Grad);
-        let table = match list.filter(|_| !batches.is_empty()) {
-            Some(list) => backend.place_reduction(&Reduce {
-                kernel: norm.kernels[index].0.as_ref(),
-                batches,
-                offsets: storage.spec.layout.offsets(),
-                members: &plan.storages[index].members,
-                list: Some(list),
-                partials: norm.partials.as_mut(),
-                first_partial,
-            })?,
+        let list = storage.spec.list(Role::Grad).filter(|_| !batches.is_empty());
+        let table = match list.map(|_| norm.reduce((index, storage), batches, first_partial)) {
+            Some(reduce) => backend.place_reduction(&reduce)?,
             None => None,
         };
         state.tables.reads.push(table);

@@ -4,7 +4,10 @@ use std::path::Path;
 
 use fusestep_launch::{Backend, ListBuffer};
 use fusestep_tensor::{Element, ParamDesc, Role};
+use fusestep_tensor_file::write_atomically;
+use xxhash_rust::xxh3::Xxh3;
 
+use crate::averages::Beside;
 use crate::checkpoint::file;
 use crate::stage::Extent;
 use crate::storage::{Held, check_len};
@@ -144,8 +147,7 @@ impl State {
         Ok(backend.read(own.lists[list].buffer.as_ref(), place.start, bytes)?)
     }
 
-    /// Copies what this rank's shard has of a tensor to the host, one call of `with` for each range
-    /// of its elements.
+    /// Copies what this rank's shard has of a tensor to the host, range by range.
     pub(crate) fn read_shard(
         &self,
         backend: &dyn Backend,
@@ -167,16 +169,7 @@ impl State {
         let (storage, list) = self.list_index(role, &self.params[param].name)?;
         let (_, tensor) = self.places[param];
         let spec = &self.storages[storage].spec;
-        let start = spec.layout.offset(tensor);
-        let placed = |held: Held| Held {
-            // These elements lie elsewhere in a list that this rank has whole.
-            at: match spec.extents[list] {
-                Extent::Shard => held.at,
-                _ => start + held.elements.start,
-            },
-            elements: held.elements,
-        };
-        Ok(spec.held_of_shard(tensor).map(placed).collect())
+        Ok(spec.held_of_shard(tensor, spec.extents[list]).collect())
     }
 
     /// Copies one of [`State::shard_places`] to the host.
@@ -238,7 +231,24 @@ impl State {
         name: &str,
         bytes: &mut [u8],
     ) -> Result<()> {
-        averages::average_of(self, backend, name, bytes)
+        let param = self.find(name)?;
+        let (dtype, numel) = (self.params[param].dtype, self.params[param].numel() as usize);
+        check_len(Role::Param, name, numel * dtype.len_bytes(), bytes.len())?;
+        let Some(factor) = averages::factor_of(self, param) else {
+            return Ok(());
+        };
+        let roles = self.roles(name)?;
+        let beside = Beside::read(|role| {
+            if !roles.contains(&role) {
+                return Ok(None);
+            }
+            let dtype = self.dtype(role, name)?;
+            let mut own = vec![0; numel * dtype.len_bytes()];
+            self.read(backend, role, name, &mut own)?;
+            Ok(Some((dtype, own)))
+        })?;
+        beside.average(dtype, factor, bytes);
+        Ok(())
     }
 
     /// Lets the f32 master of a parameter that the caller lends follow the parameter's values,
@@ -254,7 +264,17 @@ impl State {
         name: &str,
         bytes: &[u8],
     ) -> Result<()> {
-        master::follow_borrowed(self, backend, name, bytes)
+        if !self.roles(name)?.contains(&Role::Master) {
+            return Ok(());
+        }
+        let param = &self.params[self.find(name)?];
+        let dtype = param.dtype;
+        let len_bytes = param.numel() as usize * dtype.len_bytes();
+        check_len(Role::Param, name, len_bytes, bytes.len())?;
+        let mut master = vec![0; 2 * bytes.len()];
+        self.read(backend, Role::Master, name, &mut master)?;
+        master::follow_master(dtype, bytes, &mut master);
+        self.write(backend, Role::Master, name, &master)
     }
 
     /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them
@@ -276,7 +296,19 @@ impl State {
     /// # Cost
     /// One read of the parameters.
     pub fn parameters_xxh3(&self, backend: &dyn Backend) -> Result<Option<String>> {
-        file::parameters_xxh3(self, backend)
+        if self.tensors.are_borrowed() {
+            return Ok(None);
+        }
+        let mut params: Vec<&ParamDesc> = self.params.iter().collect();
+        params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        let mut hasher = Xxh3::new();
+        for param in params {
+            hasher.update(format!("{}\0{} {}\0", param.name, param.dtype, param.shape).as_bytes());
+            let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
+            self.read(backend, Role::Param, &param.name, &mut bytes)?;
+            hasher.update(&bytes);
+        }
+        Ok(Some(format!("{:016x}", hasher.digest())))
     }
 
     /// Writes [`State::to_tensors`] as a file, all or nothing.
@@ -284,14 +316,15 @@ impl State {
     /// # Errors
     /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
     pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<()> {
-        file::save(self, backend, path)
+        let StateTensors { tensors, metadata } = self.to_tensors(backend)?;
+        Ok(write_atomically(path, &tensors, metadata)?)
     }
 
     /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved
     /// with, if the file says so.
     ///
     /// # Errors
-    /// [`PlanError::File`]; [`PlanError::StateFile`] naming the first tensor that is missing,
+    /// [`PlanError::File`]; [`PlanError::Checkpoint`] naming the first tensor that is missing,
     /// extra, damaged, of another shape, dtype or rule, or that no run can have: a negative mean
     /// of squares, or values that are not finite where the file does not say so. The whole file
     /// is checked before anything changes.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use fusestep_launch::{
-    Backend, Buffer, CHUNK_ELEMENTS, ControlBlock, UnitSums, UpdateSums, fold_units, tree_sum,
+    Backend, Buffer, CHUNK_ELEMENTS, UnitSums, UpdateSums, fold_units, tree_sum,
 };
 
 use crate::comms::Comms;
@@ -12,7 +12,6 @@ use crate::step::RankStep;
 use crate::{Plan, Result, State, StepReport, StorageSpec};
 
 /// Places for the sums over what updates change in one storage.
-#[derive(Debug)]
 pub(crate) struct UpdateRows {
     /// A [`UnitSums`] for each chunk.
     rows: Box<dyn Buffer>,
@@ -44,7 +43,7 @@ impl UpdateRows {
 }
 
 /// What is kept to read the sums without allocating.
-#[derive(Debug)]
+#[derive(Clone)]
 pub(crate) struct UpdateReader {
     /// Of each chunk, parameter by parameter; 0 of those that took no part.
     chunks: Vec<f64>,
@@ -77,13 +76,11 @@ impl UpdateReader {
         self.firsts[param]..self.firsts[param + 1]
     }
 
-    /// How many parameters there are.
-    fn params(&self) -> usize {
+    pub(crate) fn params(&self) -> usize {
         self.firsts.len() - 1
     }
 
-    /// The sum over a parameter.
-    fn sum(&self, param: usize) -> f64 {
+    pub(crate) fn sum(&self, param: usize) -> f64 {
         sum_of(&self.chunks[self.place(param)])
     }
 }
@@ -97,28 +94,6 @@ fn sum_of(sums: &[f64]) -> f64 {
 pub(crate) fn chunks_of(numel: u64) -> usize {
     // Tensors are allocated, so their element counts fit a usize.
     numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize
-}
-
-/// [`State::update_norms`].
-pub(crate) fn of_params(state: &State, backend: &dyn Backend) -> Result<Option<Vec<f64>>> {
-    let Some(reader) = &state.update_reader else {
-        return Ok(None);
-    };
-    if let Some((sums, _)) = &state.exchange.update_sums {
-        return Ok(Some(sums.iter().map(|sum| sum.sqrt()).collect()));
-    }
-    let mut own = UpdateReader {
-        chunks: vec![0.0; reader.chunks.len()],
-        firsts: reader.firsts.clone(),
-        copy: Vec::new(),
-    };
-    let skipped = match &state.norm {
-        Some(norm) => ControlBlock::read(backend, norm.control.as_ref())?.found != 0,
-        None => false,
-    };
-    read_sums(state, backend, &mut own, skipped)?;
-    let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
-    Ok(Some(norms.collect()))
 }
 
 /// Writes the norm of what the step that `report` is of has changed.
@@ -143,7 +118,7 @@ pub(crate) fn report(
 }
 
 /// Reads the chunks of each parameter that the last step's batches have; a skipped one has none.
-fn read_sums(
+pub(crate) fn read_sums(
     state: &State,
     backend: &dyn Backend,
     reader: &mut UpdateReader,

@@ -28,7 +28,6 @@ pub(crate) struct Here {
 #[derive(Default)]
 pub(crate) struct Block {
     pub(crate) len_bytes: usize,
-    /// The bytes of each parameter.
     pub(crate) places: Vec<Range<usize>>,
     /// For each bucket its bytes and the elements of each rank's part.
     pub(crate) calls: Vec<(Range<usize>, Vec<usize>)>,

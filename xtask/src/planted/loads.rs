@@ -15,10 +15,8 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: a manifest that cannot be read is taken for none",
         file: "crates/planner/src/checkpoint/place.rs",
-        from: r"Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => {",
-        to: r"Err(error) if error.kind() != ErrorKind::InvalidData => Ok(None),
-            Err(error) => {",
+        from: "Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),",
+        to: "Err(error) if error.kind() != ErrorKind::InvalidData => Ok(None),",
         tool: Tool::Simulate,
     },
     Bug {
@@ -55,14 +53,14 @@ pub(super) const LOADS: &[Bug] = &[
     },
     Bug {
         name: "load: ranges that overlap count",
-        file: "crates/planner/src/checkpoint/whole.rs",
+        file: "crates/planner/src/checkpoint/shards.rs",
         from: "if first != covered {",
         to: "if first > covered {",
         tool: Tool::Test("fusestep-planner", "lib", "covered"),
     },
     Bug {
         name: "load: a hole at the end counts",
-        file: "crates/planner/src/checkpoint/whole.rs",
+        file: "crates/planner/src/checkpoint/shards.rs",
         from: "if covered == numel {",
         to: "if covered <= numel {",
         tool: Tool::Test("fusestep-tests", "trust", "overlapping"),

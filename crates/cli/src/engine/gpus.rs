@@ -31,7 +31,7 @@ pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
         let gpu = local_rank().unwrap_or(world.rank());
         return alone(NcclCommunicator::new(world, gpu, &options)?);
     }
-    let outcomes = run_ranks(ranks.count(), &control.of_threads(), |control| {
+    let outcomes = run_ranks(ranks.count(), &control.of_machine(), |control| {
         let gpu = control.rank();
         let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
         body(&mut comm).map_err(Into::into)

@@ -83,7 +83,7 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
         }
         let args = ["plan", text(&shapes), "--optimizer", rule, "--dtype", "f16"];
         let error = refused(&[&args[..], &["--state-dtype", "bf16"]].concat());
-        assert!(error.contains("`a`: state of f16 parameters"), "{error}");
+        assert!(error.contains(&format!("`a`: {rule}: state of f16 parameters")), "{error}");
     }
 }
 

@@ -98,9 +98,9 @@ pub(crate) fn train(
         assert_eq!(error, PlanError::Unsettled { pending: 8 });
         state.settle(backend).unwrap();
     }
-    let norms = state.grad_norms(backend).unwrap().unwrap();
+    let reports = state.grad_reports(backend).unwrap().unwrap();
     let mut bits = read_all(&state, &case, backend);
-    bits.extend(norms.iter().flat_map(|norm| norm.to_le_bytes()));
+    bits.extend(reports.iter().flat_map(|report| report.norm.to_le_bytes()));
     let scale = state.loss_scale().unwrap().scale() as u64;
     (bits, [state.step(), state.skipped(), scale])
 }

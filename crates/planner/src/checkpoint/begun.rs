@@ -79,8 +79,7 @@ impl Begun {
         };
         if begun.version > VERSION {
             let expected = format!("at most {VERSION}; use a newer fusestep");
-            let found = begun.version.to_string();
-            return Err(refuse(&folder.join(LIST), "version", &expected, found));
+            return Err(refuse(&folder.join(LIST), "version", &expected, begun.version));
         }
         Ok((begun.xxh3 == begun.sum()).then_some(begun))
     }

@@ -109,9 +109,9 @@ impl Saves {
     }
 
     /// Hands a job over; the outcome of one that cannot be is its error.
-    fn begin(&mut self, job: Option<Job>, nothing: Done) -> Option<Outcome> {
+    fn begin(&mut self, job: Option<Job>) -> Option<Outcome> {
         match job {
-            None => Some(Ok(nothing)),
+            None => Some(Ok(Done::default())),
             Some(job) => self.writer.begin(job).err().map(Err),
         }
     }
@@ -204,12 +204,13 @@ fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
     } else if plan.topology().rank == 0 {
         Some(Box::new(move || {
             let folder = CheckpointFolder::of(files.as_ref(), &folder);
-            Generation::begin(folder, step).map(|begun| Done::Begun(Some(begun)))
+            let begun = Some(Generation::begin(folder, step)?);
+            Ok(Done { begun, ..Done::default() })
         }))
     } else {
         None
     };
-    flight.outcome = saves.begin(job, Done::Begun(None));
+    flight.outcome = saves.begin(job);
     saves.flight = Some(flight);
 }
 
@@ -219,16 +220,13 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
         return Ok(None);
     };
     let outcome = flight.outcome.take();
-    let outcome = outcome.unwrap_or(Ok(Done::Committed));
+    let outcome = outcome.unwrap_or(Ok(Done::default()));
     comms.set_plan(plan.hash());
     let rank = plan.topology().rank;
     let (files, folder) = (Arc::clone(&saves.files), flight.folder.clone());
     match flight.phase {
         Phase::Begin => {
-            let begun = outcome.map(|done| match done {
-                Done::Begun(generation) => generation,
-                _ => None,
-            });
+            let begun = outcome.map(|done| done.begun);
             let generation = agree::on_generation(plan, comms, begun)?;
             flight.generation = Some(generation.clone());
             flight.phase = Phase::Write;
@@ -236,16 +234,13 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
             let job: Job = Box::new(move || {
                 let folder = CheckpointFolder::of(files.as_ref(), &folder);
                 generation.check_seen(folder)?;
-                let written = write_snapshot(folder, &generation.name(), rank, &snapshot);
-                written.map(Done::Written)
+                let written = write_snapshot(folder, &generation.name(), rank, &snapshot)?;
+                Ok(Done { written, ..Done::default() })
             });
-            flight.outcome = saves.begin(Some(job), Done::Committed);
+            flight.outcome = saves.begin(Some(job));
         }
         Phase::Write => {
-            let written = outcome.map(|done| match done {
-                Done::Written(written) => written,
-                _ => Default::default(),
-            });
+            let written = outcome.map(|done| done.written);
             let shards = agree::on_shards(plan, comms, written);
             let shards = shards.inspect_err(|error| {
                 let folder = CheckpointFolder::of(saves.files.as_ref(), &flight.folder);
@@ -259,10 +254,10 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
                 Box::new(move || {
                     let folder = CheckpointFolder::of(files.as_ref(), &folder);
                     let committed = manifest.commit_to(folder, &generation, shards);
-                    committed.map(|()| Done::Committed)
+                    committed.map(|()| Done::default())
                 })
             });
-            flight.outcome = saves.begin(job, Done::Committed);
+            flight.outcome = saves.begin(job);
         }
         Phase::Commit => {
             agree::on_outcome(plan, comms, outcome.map(drop))?;
@@ -287,5 +282,5 @@ fn save_alone(
     if let Some(manifest) = manifest {
         manifest.commit_to(folder, &generation, shards)?;
     }
-    Ok(Done::Committed)
+    Ok(Done::default())
 }

@@ -9,8 +9,10 @@ use fusestep_tensor::Quoted;
 use super::manifest::{Manifest, refuse};
 use super::save::ReadRun;
 use super::{BorrowedParams, FolderLock, Remembered, RunToSave, Saved, Saves, agree, save};
+#[cfg(doc)]
+use crate::PlanError;
 use crate::comms::Comms;
-use crate::{Plan, PlanError, State};
+use crate::{Plan, Result, State};
 
 /// What a checkpoint calls the number of steps that the caller has done.
 const STEPS: &str = "steps";
@@ -48,7 +50,7 @@ impl Checkpoints {
         (state, backend): (&mut State, &dyn Backend),
         params: Option<&dyn BorrowedParams>,
         (comms, folder): (&mut Comms<'_>, &Path),
-    ) -> Result<Option<usize>, PlanError> {
+    ) -> Result<Option<usize>> {
         plan.finish_saves(comms, &mut self.saves)?;
         let read = read_any(plan, state, params, folder);
         let manifest = |read: &Option<(ReadRun, usize)>| {
@@ -75,7 +77,7 @@ impl Checkpoints {
         run: RunToSave<'_>,
         comms: &mut Comms<'_>,
         (folder, steps): (&Path, usize),
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         plan.finish_saves(comms, &mut self.saves)?;
         self.own_folder(plan, comms, folder)?;
         let mut texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
@@ -87,7 +89,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// As [`Plan::poll_saves`].
-    pub fn poll(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>, PlanError> {
+    pub fn poll(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
         plan.poll_saves(comms, &mut self.saves)
     }
 
@@ -95,11 +97,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// As [`Plan::finish_saves`].
-    pub fn finish(
-        &mut self,
-        plan: &Plan,
-        comms: &mut Comms<'_>,
-    ) -> Result<Option<Saved>, PlanError> {
+    pub fn finish(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
         plan.finish_saves(comms, &mut self.saves)
     }
 
@@ -109,12 +107,7 @@ impl Checkpoints {
     }
 
     /// Makes the folder and locks it, when the run saves to it for the first time.
-    fn own_folder(
-        &mut self,
-        plan: &Plan,
-        comms: &mut Comms<'_>,
-        folder: &Path,
-    ) -> Result<(), PlanError> {
+    fn own_folder(&mut self, plan: &Plan, comms: &mut Comms<'_>, folder: &Path) -> Result<()> {
         if self.folder.as_deref() == Some(folder) {
             return Ok(());
         }
@@ -134,7 +127,7 @@ fn read_any(
     state: &State,
     params: Option<&dyn BorrowedParams>,
     folder: &Path,
-) -> Result<Option<(ReadRun, usize)>, PlanError> {
+) -> Result<Option<(ReadRun, usize)>> {
     let Some(manifest) = Manifest::read_if_any(folder)? else {
         return Ok(None);
     };
@@ -149,10 +142,8 @@ fn read_any(
     Ok(Some((run, steps)))
 }
 
-fn lock(folder: &Path) -> Result<FolderLock, PlanError> {
-    std::fs::create_dir_all(folder).map_err(|error| {
-        let expected = "one that can be made";
-        refuse(folder, "folder", expected, error.to_string())
-    })?;
+fn lock(folder: &Path) -> Result<FolderLock> {
+    std::fs::create_dir_all(folder)
+        .map_err(|error| refuse(folder, "folder", "one that can be made", error))?;
     FolderLock::take(folder)
 }

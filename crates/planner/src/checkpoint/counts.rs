@@ -8,7 +8,6 @@ use crate::{Plan, State};
 /// Words of [`Progress`] that do not depend on the parameters.
 const FIXED_WORDS: usize = 16;
 
-/// A rank's counts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Progress {
     pub(crate) step: u64,

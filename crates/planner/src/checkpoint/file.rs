@@ -24,24 +24,24 @@ use std::path::Path;
 use fusestep_amp::LossScale;
 use fusestep_launch::Backend;
 use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
-use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
-use xxhash_rust::xxh3::Xxh3;
+use fusestep_tensor_file::{TensorBytes, TensorFile};
 
 use super::file_sums::{
     FORMAT, FORMAT_KEY, PARAMETERS, SUM, VERSION, VERSION_KEY, check_format, check_values, is_old,
     non_finite_key, sum_key, sum_of,
 };
 use super::generation::checksum;
+use super::manifest::refuse;
+use super::settings::Rules;
 use super::{settings, values};
 use crate::in_backward::forget;
 use crate::state::MAX_STEPS;
-use crate::{Optimizer, PlanError, Result, State};
+use crate::{PlanError, Result, State};
 
 /// Metadata keys of the rule.
 const OPTIMIZER: &str = "optimizer";
 const OBJECTIVE: &str = "objective";
 
-/// Metadata key of the steps run.
 const STEP: &str = "step";
 
 /// Metadata keys of the loss scale, its counters and the steps skipped.
@@ -67,7 +67,6 @@ impl StateTensors {
     }
 }
 
-/// [`State::to_tensors`].
 pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTensors> {
     if let Some(step) = state.poisoned {
         return Err(PlanError::Poisoned { step });
@@ -81,8 +80,9 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
     ]);
     let parameters = state.parameters_xxh3(backend)?;
     metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
-    metadata.extend(rules_in_file(state));
-    metadata.extend(settings_in_file(state));
+    let rules = Rules::of_state(state);
+    metadata.extend(rules_in_file(&rules));
+    metadata.extend(rules.settings());
     if let Some(scale) = state.loss_scale() {
         let [good, bad] = [scale.good_steps(), scale.bad_steps()];
         metadata.insert(LOSS_SCALE.to_owned(), scale.scale().to_string());
@@ -115,30 +115,6 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
     Ok(StateTensors { tensors, metadata })
 }
 
-/// [`State::parameters_xxh3`].
-pub(crate) fn parameters_xxh3(state: &State, backend: &dyn Backend) -> Result<Option<String>> {
-    if state.tensors.are_borrowed() {
-        return Ok(None);
-    }
-    let mut params: Vec<&ParamDesc> = state.params.iter().collect();
-    params.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-    let mut hasher = Xxh3::new();
-    for param in params {
-        hasher.update(format!("{}\0{} {}\0", param.name, param.dtype, param.shape).as_bytes());
-        let mut bytes = vec![0; param.numel() as usize * param.dtype.len_bytes()];
-        state.read(backend, Role::Param, &param.name, &mut bytes)?;
-        hasher.update(&bytes);
-    }
-    Ok(Some(format!("{:016x}", hasher.digest())))
-}
-
-/// [`State::save`].
-pub(crate) fn save(state: &State, backend: &dyn Backend, path: &Path) -> Result<()> {
-    let StateTensors { tensors, metadata } = to_tensors(state, backend)?;
-    Ok(write_atomically(path, &tensors, metadata)?)
-}
-
-/// [`State::load`].
 pub(crate) fn load(
     state: &mut State,
     backend: &dyn Backend,
@@ -170,31 +146,13 @@ pub(crate) fn load(
 
 /// What a file says of the rules: the first one's name and direction, and the names of other
 /// parameters' rules.
-fn rules_in_file(state: &State) -> BTreeMap<String, String> {
-    let first = state.optimizer();
-    let mut rules = BTreeMap::from([(OPTIMIZER.to_owned(), first.name().to_owned())]);
-    if let Some(objective) = first.objective() {
-        rules.insert(OBJECTIVE.to_owned(), objective.name().to_owned());
-    }
-    for (param, rule) in own_rules(state) {
-        let name = rule.name().to_owned();
-        rules.insert(format!("{OPTIMIZER}@{param}"), name);
-    }
-    rules
-}
-
-/// Parameters that have a rule of their own.
-fn own_rules(state: &State) -> impl Iterator<Item = (&str, &Optimizer)> {
-    let params = state.params.iter().zip(&state.places);
-    params.filter_map(|(param, (storage, _))| {
-        let rule = state.storages[*storage].spec.rule;
-        (rule != 0).then(|| (param.name.as_str(), &state.rules[rule]))
-    })
-}
-
-/// What a file says of settings under which the state would mean something else.
-fn settings_in_file(state: &State) -> BTreeMap<String, String> {
-    settings::of_rules(state.optimizer(), own_rules(state))
+fn rules_in_file(rules: &Rules<'_>) -> BTreeMap<String, String> {
+    let own = rules.own_names().into_iter();
+    let mut all: BTreeMap<_, _> =
+        own.map(|(param, name)| (format!("{OPTIMIZER}@{param}"), name)).collect();
+    all.insert(OPTIMIZER.to_owned(), rules.first.name().to_owned());
+    all.extend(rules.objective().map(|objective| (OBJECTIVE.to_owned(), objective)));
+    all
 }
 
 fn state_roles(state: &State, param: &ParamDesc) -> Result<Vec<Role>> {
@@ -222,12 +180,11 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
             Ok(_) => "one of a parameter whose rule and settings keep other tensors here",
             Err(_) => "a tensor of no parameter given",
         };
-        return Err(refuse(file, name, "no such tensor", found));
+        return Err(refuse(file.path(), name, "no such tensor", found));
     }
     let text = file.metadata().get(STEP);
     let text = text.ok_or_else(|| {
-        let expected = "the steps run, as metadata";
-        refuse(file, STEP, expected, "no such metadata")
+        refuse(file.path(), STEP, "the steps run, as metadata", "no such metadata")
     })?;
     let all = count(file, STEP, text)?;
     let mut exceptions = Vec::new();
@@ -237,7 +194,7 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
             let step = count(file, &key, text)?;
             if step > all {
                 let expected = format!("at most the state's step {all}");
-                return Err(refuse(file, &key, expected, step.to_string()));
+                return Err(refuse(file.path(), &key, expected, step));
             }
             exceptions.push((param.name.clone(), step));
         }
@@ -248,7 +205,8 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
 /// Compares the rules: state of another one has the same shapes and another meaning. Old files
 /// may not say.
 fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
-    let own = rules_in_file(state);
+    let rules = Rules::of_state(state);
+    let own = rules_in_file(&rules);
     let of_rules = |key: &&String| {
         let of_param = key.strip_prefix(OPTIMIZER);
         **key == OBJECTIVE || of_param.is_some_and(|rest| rest.is_empty() || rest.starts_with('@'))
@@ -266,13 +224,13 @@ fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
             Quoted(value).to_string()
         };
         let found = format!("{}; run the rule that has saved it, or start without it", text(found));
-        return Err(refuse(file, key, text(expected), found));
+        return Err(refuse(file.path(), key, text(expected), found));
     }
     // The rules are alike here, so only files from before there were such entries lack any.
     let found = |key: &str| file.metadata().get(key);
-    match settings::difference(settings_in_file(state), found) {
+    match settings::difference(rules.settings(), found) {
         None => Ok(()),
-        Some((key, own, found)) => Err(refuse(file, &key, own, found)),
+        Some((key, own, found)) => Err(refuse(file.path(), &key, own, found)),
     }
 }
 
@@ -296,7 +254,7 @@ fn check_loss_scale(state: &State, file: &TensorFile) -> Result<Option<(LossScal
     let scale = found.parse().unwrap_or(f64::NAN);
     let scale = own.restored(scale, good, bad).map_err(|_| {
         let expected = format!("a power of two from {} to {:e}", policy.floor, policy.ceiling);
-        refuse(file, LOSS_SCALE, expected, Quoted(found).to_string())
+        refuse(file.path(), LOSS_SCALE, expected, Quoted(found))
     })?;
     Ok(Some((scale, skipped)))
 }
@@ -309,7 +267,6 @@ fn keeps(state: &State, tensor_name: &str) -> bool {
     roles.iter().any(|role| role.is_state() && role.name() == suffix)
 }
 
-/// The step counts of a file.
 struct Steps {
     all: u64,
     exceptions: Vec<(String, u64)>,
@@ -327,12 +284,11 @@ fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) 
     let name = tensor_name(param, role);
     let expected = || format!("{dtype} {}", param.shape);
     let Some(entry) = file.entries().get(&name) else {
-        return Err(refuse(file, &name, expected(), "no such tensor"));
+        return Err(refuse(file.path(), &name, expected(), "no such tensor"));
     };
     if entry.element_type() != Some(dtype) || entry.shape != param.shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
-        let found = Quoted(&found).to_string();
-        return Err(refuse(file, &name, expected(), found));
+        return Err(refuse(file.path(), &name, expected(), Quoted(&found)));
     }
     Ok(())
 }
@@ -340,21 +296,11 @@ fn check_tensor(file: &TensorFile, param: &ParamDesc, role: Role, dtype: DType) 
 fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64> {
     let count = text.parse().ok().filter(|&count| count <= MAX_STEPS);
     count.ok_or_else(|| {
-        let expected = format!("a count of steps, {MAX_STEPS} at most");
-        refuse(file, key, expected, Quoted(text).to_string())
+        refuse(
+            file.path(),
+            key,
+            format_args!("a count of steps, {MAX_STEPS} at most"),
+            Quoted(text),
+        )
     })
-}
-
-pub(super) fn refuse(
-    file: &TensorFile,
-    name: &str,
-    expected: impl Into<String>,
-    found: impl Into<String>,
-) -> PlanError {
-    PlanError::StateFile {
-        path: file.path().display().to_string(),
-        name: name.to_owned(),
-        expected: expected.into(),
-        found: found.into(),
-    }
 }

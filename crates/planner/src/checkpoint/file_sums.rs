@@ -7,8 +7,9 @@ use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
 use fusestep_tensor_file::TensorFile;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::file::{refuse, tensor_name};
+use super::file::tensor_name;
 use super::generation::checksum;
+use super::manifest::refuse;
 use super::values;
 use crate::Result;
 
@@ -41,19 +42,17 @@ pub(super) fn check_format(file: &TensorFile) -> Result<()> {
     }
     let text = |key| file.metadata().get(key).map_or("none", String::as_str);
     if text(FORMAT_KEY) != FORMAT {
-        let found = Quoted(text(FORMAT_KEY)).to_string();
-        return Err(refuse(file, FORMAT_KEY, FORMAT, found));
+        return Err(refuse(file.path(), FORMAT_KEY, FORMAT, Quoted(text(FORMAT_KEY))));
     }
     let version = text(VERSION_KEY).parse::<u64>().ok();
     if version.is_none_or(|version| version > VERSION) {
         let expected = format!("at most {VERSION}; use a newer fusestep");
-        let found = Quoted(text(VERSION_KEY)).to_string();
-        return Err(refuse(file, VERSION_KEY, expected, found));
+        return Err(refuse(file.path(), VERSION_KEY, expected, Quoted(text(VERSION_KEY))));
     }
     let (expected, found) = (text(SUM), sum_of(file.metadata()));
     if expected != found {
         let expected = format!("metadata with checksum {}", Quoted(expected));
-        return Err(refuse(file, SUM, expected, found));
+        return Err(refuse(file.path(), SUM, expected, found));
     }
     Ok(())
 }
@@ -93,7 +92,7 @@ pub(super) fn check_values(
         let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
         if expected != found {
             let expected = format!("bytes with checksum {}", Quoted(expected));
-            return Err(refuse(file, &name, expected, found));
+            return Err(refuse(file.path(), &name, expected, found));
         }
     }
     // What says so without a checksum may have been written by anyone.
@@ -103,10 +102,9 @@ pub(super) fn check_values(
         None => 0,
         Some((_, Ok(count))) => count,
         Some((text, Err(_))) => {
-            let expected = "a count of values";
-            return Err(refuse(file, &key, expected, Quoted(text).to_string()));
+            return Err(refuse(file.path(), &key, "a count of values", Quoted(text)));
         }
     };
     let checked = values::check(role, dtype, bytes, noted);
-    checked.map_err(|(expected, found)| refuse(file, &name, expected, found))
+    checked.map_err(|(expected, found)| refuse(file.path(), &name, expected, found))
 }

@@ -8,9 +8,10 @@ use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
 use super::non_finite::{self, NonFinite};
+use super::settings::Rules;
 use super::shards::WholeTensors;
 use super::{progress, save, settings};
-use crate::{Optimizer, Plan, Result};
+use crate::{Plan, Result};
 
 /// Tensors that a refusal names.
 const MOST_NAMED: usize = 9;
@@ -21,8 +22,7 @@ const MOST_COMPARED: u64 = 1 << 22;
 pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let own = plan.optimizer().name();
     if manifest.optimizer != own {
-        let found = Quoted(&manifest.optimizer).to_string();
-        return Err(refuse(folder, "optimizer", own, found));
+        return Err(refuse(folder, "optimizer", own, Quoted(&manifest.optimizer)));
     }
     if manifest.has_checksum() {
         check_rules(plan, manifest, folder)?;
@@ -43,50 +43,28 @@ pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) ->
     Err(refuse(folder, name, expected, found))
 }
 
-/// The direction of steps, where the rule offers both.
-pub(super) fn objective(plan: &Plan) -> Option<String> {
-    let objective = plan.optimizer().objective()?;
-    Some(objective.name().to_owned())
-}
-
-/// Rules of parameters that have one of their own.
-pub(super) fn own_rules(plan: &Plan) -> BTreeMap<String, String> {
-    let name = |(param, rule): (&str, &Optimizer)| (param.to_owned(), rule.name().to_owned());
-    rules_of_params(plan).map(name).collect()
-}
-
-fn rules_of_params(plan: &Plan) -> impl Iterator<Item = (&str, &Optimizer)> {
-    let rules = plan.params().iter().zip(plan.rule_of.iter());
-    let own = rules.filter(|(_, rule)| **rule != 0);
-    own.map(|(param, &rule)| (param.name.as_str(), &plan.rules[rule as usize]))
-}
-
-/// Settings under which the state would mean something else.
-pub(super) fn settings_of_state(plan: &Plan) -> BTreeMap<String, String> {
-    settings::of_rules(plan.optimizer(), rules_of_params(plan))
-}
-
 /// State of another rule may have the same shapes and mean something else.
 fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
     let none = "none of its own";
-    let (own, found) = (objective(plan), &manifest.objective);
+    let rules = Rules::of_plan(plan);
+    let (own, found) = (rules.objective(), &manifest.objective);
     if own != *found {
         let expected = own.as_deref().unwrap_or(none);
-        let found = Quoted(found.as_deref().unwrap_or(none)).to_string();
+        let found = Quoted(found.as_deref().unwrap_or(none));
         return Err(refuse(folder, "objective", expected, found));
     }
-    let (own, found) = (own_rules(plan), &manifest.optimizer_of);
+    let (own, found) = (rules.own_names(), &manifest.optimizer_of);
     for name in own.keys().chain(found.keys()) {
         if own.get(name) != found.get(name) {
             let text = |rules: &BTreeMap<String, String>| {
                 Quoted(rules.get(name).map_or(none, String::as_str)).to_string()
             };
             let what = format!("optimizer of `{}`", Quoted(name));
-            return Err(refuse(folder, &what, &text(&own), text(found)));
+            return Err(refuse(folder, &what, text(&own), text(found)));
         }
     }
     let found = |key: &str| manifest.settings.get(key);
-    match settings::difference(settings_of_state(plan), found) {
+    match settings::difference(rules.settings(), found) {
         None => Ok(()),
         Some((key, own, found)) => Err(refuse(folder, &key, &own, found)),
     }
@@ -118,8 +96,7 @@ fn check_schedule(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()>
         "`{}`, or one that is the same in the steps taken",
         Quoted(own.as_deref().unwrap_or(none))
     );
-    let found = format!("`{}`: {differs}", Quoted(found));
-    Err(refuse(folder, "schedule", &expected, found))
+    Err(refuse(folder, "schedule", &expected, format_args!("`{}`: {differs}", Quoted(found))))
 }
 
 /// Tensors that the plan and a checkpoint have not alike: name, expected, found.
@@ -149,9 +126,8 @@ pub(super) fn check_values(
     folder: &Path,
 ) -> Result<()> {
     for param in 0..plan.params().len() {
-        for role in save::roles_of(plan, param)? {
+        for (role, dtype) in save::saved_lists(plan, param)? {
             let key = save::key(plan, param, role, from);
-            let dtype = save::role_dtype(plan, param, role)?;
             non_finite::check((folder, &key), (role, dtype), (whole, noted))?;
         }
     }
@@ -167,7 +143,7 @@ fn check_steps(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
         }
         if step > manifest.step {
             let expected = format!("at most the {} of the run", manifest.step);
-            return Err(refuse(folder, &what, &expected, step.to_string()));
+            return Err(refuse(folder, &what, &expected, step));
         }
     }
     Ok(())

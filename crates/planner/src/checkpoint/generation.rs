@@ -56,14 +56,12 @@ impl Mark {
 /// Where the next save goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Generation {
-    /// The checkpoint it belongs to.
     pub(super) checkpoint: u64,
     pub(super) step: u64,
     pub(super) turn: usize,
 }
 
 impl Generation {
-    /// The folder's name.
     pub(super) fn name(&self) -> String {
         format!("step-{:08}-{}", self.step, TURNS[self.turn])
     }
@@ -132,8 +130,7 @@ impl Generation {
         match folder.files.kind(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(true),
             Err(error) => {
-                let expected = "one that can be looked at";
-                return Err(refuse(&path, "folder", expected, error.to_string()));
+                return Err(refuse(&path, "folder", "one that can be looked at", error));
             }
             Ok(FileKind::Folder) => {}
             Ok(_) => return Ok(false),
@@ -184,7 +181,7 @@ fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
     let made: Vec<&Path> = missing.collect();
     folder.files.create_folder(path).map_err(|error| {
         let expected = "one that can be made";
-        refuse(path, "folder", expected, error.to_string())
+        refuse(path, "folder", expected, error)
     })?;
     for above in made.iter().rev().filter_map(|path| path.parent()) {
         sync(folder, or_this(above))?;
@@ -200,8 +197,7 @@ fn sync_names(folder: CheckpointFolder<'_>) -> Result<()> {
             // One of another user, who has made it.
             Err(error) if error.kind() == ErrorKind::PermissionDenied => break,
             Err(error) => {
-                let expected = "one whose names can be made durable";
-                return Err(refuse(above, "folder", expected, error.to_string()));
+                return Err(refuse(above, "folder", "one whose names can be made durable", error));
             }
             Ok(()) => {}
         }
@@ -214,7 +210,6 @@ fn or_this(path: &Path) -> &Path {
     if path.as_os_str().is_empty() { Path::new(".") } else { path }
 }
 
-/// The file of a rank.
 pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:05}.safetensors")
 }

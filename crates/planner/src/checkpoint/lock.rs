@@ -31,13 +31,11 @@ impl FolderLock {
         // Looked at before it is opened: opening a pipe waits for a reader.
         if let Ok(FileKind::Folder | FileKind::Other) = Disk.kind(&path) {
             let expected = "an empty file, or none; move what is there, or choose another folder";
-            let found = "no ordinary file".to_owned();
-            return Err(refuse(&path, "lock", expected, found));
+            return Err(refuse(&path, "lock", expected, "no ordinary file"));
         }
         let opened = File::options().create(true).truncate(false).write(true).open(&path);
         let refused = |found: String| {
-            let expected = "a folder that can be written and no other run saves to";
-            refuse(&path, "lock", expected, found)
+            refuse(&path, "lock", "a folder that can be written and no other run saves to", found)
         };
         let file = opened.map_err(|error| refused(error.to_string()))?;
         match file.try_lock() {

@@ -15,6 +15,7 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::path::Path;
 
 use fusestep_tensor::{DType, Quoted, Shape};
@@ -27,7 +28,6 @@ use super::{CheckpointFolder, OpenRun};
 use crate::state::MAX_STEPS;
 use crate::{PlanError, Result};
 
-/// Name of the manifest in its folder.
 const MANIFEST: &str = "manifest.json";
 /// What every manifest begins with.
 pub(super) const FORMAT: &str = "fusestep-checkpoint";
@@ -150,20 +150,17 @@ impl Manifest {
         // Version first: a newer format need not have the fields that this one has.
         let version: Version = serde_json::from_slice(bytes).map_err(|error| {
             let expected = "JSON with a format and a version; another program's file is left alone";
-            let found = Quoted(&error.to_string()).to_string();
-            refuse(path, "manifest", expected, found)
+            refuse(path, "manifest", expected, Quoted(&error.to_string()))
         })?;
         if version.format != FORMAT {
-            let found = Quoted(&version.format).to_string();
-            return Err(refuse(path, "format", FORMAT, found));
+            return Err(refuse(path, "format", FORMAT, Quoted(&version.format)));
         }
         if version.version > u64::from(VERSION) {
             let expected = format!("at most {VERSION}; use a newer fusestep");
-            return Err(refuse(path, "version", &expected, version.version.to_string()));
+            return Err(refuse(path, "version", &expected, version.version));
         }
         let manifest: Self = serde_json::from_slice(bytes).map_err(|error| {
-            let expected = "the fields of a known version";
-            refuse(path, "manifest", expected, Quoted(&error.to_string()).to_string())
+            refuse(path, "manifest", "the fields of a known version", Quoted(&error.to_string()))
         })?;
         manifest.check(path)?;
         Ok(manifest)
@@ -189,8 +186,7 @@ impl Manifest {
             std::iter::once(&self.generation).chain(shards).find(|name| !plain(name))
         {
             let expected = format!("a name within the folder, of {MAX_NAME_BYTES} bytes at most");
-            let found = Quoted(name).to_string();
-            return Err(refuse(path, "file name", &expected, found));
+            return Err(refuse(path, "file name", &expected, Quoted(name)));
         }
         if self.step > MAX_STEPS || self.skipped > MAX_STEPS {
             let expected = format!("{MAX_STEPS} at most");
@@ -252,28 +248,27 @@ impl Manifest {
 }
 
 fn no_json(path: &Path, error: &serde_json::Error) -> PlanError {
-    let expected = "values that JSON can hold";
-    refuse(path, "manifest", expected, error.to_string())
+    refuse(path, "manifest", "values that JSON can hold", error)
 }
 
 /// Writes the names in a folder to disk.
 pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
     folder.files.sync_folder(path).map_err(|error| {
         let expected = "one that can be synced";
-        refuse(path, "folder", expected, error.to_string())
+        refuse(path, "folder", expected, error)
     })
 }
 
 pub(crate) fn refuse(
     path: &Path,
     what: &str,
-    expected: &str,
-    found: impl Into<String>,
+    expected: impl Display,
+    found: impl Display,
 ) -> PlanError {
     PlanError::Checkpoint {
         path: path.display().to_string(),
         what: what.to_owned(),
-        expected: expected.to_owned(),
-        found: found.into(),
+        expected: expected.to_string(),
+        found: found.to_string(),
     }
 }

@@ -23,7 +23,6 @@ mod shard_file;
 mod shards;
 mod snapshot;
 mod values;
-mod whole;
 mod writer;
 
 pub use behind::{Saved, Saves};

@@ -73,10 +73,8 @@ pub(super) fn read(
     let Some(text) = file.metadata().get(&key) else {
         return Ok(());
     };
-    let count: u64 = text.parse().map_err(|_| {
-        let found = Quoted(text).to_string();
-        refuse(file.path(), &key, "a count of values", found)
-    })?;
+    let count: u64 =
+        text.parse().map_err(|_| refuse(file.path(), &key, "a count of values", Quoted(text)))?;
     let sum = noted.entry(tensor.to_owned()).or_default();
     *sum = sum.saturating_add(count);
     Ok(())

@@ -93,8 +93,7 @@ impl Manifest {
         };
         if let Some(name) = open.slices.first() {
             let expected = "values that ranks can share";
-            let found = "a slice of each rank's own";
-            return Err(refuse(folder, name, expected, found));
+            return Err(refuse(folder, name, expected, "a slice of each rank's own"));
         }
         Ok(open)
     }

@@ -41,10 +41,7 @@ impl<'a> CheckpointFolder<'a> {
         match self.files.read(&path) {
             Ok(bytes) => Ok(Some(bytes)),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => {
-                let expected = "a file that can be read";
-                Err(refuse(&path, what, expected, error.to_string()))
-            }
+            Err(error) => Err(refuse(&path, what, "a file that can be read", error)),
         }
     }
 

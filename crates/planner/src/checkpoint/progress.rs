@@ -15,11 +15,10 @@ use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
 use super::manifest::{Manifest, TensorSpec, refuse};
-use super::shard_file::TensorPartBytes;
 use super::shards::WholeTensors;
 use crate::passes::ReducedWhen;
 use crate::region::sum_width;
-use crate::{Plan, Result, State, Topology};
+use crate::{Extent, Plan, Result, State, Topology};
 
 /// What counts are called, before the rank.
 pub(crate) const PROGRESS: &str = "@progress";
@@ -110,35 +109,24 @@ pub(crate) fn open_tensors(plan: &Plan, open: &OpenRun) -> Result<Vec<(String, T
     Ok(tensors)
 }
 
-/// What this rank saves of them.
+/// Hands over what this rank saves of them: tensor, dtype, first element and bytes.
 pub(crate) fn open_parts(
     plan: &Plan,
     state: &State,
     backend: &dyn Backend,
     open: &OpenRun,
-) -> Result<Vec<TensorPartBytes>> {
+    mut save: impl FnMut(String, DType, u64, Vec<u8>),
+) -> Result<()> {
     let rank = plan.topology().rank;
-    let mut parts = vec![TensorPartBytes {
-        tensor: progress_key(rank),
-        dtype: DType::U8,
-        first: 0,
-        bytes: Progress::of(state).to_bytes(),
-    }];
+    save(progress_key(rank), DType::U8, 0, Progress::of(state).to_bytes());
     if open.window.is_none() {
-        return Ok(parts);
+        return Ok(());
     }
     for param in 0..plan.params().len() {
         let dtype = window_dtype(plan, param);
-        let mut add = |first: u64, bytes: Vec<u8>| {
-            parts.push(TensorPartBytes {
-                tensor: window_key(plan, param, rank),
-                dtype,
-                first,
-                bytes,
-            });
-        };
+        let key = window_key(plan, param, rank);
         if !plan.reduces_each() {
-            add(0, state.sums_so_far(backend, param)?);
+            save(key, dtype, 0, state.sums_so_far(backend, param)?);
             continue;
         }
         if !plan.has_own(param) && !plan.saves_shared() {
@@ -149,14 +137,14 @@ pub(crate) fn open_parts(
         let Some(sums) = &state.arena.reduced_sums[storage] else {
             continue;
         };
-        for held in spec.held_of_shard(tensor) {
+        for held in spec.held_of_shard(tensor, Extent::Shard) {
             let place = held.place(dtype.len_bytes());
             let mut bytes = vec![0; place.len()];
             backend.read(sums.as_ref(), place.start, &mut bytes)?;
-            add(held.elements.start, bytes);
+            save(key.clone(), dtype, held.elements.start, bytes);
         }
     }
-    Ok(parts)
+    Ok(())
 }
 
 /// Refuses what only other ranks or another plan could go on from.
@@ -169,7 +157,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
             Some(every) => format!("averages every {every} steps"),
             None => "no averages of parameters".to_owned(),
         };
-        return Err(refuse(folder, "local_sgd", &text(own), text(averages)));
+        return Err(refuse(folder, "local_sgd", text(own), text(averages)));
     }
     let Some(open) = found else {
         return Ok(());
@@ -249,8 +237,7 @@ pub(crate) fn source_rank(
         }
     };
     let found = format!("{} ranks with {whose}, which differ in {different}; {way}", open.ranks);
-    let expected = format!("{world} ranks, as the plan has");
-    Err(refuse(folder, what, &expected, found))
+    Err(refuse(folder, what, format_args!("{world} ranks, as the plan has"), found))
 }
 
 /// This rank's counts, checked.
@@ -324,7 +311,7 @@ pub(crate) fn restore_open(
         let spec = &plan.storages[storage];
         let width = sum_width(spec.grad_dtype());
         if let Some(sums) = &mut state.arena.reduced_sums[storage] {
-            for held in spec.held_of_shard(tensor) {
+            for held in spec.held_of_shard(tensor, Extent::Shard) {
                 let own = &bytes[held.within(width)];
                 backend.write(sums.as_mut(), held.place(width).start, own)?;
             }
@@ -359,7 +346,6 @@ pub(crate) fn restore_counts(
     norm.restore(backend, scale, progress.skipped)
 }
 
-/// The name of a rank's counts.
 pub(crate) fn progress_key(rank: usize) -> String {
     format!("{PROGRESS}#{rank}")
 }

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 
 use fusestep_launch::Backend;
-use fusestep_tensor::{DType, Role, Shape};
+use fusestep_tensor::{DType, Role};
 
 use super::counts::Progress;
 use super::generation::{Generation, remove_failed};
 use super::manifest::{FORMAT, Manifest, TensorSpec, VERSION, refuse};
+use super::settings::Rules;
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
 use super::{
@@ -20,7 +21,7 @@ use crate::in_backward::forget;
 use crate::{Plan, PlanError, Result, State};
 
 /// A checkpoint that has been read and is one of a plan.
-pub(super) struct ReadRun {
+pub(crate) struct ReadRun {
     pub(super) manifest: Manifest,
     whole: WholeTensors,
     /// The rank whose own values this one goes on from.
@@ -73,22 +74,8 @@ pub(super) fn give_up(
     }
 }
 
-/// [`Plan::load_run`].
-pub(crate) fn load(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    params: Option<&dyn BorrowedParams>,
-    place: CheckpointFolder<'_>,
-) -> Result<BTreeMap<String, String>> {
-    // What does not fit is refused before anything long is read; a run may save meanwhile.
-    let manifest = Manifest::read(place)?;
-    let run = read_run(plan, state, params, (place, &manifest))?;
-    take_over(plan, state, backend, params, run)
-}
-
 /// Reads a checkpoint of this manifest or a newer one, and checks that it is one of the plan.
-pub(super) fn read_run(
+pub(crate) fn read_run(
     plan: &Plan,
     state: &State,
     params: Option<&dyn BorrowedParams>,
@@ -106,16 +93,15 @@ pub(super) fn read_run(
     if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
         && state.scaled
     {
-        norm.loss_scale().restored(scale, good, bad).map_err(|error| {
-            let expected = "one of the plan's policy";
-            refuse(folder, "loss scale", expected, error.to_string())
-        })?;
+        norm.loss_scale()
+            .restored(scale, good, bad)
+            .map_err(|error| refuse(folder, "loss scale", "one of the plan's policy", error))?;
     }
     Ok(ReadRun { manifest, whole, from, progress })
 }
 
 /// Makes what was read the state's and the caller's; returns the texts saved with it.
-pub(super) fn take_over(
+pub(crate) fn take_over(
     plan: &Plan,
     state: &mut State,
     backend: &dyn Backend,
@@ -124,7 +110,7 @@ pub(super) fn take_over(
 ) -> Result<BTreeMap<String, String>> {
     for (param, desc) in plan.params().iter().enumerate() {
         // Parameters first: a master that is written after its parameter keeps its own bits.
-        for role in roles_of(plan, param)? {
+        for (role, _) in saved_lists(plan, param)? {
             let key = key(plan, param, role, run.from);
             let bytes = run.whole.get(&key).map_or(&[][..], Vec::as_slice);
             match params.filter(|_| role == Role::Param) {
@@ -162,19 +148,13 @@ pub(super) fn key(plan: &Plan, param: usize, role: Role, rank: usize) -> String 
     }
 }
 
-/// Roles that are saved: all but the gradient's, the parameter's first.
-pub(super) fn roles_of(plan: &Plan, param: usize) -> Result<Vec<Role>> {
+/// Lists that are saved, as role and dtype: all but the gradient's, the parameter's first.
+pub(super) fn saved_lists(plan: &Plan, param: usize) -> Result<Vec<(Role, DType)>> {
     let kernel = plan.kernel_of(param as u32)?;
-    let mut roles: Vec<Role> = kernel.lists().iter().map(|list| list.role).collect();
-    roles.retain(|role| role.is_state() || *role == Role::Param);
-    roles.sort_by_key(|role| *role != Role::Param);
-    Ok(roles)
-}
-
-pub(super) fn role_dtype(plan: &Plan, param: usize, role: Role) -> Result<DType> {
-    let kernel = plan.kernel_of(param as u32)?;
-    let list = kernel.lists().iter().find(|list| list.role == role);
-    Ok(list.map_or(plan.params()[param].dtype, |list| list.dtype))
+    let mut lists: Vec<_> = kernel.lists().iter().map(|list| (list.role, list.dtype)).collect();
+    lists.retain(|(role, _)| role.is_state() || *role == Role::Param);
+    lists.sort_by_key(|(role, _)| *role != Role::Param);
+    Ok(lists)
 }
 
 /// What a checkpoint holds, without its files.
@@ -189,7 +169,7 @@ pub(super) fn manifest_of(
         let differs = step != state.step && desc.numel() > 0;
         differs.then(|| (desc.name.clone(), step))
     });
-    let scale = state.loss_scale();
+    let (scale, rules) = (state.loss_scale(), Rules::of_plan(plan));
     let open = progress::open_run(plan, state);
     Ok(Manifest {
         format: FORMAT.to_owned(),
@@ -197,9 +177,9 @@ pub(super) fn manifest_of(
         xxh3: String::new(),
         checkpoint: String::new(),
         optimizer: plan.optimizer().name().to_owned(),
-        objective: fits::objective(plan),
-        optimizer_of: fits::own_rules(plan),
-        settings: fits::settings_of_state(plan),
+        objective: rules.objective(),
+        optimizer_of: rules.own_names(),
+        settings: rules.settings(),
         schedule: plan.schedule().map(ToString::to_string),
         step: state.step,
         skipped: state.skipped(),
@@ -222,18 +202,15 @@ pub(super) fn tensors_of_checkpoint(
         tensors.extend(progress::open_tensors(plan, open)?);
     }
     for (param, desc) in plan.params().iter().enumerate() {
-        for role in roles_of(plan, param)? {
-            let shape: Shape = desc.shape.clone();
-            let dtype = role_dtype(plan, param, role)?;
+        for (role, dtype) in saved_lists(plan, param)? {
             let ranks = match (plan.has_own(param), open) {
                 (false, _) => 0..1,
                 (true, Some(open)) => 0..open.ranks,
                 (true, None) => 0..plan.topology().world,
             };
             for rank in ranks {
-                let (dtype, shape) = (dtype, shape.clone());
-                let key = key(plan, param, role, rank);
-                tensors.insert(key, TensorSpec { dtype, shape });
+                let spec = TensorSpec { dtype, shape: desc.shape.clone() };
+                tensors.insert(key(plan, param, role, rank), spec);
             }
         }
     }

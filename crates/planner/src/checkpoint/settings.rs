@@ -1,30 +1,68 @@
-//! Settings under which the same state means something else, as state files and manifests have
-//! them: `beta1`, and `beta1@<name>` of a parameter with a rule of its own.
+//! Rules as state files and manifests have them: names, directions, and settings under which the
+//! same state means something else, `beta1`, and `beta1@<name>` of a parameter with a rule of its
+//! own.
 
 use std::collections::BTreeMap;
 
 use fusestep_tensor::Quoted;
 
-use crate::Optimizer;
+use crate::{Optimizer, Plan, State};
 
-/// Those of the rule that most parameters have, and of parameters with one of their own.
-pub(super) fn of_rules<'a>(
-    first: &Optimizer,
-    own: impl Iterator<Item = (&'a str, &'a Optimizer)>,
-) -> BTreeMap<String, String> {
-    let mut all = BTreeMap::new();
-    for (what, value) in first.rule().settings_of_state() {
-        all.insert(what.to_owned(), value);
+/// The rule that most parameters have, and those of parameters with one of their own.
+pub(super) struct Rules<'a> {
+    pub(super) first: &'a Optimizer,
+    own: Vec<(&'a str, &'a Optimizer)>,
+}
+
+impl<'a> Rules<'a> {
+    pub(super) fn of_plan(plan: &'a Plan) -> Self {
+        Self::of(
+            &plan.rules,
+            plan.params
+                .iter()
+                .map(|p| &*p.name)
+                .zip(plan.rule_of.iter().map(|&rule| rule as usize)),
+        )
     }
-    for (name, rule) in own {
-        for (what, value) in rule.rule().settings_of_state() {
-            all.insert(format!("{what}@{name}"), value);
-        }
-        if let Some(objective) = rule.objective() {
-            all.insert(format!("objective@{name}"), objective.name().to_owned());
-        }
+
+    pub(super) fn of_state(state: &'a State) -> Self {
+        let rules = state.places.iter().map(|&(storage, _)| state.storages[storage].spec.rule);
+        Self::of(&state.rules, state.params.iter().map(|p| &*p.name).zip(rules))
     }
-    all
+
+    fn of(rules: &'a [Optimizer], params: impl Iterator<Item = (&'a str, usize)>) -> Self {
+        let own = params.filter(|(_, rule)| *rule != 0);
+        Self { first: &rules[0], own: own.map(|(name, rule)| (name, &rules[rule])).collect() }
+    }
+
+    /// The direction of steps, where the rule offers both.
+    pub(super) fn objective(&self) -> Option<String> {
+        self.first.objective().map(|objective| objective.name().to_owned())
+    }
+
+    /// The names of rules of parameters with one of their own.
+    pub(super) fn own_names(&self) -> BTreeMap<String, String> {
+        let named =
+            self.own.iter().map(|(param, rule)| (param.to_string(), rule.name().to_owned()));
+        named.collect()
+    }
+
+    /// Settings under which the state would mean something else.
+    pub(super) fn settings(&self) -> BTreeMap<String, String> {
+        let mut all = BTreeMap::new();
+        for (what, value) in self.first.rule().settings_of_state() {
+            all.insert(what.to_owned(), value);
+        }
+        for (name, rule) in &self.own {
+            for (what, value) in rule.rule().settings_of_state() {
+                all.insert(format!("{what}@{name}"), value);
+            }
+            if let Some(objective) = rule.objective() {
+                all.insert(format!("objective@{name}"), objective.name().to_owned());
+            }
+        }
+        all
+    }
 }
 
 /// The first setting that was another one: its key, what it is here and what was found. Files from

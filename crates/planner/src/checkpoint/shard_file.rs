@@ -15,16 +15,6 @@ use super::non_finite;
 use crate::Result;
 
 /// Consecutive elements of a tensor, as they go to a file.
-#[derive(Clone, Debug)]
-pub(crate) struct TensorPartBytes {
-    /// `<name>@<role>`.
-    pub(crate) tensor: String,
-    pub(crate) dtype: DType,
-    pub(crate) first: u64,
-    pub(crate) bytes: Vec<u8>,
-}
-
-/// Consecutive elements of a tensor on their way to a file.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorPart<'a> {
     /// `<name>@<role>`.
@@ -119,8 +109,7 @@ pub(super) fn shard_len(
     match folder.files.kind(&path) {
         Ok(FileKind::File { len_bytes }) if len_bytes == shard.len_bytes => Ok(len_bytes),
         Ok(FileKind::File { len_bytes }) => {
-            let expected = format!("{} bytes", shard.len_bytes);
-            Err(refuse(&path, "length", &expected, len_bytes.to_string()))
+            Err(refuse(&path, "length", format_args!("{} bytes", shard.len_bytes), len_bytes))
         }
         Ok(_) => Err(missing("no ordinary file".to_owned())),
         Err(error) => Err(missing(error.to_string())),
@@ -136,10 +125,9 @@ pub(super) fn read_shard(
     let bytes = folder
         .files
         .read(path)
-        .map_err(|error| refuse(path, "shard", "a file of the manifest", error.to_string()))?;
+        .map_err(|error| refuse(path, "shard", "a file of the manifest", error))?;
     if bytes.len() as u64 != spec.len_bytes {
-        let expected = format!("{} bytes", spec.len_bytes);
-        return Err(refuse(path, "length", &expected, bytes.len().to_string()));
+        return Err(refuse(path, "length", format_args!("{} bytes", spec.len_bytes), bytes.len()));
     }
     let found = checksum(&bytes);
     if found == spec.xxh3 {
@@ -155,8 +143,7 @@ pub(super) fn read_shard(
         file.entries().keys().find(damaged).cloned()
     });
     let what = damaged.unwrap_or_else(|| "header".to_owned());
-    let expected = format!("checksum {}", Quoted(&spec.xxh3));
-    Err(refuse(path, &what, &expected, found))
+    Err(refuse(path, &what, format_args!("checksum {}", Quoted(&spec.xxh3)), found))
 }
 
 pub(super) fn first_key(tensor: &str) -> String {

@@ -1,7 +1,8 @@
 //! Tensors as the files of a generation: ranges of them written by ranks, and whole tensors put
 //! together from all files.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path;
 
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::TensorFile;
@@ -13,7 +14,6 @@ use super::shard_file::{
     TensorPart, first_key, read_shard, shard_len, tensor_key, write_model, write_shard,
 };
 use super::snapshot::{File, Snapshot};
-use super::whole::{Whole, check_covered};
 use super::{CheckpointFolder, values};
 use crate::Result;
 
@@ -106,8 +106,7 @@ impl Manifest {
         let tensor = file.metadata().get(&tensor_key(name));
         let tensor = tensor.map_or(name, String::as_str);
         let Some((tensor, spec)) = self.tensors.get_key_value(tensor) else {
-            let expected = "a tensor of the manifest";
-            return Err(refuse(path, name, expected, "another"));
+            return Err(refuse(path, name, "a tensor of the manifest", "another"));
         };
         let expected = format!("{} {}", spec.dtype, spec.shape);
         let entry = &file.entries()[name];
@@ -196,7 +195,7 @@ impl Manifest {
     ) -> Result<Self> {
         if !(1..=MAX_SHARDS).contains(&count) {
             let expected = format!("1 to {MAX_SHARDS}");
-            return Err(refuse(to.path, "number of files", &expected, count.to_string()));
+            return Err(refuse(to.path, "number of files", &expected, count));
         }
         let generation = Generation::begin(to, self.step)?;
         let written = self.write_generation((whole, noted), to, count, &generation);
@@ -296,4 +295,60 @@ pub(super) fn write_snapshot(
         written.shard = Some(write_shard(folder, generation, rank, &shard)?);
     }
     Ok(written)
+}
+
+/// Tensors being put together.
+#[derive(Default)]
+struct Whole {
+    tensors: WholeTensors,
+    /// Elements that have been found of each, in any order.
+    ranges: HashMap<String, Vec<(u64, u64)>>,
+    non_finite: NonFinite,
+}
+
+/// Refuses ranges that leave elements out, or have some twice.
+fn check_covered(path: &Path, name: &str, numel: u64, mut ranges: Vec<(u64, u64)>) -> Result<()> {
+    ranges.retain(|(first, end)| first < end);
+    ranges.sort_unstable();
+    let mut covered = 0;
+    for (first, end) in ranges {
+        if first != covered {
+            let what = if first < covered { "again" } else { "next" };
+            let expected = format!("each of {numel} elements once, {covered} after {covered}");
+            return Err(refuse(path, name, &expected, format_args!("element {first} {what}")));
+        }
+        covered = end;
+    }
+    if covered == numel {
+        return Ok(());
+    }
+    Err(refuse(path, name, format_args!("{numel} elements in all shards"), covered))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_are_covered_once_each_in_any_order_or_the_ranges_are_refused() {
+        let check = |numel, ranges: &[(u64, u64)]| {
+            let checked = check_covered(Path::new("shard"), "w", numel, ranges.to_vec());
+            checked.map_err(|error| error.to_string())
+        };
+        for whole in [&[(0, 10)][..], &[(4, 10), (0, 4)], &[(0, 0), (0, 10)]] {
+            assert_eq!(check(10, whole), Ok(()));
+        }
+        assert_eq!(check(0, &[]), Ok(()));
+        for (ranges, found) in [
+            (&[(0, 5), (4, 10)][..], "element 4 again"),
+            (&[(0, 10), (0, 10)], "element 0 again"),
+            (&[(0, 4), (5, 10)], "element 5 next"),
+            (&[(1, 10)], "element 1 next"),
+            (&[(0, 9)], "found 9"),
+            (&[], "found 0"),
+        ] {
+            let error = check(10, ranges).unwrap_err();
+            assert!(error.contains(found), "{ranges:?}: {error}");
+        }
+    }
 }

@@ -62,48 +62,33 @@ struct Placed {
     dtype: DType,
     first: u64,
     place: Range<usize>,
-    /// [`Source::state`].
-    state: Option<Role>,
-    /// Name and shape in the model's file, of parameters that go there.
-    of_model: Option<(String, Shape)>,
+    source: Source,
 }
 
 /// Where the bytes of a part come from.
+#[derive(Debug)]
 enum Source {
     /// Elements of this rank's shard.
     Held(Role, usize, Held),
-    /// A whole parameter.
-    Param(usize),
-    /// Sums and counts, which are small or have been copied.
+    /// A whole parameter, with its name and shape in the model's file.
+    Param(usize, (String, Shape)),
+    /// Sums and counts, which are small or have been copied; empty once they are in the snapshot.
     Copied(Vec<u8>),
-}
-
-impl Source {
-    /// The role of a tensor that lies in shards.
-    fn state(&self) -> Option<Role> {
-        match self {
-            Source::Held(role, ..) => Some(*role),
-            Source::Param(_) | Source::Copied(_) => None,
-        }
-    }
 }
 
 impl Snapshot {
     /// The parts of one file, in order: the model's or the shard's.
     pub(super) fn parts(&self, file: File) -> impl Iterator<Item = TensorPart<'_>> {
-        let wanted = move |placed: &&Placed| placed.of_model.is_some() == (file == File::Model);
-        self.parts.iter().filter(wanted).map(|placed| {
-            let bytes = &self.bytes[placed.place.clone()];
-            TensorPart {
-                tensor: &placed.tensor,
-                dtype: placed.dtype,
-                first: placed.first,
-                bytes,
-                of_model: placed.of_model.as_ref(),
-                non_finite: placed
-                    .state
-                    .map_or(0, |role| values::non_finite_of(role, placed.dtype, bytes)),
-            }
+        let in_model = |placed: &Placed| matches!(placed.source, Source::Param(..));
+        let parts = self.parts.iter().filter(move |part| in_model(part) == (file == File::Model));
+        parts.map(|Placed { tensor, dtype, first, place, source }| {
+            let bytes = &self.bytes[place.clone()];
+            let (of_model, non_finite) = match source {
+                Source::Held(role, ..) => (None, values::non_finite_of(*role, *dtype, bytes)),
+                Source::Param(_, of_model) => (Some(of_model), 0),
+                Source::Copied(_) => (None, 0),
+            };
+            TensorPart { tensor, dtype: *dtype, first: *first, bytes, of_model, non_finite }
         })
     }
 
@@ -125,8 +110,7 @@ impl Snapshot {
         if let Some(more) = len_bytes.checked_sub(self.bytes.len()) {
             self.bytes.try_reserve_exact(more).map_err(|_| {
                 let expected = format!("{len_bytes} bytes beside the state");
-                let found = "less; save in line, or on more ranks".to_owned();
-                refuse(folder.path, "memory", &expected, found)
+                refuse(folder.path, "memory", &expected, "less; save in line, or on more ranks")
             })?;
             self.bytes.resize(len_bytes, 0);
         }
@@ -139,11 +123,9 @@ impl Snapshot {
 pub(super) enum File {
     /// Whole parameters under their own names.
     Model,
-    /// Ranges of tensors.
     Shard,
 }
 
-/// Copies what this rank saves.
 pub(super) fn take(
     plan: &Plan,
     run: RunToSave<'_>,
@@ -153,21 +135,20 @@ pub(super) fn take(
     into.parts.clear();
     into.non_finite = OnceLock::new();
     check_borrowed(plan, run.params, folder)?;
-    let sources = parts_to_save(plan, run.state, run.backend, &mut into.parts)?;
+    parts_to_save(plan, run.state, run.backend, &mut into.parts)?;
     let len_bytes = into.parts.last().map_or(0, |placed| placed.place.end);
     into.make_room(folder, len_bytes)?;
-    for (placed, source) in into.parts.iter().zip(sources) {
-        let bytes = &mut into.bytes[placed.place.clone()];
+    for Placed { place, source, .. } in &mut into.parts {
+        let bytes = &mut into.bytes[place.clone()];
         match (source, run.params) {
             (Source::Held(role, param, held), _) => {
-                run.state.read_held(run.backend, (role, param), &held, bytes)?;
+                run.state.read_held(run.backend, (*role, *param), held, bytes)?;
             }
-            (Source::Param(param), Some(params)) => params.read(param, bytes)?,
-            (Source::Param(param), None) => {
-                let name = &plan.params()[param].name;
+            (Source::Param(param, _), Some(params)) => params.read(*param, bytes)?,
+            (Source::Param(_, (name, _)), None) => {
                 run.state.read(run.backend, Role::Param, name, bytes)?;
             }
-            (Source::Copied(own), _) => bytes.copy_from_slice(&own),
+            (Source::Copied(own), _) => bytes.copy_from_slice(&std::mem::take(own)),
         }
     }
     Ok(())
@@ -191,46 +172,30 @@ pub(super) fn check_borrowed(
     Err(refuse(folder.path, "parameters", expected, found))
 }
 
-/// Lists what this rank saves: parts, one behind the other, and where their bytes come from.
+/// Lists what this rank saves, one part behind the other.
 fn parts_to_save(
     plan: &Plan,
     state: &State,
     backend: &dyn Backend,
     parts: &mut Vec<Placed>,
-) -> Result<Vec<Source>> {
-    let mut sources = Vec::new();
+) -> Result<()> {
     let mut add = |tensor: String, dtype: DType, (first, numel): (u64, u64), source| {
         let start = parts.last().map_or(0, |placed: &Placed| placed.place.end);
         // Copies of any element type begin where its elements may lie.
         let start = start.next_multiple_of(8);
-        let len_bytes = numel as usize * dtype.len_bytes();
-        let of_model = match &source {
-            Source::Param(param) => {
-                let desc = &plan.params()[*param];
-                Some((desc.name.clone(), desc.shape.clone()))
-            }
-            _ => None,
-        };
-        parts.push(Placed {
-            tensor,
-            state: source.state(),
-            dtype,
-            first,
-            place: start..start + len_bytes,
-            of_model,
-        });
-        sources.push(source);
+        let place = start..start + numel as usize * dtype.len_bytes();
+        parts.push(Placed { tensor, dtype, first, place, source });
     };
     let rank = plan.topology().rank;
     for (param, desc) in plan.params().iter().enumerate() {
         // What all ranks have alike is saved once.
         let shared = plan.has_own(param) || plan.saves_shared();
-        for role in save::roles_of(plan, param)? {
+        for (role, dtype) in save::saved_lists(plan, param)? {
             let key = save::key(plan, param, role, rank);
-            let dtype = save::role_dtype(plan, param, role)?;
             if role == Role::Param && in_model(plan, param) {
                 if rank == 0 {
-                    add(key, dtype, (0, desc.numel()), Source::Param(param));
+                    let named = (desc.name.clone(), desc.shape.clone());
+                    add(key, dtype, (0, desc.numel()), Source::Param(param, named));
                     continue;
                 } else if !plan.has_own(param) {
                     continue;
@@ -246,13 +211,12 @@ fn parts_to_save(
         }
     }
     if let Some(open) = progress::open_run(plan, state) {
-        for part in progress::open_parts(plan, state, backend, &open)? {
-            let numel = (part.bytes.len() / part.dtype.len_bytes()) as u64;
-            let range = (part.first, numel);
-            add(part.tensor, part.dtype, range, Source::Copied(part.bytes));
-        }
+        progress::open_parts(plan, state, backend, &open, |tensor, dtype, first, bytes| {
+            let numel = (bytes.len() / dtype.len_bytes()) as u64;
+            add(tensor, dtype, (first, numel), Source::Copied(bytes));
+        })?;
     }
-    Ok(sources)
+    Ok(())
 }
 
 /// Whether a parameter is saved whole in the model's file, by rank 0: all are but at ZeRO stage

@@ -10,21 +10,17 @@ use crate::{PlanError, Result};
 /// A part of a save that needs the disk and no other rank.
 pub(super) type Job = Box<dyn FnOnce() -> Outcome + Send>;
 
-/// What a job has come to.
 pub(super) type Outcome = Result<Done>;
 
-/// What a job that went well has done.
-#[derive(Debug)]
-pub(super) enum Done {
-    /// A generation's folder is there; on ranks other than 0 nothing was to be done.
-    Begun(Option<Generation>),
-    /// This rank's files are written and synced.
-    Written(Written),
-    /// The manifest counts; on ranks other than 0 nothing was to be done.
-    Committed,
+/// What jobs that went well have done; nothing on ranks where nothing was to be done.
+#[derive(Debug, Default)]
+pub(super) struct Done {
+    /// The generation whose folder is there.
+    pub(super) begun: Option<Generation>,
+    /// This rank's files, written and synced.
+    pub(super) written: Written,
 }
 
-/// Does one job at a time.
 pub(super) enum Writer {
     /// A thread, from the first job on.
     Thread(Option<Thread>),
@@ -32,7 +28,6 @@ pub(super) enum Writer {
     Turns { looks: u32, job: Option<(Job, u32)> },
 }
 
-/// A thread that writes.
 pub(super) struct Thread {
     jobs: Option<Sender<Job>>,
     done: Receiver<Outcome>,

@@ -1,5 +1,6 @@
 //! Pass `accumulate`: the gradients of several backward passes in one update.
 
+use std::fmt;
 use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
@@ -65,6 +66,21 @@ impl GradientAccumulation {
     }
 }
 
+/// As ranks compare it: `4 micro-steps, their mean, reduced once per update`.
+impl fmt::Display for GradientAccumulation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let accumulated = match self.accumulated {
+            Accumulated::Mean => "mean",
+            Accumulated::Sum => "sum",
+        };
+        let reduced = match self.reduced {
+            ReducedWhen::PerWindow => "once per update",
+            ReducedWhen::PerMicroStep => "in each",
+        };
+        write!(f, "{} micro-steps, their {accumulated}, reduced {reduced}", self.every)
+    }
+}
+
 impl Pass for GradientAccumulation {
     fn name(&self) -> &'static str {
         "accumulate"
@@ -79,18 +95,7 @@ impl Pass for GradientAccumulation {
             return Err(PlanError::PassTwice { pass: self.name() });
         }
         plan.stages.insert(0, Stage::Accumulate(Accumulate { rule: *self }));
-        let reason = format!(
-            "{} micro-steps make one update, of the {} of their gradients, reduced {}",
-            self.every,
-            match self.accumulated {
-                Accumulated::Mean => "mean",
-                Accumulated::Sum => "sum",
-            },
-            match self.reduced {
-                ReducedWhen::PerWindow => "once per update",
-                ReducedWhen::PerMicroStep => "in every micro-step",
-            }
-        );
+        let reason = format!("one update of {self}");
         plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }

@@ -48,23 +48,22 @@ impl Pass for CoalesceGradients {
             let reason = format!("a buffer holds one dtype, so {} lie apart", dtypes.join(", "));
             plan.note(self.name(), Verdict::Split, reason);
         }
-        let storages_before = plan.storages.len();
         let mut storages = Vec::with_capacity(groups.len());
         for ((dtype, rule), mut members) in groups {
             members.sort_unstable();
             storages.push(together(plan, (dtype, rule), members)?);
         }
-        let stages = stages_in(plan, &storages);
+        let before = std::mem::replace(&mut plan.storages, storages);
+        plan.index_places();
+        let stages = moved_stages(plan, &before);
         plan.stages.retain(|stage| !matches!(stage, Stage::Optimize(_)));
         plan.stages.extend(stages);
-        plan.storages = storages;
-        plan.index_places();
         bucket::make(plan)?;
         let padded: u64 = plan.storages.iter().map(|s| s.layout.total_numel()).sum();
         let elements = plan.elements();
         let reason = format!(
-            "tensors of {storages_before} storages lie in {} ({} of {padded} elements are padding \
-             of 256-byte slots)",
+            "tensors of {} storages lie in {} ({} of {padded} elements are padding of 256-byte slots)",
+            before.len(),
             plan.storages.len(),
             padded - elements,
         );
@@ -92,19 +91,14 @@ fn together(plan: &Plan, (dtype, rule): (DType, u32), members: Vec<u32>) -> Resu
 }
 
 /// Points each stage to its tensors' new places.
-fn stages_in(plan: &Plan, storages: &[StorageSpec]) -> Vec<Stage> {
-    let mut place = vec![(0, 0); plan.params.len()];
-    for (storage, spec) in storages.iter().enumerate() {
-        for (tensor, &member) in spec.members.iter().enumerate() {
-            place[member as usize] = (storage, tensor as u32);
-        }
-    }
+fn moved_stages(plan: &Plan, before: &[StorageSpec]) -> Vec<Stage> {
     let moved = plan.optimize_stages().flat_map(|stage| {
-        let members = &plan.storages[stage.storage].members;
-        let places = stage.tensors.iter().map(|&t| place[members[t as usize] as usize]);
+        let members = &before[stage.storage].members;
+        let places = stage.tensors.iter().map(|&t| plan.places[members[t as usize] as usize]);
         // Naive stages hold one tensor each; their batches keep their shape and only the tensor's
         // number changes.
         places.map(|(storage, tensor)| {
+            let tensor = tensor as u32;
             let mut batches = stage.batches.clone();
             for record in batches.iter_mut().flat_map(|batch| &mut batch.records) {
                 record.tensor = tensor;
@@ -114,7 +108,7 @@ fn stages_in(plan: &Plan, storages: &[StorageSpec]) -> Vec<Stage> {
                 bucket: None,
                 size_class: stage.size_class,
                 tensors: vec![tensor],
-                elements: 0..storages[storage].layout.total_numel(),
+                elements: 0..plan.storages[storage].layout.total_numel(),
                 batches,
             })
         })

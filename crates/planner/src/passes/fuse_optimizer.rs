@@ -57,61 +57,43 @@ impl Pass for FuseOptimizer {
 
 impl FuseOptimizer {
     fn explain(&self, plan: &mut Plan, before: usize) {
-        let mut notes = Vec::new();
-        let mut note = |verdict, reason| notes.push((verdict, reason));
-        note(Verdict::Applied, format!("{before} launches became {}", plan.launches()));
+        let mut split = Vec::new();
         if plan.storages.len() > 1 {
             let kernels: Vec<&str> = plan.storages.iter().map(|s| s.kernel).collect();
-            note(
-                Verdict::Split,
-                format!("a launch has one kernel and dtype, so {} run apart", kernels.join(", ")),
-            );
+            let kernels = kernels.join(", ");
+            split.push(format!("a launch has one kernel and dtype, so {kernels} run apart"));
         }
+        let limits = plan.limits;
         for stage in plan.optimize_stages() {
             if stage.size_class == SizeClass::Large {
-                note(
-                    Verdict::Split,
-                    format!(
-                        "several launches for {} of more than {} chunks of {} elements",
-                        counted(stage.tensors.len() as u64, "tensor"),
-                        plan.limits.chunks_per_launch,
-                        plan.limits.chunk_elements,
-                    ),
-                );
-            }
-            if stage.batches.len() > 1 && stage.size_class == SizeClass::Small {
-                let full = |batch: &Batch| batch.chunks == plan.limits.chunks_per_launch;
+                split.push(format!(
+                    "several launches for {} of more than {} chunks of {} elements",
+                    counted(stage.tensors.len() as u64, "tensor"),
+                    limits.chunks_per_launch,
+                    limits.chunk_elements,
+                ));
+            } else if stage.batches.len() > 1 {
+                let full = |batch: &Batch| batch.chunks == limits.chunks_per_launch;
+                let most = stage.batches.iter().map(|b| b.records.len()).max().unwrap_or(0);
                 let why = if stage.batches.iter().any(full) {
-                    format!("one takes {} chunks", plan.limits.chunks_per_launch)
+                    format!("one takes {} chunks", limits.chunks_per_launch)
                 } else {
-                    let most = stage.batches.iter().map(|b| b.records.len()).max();
-                    format!(
-                        "{} argument bytes carry {} of them",
-                        plan.limits.argument_bytes,
-                        most.unwrap_or(0)
-                    )
+                    format!("{} argument bytes carry {most} of them", limits.argument_bytes)
                 };
-                note(
-                    Verdict::Split,
-                    format!(
-                        "{} tensors need {} launches: {why}",
-                        stage.tensors.len(),
-                        stage.batches.len(),
-                    ),
-                );
+                let (tensors, launches) = (stage.tensors.len(), stage.batches.len());
+                split.push(format!("{tensors} tensors need {launches} launches: {why}"));
             }
+        }
+        let became = format!("{before} launches became {}", plan.launches());
+        plan.note(self.name(), Verdict::Applied, became);
+        for reason in split {
+            plan.note(self.name(), Verdict::Split, reason);
         }
         if plan.groups.groups.len() > 1 {
-            note(
-                Verdict::Applied,
-                format!(
-                    "{} groups of parameters share launches by a per-tensor index",
-                    plan.groups.groups.len()
-                ),
-            );
-        }
-        for (verdict, reason) in notes {
-            plan.note(self.name(), verdict, reason);
+            let groups = plan.groups.groups.len();
+            let reason =
+                format!("{groups} groups of parameters share launches by a per-tensor index");
+            plan.note(self.name(), Verdict::Applied, reason);
         }
     }
 }

@@ -87,7 +87,6 @@ fn update_of(plan: &Plan, bucket: usize) -> Optimize {
     }
 }
 
-/// Why a plan is left as it is.
 fn refusal(plan: &Plan) -> Result<Option<&'static str>> {
     let world = plan.topology.world;
     Ok(if world == 1 {

@@ -1,5 +1,6 @@
 //! Pass `local_sgd`: ranks update on their own and average their parameters now and then.
 
+use std::fmt;
 use std::num::NonZeroU64;
 
 use serde::Serialize;
@@ -84,6 +85,22 @@ impl LocalSgd {
     }
 }
 
+/// As ranks compare it: `parameters every 4 steps, each of the first 0 steps`.
+impl fmt::Display for LocalSgd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let averaged = match self.averaged {
+            Averaged::Params => "parameters",
+            Averaged::ParamsAndState => "parameters and state",
+        };
+        let interval = match self.interval {
+            Interval::Fixed => "",
+            Interval::Adaptive => " at first, then as losses say",
+        };
+        let LocalSgd { every, begin, .. } = self;
+        write!(f, "{averaged} every {every} steps{interval}, each of the first {begin} steps")
+    }
+}
+
 impl Pass for LocalSgd {
     fn name(&self) -> &'static str {
         "local_sgd"
@@ -99,14 +116,7 @@ impl Pass for LocalSgd {
         }
         plan.stages.retain(|stage| !matches!(stage, Stage::Reduce(_)));
         plan.stages.push(Stage::Average(*self));
-        let reason = format!(
-            "parameters are averaged every {} steps{}, gradients never",
-            self.every,
-            match self.interval {
-                Interval::Fixed => "",
-                Interval::Adaptive => " at first, then as the loss falls",
-            }
-        );
+        let reason = format!("ranks average {self}; gradients never");
         plan.note(self.name(), Verdict::Applied, reason);
         Ok(())
     }

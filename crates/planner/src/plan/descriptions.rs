@@ -1,20 +1,37 @@
 //! A plan described: its calls, what they cost, its launches and bytes counted, and pages and
 //! pictures of it.
 
+use fusestep_amp::MaxNorm;
 use fusestep_launch::Batch;
 use fusestep_tensor::{ParamDesc, Role};
 
-use crate::arena::kept_bytes;
 use crate::passes::{GradientAccumulation, ReducedWhen, fuse_reduce_into_update};
 use crate::{
-    CostModel, Event, Optimize, Plan, PlanSummary, PlannedCall, RankSummary, Stage, StorageSpec,
-    TableKind, calls, cost, cost_page, html, html_page, rank_summary, summary,
+    CostModel, Event, Note, Optimize, Plan, PlanSummary, PlannedCall, RankSummary, Stage,
+    StorageSpec, TableKind, calls, cost, cost_page, html, html_page, rank_summary,
 };
 
 impl Plan {
     /// The numbers that `fusestep plan --json` prints.
     pub fn summary(&self) -> PlanSummary {
-        summary::of(self)
+        PlanSummary {
+            optimizer: self.optimizer().name(),
+            schedule: self.schedule().map(ToString::to_string),
+            parameters: self.params.len(),
+            elements: self.elements(),
+            launches: self.launches(),
+            host_launches: self.host_launches(),
+            naive_launches: self.naive_launches(),
+            state_bytes: self.state_bytes(),
+            traffic_bytes: self.traffic_bytes(),
+            argument_bytes: self.limits.argument_bytes,
+            table: self.table,
+            update_in_backward: self.in_backward,
+            max_norm: self.gradients.max_norm.map(MaxNorm::value),
+            loss_scale: self.gradients.loss_scale.map(|scale| scale.scale()),
+            hash: format!("{:016x}", self.hash),
+            notes: self.notes.iter().map(Note::to_string).collect(),
+        }
     }
 
     /// The calls of a step, in order. At ZeRO stage 3 parameters are gathered for each layer, the
@@ -97,23 +114,13 @@ impl Plan {
 
     /// Bytes of optimizer state on this rank, padding included.
     pub fn state_bytes(&self) -> u64 {
-        self.storages.iter().map(StorageSpec::state_bytes).sum()
+        rank_summary::rank_bytes(self, self.topology.rank, 0).state_bytes
     }
 
     /// Bytes of everything that this rank keeps between steps, padding included: from ZeRO stage 2
     /// on one bucket of gradients beside its shard.
     pub fn memory_bytes(&self) -> u64 {
-        let arenas = self.storages.iter().map(StorageSpec::len_bytes);
-        arenas.sum::<u64>() + self.accumulator_bytes() + kept_bytes(self)
-    }
-
-    /// Bytes of the f32 sums of 16-bit gradients, or of sums that lie in shards.
-    fn accumulator_bytes(&self) -> u64 {
-        let Some(rule) = self.accumulation() else {
-            return 0;
-        };
-        let storages = self.storages.iter();
-        storages.map(|spec| rule.sum_bytes(spec, spec.shard_numel())).sum()
+        rank_summary::rank_bytes(self, self.topology.rank, 0).memory_bytes
     }
 
     /// Bytes of memory traffic of one step on this rank: what the kernels' lists read and write,
@@ -151,7 +158,6 @@ impl Plan {
         }
     }
 
-    /// Bytes of all gradients.
     pub(crate) fn gradient_bytes(&self) -> u64 {
         let storages = self.storages.iter().map(|spec| {
             let grads = spec.lists.iter().find(|list| list.role == Role::Grad);

@@ -1,13 +1,20 @@
-//! A run as a whole: begun alike on all ranks, saved and resumed, in line and behind the steps.
+//! A run as a whole: begun alike on all ranks, its parameters gathered, saved and resumed, in line
+//! and behind the steps.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use fusestep_launch::Backend;
 
+#[cfg(doc)]
+use crate::PlanError;
+use crate::averages::Values;
 use crate::checkpoint::{BorrowedParams, behind, save};
 use crate::comms::Comms;
-use crate::{CheckpointFolder, Plan, PlanError, RunToSave, Saved, Saves, State, gather, handshake};
+use crate::{
+    CheckpointFolder, DeviceParams, GatheredParams, Manifest, PendingGather, Plan, Result,
+    RunToSave, Saved, Saves, State, device_params, gather, handshake, prefetch,
+};
 
 impl Plan {
     /// Compares what decides the bits of a run over all ranks: rules and all their settings,
@@ -26,8 +33,14 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
         caller: &[(&str, String)],
-    ) -> Result<(), PlanError> {
-        handshake::handshake(self, state, backend, comms, caller)
+    ) -> Result<()> {
+        if self.topology.world == 1 {
+            return Ok(());
+        }
+        let mut fields = handshake::settings(self, state);
+        fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
+        fields.extend(handshake::values(self, state, backend)?);
+        handshake::compare(comms, &fields)
     }
 
     /// The part of [`Plan::handshake`] that needs no values: for ranks that are about to be given
@@ -35,8 +48,11 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Plan::handshake`].
-    pub fn compare_settings(&self, state: &State, comms: &mut Comms<'_>) -> Result<(), PlanError> {
-        handshake::compare_settings(self, state, comms)
+    pub fn compare_settings(&self, state: &State, comms: &mut Comms<'_>) -> Result<()> {
+        if self.topology.world == 1 {
+            return Ok(());
+        }
+        handshake::compare(comms, &handshake::settings(self, state))
     }
 
     /// Compares parameters over all ranks by hash; for ranks that hold all of them alike (ZeRO
@@ -49,8 +65,11 @@ impl Plan {
         state: &State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        handshake::compare_parameters(self, state, backend, comms)
+    ) -> Result<()> {
+        if self.topology.world == 1 {
+            return Ok(());
+        }
+        handshake::compare(comms, &handshake::values(self, state, backend)?)
     }
 
     /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,
@@ -65,8 +84,82 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
         root: usize,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         gather::broadcast_parameters(self, state, backend, comms, root)
+    }
+
+    /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage
+    /// 3 they come from all ranks, in one call for each bucket, and all ranks ask for the same;
+    /// at other stages they are copied. [`Self::prefetch`] asks ahead.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
+    pub fn gather(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<GatheredParams> {
+        gather::gather_values(self, state, backend, comms, names, Values::Params)
+    }
+
+    /// What a model is evaluated with, whole on every rank and at any ZeRO stage, for as long as
+    /// the result lives: [`State::read_average`] of each parameter, its elements computed by the
+    /// ranks that keep their state. All ranks ask for the same.
+    ///
+    /// # Errors
+    /// As [`Plan::gather`].
+    pub fn gather_averages(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<GatheredParams> {
+        gather::gather_values(self, state, backend, comms, names, Values::Averages)
+    }
+
+    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has
+    /// communication streams, else at once. All ranks ask for the same in one order, whatever
+    /// else they do in between.
+    ///
+    /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients
+    /// can be given meanwhile. The values are those of this moment, the same bits as
+    /// [`Self::gather`]'s. Buckets and these calls have streams of their own: a rank may start
+    /// its buckets earlier or later than others do.
+    ///
+    /// # Errors
+    /// As [`Self::gather`]; [`PlanError::ForeignState`], [`PlanError::Poisoned`].
+    /// # Cost
+    /// The parameters' memory from now on; one more thread for each rank, started with the first
+    /// call.
+    pub fn prefetch(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<PendingGather> {
+        prefetch::prefetch(self, state, backend, comms, names)
+    }
+
+    /// [`Plan::gather`] into memory of the device, without the host: at ZeRO stage 3 what a forward
+    /// or backward pass there reads. It returns when all of it is enqueued.
+    ///
+    /// # Errors
+    /// As [`Plan::gather`]; [`PlanError::NotOnDevice`] where the backend or the communicator works
+    /// in host memory.
+    /// # Cost
+    /// One call for each bucket that has some of them; a copy of this rank's part.
+    pub fn gather_on_device(
+        &self,
+        state: &State,
+        backend: &dyn Backend,
+        comms: &mut Comms<'_>,
+        names: &[&str],
+    ) -> Result<DeviceParams> {
+        device_params::gather_on_device(self, state, backend, comms, names)
     }
 
     /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call
@@ -88,7 +181,7 @@ impl Plan {
         comms: &mut Comms<'_>,
         folder: impl Into<CheckpointFolder<'a>>,
         caller: BTreeMap<String, String>,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         let run = RunToSave { state, backend, params: None };
         self.save_run(run, comms, folder, caller)
     }
@@ -104,7 +197,7 @@ impl Plan {
         comms: &mut Comms<'_>,
         folder: impl Into<CheckpointFolder<'a>>,
         caller: BTreeMap<String, String>,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         save::save(self, run, comms, folder.into(), caller)
     }
 
@@ -124,7 +217,7 @@ impl Plan {
         state: &mut State,
         backend: &dyn Backend,
         folder: impl Into<CheckpointFolder<'a>>,
-    ) -> Result<BTreeMap<String, String>, PlanError> {
+    ) -> Result<BTreeMap<String, String>> {
         self.load_run(state, backend, None, folder)
     }
 
@@ -138,8 +231,12 @@ impl Plan {
         backend: &dyn Backend,
         params: Option<&dyn BorrowedParams>,
         folder: impl Into<CheckpointFolder<'a>>,
-    ) -> Result<BTreeMap<String, String>, PlanError> {
-        save::load(self, state, backend, params, folder.into())
+    ) -> Result<BTreeMap<String, String>> {
+        // What does not fit is refused before anything long is read; a run may save meanwhile.
+        let place = folder.into();
+        let manifest = Manifest::read(place)?;
+        let run = save::read_run(self, state, params, (place, &manifest))?;
+        save::take_over(self, state, backend, params, run)
     }
 
     /// Begins a save of what [`Plan::save_run`] saves: copies it and returns, once a save before
@@ -158,7 +255,7 @@ impl Plan {
         saves: &mut Saves,
         folder: &Path,
         caller: BTreeMap<String, String>,
-    ) -> Result<(), PlanError> {
+    ) -> Result<()> {
         behind::save(self, run, comms, saves, folder, caller)
     }
 
@@ -170,11 +267,7 @@ impl Plan {
     /// and nothing is in flight any more.
     /// # Cost
     /// One reduction of a byte while a save is in flight, and nothing otherwise.
-    pub fn poll_saves(
-        &self,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-    ) -> Result<Option<Saved>, PlanError> {
+    pub fn poll_saves(&self, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
         behind::poll(self, comms, saves)
     }
 
@@ -183,11 +276,7 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Plan::poll_saves`].
-    pub fn finish_saves(
-        &self,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-    ) -> Result<Option<Saved>, PlanError> {
+    pub fn finish_saves(&self, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
         behind::finish(self, comms, saves)
     }
 }

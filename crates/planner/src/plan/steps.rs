@@ -1,18 +1,18 @@
 //! What is run with a plan: its memory, the gradients that are given, the step and what follows it.
 //!
-//! Each method of more than a few lines is a function of the module that it names.
+//! What is more than a few lines is a function of the module that it names.
 
 use fusestep_collective::Communicator;
 use fusestep_launch::Backend;
+use fusestep_tensor::Role;
 
-use crate::averages::Values;
+use crate::arena::Given;
 use crate::comms::Comms;
 use crate::run::Executor;
-use crate::step::RankStep;
+use crate::step::{Pending, RankStep};
 use crate::{
-    DeviceParams, GatheredParams, Lender, MicroStepReport, PendingGather, Plan, PlanError,
-    RankGraph, State, StepGraph, StepReport, allocate, average, device_params, enqueue, gather,
-    gradients, prefetch, rank_graph, reduce, run, step,
+    Lender, MicroStepReport, Plan, PlanError, RankGraph, Result, State, StepGraph, StepReport,
+    TableKind, allocate, average, enqueue, gradients, rank_graph, reduce, run, step, table,
 };
 
 impl Plan {
@@ -20,7 +20,7 @@ impl Plan {
     ///
     /// # Errors
     /// [`PlanError::Backend`] if memory cannot be had, or the backend cannot do what a stage needs.
-    pub fn allocate(&self, backend: &dyn Backend) -> Result<State, PlanError> {
+    pub fn allocate(&self, backend: &dyn Backend) -> Result<State> {
         allocate::allocate_from(self, backend, None)
     }
 
@@ -29,11 +29,7 @@ impl Plan {
     ///
     /// # Errors
     /// As [`Plan::allocate`]; [`PlanError::Collective`] if the communicator has not so much memory.
-    pub fn allocate_on(
-        &self,
-        backend: &dyn Backend,
-        comm: &mut dyn Communicator,
-    ) -> Result<State, PlanError> {
+    pub fn allocate_on(&self, backend: &dyn Backend, comm: &mut dyn Communicator) -> Result<State> {
         allocate::allocate_from(self, backend, Some(comm))
     }
 
@@ -56,8 +52,8 @@ impl Plan {
         comms: &mut Comms<'_>,
         name: &str,
         bytes: &[u8],
-    ) -> Result<(), PlanError> {
-        gradients::push_grad(&mut RankStep::new(self, state, backend, comms), name, bytes)
+    ) -> Result<()> {
+        gradients::push_grad(&mut RankStep { plan: self, state, backend, comms }, name, bytes)
     }
 
     /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`],
@@ -73,8 +69,8 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
         name: &str,
-    ) -> Result<(), PlanError> {
-        gradients::give_view(&mut RankStep::new(self, state, backend, comms), name)
+    ) -> Result<()> {
+        gradients::give_view(&mut RankStep { plan: self, state, backend, comms }, name)
     }
 
     /// Whether giving gradients makes calls at once and waits for the other ranks: where updates
@@ -93,11 +89,7 @@ impl Plan {
     ///
     /// # Errors
     /// [`PlanError::Collective`], and the state refuses further steps then.
-    pub fn take_reduced(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-    ) -> Result<usize, PlanError> {
+    pub fn take_reduced(&self, state: &mut State, backend: &dyn Backend) -> Result<usize> {
         reduce::take_reduced(self, state, backend)
     }
 
@@ -118,8 +110,19 @@ impl Plan {
         state: &mut State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-    ) -> Result<MicroStepReport, PlanError> {
-        step::step(&mut RankStep::new(self, state, backend, comms))
+    ) -> Result<MicroStepReport> {
+        step::check_comms(self, state, comms)?;
+        let weight = state.arena.weight.unwrap_or(1.0);
+        let last = state.arena.micro_steps + 1 == self.micro_steps();
+        let step = &mut RankStep { plan: self, state, backend, comms };
+        let done = if last {
+            let divisor = gradients::divisor(self, step.state, weight);
+            step::update(step, (divisor, Pending::MicroStep))
+        } else {
+            step::end_micro_step(step, weight).map(|()| MicroStepReport::default())
+        };
+        state.arena.weight = None;
+        state.or_poison(done)
     }
 
     /// Updates from fewer micro-steps than planned: what the last ones before an epoch's end have
@@ -133,8 +136,16 @@ impl Plan {
         state: &mut State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-    ) -> Result<MicroStepReport, PlanError> {
-        step::flush(&mut RankStep::new(self, state, backend, comms))
+    ) -> Result<MicroStepReport> {
+        step::check_comms(self, state, comms)?;
+        state.check_between_steps("flush")?;
+        if state.arena.micro_steps == 0 {
+            return Ok(MicroStepReport::default());
+        }
+        let divisor = gradients::divisor(self, state, 0.0);
+        let step = &mut RankStep { plan: self, state, backend, comms };
+        let done = step::update(step, (divisor, Pending::Nothing));
+        state.or_poison(done)
     }
 
     /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
@@ -146,82 +157,8 @@ impl Plan {
         state: &mut State,
         backend: &dyn Backend,
         comms: &mut Comms<'_>,
-    ) -> Result<(), PlanError> {
-        average::average_now(&mut RankStep::new(self, state, backend, comms))
-    }
-
-    /// Parameters just before they are used; dropping them releases their memory. Under ZeRO stage
-    /// 3 they come from all ranks, in one call for each bucket, and all ranks ask for the same;
-    /// at other stages they are copied. [`Self::prefetch`] asks ahead.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
-    pub fn gather(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<GatheredParams, PlanError> {
-        gather::gather_values(self, state, backend, comms, names, Values::Params)
-    }
-
-    /// What a model is evaluated with, whole on every rank and at any ZeRO stage, for as long as
-    /// the result lives: [`State::read_average`] of each parameter, its elements computed by the
-    /// ranks that keep their state. All ranks ask for the same.
-    ///
-    /// # Errors
-    /// As [`Plan::gather`].
-    pub fn gather_averages(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<GatheredParams, PlanError> {
-        gather::gather_values(self, state, backend, comms, names, Values::Averages)
-    }
-
-    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has
-    /// communication streams, else at once. All ranks ask for the same in one order, whatever
-    /// else they do in between.
-    ///
-    /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients
-    /// can be given meanwhile. The values are those of this moment, the same bits as
-    /// [`Self::gather`]'s. Buckets and these calls have streams of their own: a rank may start
-    /// its buckets earlier or later than others do.
-    ///
-    /// # Errors
-    /// As [`Self::gather`]; [`PlanError::ForeignState`], [`PlanError::Poisoned`].
-    /// # Cost
-    /// The parameters' memory from now on; one more thread for each rank, started with the first
-    /// call.
-    pub fn prefetch(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<PendingGather, PlanError> {
-        prefetch::prefetch(self, state, backend, comms, names)
-    }
-
-    /// [`Plan::gather`] into memory of the device, without the host: at ZeRO stage 3 what a forward
-    /// or backward pass there reads. It returns when all of it is enqueued.
-    ///
-    /// # Errors
-    /// As [`Plan::gather`]; [`PlanError::NotOnDevice`] where the backend or the communicator works
-    /// in host memory.
-    /// # Cost
-    /// One call for each bucket that has some of them; a copy of this rank's part.
-    pub fn gather_on_device(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<DeviceParams, PlanError> {
-        device_params::gather_on_device(self, state, backend, comms, names)
+    ) -> Result<()> {
+        average::average_now(&mut RankStep { plan: self, state, backend, comms })
     }
 
     /// Runs one step on a state that keeps parameters and gradients.
@@ -234,19 +171,22 @@ impl Plan {
     /// state refuses further steps then ([`PlanError::Poisoned`]).
     /// # Cost
     /// [`Plan::traffic_bytes`] of memory traffic in [`Plan::launches`] launches.
-    pub fn run(&self, state: &mut State, backend: &dyn Backend) -> Result<StepReport, PlanError> {
-        run::run(self, state, backend)
+    pub fn run(&self, state: &mut State, backend: &dyn Backend) -> Result<StepReport> {
+        if self.tensors.are_borrowed() {
+            return Err(PlanError::NoSuchList {
+                role: Role::Param,
+                name: self.params.first().map_or(String::new(), |p| p.name.clone()),
+                hint: "its tensors are borrowed; use `run_borrowed`",
+            });
+        }
+        run::run_stages(self, state, Executor::Backend(backend))
     }
 
     /// Runs one step on parameters and gradients that `lender` lends.
     ///
     /// # Errors
     /// As [`Plan::run`].
-    pub fn run_borrowed(
-        &self,
-        state: &mut State,
-        lender: &mut dyn Lender,
-    ) -> Result<StepReport, PlanError> {
+    pub fn run_borrowed(&self, state: &mut State, lender: &mut dyn Lender) -> Result<StepReport> {
         run::run_stages(self, state, Executor::Lender(lender))
     }
 
@@ -265,8 +205,18 @@ impl Plan {
     /// # Cost
     /// Launches whose arguments are equal at every step, on a device: nothing of the host's work
     /// grows with the tensors.
-    pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<(), PlanError> {
-        enqueue::enqueue(self, state, backend)
+    pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<()> {
+        enqueue::check(self, state, ("enqueue", "step"))?;
+        if state.norm.is_some() && state.tables.kind != TableKind::Resident {
+            return Err(enqueue::not_capturable("its tables are in arguments"));
+        }
+        if !table::prepare(self, state, backend)? {
+            return self.run(state, backend).map(|_| ());
+        }
+        let mut report = StepReport::default();
+        let done = run::each_stage(self, state, &mut Executor::Backend(backend), None, &mut report);
+        state.or_poison(done)?;
+        enqueue::count_enqueued(state, backend)
     }
 
     /// Records a step as a graph; the step is not run. Every [`Plan::replay`] is then one call of
@@ -275,12 +225,11 @@ impl Plan {
     /// # Errors
     /// [`PlanError::NotCapturable`] if the tables are in arguments or parameters are without
     /// gradient; [`PlanError::Backend`] on a backend that records no launches.
-    pub fn capture(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-    ) -> Result<StepGraph, PlanError> {
-        enqueue::capture(self, state, backend)
+    pub fn capture(&self, state: &mut State, backend: &dyn Backend) -> Result<StepGraph> {
+        enqueue::check(self, state, ("capture", "capture_on"))?;
+        enqueue::check_capturable(state)?;
+        table::prepare(self, state, backend)?;
+        enqueue::record(self, state, backend, None)
     }
 
     /// Enqueues the recorded step once more, as [`Plan::enqueue`] would. A learning rate set since
@@ -295,8 +244,9 @@ impl Plan {
         state: &mut State,
         backend: &dyn Backend,
         graph: &StepGraph,
-    ) -> Result<(), PlanError> {
-        enqueue::replay(self, state, backend, graph)
+    ) -> Result<()> {
+        enqueue::check(self, state, ("replay", "replay_on"))?;
+        enqueue::replay_recorded(state, backend, graph)
     }
 
     /// Records the step of a rank on a device, its calls among the other ranks included; nothing is
@@ -317,7 +267,7 @@ impl Plan {
         state: &mut State,
         backend: &dyn Backend,
         comms: &mut Comms<'a>,
-    ) -> Result<RankGraph<'a>, PlanError> {
+    ) -> Result<RankGraph<'a>> {
         rank_graph::capture_on(self, state, backend, comms)
     }
 
@@ -336,8 +286,17 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'a>,
         graph: &RankGraph<'a>,
-    ) -> Result<(), PlanError> {
-        rank_graph::replay_on(self, state, backend, comms, graph)
+    ) -> Result<()> {
+        step::check_comms(self, state, comms)?;
+        state.check_between_steps("replay_on")?;
+        comms.check()?;
+        for param in 0..self.params.len() {
+            if state.arena.now[param] == Given::Viewed {
+                state.take_view_back(backend, param)?;
+            }
+        }
+        state.arena.clear();
+        enqueue::replay_recorded(state, backend, &graph.graph)
     }
 
     /// Waits until all ranks have done the steps that they have enqueued, and reads what the device
@@ -352,7 +311,12 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'a>,
         graph: &mut RankGraph<'a>,
-    ) -> Result<(), PlanError> {
-        rank_graph::settle_on(self, state, backend, comms, graph)
+    ) -> Result<()> {
+        step::check_comms(self, state, comms)?;
+        if self.topology.world > 1 {
+            comms.set_plan(self.hash());
+            graph.meet(backend, comms)?;
+        }
+        state.settle(backend)
     }
 }
