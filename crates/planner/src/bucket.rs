@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::passes::Oversize;
 use crate::stage::{Gather, Reduce};
-use crate::{Plan, PlanError, Result, Stage, StorageSpec, ZeroStage};
+use crate::{Plan, PlanError, Result, Stage, StorageSpec};
 
 /// Consecutive whole tensors whose gradients share one allocation and become ready together for the
 /// calls of their buckets.
@@ -122,7 +122,6 @@ pub(crate) fn segments(
     let mut filling = Filling {
         plan,
         caps,
-        together: caps.map_or(0, |caps| caps.bytes.min(most_together(plan, grain))),
         grain,
         open: vec![None; plan.storages.len()],
         segments: Vec::new(),
@@ -154,37 +153,9 @@ fn too_many(ranks: usize) -> PlanError {
     PlanError::TooManyBuckets { expected: most_of(ranks), world: ranks }
 }
 
-/// Most bytes of a segment of several tensors that a rank which keeps no more of the gradients than
-/// its shard can have beside that, without more memory than all of them would take.
-pub(crate) fn most_together(plan: &Plan, grain: Grain) -> u64 {
-    if plan.zero != ZeroStage::Two {
-        return u64::MAX;
-    }
-    let ranks = plan.shard_group as u64;
-    let shared = plan.storages.iter().filter(|spec| !spec.distributed);
-    let rest = shared.map(|spec| {
-        let layout = &spec.layout;
-        let longest =
-            (0..layout.tensors()).map(|t| end_of(spec, t as u32) - layout.offset(t)).max();
-        // By how much ranks can differ.
-        let uneven = match grain {
-            Grain::Elements => SLOT_ELEMENTS,
-            Grain::Of(elements) => elements,
-            Grain::Tensors => u64::MAX,
-        };
-        let uneven = uneven.min(longest.unwrap_or(0));
-        let shard = layout.total_numel().div_ceil(ranks).saturating_add(uneven);
-        let rest = layout.total_numel().saturating_sub(shard);
-        rest * spec.grad_dtype().len_bytes() as u64
-    });
-    rest.fold(0, u64::saturating_add)
-}
-
 struct Filling<'a> {
     plan: &'a Plan,
     caps: Option<&'a Caps>,
-    /// Most bytes of several tensors in a segment.
-    together: u64,
     grain: Grain,
     /// For each storage the tensors of the segment that is being filled.
     open: Vec<Option<Range<u32>>>,
@@ -199,7 +170,7 @@ impl Filling<'_> {
             self.open[storage] = Some(tensor..tensor + 1);
             return self.close(storage);
         };
-        let cap = (self.together / spec.grad_dtype().len_bytes() as u64).max(1);
+        let cap = (caps.bytes / spec.grad_dtype().len_bytes() as u64).max(1);
         let numel = spec.layout.numel(tensor as usize);
         if let Some(open) = self.open[storage].clone() {
             let together = end_of(spec, tensor) - spec.layout.offset(open.start as usize);
@@ -208,7 +179,7 @@ impl Filling<'_> {
             // them neighbours.
             let next = (open.end..tensor).all(|t| spec.layout.numel(t as usize) == 0)
                 && open.end <= tensor;
-            if next && together <= cap && count < caps.count {
+            if next && together <= cap.max(1) && count < caps.count {
                 self.open[storage] = Some(open.start..tensor + 1);
                 return;
             }

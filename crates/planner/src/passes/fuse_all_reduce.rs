@@ -120,14 +120,6 @@ impl Pass for FuseAllReduce {
             Some(Caps { bytes: self.cap_bytes, count: self.cap_count, oversize: self.oversize });
         bucket::make(plan)?;
         self.explain(plan);
-        let most = bucket::most_together(plan, plan.grain()?);
-        if most < self.cap_bytes {
-            let reason = format!(
-                "calls of several gradients have {most} bytes at most, or one beside a shard would \
-                 take more memory than all gradients"
-            );
-            plan.note(self.name(), Verdict::Split, reason);
-        }
         Ok(())
     }
 }
