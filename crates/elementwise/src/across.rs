@@ -40,7 +40,7 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
     #[inline(never)]
     pub(crate) fn of(
         call: HostCall<'b>,
-        list: HostList<'a>,
+        list: Option<&mut HostList<'a>>,
         across: Option<&'b mut (dyn AcrossRanks + 'a)>,
     ) -> Self {
         let bytes = size_of::<K::Param>();
@@ -54,7 +54,10 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
             tally: None,
         };
         match across {
-            None => around.grads = Gradients::Here(list.elements()),
+            None => {
+                let list = list.map(std::mem::take).unwrap_or_default();
+                around.grads = Gradients::Here(list.elements());
+            }
             Some(ranks) => {
                 around.grads = Gradients::Ranks(ranks);
                 around.most = ACROSS_BYTES / bytes;

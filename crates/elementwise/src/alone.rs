@@ -6,7 +6,8 @@ use fusestep_simd::Level;
 
 use crate::format::FormatVisitor;
 use crate::norm::{
-    LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, chunk_square_sum, fold, prefetch_half_row, sum_leaf,
+    FEW_LANES, LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, chunk_square_sum, fold,
+    prefetch_part_of_row, sum_leaf,
 };
 use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
@@ -61,24 +62,32 @@ fn param_sum<C: Compute, K: ParamStorage<C>>(
     param: &[K::Param],
     master: &[K::Master],
 ) -> f64 {
-    level.run(
+    level.run_in_registers(
         #[inline(always)]
-        || {
-            let mut leaves = [0.0; LANES];
-            for (leaf, sum) in leaves[..param.len().div_ceil(LEAF)].iter_mut().enumerate() {
-                let first = leaf * LEAF;
-                let elements = first..param.len().min(first + LEAF);
-                let ahead = |at| {
-                    if K::READS_PARAM {
-                        prefetch_half_row(param, first + LEAF + at);
-                    }
-                    prefetch_half_row(master, first + LEAF + at);
-                };
-                *sum = leaf_sum::<C, K>(&param[elements.clone()], &master[elements], ahead);
-            }
-            fold(leaves)
-        },
+        || leaf_sums::<C, K, LANES>(param, master),
+        #[inline(always)]
+        || leaf_sums::<C, K, FEW_LANES>(param, master),
     )
+}
+
+#[inline(always)]
+fn leaf_sums<C: Compute, K: ParamStorage<C>, const SIDE: usize>(
+    param: &[K::Param],
+    master: &[K::Master],
+) -> f64 {
+    let mut leaves = [0.0; LANES];
+    for (leaf, sum) in leaves[..param.len().div_ceil(LEAF)].iter_mut().enumerate() {
+        let first = leaf * LEAF;
+        let elements = first..param.len().min(first + LEAF);
+        let ahead = |at| {
+            if K::READS_PARAM {
+                prefetch_part_of_row::<_, SIDE>(param, first + LEAF + at);
+            }
+            prefetch_part_of_row::<_, SIDE>(master, first + LEAF + at);
+        };
+        *sum = leaf_sum::<C, K, SIDE>(&param[elements.clone()], &master[elements], ahead);
+    }
+    fold(leaves)
 }
 
 /// The sum of squares over a chunk of a gradient alone, as it is stored: the bits of
@@ -109,7 +118,7 @@ impl<C: Compute> FormatVisitor<C> for Gradient<'_> {
 
 /// The sum over a leaf, or what there is of it.
 #[inline(always)]
-pub(crate) fn leaf_sum<C: Compute, K: ParamStorage<C>>(
+pub(crate) fn leaf_sum<C: Compute, K: ParamStorage<C>, const SIDE: usize>(
     param: &[K::Param],
     master: &[K::Master],
     ahead: impl Fn(usize),
@@ -127,5 +136,5 @@ pub(crate) fn leaf_sum<C: Compute, K: ParamStorage<C>>(
                 (&params, &masters)
             }
         };
-    sum_leaf(|at| K::widen(param[at], master[at]).exact(), ahead)
+    sum_leaf::<SIDE>(|at| K::widen(param[at], master[at]).exact(), ahead)
 }

@@ -46,14 +46,13 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
         let Self { roles, step_scalar_bytes, update, run } = self;
         let call = run.call;
         let mut lists = run.lists.iter_mut();
-        let mut next = || lists.next().map(std::mem::take).unwrap_or_default();
-        let param = next().elements_mut::<K::Param>();
-        let mut around = Around::<C, K>::of(call, next(), run.across);
+        let param = HostList::take_mut::<K::Param>(&mut lists);
+        let mut around = Around::<C, K>::of(call, lists.next(), run.across);
         let mut state: [&mut [S]; ROLES] = Default::default();
         let state = &mut state[..roles];
-        state.fill_with(|| next().elements_mut());
+        state.fill_with(|| HostList::take_mut(&mut lists));
         let mut none = Vec::new();
-        let master = master::<K::Master>(next(), param.len(), &mut none);
+        let master = master::<K::Master>(&mut lists, param.len(), &mut none);
         let mut values = Values {
             param: [C::ZERO; MOST],
             grad: [C::ZERO; MOST],

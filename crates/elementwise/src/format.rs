@@ -53,12 +53,12 @@ where
 }
 
 /// What a loop runs over.
-struct Call<'c, 'a, 'b, U, const N: usize> {
-    update: &'c U,
-    run: &'c mut HostRun<'a, 'b>,
+struct Call<'a, 'b, U, const N: usize> {
+    update: &'b U,
+    run: HostRun<'a, 'b>,
 }
 
-impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, '_, '_, U, N> {
+impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, '_, U, N> {
     type Output = ();
 
     fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
@@ -79,12 +79,12 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
 pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
     update: &U,
     format: Format,
-    mut run: HostRun<'_, '_>,
+    run: HostRun<'_, '_>,
 ) {
     let is_converted = !matches!(format.layout(), Layout::F32 | Layout::F64);
     if is_converted && run.call.level.is_portable() {
-        let of_values = |mut run: HostRun<'_, '_>| {
-            run_stored::<C, Plain<C>, C, Nearest, U, N>(update, &mut run);
+        let of_values = |run: HostRun<'_, '_>| {
+            run_stored::<C, Plain<C>, C, Nearest, U, N>(update, run);
         };
         let converted = Converted {
             roles: N,
@@ -94,5 +94,5 @@ pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
         };
         return C::convert(format, converted);
     }
-    C::visit(format, Call::<U, N> { update, run: &mut run });
+    C::visit(format, Call::<U, N> { update, run });
 }

@@ -91,13 +91,13 @@ impl ParamStorage<f32> for WithRemainder {
 
 /// The elements of the list beside a parameter; `numel` nothings, which take no memory, if there is
 /// none.
-pub(crate) fn master<'a, T: Pod>(
-    list: HostList<'a>,
+pub(crate) fn master<'a, 'b: 'a, T: Pod>(
+    lists: &mut std::slice::IterMut<'_, HostList<'b>>,
     numel: usize,
     none: &'a mut Vec<T>,
 ) -> &'a mut [T] {
     if size_of::<T>() > 0 {
-        return list.elements_mut();
+        return HostList::take_mut(lists);
     }
     none.resize(numel, T::zeroed());
     none

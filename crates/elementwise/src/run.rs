@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
-use fusestep_launch::HostRun;
+use fusestep_launch::{HostList, HostRun};
 use fusestep_simd::prefetch_ahead;
 
 use crate::across::Around;
@@ -46,7 +46,7 @@ pub trait Update<C: Compute, const N: usize>: Copy + Sync {
 /// Runs an update over all tensors of a call, for parameters kept as `K`, state as `S`, and
 /// rounding as `R`: [`crate::run_format`] once the compiler knows the format. At the portable level
 /// only lists of values are updated here.
-pub(crate) fn run_stored<C, K, S, R, U, const N: usize>(update: &U, run: &mut HostRun<'_, '_>)
+pub(crate) fn run_stored<C, K, S, R, U, const N: usize>(update: &U, run: HostRun<'_, '_>)
 where
     C: Compute,
     K: ParamStorage<C>,
@@ -54,15 +54,13 @@ where
     R: Rounding,
     U: Update<C, N>,
 {
-    // Where it lies it stays, too, and is read once.
-    let (call, spans) = (run.call, run.spans.clone());
+    let call = run.call;
     let mut lists = run.lists.iter_mut();
-    let mut next = || lists.next().map(std::mem::take).unwrap_or_default();
-    let param = next().elements_mut::<K::Param>();
-    let mut around = Around::<C, K>::of(call, next(), run.across.take());
-    let mut state: [&mut [S]; N] = std::array::from_fn(|_| next().elements_mut::<S>());
+    let param = HostList::take_mut::<K::Param>(&mut lists);
+    let mut around = Around::<C, K>::of(call, lists.next(), run.across);
+    let mut state: [&mut [S]; N] = std::array::from_fn(|_| HostList::take_mut(&mut lists));
     let mut none = Vec::new();
-    let master = master::<K::Master>(next(), param.len(), &mut none);
+    let master = master::<K::Master>(&mut lists, param.len(), &mut none);
     // The whole loop is compiled for the level, so that a small tensor costs no dispatch.
     call.level.run_compiled(
         const { K::IS_VALUE && S::IS_VALUE },
@@ -72,7 +70,7 @@ where
             let update = *update;
             let grad_factor = C::round(call.grad_factor);
             let Around { most, ahead_bytes, .. } = around;
-            for span in spans {
+            for span in run.spans {
                 let bytes = call.step_scalars_of(span.group, U::STEP_SCALAR_BYTES + R::KEY_BYTES);
                 let step_scalars = update.step_scalars(bytes);
                 let (mut first, chunk) = (0, span);

@@ -9,7 +9,7 @@ use fusestep_simd::{Level, prefetch_ahead};
 
 use crate::format::FormatVisitor;
 use crate::norm::{
-    LEAF_ELEMENTS as LEAF, NORM_CHUNK_ELEMENTS, NORM_LANES as LANES, fold, sum_leaf,
+    FEW_LANES, LEAF_ELEMENTS as LEAF, NORM_CHUNK_ELEMENTS, NORM_LANES as LANES, fold, sum_leaf,
 };
 use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
@@ -170,7 +170,7 @@ impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C,
             // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that
             // goes on with zeros.
             values[elements.len()..].fill(C::ZERO);
-            *sum = sum_leaf(|at| values[at].exact(), |_| {});
+            *sum = sum_leaf::<FEW_LANES>(|at| values[at].exact(), |_| {});
         }
         sums
     }

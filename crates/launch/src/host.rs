@@ -116,6 +116,16 @@ impl<'a> HostList<'a> {
         }
     }
 
+    /// [`HostList::elements_mut`] of the next of a kernel's lists, which is taken.
+    ///
+    /// # Panics
+    /// As that, and if there is no list left.
+    // One for each type: within a kernel's loop it would be compiled for every rule and format.
+    #[inline(never)]
+    pub fn take_mut<T: Pod>(lists: &mut std::slice::IterMut<'_, HostList<'a>>) -> &'a mut [T] {
+        lists.next().map(std::mem::take).unwrap_or_default().elements_mut()
+    }
+
     /// The bytes in `range`, borrowed for as long as the list is not used otherwise.
     ///
     /// # Panics

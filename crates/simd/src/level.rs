@@ -80,6 +80,21 @@ impl Level {
         self.run_compiled(true, body)
     }
 
+    /// [`Self::run`] for a loop whose running values fill the registers: 2 KiB of them with AVX-512,
+    /// 512 bytes or less elsewhere.
+    #[inline(always)]
+    pub fn run_in_registers<R>(self, many: impl FnOnce() -> R, few: impl FnOnce() -> R) -> R {
+        match self.0 {
+            Kind::Portable => few(),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(avx2) => avx2.run(few),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(avx512) => avx512.run(many),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon => few(),
+        }
+    }
+
     /// [`Self::run`] for a body that is compiled for [`Self::PORTABLE`] only if `portable`, a
     /// constant: code that nobody runs there is half of a kernel's.
     ///
