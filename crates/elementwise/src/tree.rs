@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use bytemuck::Zeroable;
 use fusestep_launch::{CHUNK_ELEMENTS, Format, MAX_LISTS};
-use fusestep_simd::{Level, prefetch_ahead};
+use fusestep_simd::{Level, fetches_by_itself, prefetch_ahead};
 
 use crate::format::FormatVisitor;
 use crate::norm::{
@@ -82,6 +82,8 @@ where
             grad: bytemuck::cast_slice(grad),
             state: std::array::from_fn(|list| bytemuck::cast_slice(rest[list])),
             master,
+            // A Zen 5 reads a tenth faster so, all lists of LAMB.
+            ahead: if fetches_by_itself(size_of::<K::Param>()) { LEAF / 2 } else { LEAF },
         };
         chunk.sums(self.level, self.terms)
     }
@@ -94,6 +96,8 @@ struct Chunk<'a, C: Compute, K: ParamStorage<C>, S, const N: usize> {
     state: [&'a [S]; N],
     /// Empty if there is no such list.
     master: &'a [K::Master],
+    /// How many elements ahead of their use lists are asked for.
+    ahead: usize,
 }
 
 impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N> {
@@ -176,18 +180,18 @@ impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C,
     }
 
     /// Parameter, gradient and the first `read` state tensors of the elements of a block; asks for
-    /// those one leaf ahead.
+    /// those `ahead` of them.
     #[inline(always)]
     fn block(&self, read: usize, first: usize) -> Block<C, N> {
         let mut param = [K::Param::zeroed(); BLOCK];
         if K::READS_PARAM {
-            param = load(self.param, first);
+            param = load(self.param, first, self.ahead);
         }
         let mut master = [K::Master::zeroed(); BLOCK];
         if size_of::<K::Master>() > 0 {
-            master = load(self.master, first);
+            master = load(self.master, first, self.ahead);
         }
-        let grad = load(self.grad, first);
+        let grad = load(self.grad, first, self.ahead);
         // A loop for each list, on arrays of one width, as in the loop of updates.
         let (mut p, mut g) = ([C::ZERO; BLOCK], [C::ZERO; BLOCK]);
         for lane in 0..BLOCK {
@@ -198,7 +202,7 @@ impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C,
         }
         let mut states = [[C::ZERO; BLOCK]; N];
         for (state, list) in states.iter_mut().zip(self.state).take(read) {
-            let block = load(list, first);
+            let block = load(list, first, self.ahead);
             for lane in 0..BLOCK {
                 state[lane] = block[lane].widen();
             }
@@ -210,12 +214,12 @@ impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C,
 /// The values of a block.
 type Block<C, const N: usize> = ([C; BLOCK], [C; BLOCK], [[C; BLOCK]; N]);
 
-/// A block of a list; asks for that one leaf ahead.
+/// A block of a list; asks for the one `ahead` elements behind its beginning.
 #[inline(always)]
-fn load<T: Copy>(list: &[T], first: usize) -> [T; BLOCK] {
-    prefetch_ahead(list, first + LEAF);
+fn load<T: Copy>(list: &[T], first: usize, ahead: usize) -> [T; BLOCK] {
+    prefetch_ahead(list, first + ahead);
     if size_of::<T>() == 8 {
-        prefetch_ahead(list, first + LEAF + BLOCK / 2);
+        prefetch_ahead(list, first + ahead + BLOCK / 2);
     }
     let block = &list[first..first + BLOCK];
     std::array::from_fn(|lane| block[lane])
