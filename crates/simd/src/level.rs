@@ -80,8 +80,8 @@ impl Level {
         self.run_compiled(true, body)
     }
 
-    /// [`Self::run`] for a loop whose running values fill the registers: 2 KiB of them with AVX-512,
-    /// 512 bytes or less elsewhere.
+    /// [`Self::run`] for a loop whose running values fill the registers: 2 KiB of them with
+    /// AVX-512, 512 bytes or less elsewhere.
     #[inline(always)]
     pub fn run_in_registers<R>(self, many: impl FnOnce() -> R, few: impl FnOnce() -> R) -> R {
         match self.0 {
