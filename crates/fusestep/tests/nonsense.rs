@@ -75,3 +75,19 @@ fn a_parameter_of_two_groups_is_named() {
     let error = twice.build(&params(), Cpu::new()).unwrap_err().to_string();
     assert!(error.contains("`a`: the group of lion"), "{error}");
 }
+
+#[test]
+fn a_refusal_before_a_save_does_not_cost_the_save_when_the_optimizer_is_dropped() {
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("refused-then-saved");
+    let _ = std::fs::remove_dir_all(&folder);
+    let run = fusestep::threads(2, |comm| {
+        let mut opt = AdamW::new(1e-2).build(&params(), Cpu::new())?.on(comm)?;
+        assert!(opt.push_grad("of no parameter", &[1.0_f32]).is_err());
+        opt.push_grad("a", &[1.0_f32; 3])?;
+        opt.step()?;
+        opt.checkpoint_every(1, &folder, 0)?;
+        Ok(())
+    });
+    run.unwrap();
+    assert_eq!(optimizer().resume(&folder).unwrap(), 1);
+}
