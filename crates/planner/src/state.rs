@@ -33,6 +33,8 @@ pub struct State {
     pub(crate) tensors: Tensors,
     /// The rules at their base learning rates.
     pub(crate) rules: Vec<Optimizer>,
+    /// What ranks compare of them, until they change.
+    pub(crate) rules_hash: Option<u64>,
     /// What multiplies them.
     pub(crate) lr_schedule: Option<Arc<LrSchedule>>,
     pub(crate) precisions: Precisions,
@@ -206,6 +208,7 @@ impl State {
         let optimizer = self.rules[rule].with_lr(lr);
         optimizer.validate()?;
         self.rules[rule] = optimizer;
+        self.rules_hash = None;
         Ok(())
     }
 
