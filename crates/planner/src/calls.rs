@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
+use crate::rules_alike::TOLD_BYTES;
 use crate::stage::Reduced;
 use crate::{Plan, Stage, ZeroStage, leaves};
 
@@ -93,22 +94,24 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
     calls.all
 }
 
-/// The calls by which ranks tell each other which gradients there are.
+/// The calls by which ranks tell each other which gradients there are, by what rules they update
+/// and, behind those, how they have weighed micro-steps.
 fn calls_about_gradients(plan: &Plan, calls: &mut Calls) {
     let largest = Operation::AllReduce(ReduceOp::Max);
     let params = plan.params.len() as u64;
     if !plan.in_backward {
-        let hashes = if plan.reduces_each() { 16 } else { 0 };
-        return calls.control(largest, params + hashes, calls.world);
+        return calls.control(largest, params + 2 * TOLD_BYTES, calls.world);
     }
     let mut told = 0;
     for segment in &plan.segments {
         let tensors = full_tensors(plan, segment) as u64;
-        calls.control(largest, tensors, calls.world);
+        if tensors > 0 {
+            calls.control(largest, tensors + TOLD_BYTES, calls.world);
+        }
         told += tensors;
     }
     if told < params {
-        calls.control(largest, params - told, calls.world);
+        calls.control(largest, params - told + TOLD_BYTES, calls.world);
     }
 }
 

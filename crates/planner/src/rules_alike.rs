@@ -8,6 +8,9 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::comms::Comms;
 use crate::{Plan, PlanError, Result, State, handshake};
 
+/// Bytes by which ranks hear of a value whether all have the same: it and its complement.
+pub(crate) const TOLD_BYTES: u64 = 16;
+
 /// Makes each byte of `given` the largest that any rank has, and says of each of `values` whether
 /// all ranks have the same.
 pub(crate) fn largest<const N: usize>(
@@ -23,7 +26,7 @@ pub(crate) fn largest<const N: usize>(
     comms.in_place(Operation::AllReduce(ReduceOp::Max), DType::U8, None, &mut *given)?;
     // The largest of each byte and of its complement fit each other only where all ranks have the
     // same.
-    let mut pairs = given[count..].chunks_exact(16).map(|pair| pair.split_at(8));
+    let mut pairs = given[count..].chunks_exact(TOLD_BYTES as usize).map(|pair| pair.split_at(8));
     let alike = std::array::from_fn(|_| {
         let mut pair = pairs.next().into_iter().flat_map(|(low, high)| low.iter().zip(high));
         pair.all(|(byte, complement)| byte ^ complement == 0xff)
