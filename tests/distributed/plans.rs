@@ -217,10 +217,11 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
     assert!(two.exposed_ns <= beside.exposed_ns * 1.000_001);
     assert!((after.predicted_step_ns - after.exposed_ns - 1e8).abs() < 1.0);
     assert_eq!((after.collectives, after.naive_collectives), (16, 2));
-    // Which of the two parameters have a gradient: a byte each. Each of two ranks sends half of a
+    // Which of the two parameters have a gradient: a byte each, and 32 that are to be alike. Each
+    // of two ranks sends half of a
     // buffer twice.
     assert_eq!(after.control_calls, 1);
-    assert_eq!(after.bytes_on_wire, (16 << 20) + 2);
+    assert_eq!(after.bytes_on_wire, (16 << 20) + 34);
     // √(16 MiB · 10 µs · 1 GB/s)
     assert_eq!(after.proposed_bucket_cap_bytes, 409_600);
     let timeline = plan.timeline(&model(1));

@@ -93,6 +93,9 @@ impl<P: Params> Fused<P> {
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> candle_core::Result<()> {
         self.check_named()?;
+        if self.vars.iter().any(|(name, _)| name == "__metadata__") {
+            Err(AdapterError::MetadataName)?;
+        }
         let mut solo = Solo::new();
         let run = RunToSave {
             state: &self.state,

@@ -74,6 +74,12 @@ pub enum AdapterError {
          VarMap"
     )]
     Unnamed,
+    /// A variable's name is what safetensors files call their texts.
+    #[error(
+        "variable `__metadata__`: expected another name, since files of models call their texts \
+         so; rename it, or build the optimizer with `.on(comm)`, which saves it apart"
+    )]
+    MetadataName,
     /// An option out of range.
     #[error("option `{option}`: expected {expected}, found {found}")]
     Option {

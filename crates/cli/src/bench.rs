@@ -128,6 +128,9 @@ impl BenchArgs {
              them, found one; whole steps of all ranks are timed"
         );
         if self.of_ranks() {
+            if let Some(count) = self.collective.ranks.asked() {
+                ranks.require_several(Some(count), "--ranks")?;
+            }
             ensure!(
                 self.peer.is_none() && !self.peers.peers,
                 "--peer, --peers: expected no flag of ranks beside them, such as --ranks, \

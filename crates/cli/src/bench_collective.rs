@@ -19,7 +19,8 @@ pub(crate) struct CollectiveArgs {
         long,
         value_enum,
         conflicts_with_all = [
-            "RankArgs", "OptimizerArgs", "GradientArgs", "PrecisionArgs", "PlanningArgs"
+            "RankArgs", "OptimizerArgs", "GradientArgs", "PrecisionArgs", "PlanningArgs",
+            "PeerArgs", "peer", "dtype", "threads", "rounds"
         ]
     )]
     pub(crate) collective: Option<Collective>,

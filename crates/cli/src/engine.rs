@@ -152,6 +152,11 @@ impl Ranks {
         self.ranks.is_some() || self.meet.is_some()
     }
 
+    /// How many ranks `--ranks` asks for.
+    pub(crate) fn asked(&self) -> Option<usize> {
+        self.ranks
+    }
+
     /// Refuses flags that would do nothing, without the flag that `what` names.
     pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
         ensure!(

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use anyhow::ensure;
 use clap::Args;
 use fusestep_planner::{PlanSummary, RankSummary};
 use fusestep_tensor::{DType, Quoted};
@@ -55,10 +54,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let planner = args.precision.planner(planner, &model.params);
     let planner = args.gradients.passes(planner);
     let (fused, topology) = (Fused::from(args.planning.naive), args.world.topology()?);
-    ensure!(
-        !args.world.ranks.separate || args.world.world.is_some(),
-        "--apart: expected --world too, found no such flag; one rank has nothing to reduce"
-    );
+    args.world.ranks.require_several(args.world.world, "--world")?;
     let of_ranks = args.world.world.is_some() || args.world.ranks.any();
     let planner =
         if of_ranks { args.world.ranks.passes(planner, fused, topology)? } else { planner };

@@ -101,6 +101,18 @@ impl RankArgs {
             || self.local_sgd.is_some()
     }
 
+    /// Refuses to reduce apart what is not reduced: on one rank, which is what there is without the
+    /// flag that `what` names.
+    pub(crate) fn require_several(&self, ranks: Option<usize>, what: &str) -> anyhow::Result<()> {
+        let found = match ranks {
+            Some(2..) => return Ok(()),
+            Some(count) => format!("expected {what} of 2 or more, found {count}"),
+            None => format!("expected {what} too, found no such flag"),
+        };
+        ensure!(!self.separate, "--apart: {found}; one rank has nothing to reduce");
+        Ok(())
+    }
+
     /// On how many communication streams buckets are reduced: where ranks see each other's memory
     /// none, since there the reduction is part of the update and has nothing to hide behind.
     pub(crate) fn streams(&self, fused: Fused, topology: Topology) -> usize {

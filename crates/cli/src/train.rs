@@ -213,11 +213,10 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
             "--compare-parameters: expected --ranks or --engine too, found neither; one rank has \
              nobody to compare with"
         );
-        ensure!(
-            !args.rank_args.separate,
-            "--apart: expected --ranks or --engine too, found neither; one rank has nothing to \
-             reduce"
-        );
+        args.rank_args.require_several(None, "--ranks or --engine")?;
+    }
+    if args.ranks.is_some() {
+        args.rank_args.require_several(args.ranks, "--ranks")?;
     }
     ensure!(
         args.compare_parameters.is_none() || args.rank_args.zero < 3,

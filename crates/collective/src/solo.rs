@@ -18,6 +18,8 @@ pub struct Solo {
     recorder: FlightRecorder,
     /// What closed it; here, too, an error is the last word.
     closed: Arc<Mutex<Option<CollectiveError>>>,
+    /// What has broken it off, then the same of each group that it was split from.
+    aborted: Vec<Arc<Mutex<Option<CollectiveError>>>>,
 }
 
 impl Solo {
@@ -28,6 +30,7 @@ impl Solo {
             context: CallContext::default(),
             recorder: FlightRecorder::new(0, 1, 256, Instant::now()),
             closed: Arc::default(),
+            aborted: vec![Arc::default()],
         }
     }
 
@@ -77,7 +80,11 @@ impl Communicator for Solo {
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
         match self.failure() {
             Some(error) => Err(error),
-            None => Ok(membership.map(|_| Box::new(Solo::new()) as Box<dyn Communicator>)),
+            None => Ok(membership.map(|_| {
+                let mut part = Solo::new();
+                part.aborted.extend(self.aborted.iter().map(Arc::clone));
+                Box::new(part) as Box<dyn Communicator>
+            })),
         }
     }
 
@@ -86,9 +93,9 @@ impl Communicator for Solo {
     }
 
     fn aborter(&self) -> Aborter {
-        let closed = Arc::clone(&self.closed);
+        let aborted = Arc::clone(&self.aborted[0]);
         Aborter::new(0, move |error| {
-            lock(&closed).get_or_insert(error);
+            lock(&aborted).get_or_insert(error);
         })
     }
 
@@ -122,6 +129,29 @@ impl Communicator for Solo {
     }
 
     fn failure(&self) -> Option<CollectiveError> {
-        lock(&self.closed).clone()
+        let closed = lock(&self.closed).clone();
+        closed.or_else(|| self.aborted.iter().find_map(|aborted| lock(aborted).clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Collectives, ReduceOp};
+
+    #[test]
+    fn breaking_a_group_off_breaks_off_what_was_split_from_it_and_nothing_above() {
+        let everyone = Some(Membership { colour: 0, key: 0 });
+        let mut whole = Solo::new();
+        let mut part = whole.split(everyone).unwrap().unwrap();
+        let mut part_of_part = part.split(everyone).unwrap().unwrap();
+        part.aborter().abort("enough");
+        assert_eq!(part_of_part.barrier().unwrap_err().to_string(), "aborted by rank 0: enough");
+        assert!(part.all_reduce(&mut [1.0f32], ReduceOp::Sum).is_err());
+        whole.barrier().unwrap();
+        // What a group has refused closes itself alone.
+        let mut other = whole.split(everyone).unwrap().unwrap();
+        whole.broadcast(&mut [1.0f32], 1).unwrap_err();
+        other.barrier().unwrap();
     }
 }

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use fusestep_launch::{
     ArgumentLayout, Format, GroupValues, HostRun, MultiTensorKernel, Precision,
-    ResidentStepScalars, RuleError, TensorList, UpdateRule,
+    ResidentStepScalars, RuleError, TensorList, UpdateRule, check_width,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -66,6 +66,7 @@ where
     R: ElementRule<SCALARS, STEP_SCALARS>,
 {
     rule.validate()?;
+    check_width(rule, dtype)?;
     let format = Format::new(rule.name(), dtype, precision)?;
     Ok(match dtype {
         DType::F64 => Box::new(ElementKernel::<R, f64, SCALARS, STEP_SCALARS>::new(*rule, format)),

@@ -75,3 +75,41 @@ fn a_parameter_of_two_groups_is_named() {
     let error = twice.build(&params(), Cpu::new()).unwrap_err().to_string();
     assert!(error.contains("`a`: the group of lion"), "{error}");
 }
+
+#[test]
+fn a_refusal_before_a_save_does_not_cost_the_save_when_the_optimizer_is_dropped() {
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("refused-then-saved");
+    let _ = std::fs::remove_dir_all(&folder);
+    let run = fusestep::threads(2, |comm| {
+        let mut opt = AdamW::new(1e-2).build(&params(), Cpu::new())?.on(comm)?;
+        assert!(opt.push_grad("of no parameter", &[1.0_f32]).is_err());
+        opt.push_grad("a", &[1.0_f32; 3])?;
+        opt.step()?;
+        opt.checkpoint_every(1, &folder, 0)?;
+        Ok(())
+    });
+    run.unwrap();
+    assert_eq!(optimizer().resume(&folder).unwrap(), 1);
+}
+
+#[test]
+fn a_rate_that_f32_has_as_infinite_is_refused_and_f64_takes_it() {
+    for (dtype, taken) in [(DType::F32, false), (DType::BF16, false), (DType::F64, true)] {
+        let params = [ParamDesc::new("a", Shape::new([3]).unwrap(), dtype)];
+        let built = AdamW::new(1e300).build(&params, Cpu::new());
+        assert_eq!(built.is_ok(), taken, "{dtype}");
+        let mut opt = AdamW::new(1e-2).build(&params, Cpu::new()).unwrap();
+        let set = opt.state().unwrap().set_lr(1e300);
+        assert_eq!(set.is_ok(), taken, "{dtype}");
+        if let Err(error) = set {
+            assert!(error.to_string().contains("lr: expected at most 3.4e38"), "{error}");
+            assert!(error.to_string().ends_with("found 1e300"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn one_parameter_is_one() {
+    let error = optimizer().push_grad("b", &[1.0_f32]).unwrap_err().to_string();
+    assert!(error.contains("one of the plan's 1 parameter,"), "{error}");
+}

@@ -3,7 +3,7 @@
 use fusestep_elementwise::integer_power;
 use fusestep_launch::{
     Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, UpdateRule,
-    check_hyper,
+    check_hyper, check_width,
 };
 use fusestep_tensor::{DType, Trust};
 
@@ -74,6 +74,7 @@ impl UpdateRule for Lamb {
         precision: Precision,
     ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
+        check_width(self, dtype)?;
         let format = Format::new(self.name(), dtype, precision)?;
         Ok(match dtype {
             DType::F64 => Box::new(LambKernel::<f64>::new(*self, format)),

@@ -2,7 +2,7 @@
 
 use fusestep_launch::{
     Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, UpdateRule,
-    check_hyper,
+    check_hyper, check_width,
 };
 use fusestep_tensor::{DType, Trust};
 
@@ -78,6 +78,7 @@ impl UpdateRule for Lars {
         precision: Precision,
     ) -> Result<Box<dyn MultiTensorKernel>, RuleError> {
         self.validate()?;
+        check_width(self, dtype)?;
         let format = Format::new(self.name(), dtype, precision)?;
         Ok(match dtype {
             DType::F64 => Box::new(LarsKernel::<f64>::new(*self, format)),

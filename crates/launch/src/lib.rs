@@ -65,6 +65,6 @@ pub use resident::{
     STEPS_BYTES, pack_launch_of_table, pack_reduction_table, pack_steps, pack_table,
     resident_step_scalars,
 };
-pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper};
+pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper, check_width};
 pub use tree_sum::{Summand, TREE_WIDTH, tree_sum};
 pub use update_sums::{ChangedRecord, UnitSums, UpdateSums, fold_units, pack_update_sums};

@@ -158,12 +158,33 @@ pub fn check_hyper(values: &[(&'static str, f64, Domain)]) -> Result<(), RuleErr
     Ok(())
 }
 
+/// Refuses hyper-parameters that an update of this dtype would take as infinite: all dtypes but f64
+/// are updated in f32.
+///
+/// # Errors
+/// [`RuleError::Hyper`] naming the first of them.
+pub fn check_width(rule: &dyn UpdateRule, dtype: DType) -> Result<(), RuleError> {
+    let beyond = |&(_, value): &(_, f64)| value.is_finite() && !(value as f32).is_finite();
+    match rule.hyper_parameters().into_iter().find(beyond) {
+        Some((what, found)) if dtype != DType::F64 => {
+            let expected = "at most 3.4e38, since parameters other than f64 are updated in f32";
+            Err(RuleError::Hyper { what, expected, found })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A number with an exponent where its digits would fill a line.
+fn short(value: f64) -> String {
+    if value.is_finite() && value.abs() >= 1e21 { format!("{value:e}") } else { value.to_string() }
+}
+
 /// Why an update rule was refused; nothing has been written when it is returned.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RuleError {
     /// A hyper-parameter is out of range.
-    #[error("{what}: expected {expected}, found {found}")]
+    #[error("{what}: expected {expected}, found {found}", found = short(*found))]
     Hyper {
         /// The hyper-parameter.
         what: &'static str,

@@ -60,6 +60,7 @@ pub(crate) fn allocate_from<'a>(
         params: Arc::clone(&plan.params),
         tensors: plan.tensors,
         rules: plan.rules.clone(),
+        rules_hash: None,
         lr_schedule: plan.schedule.clone(),
         precisions: plan.precisions.clone(),
         storages,

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
+use crate::rules_alike::TOLD_BYTES;
 use crate::stage::Reduced;
 use crate::update_norms::chunks_of;
 use crate::{Plan, Stage, ZeroStage, leaves};
@@ -103,22 +104,24 @@ struct Calls<'a> {
 }
 
 impl Calls<'_> {
-    /// By which ranks tell each other which gradients there are.
+    /// By which ranks tell each other which gradients there are, by what rules they update and,
+    /// behind those, how they have weighed micro-steps.
     fn about_gradients(&mut self) {
         let plan = self.plan;
         let params = plan.params.len() as u64;
         if !plan.in_backward {
-            let hashes = if plan.reduces_each() { 16 } else { 0 };
-            return self.control(LARGEST, params + hashes, self.world);
+            return self.control(LARGEST, params + 2 * TOLD_BYTES, self.world);
         }
         let mut told = 0;
         for segment in &plan.segments {
             let tensors = full_tensors(plan, segment) as u64;
-            self.control(LARGEST, tensors, self.world);
+            if tensors > 0 {
+                self.control(LARGEST, tensors + TOLD_BYTES, self.world);
+            }
             told += tensors;
         }
         if told < params {
-            self.control(LARGEST, params - told, self.world);
+            self.control(LARGEST, params - told + TOLD_BYTES, self.world);
         }
     }
 

@@ -5,7 +5,7 @@ use fusestep_coalesce::CoalesceError;
 use fusestep_collective::CollectiveError;
 use fusestep_launch::{BackendError, LaunchError, RuleError};
 use fusestep_schedule::ScheduleError;
-use fusestep_tensor::{DType, Quoted, Role, TensorError};
+use fusestep_tensor::{DType, Quoted, Role, TensorError, counted};
 use fusestep_tensor_file::TensorFileError;
 
 /// What a function of this crate returns that can fail.
@@ -147,7 +147,8 @@ pub enum PlanError {
     TooManyParameters { found: usize },
     /// The plan has no parameter of this name.
     #[error(
-        "`{name}`: expected one of the plan's {parameters} parameters, found none of this name",
+        "`{name}`: expected one of the plan's {}, found none of this name",
+        counted(*parameters as u64, "parameter"),
         name = Quoted(name)
     )]
     UnknownName { name: String, parameters: usize },

@@ -8,13 +8,10 @@
 //! Ranks make these calls in the order of buckets, in backward or in the step, so one that lacks a
 //! gradient is waited for and never met by another call.
 
-use fusestep_collective::{Operation, ReduceOp};
-use fusestep_tensor::DType;
-
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
 use crate::step::RankStep;
-use crate::{Plan, Result, State, StepReport, batches, reduce, run};
+use crate::{Plan, Result, State, StepReport, batches, reduce, rules_alike, run};
 
 /// What can be updated before the step is run.
 #[derive(Default)]
@@ -254,13 +251,14 @@ fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<()> {
 }
 
 /// Hears from all ranks which of these parameters any of them has given a gradient, and leaves the
-/// others out of the step.
+/// others out of the step; fails on all ranks if their rules differ.
 fn agree(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, params: &[u32]) -> Result<()> {
     let own = params.iter().map(|&param| state.arena.given[param as usize]);
     let mut given: Vec<u8> = own.map(|given| u8::from(given > 0)).collect();
     if plan.reduces() && !given.is_empty() {
-        let largest = Operation::AllReduce(ReduceOp::Max);
-        comms.in_place(largest, DType::U8, None, &mut given)?;
+        let rules = rules_alike::hash(state);
+        let [rules] = rules_alike::largest(comms, &mut given, [rules])?;
+        rules_alike::check(plan, state, comms, rules)?;
     }
     for (&param, given) in params.iter().zip(given) {
         state.in_backward.given[param as usize] = given;

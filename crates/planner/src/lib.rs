@@ -49,6 +49,7 @@ mod region;
 mod renumbered;
 mod replaced_rule;
 mod report;
+mod rules_alike;
 mod run;
 mod segment_calls;
 mod shard_groups;

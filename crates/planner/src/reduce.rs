@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use fusestep_coalesce::HostMemory;
-use fusestep_collective::{CallContext, Operation, ReduceOp, ReduceUpdate, Replica};
+use fusestep_collective::{CallContext, ReduceUpdate, Replica};
 use fusestep_launch::{Backend, Buffer, LaunchReport, MAX_LISTS, Replicas, Replicated};
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::Role;
 use smallvec::SmallVec;
 
 use crate::arena::{SegmentState, keeps_segments};
@@ -15,7 +15,7 @@ use crate::comms::Comms;
 use crate::segment_calls::SegmentCalls;
 use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, launches};
+use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, launches, rules_alike};
 
 pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
     let groups = plan.shard_group < plan.topology.world;
@@ -212,26 +212,22 @@ fn to_shard(
     Ok(())
 }
 
-/// For each parameter whether any rank has given a gradient; fails on all ranks if they have
-/// weighed micro-steps differently.
-pub(crate) fn agree_on_given(plan: &Plan, state: &State, comms: &mut Comms<'_>) -> Result<Vec<u8>> {
+/// For each parameter whether any rank has given a gradient; fails on all ranks if their rules
+/// differ, or if they have weighed micro-steps differently.
+pub(crate) fn agree_on_given(
+    plan: &Plan,
+    state: &mut State,
+    comms: &mut Comms<'_>,
+) -> Result<Vec<u8>> {
     let given = state.arena.given.iter();
     let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
     if !plan.reduces() {
         return Ok(given);
     }
-    let params = given.len();
-    if plan.reduces_each() {
-        let hash = state.arena.weights_hash;
-        given.extend(hash.to_le_bytes());
-        given.extend((!hash).to_le_bytes());
-    }
-    let operation = Operation::AllReduce(ReduceOp::Max);
-    comms.in_place(operation, DType::U8, None, &mut given)?;
-    let (low, high) = given[params..].split_at((given.len() - params) / 2);
-    // The largest of each byte and of its complement fit each other only where all ranks have
-    // the same.
-    if low.iter().zip(high).any(|(byte, complement)| byte ^ complement != 0xff) {
+    let values = [rules_alike::hash(state), state.arena.weights_hash];
+    let [rules, weights] = rules_alike::largest(comms, &mut given, values)?;
+    rules_alike::check(plan, state, comms, rules)?;
+    if plan.reduces_each() && !weights {
         return Err(PlanError::Topology {
             expected: "the same weights of micro-steps on all ranks, since gradients are \
                        reduced in each"
@@ -239,7 +235,6 @@ pub(crate) fn agree_on_given(plan: &Plan, state: &State, comms: &mut Comms<'_>) 
             found: "others; weigh gradients themselves, or reduce once per update".to_owned(),
         });
     }
-    given.truncate(params);
     Ok(given)
 }
 

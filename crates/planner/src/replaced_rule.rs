@@ -43,5 +43,6 @@ pub(crate) fn replace(state: &mut State, rule: usize, optimizer: Optimizer) -> R
     }
     state.schedule.stale = true;
     state.rules[rule] = optimizer;
+    state.rules_hash = None;
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use fusestep_launch::{Backend, Batch, ListBuffer};
+use fusestep_launch::{Backend, Batch, ListBuffer, check_width};
 use fusestep_schedule::Schedule as LrSchedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
@@ -32,6 +32,8 @@ pub struct State {
     pub(crate) tensors: Tensors,
     /// The rules at their base learning rates.
     pub(crate) rules: Vec<Optimizer>,
+    /// What ranks compare of them, until they change.
+    pub(crate) rules_hash: Option<u64>,
     /// What multiplies them.
     pub(crate) lr_schedule: Option<Arc<LrSchedule>>,
     pub(crate) precisions: Precisions,
@@ -207,7 +209,11 @@ impl State {
         self.check_rule(rule)?;
         let optimizer = self.rules[rule].with_lr(lr);
         optimizer.validate()?;
+        for storage in self.storages.iter().filter(|storage| storage.spec.rule == rule) {
+            check_width(optimizer.rule(), storage.spec.param_dtype())?;
+        }
         self.rules[rule] = optimizer;
+        self.rules_hash = None;
         Ok(())
     }
 

@@ -188,6 +188,6 @@ impl Files for Disk {
 fn no_file() -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidInput,
-        "expected an ordinary file, found a folder, pipe, socket or device",
+        "no ordinary file but a folder, pipe, socket or device",
     )
 }

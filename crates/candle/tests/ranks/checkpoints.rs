@@ -295,3 +295,23 @@ fn a_save_after_every_0_steps_is_refused_and_none_after_the_last_step_is_lost() 
     fused.finish_saves().unwrap();
     assert_eq!(fused.resume(&folder).unwrap(), usize::MAX);
 }
+
+#[test]
+fn a_variable_that_files_of_models_cannot_have_is_named_and_ranks_save_it_apart() {
+    let first = |value: f32| {
+        let var = Var::from_vec(vec![value; 3], 3, &Device::Cpu).unwrap();
+        vec![("__metadata__".to_owned(), var)]
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let mut alone = adamw(&first(1.0), &Options::default());
+    let error = alone.save_checkpoint(folder.path(), 1).unwrap_err().to_string();
+    assert!(error.contains("variable `__metadata__`: expected another name"), "{error}");
+    let mut solo = Solo::new();
+    let mut saved = adamw(&first(1.0), &Options::default()).on(&mut solo).unwrap();
+    saved.save_checkpoint(folder.path(), 1).unwrap();
+    drop(saved);
+    let (vars, mut solo) = (first(2.0), Solo::new());
+    let mut resumed = adamw(&vars, &Options::default()).on(&mut solo).unwrap();
+    assert_eq!(resumed.resume(folder.path()).unwrap(), 1);
+    assert_eq!(vars[0].1.to_vec1::<f32>().unwrap(), [1.0; 3]);
+}

@@ -180,6 +180,15 @@ fn reducing_apart_asks_for_ranks() {
         let error = refused(&[command, &["--apart"]].concat());
         assert!(error.contains(&format!("--apart: expected {flag}")), "{error}");
     }
+    for (command, flag) in [
+        (&["plan", text(&shapes)][..], "--world"),
+        (&["train"], "--ranks"),
+        (&["bench", text(&shapes), "--rounds", "1"], "--ranks"),
+    ] {
+        let error = refused(&[command, &[flag, "1", "--apart"]].concat());
+        let named = format!("--apart: expected {flag} of 2 or more, found 1");
+        assert!(error.contains(&named), "{error}");
+    }
     assert!(ok(&["plan", text(&shapes), "--world", "2", "--apart"]).contains("predicted: "));
     // As any other flag of ranks asks `bench` for their steps.
     let timed = ok(&["bench", text(&shapes), "--rounds", "1", "--apart"]);
@@ -289,9 +298,40 @@ fn pages_take_the_place_of_no_model_no_other_page_and_no_checkpoint() {
 #[test]
 fn flags_of_a_step_are_refused_beside_a_collective() {
     let base = ["bench", "--collective", "all-reduce", "--sizes", "4KiB"];
-    for flag in [["--zero", "2"], ["--lr", "3"], ["--clip-norm", "1"]] {
+    for flag in [
+        ["--zero", "2"],
+        ["--lr", "3"],
+        ["--clip-norm", "1"],
+        ["--svg", "times.svg"],
+        ["--report", "times.html"],
+        ["--python", "python3"],
+        ["--peer", "candle"],
+        ["--dtype", "f16"],
+        ["--threads", "1"],
+        ["--rounds", "1"],
+    ] {
         let error = crate::refused(&[&base[..], &flag].concat());
         assert!(error.contains("--collective"), "{error}");
         assert!(error.contains(flag[0]), "{error}");
+    }
+}
+
+#[test]
+fn what_is_no_file_is_told_so() {
+    let folder = Folder::new();
+    fs::create_dir_all(folder.path("manifest.json")).unwrap();
+    let error = crate::refused(&["checkpoint", "verify", text(&folder.path(""))]);
+    assert!(error.contains("can be read, found no ordinary file but a folder"), "{error}");
+}
+
+#[test]
+fn numbers_that_f32_has_as_infinite_are_refused_and_f64_takes_them() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    for flag in ["--lr", "--weight-decay"] {
+        let asked = ["plan", text(&shapes), flag, "1e300"];
+        let error = crate::refused(&asked);
+        assert!(error.contains("expected at most 3.4e38") && error.contains("1e300"), "{error}");
+        ok(&[&asked[..], &["--dtype", "f64"]].concat());
     }
 }

@@ -122,6 +122,8 @@ impl FusedOptimizer<'_> {
             work(&mut checkpoints, plan, state, backend, comms)
         });
         self.checkpoints = checkpoints;
+        // All ranks have made this call, so none is behind an earlier error any more.
+        self.failed &= done.is_err();
         done
     }
 }

@@ -1,0 +1,40 @@
+//! Rates and settings that one rank alone changes between steps: every rank hears which.
+
+use fusestep::{AdamW, Cpu, DType, Error, ParamDesc, Shape};
+
+fn params() -> Vec<ParamDesc> {
+    let of = |name| ParamDesc::new(name, Shape::new([5]).unwrap(), DType::F32);
+    ["a", "b"].map(of).to_vec()
+}
+
+#[test]
+fn a_rate_that_one_rank_alone_changes_is_named_on_all_by_the_next_step() {
+    for (zero, streams, in_backward) in
+        [(0, 0, false), (0, 2, false), (2, 0, false), (3, 2, false), (0, 1, true), (2, 0, true)]
+    {
+        let told = fusestep::threads(2, |comm| {
+            let rank = comm.rank();
+            let mut asked = AdamW::new(1e-2).zero(zero).comm_streams(streams);
+            if in_backward {
+                asked = asked.bucket_cap_mib(1e-5).update_in_backward();
+            }
+            let mut opt = asked.build(&params(), Cpu::new())?.on(comm)?;
+            let step = |opt: &mut fusestep::FusedOptimizer<'_>| {
+                opt.push_grad("a", &[1.0_f32; 5])?;
+                opt.push_grad("b", &[1.0_f32; 5])?;
+                opt.step().map(|_| ())
+            };
+            step(&mut opt)?;
+            opt.state()?.set_lr(0.5)?;
+            step(&mut opt)?;
+            if rank == 1 {
+                opt.state()?.set_lr(0.25)?;
+            }
+            Ok::<_, Error>(step(&mut opt).unwrap_err().to_string())
+        });
+        for told in told.unwrap() {
+            let named = told.starts_with("lr: expected 0.5 as on rank 0, found 0.25 on rank 1");
+            assert!(named, "{zero} {streams} {in_backward}: {told}");
+        }
+    }
+}
