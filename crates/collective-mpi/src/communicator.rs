@@ -1,8 +1,8 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use fusestep_coalesce::HostMemory;
@@ -268,11 +268,9 @@ impl Communicator for MpiCommunicator {
                 return Err(error);
             }
         };
-        let rank = self.group.rank;
-        let outcome = match call.operation {
-            Operation::Send { to } => self.transfer(call, blocks.numel, (rank, to)),
-            Operation::Receive { from } => self.transfer(call, blocks.numel, (from, rank)),
-            _ => {
+        let outcome = match call.operation.pair(self.group.rank) {
+            Some(pair) => self.transfer(call, blocks.numel, pair),
+            None => {
                 self.sequence += 1;
                 self.collective(call, blocks)
             }
@@ -309,14 +307,7 @@ impl Communicator for MpiCommunicator {
         if let Some(shared) = &self.shared {
             return shared.aborter();
         }
-        let group = Arc::downgrade(&self.group);
-        let seen = Weak::clone(&group);
-        let close = move |error| {
-            if let Some(group) = group.upgrade() {
-                group.announce(error);
-            }
-        };
-        Aborter::new(self.group.rank, close).seeing(move || seen.upgrade()?.failure())
+        Aborter::of(self.group.rank, &self.group, Group::announce, Group::failure)
     }
 
     fn recorder(&self) -> &FlightRecorder {

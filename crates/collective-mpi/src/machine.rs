@@ -9,10 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use fusestep_coalesce::HostMemory;
-use fusestep_collective::{
-    Aborter, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
-    Operation, RankMemory, ReduceUpdate,
-};
+use fusestep_collective::{CollectiveError, Communicator, Membership, Operation};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, Rendezvous};
 use mpi::ffi;
 
@@ -161,15 +158,12 @@ impl<C: Communicator> OnMachine<C> {
 }
 
 impl<C: Communicator> Communicator for OnMachine<C> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+    fusestep_collective::forward_calls! {
+        this => this.inner;
+        rank, world_size, execute, set_context, aborter, recorder, allocate, shares_memory,
+        reduce_update, failure,
     }
-    fn world_size(&self) -> usize {
-        self.inner.world_size()
-    }
-    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        self.inner.execute(call)
-    }
+
     fn split(
         &mut self,
         membership: Option<Membership>,
@@ -181,31 +175,6 @@ impl<C: Communicator> Communicator for OnMachine<C> {
             let dump_folder = None;
             Box::new(OnMachine { inner, engine, dump_folder }) as Box<dyn Communicator>
         }))
-    }
-    fn set_context(&mut self, context: CallContext) {
-        self.inner.set_context(context);
-    }
-    fn aborter(&self) -> Aborter {
-        self.inner.aborter()
-    }
-    fn recorder(&self) -> &FlightRecorder {
-        self.inner.recorder()
-    }
-    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-        self.inner.allocate(len_bytes)
-    }
-    fn shares_memory(&self) -> bool {
-        self.inner.shares_memory()
-    }
-    fn reduce_update(
-        &mut self,
-        call: ReduceUpdate<'_>,
-        work: &mut dyn FnMut(RankMemory<'_>),
-    ) -> Result<(), CollectiveError> {
-        self.inner.reduce_update(call, work)
-    }
-    fn failure(&self) -> Option<CollectiveError> {
-        self.inner.failure()
     }
 }
 

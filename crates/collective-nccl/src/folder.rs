@@ -16,9 +16,6 @@ use crate::wire::{FRAME_BYTES, Frame};
 use files::{Files, pause};
 pub use meeting::Meeting;
 
-/// Bytes by which ranks tell each other their membership in a split: a flag, colour and key.
-const MEMBERSHIP_BYTES: usize = 9;
-
 /// A control communicator for processes that nobody started together: ranks leave each other files
 /// in a folder that all of them see. Made by [`Meeting::join`].
 ///
@@ -67,11 +64,7 @@ impl FolderControl {
     /// Counts a call and says who takes part in it.
     fn begin(&mut self, shape: &CallShape<'_>, numel: usize) -> (Fingerprint, Parties) {
         let rank = self.rank;
-        let pair = match shape.operation {
-            Operation::Send { to } => Some((rank, to)),
-            Operation::Receive { from } => Some((from, rank)),
-            _ => None,
-        };
+        let pair = shape.operation.pair(rank);
         let sequence = match pair {
             Some(pair) => self.made.entry(pair).or_insert(0),
             None => &mut self.sequence,
@@ -232,23 +225,14 @@ impl FolderControl {
 
     fn join(&mut self, membership: Option<Membership>) -> Result<Option<Self>, CollectiveError> {
         let (print, parties) = self.begin(&CallShape::SPLIT, 0);
-        let mut bytes = [0; MEMBERSHIP_BYTES];
-        if let Some(Membership { colour, key }) = membership {
-            bytes[0] = 1;
-            bytes[1..5].copy_from_slice(&colour.to_le_bytes());
-            bytes[5..].copy_from_slice(&key.to_le_bytes());
-        }
-        let all = self.exchange(&print, &parties, &bytes)?;
+        let own = membership.map(|own| own.to_word().to_le_bytes());
+        let all = self.exchange(&print, &parties, own.as_ref().map_or(&[], |own| own))?;
         let Some(own) = membership else {
             return Ok(None);
         };
-        let word = |bytes: &[u8], at: usize| {
-            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-        };
         let members = own.members(self.world_size, |rank| {
-            let bytes = &all[rank];
-            (bytes.len() == MEMBERSHIP_BYTES && bytes[0] == 1)
-                .then(|| Membership { colour: word(bytes, 1), key: word(bytes, 5) })
+            let word = u64::from_le_bytes(all[rank].as_slice().try_into().ok()?);
+            Some(Membership::from_word(word))
         });
         let place = members.iter().position(|&rank| rank == self.rank);
         let folder = self.files.folder().join(format!("group-{}-{}", print.sequence, own.colour));
@@ -298,14 +282,9 @@ impl Communicator for FolderControl {
     }
 
     fn aborter(&self) -> Aborter {
-        let files = Arc::downgrade(&self.files);
-        let (seen, world_size) = (files.clone(), self.world_size);
-        Aborter::new(self.rank, move |error| {
-            if let Some(files) = files.upgrade() {
-                files.close(error);
-            }
-        })
-        .seeing(move || seen.upgrade()?.closing(0..world_size))
+        let world_size = self.world_size;
+        let close = |files: &Files, error| drop(files.close(error));
+        Aborter::of(self.rank, &self.files, close, move |files| files.closing(0..world_size))
     }
 
     fn recorder(&self) -> &FlightRecorder {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use fusestep_coalesce::{HostMemory, MemoryOwner};
 use fusestep_collective::{
     Aborter, Blocks, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
+    FlightRecorder, MAX_TIMEOUT, Membership, Operation, RankMemory, ReduceUpdate,
 };
 
 use crate::card::Card;
@@ -18,9 +18,6 @@ use crate::round::{Broken, Place};
 use crate::session::SessionPlan;
 use crate::task::Task;
 use crate::{ProcessError, ProcessOptions, Rendezvous, rendezvous, split, starter};
-
-/// Longest timeout; a longer one is cut to this, so that every wait ends.
-const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Bytes of the place through which memory of a process's own comes to the others.
 pub(crate) const STAGE_BYTES: usize = 512 << 10;
@@ -262,10 +259,9 @@ impl Communicator for ProcessCommunicator {
             Ok(blocks) => blocks,
             Err(error) => return self.refuse(error),
         };
-        let outcome = match call.operation {
-            Operation::Send { to } => self.transfer(call, blocks.numel, (rank, to)),
-            Operation::Receive { from } => self.transfer(call, blocks.numel, (from, rank)),
-            _ => {
+        let outcome = match call.operation.pair(rank) {
+            Some(pair) => self.transfer(call, blocks.numel, pair),
+            None => {
                 self.sequence += 1;
                 self.collective(call, blocks)
             }
@@ -297,14 +293,8 @@ impl Communicator for ProcessCommunicator {
     }
 
     fn aborter(&self) -> Aborter {
-        let group = Arc::downgrade(&self.group);
-        let seen = group.clone();
-        Aborter::new(self.group.rank, move |error| {
-            if let Some(group) = group.upgrade() {
-                group.close(error);
-            }
-        })
-        .seeing(move || seen.upgrade().and_then(|group| group.failure()))
+        let close = |group: &Group, error| drop(group.close(error));
+        Aborter::of(self.group.rank, &self.group, close, Group::failure)
     }
 
     fn recorder(&self) -> &FlightRecorder {

@@ -6,12 +6,11 @@ use std::hash::BuildHasher;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use fusestep_collective::MAX_TIMEOUT;
+
 use super::FolderControl;
 use super::files::{Files, pause};
 use crate::NcclError;
-
-/// Longest timeout; a longer one is cut to this, so that every wait ends.
-const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The file in which rank 0 says who has come to this run.
 const WELCOME: &str = "welcome";
