@@ -137,9 +137,8 @@ impl Suite {
 
     /// Has cargo build the programs of the suite.
     fn find_programs(&mut self) -> Result<()> {
-        self.programs = built(
-            cargo().arg("test").args(SUITE).arg("--no-run").envs(self.environment.iter().cloned()),
-        )?;
+        self.programs =
+            built(cargo(&format!("test {SUITE} --no-run")).envs(self.environment.iter().cloned()))?;
         Ok(())
     }
 
