@@ -77,11 +77,8 @@ fn pack_records(
     let layout = launch.kernel.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.groups.len());
     let flags = launch.kernel.flags();
-    let mut words = lists;
     let origin = flags & FLAG_STOCHASTIC != 0;
-    if origin {
-        words += ORIGIN_WORDS;
-    }
+    let words = lists + if origin { ORIGIN_WORDS } else { 0 };
     assert!(
         len_bytes <= out.len() && words == layout.lists,
         "a batch of {len_bytes} argument bytes and {} words per record was made for other limits",
