@@ -184,7 +184,7 @@ impl MpiCommunicator {
 
     /// Any call that all ranks make and that moves data.
     fn collective(&mut self, call: Call<'_>, blocks: Blocks<'_>) -> Result<(), CollectiveError> {
-        let print = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
+        let print = call.shape().fingerprint(blocks.numel, self.sequence, self.context);
         self.begin(&print);
         let first = match self.group.options.compare {
             // A barrier is its exchange of headers.
@@ -236,7 +236,7 @@ impl MpiCommunicator {
     ) -> Result<(), CollectiveError> {
         let made = self.transfers.entry(pair).or_insert(0);
         *made += 1;
-        let mut print = Fingerprint::new(&call, numel, *made, self.context);
+        let mut print = call.shape().fingerprint(numel, *made, self.context);
         self.begin(&print);
         print.operation = Operation::Send { to: pair.1 };
         transfer::between(self, call, print, pair)
@@ -320,7 +320,8 @@ impl Communicator for MpiCommunicator {
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
         match &mut self.shared {
             Some(shared) => shared.allocate(len_bytes),
-            None => machine::unshared(self.group.rank, len_bytes),
+            None => HostMemory::zeroed(len_bytes)
+                .map_err(|error| CollectiveError::refused(self.group.rank, "allocate", error)),
         }
     }
 
@@ -336,7 +337,12 @@ impl Communicator for MpiCommunicator {
         if let Some(shared) = &mut self.shared {
             return shared.reduce_update(call, work);
         }
-        Err(machine::unseen(self.group.rank))
+        Err(CollectiveError::refused(
+            self.group.rank,
+            Operation::ReduceUpdate.name(),
+            "expected ranks that share the memory of one machine, found ranks that send messages; \
+             reduce first and update then",
+        ))
     }
 
     fn failure(&self) -> Option<CollectiveError> {

@@ -284,7 +284,7 @@ impl Group {
 
     /// An error of MPI itself.
     pub(crate) fn failed(&self, operation: &'static str, reason: String) -> CollectiveError {
-        CollectiveError::Engine { rank: self.rank, operation, reason }
+        CollectiveError::engine(self.rank, operation, reason)
     }
 
     /// Settles on an error of MPI itself.

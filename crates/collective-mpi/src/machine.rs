@@ -8,8 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use fusestep_coalesce::HostMemory;
-use fusestep_collective::{CollectiveError, Communicator, Membership, Operation};
+use fusestep_collective::{CollectiveError, Communicator, Membership};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, Rendezvous};
 use mpi::ffi;
 
@@ -41,7 +40,7 @@ pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(
     // SAFETY: both pairs are this function's own; all processes make this call, first thing.
     let agreed = unsafe {
         let (own, all) = (own.as_ptr().cast(), all.as_mut_ptr().cast());
-        let world = engine.world().0;
+        let world = engine.world.0;
         ffi::MPI_Allreduce(own, all, 2, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, world)
     };
     check(agreed).map_err(MpiError::of_call("MPI_Allreduce"))?;
@@ -67,7 +66,7 @@ pub(crate) fn share(
     }
     let random = || RandomState::new().build_hasher().finish();
     let mut token = [random(), random()];
-    let world = engine.world().0;
+    let world = engine.world.0;
     // SAFETY: the token is this function's own and 16 bytes long; all processes make this call.
     let told = unsafe {
         let bytes = token.as_mut_ptr().cast::<c_void>();
@@ -111,7 +110,7 @@ fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
     // SAFETY: MPI runs as long as the engine does, and all processes make this call, first thing.
     let code = unsafe {
         ffi::MPI_Comm_split_type(
-            engine.world().0,
+            engine.world.0,
             ffi::RSMPI_COMM_TYPE_SHARED,
             engine.rank as c_int,
             ffi::RSMPI_INFO_NULL,
@@ -126,26 +125,6 @@ fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
     let code = unsafe { ffi::MPI_Comm_free(&mut here.0) };
     check(code).map_err(MpiError::of_call("MPI_Comm_free"))?;
     Ok(ranks as usize)
-}
-
-/// Memory for ranks that send messages.
-pub(crate) fn unshared(rank: usize, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-    HostMemory::zeroed(len_bytes).map_err(|error| CollectiveError::Refused {
-        rank,
-        operation: "allocate",
-        reason: error.to_string(),
-    })
-}
-
-/// Why ranks that send messages cannot update each other's memory.
-pub(crate) fn unseen(rank: usize) -> CollectiveError {
-    CollectiveError::Refused {
-        rank,
-        operation: Operation::ReduceUpdate.name(),
-        reason: "expected ranks that share the memory of one machine, found ranks that send \
-                 messages; reduce first and update then"
-            .to_owned(),
-    }
 }
 
 impl<C: Communicator> OnMachine<C> {

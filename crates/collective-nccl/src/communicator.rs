@@ -217,11 +217,8 @@ impl NcclCommunicator {
         step: impl FnOnce(&mut Link) -> Result<R, String>,
     ) -> Result<R, CollectiveError> {
         let rank = self.control.rank();
-        step(&mut self.link).map_err(|reason| CollectiveError::Engine {
-            rank,
-            operation: print.operation.name(),
-            reason,
-        })
+        step(&mut self.link)
+            .map_err(|reason| CollectiveError::engine(rank, print.operation.name(), reason))
     }
 
     /// Closes the group on all ranks, then ends NCCL's part of it on this one, and with it all

@@ -48,7 +48,7 @@ struct Parties {
 
 impl FolderControl {
     fn new(files: Files, world_size: usize, timeout: Duration) -> Self {
-        let rank = files.rank();
+        let rank = files.rank;
         Self {
             recorder: FlightRecorder::new(rank, world_size, 256, Instant::now()),
             files: Arc::new(files),
@@ -93,11 +93,8 @@ impl FolderControl {
         parties: &Parties,
         payload: &[u8],
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let engine = |reason: String| CollectiveError::Engine {
-            rank: self.rank,
-            operation: print.operation.name(),
-            reason,
-        };
+        let engine =
+            |reason: String| CollectiveError::engine(self.rank, print.operation.name(), reason);
         if let Some(closed) = self.files.closing(parties.ranks.iter().copied()) {
             return Err(closed);
         }
@@ -137,10 +134,8 @@ impl FolderControl {
             for (found, &rank) in all.iter_mut().zip(&parties.ranks) {
                 if found.is_none() {
                     let read = self.files.read(&file(rank));
-                    *found = read.map_err(|error| CollectiveError::Engine {
-                        rank: self.rank,
-                        operation: print.operation.name(),
-                        reason: error.to_string(),
+                    *found = read.map_err(|error| {
+                        CollectiveError::engine(self.rank, print.operation.name(), error)
                     })?;
                 }
                 if found.is_none() {
@@ -235,13 +230,9 @@ impl FolderControl {
             Some(Membership::from_word(word))
         });
         let place = members.iter().position(|&rank| rank == self.rank);
-        let folder = self.files.folder().join(format!("group-{}-{}", print.sequence, own.colour));
+        let folder = self.files.folder.join(format!("group-{}-{}", print.sequence, own.colour));
         let made = std::fs::create_dir_all(&folder);
-        made.map_err(|error| CollectiveError::Engine {
-            rank: self.rank,
-            operation: print.operation.name(),
-            reason: error.to_string(),
-        })?;
+        made.map_err(|error| CollectiveError::engine(self.rank, print.operation.name(), error))?;
         let place = place.expect("this rank's own membership is among all");
         let files = Files::new(folder, place, self.files.chain());
         Ok(Some(Self::new(files, members.len(), self.timeout)))

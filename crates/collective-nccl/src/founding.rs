@@ -220,6 +220,6 @@ fn judge(all: &[Greeting]) -> Result<(), NcclError> {
 pub(crate) fn as_call_error(error: NcclError, rank: usize) -> CollectiveError {
     match error {
         NcclError::Control(error) => error,
-        error => CollectiveError::Engine { rank, operation: "split", reason: error.to_string() },
+        error => CollectiveError::engine(rank, "split", error),
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use fusestep_coalesce::{HostMemory, MemoryOwner};
+use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Aborter, Blocks, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
     FlightRecorder, MAX_TIMEOUT, Membership, Operation, RankMemory, ReduceUpdate,
@@ -42,7 +42,7 @@ pub struct ProcessCommunicator {
     /// Places for transfers, by sender and receiver, and how many there were.
     pairs: HashMap<(usize, usize), (Place, u64)>,
     /// Where others find what lies elsewhere; made by the first call that needs it.
-    stage: Option<Arena>,
+    pub(crate) stage: Option<Arena>,
     pub(crate) recorder: FlightRecorder,
 }
 
@@ -147,11 +147,6 @@ impl ProcessCommunicator {
         }
     }
 
-    /// Keeps it for the next call.
-    pub(crate) fn keep(&mut self, stage: Option<Arena>) {
-        self.stage = stage;
-    }
-
     pub(crate) fn arena(&self, len_bytes: usize) -> Result<Arena, CollectiveError> {
         let made = self.group.session.heap.allocate(len_bytes);
         made.map_err(|error| {
@@ -166,7 +161,7 @@ impl ProcessCommunicator {
 
     /// The error of a call that this rank cannot make.
     pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
-        CollectiveError::Refused { rank: self.group.rank, operation, reason }
+        CollectiveError::refused(self.group.rank, operation, reason)
     }
 
     /// What a round that did not end well means for its caller. `stage` is what the others may
@@ -209,7 +204,7 @@ impl ProcessCommunicator {
 
     /// Any call that all ranks of the group make.
     fn collective(&mut self, call: Call<'_>, blocks: Blocks<'_>) -> Result<(), CollectiveError> {
-        let print = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
+        let print = call.shape().fingerprint(blocks.numel, self.sequence, self.context);
         let mut task = self.begin(print);
         match call.operation {
             Operation::AllReduce(op)
@@ -228,7 +223,7 @@ impl ProcessCommunicator {
     ) -> Result<(), CollectiveError> {
         let known = self.pairs.remove(&pair);
         let (mut place, made) = known.unwrap_or_else(|| (self.group.pair_place(pair), 0));
-        let mut print = Fingerprint::new(&call, numel, made + 1, self.context);
+        let mut print = call.shape().fingerprint(numel, made + 1, self.context);
         let mut task = self.begin(print);
         print.operation = Operation::Send { to: pair.1 };
         task.card.print = print;
@@ -342,10 +337,4 @@ impl Drop for ProcessCommunicator {
             self.group.leave(calls);
         }
     }
-}
-
-/// Memory of a process's own in memory that the others see, for as long as a call needs it.
-pub(crate) fn copied(mut arena: Arena, bytes: &[u8]) -> Arena {
-    arena.bytes_mut().copy_from_slice(bytes);
-    arena
 }

@@ -143,11 +143,8 @@ pub trait Communicator: Send {
     /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-        HostMemory::zeroed(len_bytes).map_err(|error| CollectiveError::Refused {
-            rank: self.rank(),
-            operation: "allocate",
-            reason: error.to_string(),
-        })
+        HostMemory::zeroed(len_bytes)
+            .map_err(|error| CollectiveError::refused(self.rank(), "allocate", error))
     }
 
     /// Whether [`reduce_update`](Self::reduce_update) works here, on memory that

@@ -66,11 +66,7 @@ pub fn bench_all_reduce(
     sizes: &[u64],
     options: &Options,
 ) -> Result<Vec<AllReduceRow>, CollectiveError> {
-    let refused = |reason: String| CollectiveError::Refused {
-        rank: 0,
-        operation: "all-reduce benchmark",
-        reason,
-    };
+    let refused = |reason: String| CollectiveError::refused(0, "all-reduce benchmark", reason);
     if ranks == 0 {
         return Err(refused("expected at least 1 rank, found 0".to_owned()));
     }
@@ -262,11 +258,7 @@ fn row(
     level: Level,
 ) -> Result<AllReduceRow, CollectiveError> {
     let (rank, ranks) = (comm.rank(), comm.world_size());
-    let refused = |reason: String| CollectiveError::Refused {
-        rank,
-        operation: "all-reduce benchmark",
-        reason,
-    };
+    let refused = |reason: String| CollectiveError::refused(rank, "all-reduce benchmark", reason);
     let numel = usize::try_from(len_bytes).map_err(|_| {
         refused(format!("expected a length that fits memory, found {len_bytes} bytes"))
     })? / 4;

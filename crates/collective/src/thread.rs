@@ -124,7 +124,7 @@ impl ThreadCommunicator {
         rank: usize,
         participant: Participant<Header, CollectiveError>,
     ) -> Self {
-        let (world_size, options) = (group.world_size(), group.options());
+        let (world_size, options) = (group.world_size, &group.options);
         Self {
             rank,
             participant,
@@ -132,7 +132,7 @@ impl ThreadCommunicator {
             context: CallContext::default(),
             ends: vec![0; world_size],
             pairs: HashMap::new(),
-            recorder: FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun()),
+            recorder: FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun),
             group,
         }
     }
@@ -143,7 +143,7 @@ impl ThreadCommunicator {
     }
 
     fn dump(&mut self) {
-        let folder = self.group.options().dump_folder.as_deref();
+        let folder = self.group.options.dump_folder.as_deref();
         self.recorder.dump_once(folder);
     }
 
@@ -174,7 +174,7 @@ impl ThreadCommunicator {
     fn header(&mut self, fingerprint: Fingerprint, placement: Placement) -> (Header, Instant) {
         let arrived_ns = self.recorder.begin(&fingerprint);
         let deadline =
-            self.group.begun() + Duration::from_nanos(arrived_ns) + self.group.options().timeout;
+            self.group.begun + Duration::from_nanos(arrived_ns) + self.group.options.timeout;
         let header = Header { fingerprint, placement, arrived_ns, membership: None };
         (header, deadline)
     }
@@ -186,7 +186,7 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn world_size(&self) -> usize {
-        self.group.world_size()
+        self.group.world_size
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {

@@ -181,7 +181,7 @@ CUresult cuDeviceTotalMem_v2(size_t* len_bytes, CUdevice device) {
 }
 
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
-    return with_driver([&] {
+    return with_driver([&]() -> CUresult {
         if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         const int capability = settings().compute_capability;
         const Attribute of_capability[] = {{75, capability / 10}, {76, capability % 10}};

@@ -90,7 +90,7 @@ impl Meeting {
     /// Rank 0: waits for all, checks them and tells them.
     fn welcome(&self, files: &Files, timeout: Duration) -> Result<(), String> {
         let as_text = |error: std::io::Error| error.to_string();
-        for entry in fs::read_dir(files.folder()).map_err(as_text)? {
+        for entry in fs::read_dir(&files.folder).map_err(as_text)? {
             let name = entry.map_err(as_text)?.file_name();
             let name = name.to_string_lossy();
             if !name.trim_start_matches('.').starts_with("hello-") {
