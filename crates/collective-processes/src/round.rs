@@ -52,8 +52,8 @@ struct Table<'a> {
 impl Group {
     /// Takes part in the next round at a table.
     ///
-    /// `reserved` are bytes of this party's part that are claimed for it from the start; `work` must
-    /// not wait for anything.
+    /// `reserved` are bytes of this party's part that are claimed for it from the start; `work`
+    /// must not wait for anything.
     pub(crate) fn round<R>(
         &self,
         place: &mut Place,

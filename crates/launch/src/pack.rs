@@ -36,8 +36,8 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
     })
 }
 
-/// [`pack`] for tensors that lie anywhere: `launch.lists` has those that are kept; `tensors` are the
-/// addresses of each tensor's first element in each of the kernel's lists, in its order, and
+/// [`pack`] for tensors that lie anywhere: `launch.lists` has those that are kept; `tensors` are
+/// the addresses of each tensor's first element in each of the kernel's lists, in its order, and
 /// `control` that of the control block, 0 if there is none.
 ///
 /// # Panics
