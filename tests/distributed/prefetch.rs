@@ -4,8 +4,8 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use fusestep_collective::{
-    Aborter, Call, CallContext, CollectiveError, Collectives, Communicator, Fault, FaultKind,
-    Faulty, FlightRecorder, Membership, Options, run_ranks,
+    CollectiveError, Collectives, Communicator, Fault, FaultKind, Faulty, Membership, Options,
+    run_ranks,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Plan, PlanError, State, Topology, ZeroStage};
