@@ -4,8 +4,8 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use fusestep_collective::{
-    Aborter, Call, CallContext, CollectiveError, Collectives, Communicator, Fault, FaultKind,
-    Faulty, FlightRecorder, Membership, Options, run_ranks,
+    CollectiveError, Collectives, Communicator, Fault, FaultKind, Faulty, Membership, Options,
+    run_ranks,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Plan, PlanError, State, Topology, ZeroStage};
@@ -188,15 +188,11 @@ struct StreamFaults<C> {
 }
 
 impl<C: Communicator> Communicator for StreamFaults<C> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+    fusestep_collective::forward_calls! {
+        this => this.inner;
+        rank, world_size, execute, set_context, aborter, recorder, failure,
     }
-    fn world_size(&self) -> usize {
-        self.inner.world_size()
-    }
-    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        self.inner.execute(call)
-    }
+
     fn split(
         &mut self,
         membership: Option<Membership>,
@@ -207,18 +203,6 @@ impl<C: Communicator> Communicator for StreamFaults<C> {
             3 => Box::new(Faulty::new(made, &[self.fault])) as Box<dyn Communicator>,
             _ => made,
         }))
-    }
-    fn set_context(&mut self, context: CallContext) {
-        self.inner.set_context(context);
-    }
-    fn aborter(&self) -> Aborter {
-        self.inner.aborter()
-    }
-    fn recorder(&self) -> &FlightRecorder {
-        self.inner.recorder()
-    }
-    fn failure(&self) -> Option<CollectiveError> {
-        self.inner.failure()
     }
 }
 

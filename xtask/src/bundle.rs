@@ -80,13 +80,10 @@ fn build_programs() -> Result<Vec<Program>> {
     let root = workspace_root();
     let library = root.join("target/emulator");
     build(&root.join("kernels"), &library, &Options::default())?;
-    let mut command = cargo();
-    command.args(["test", "--no-run"]).args(SUITE);
-    let mut programs = built(command.env("CUDA_LIBRARY_PATH", &library))?;
+    let suite = format!("test --no-run {SUITE}");
+    let mut programs = built(cargo(&suite).env("CUDA_LIBRARY_PATH", &library))?;
     let bench = "bench --no-run --package fusestep-benches --features cuda --bench device";
-    let mut command = cargo();
-    command.args(bench.split(' '));
-    programs.extend(built(command.env("CUDA_LIBRARY_PATH", &library))?);
+    programs.extend(built(cargo(bench).env("CUDA_LIBRARY_PATH", &library))?);
     programs.retain(|program| program.is_test);
     Ok(programs)
 }

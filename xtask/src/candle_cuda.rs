@@ -25,9 +25,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     make_toolkit(&root.join("crates/candle/tests/toolkit"), &toolkit)?;
     let libraries = [emulator.join("lib64"), toolkit.join("lib64")];
     let command = "test --release --package fusestep-candle --features cuda --test cuda --";
-    let mut tests = cargo();
+    let mut tests = cargo(command);
     tests
-        .args(command.split(' '))
         .args(test_arguments)
         // The emulated driver has one per-thread default stream for all threads: while one test
         // records on candle's, another could not use it.

@@ -9,10 +9,10 @@ use serde_json::Value;
 
 use crate::workspace_root;
 
-/// The cargo that has started this program, in the workspace's root.
-pub(crate) fn cargo() -> Command {
+/// The cargo that has started this program, in the workspace's root; words with a space between.
+pub(crate) fn cargo(words: &str) -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.current_dir(workspace_root());
+    cargo.args(words.split(' ')).current_dir(workspace_root());
     cargo
 }
 

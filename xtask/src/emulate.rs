@@ -52,42 +52,16 @@ pub(crate) fn split(arguments: &[String]) -> (&[String], &[String]) {
 ///
 /// The command line is named for its dependencies: with them, what these tests are built on has the
 /// features that it has in `cargo test --release`, and is not compiled a second time.
-pub(crate) const SUITE: [&str; 26] = [
-    "--release",
-    "--package",
-    "fusestep-cuda",
-    "--package",
-    "fusestep-tests",
-    "--package",
-    "fusestep-cli",
-    "--features",
-    "fusestep-cuda/cuda,fusestep-testkit/cuda",
-    "--lib",
-    "--test",
-    "emulated",
-    "--test",
-    "every_entry",
-    "--test",
-    "faults",
-    "--test",
-    "measured",
-    "--test",
-    "normed",
-    "--test",
-    "resident",
-    "--test",
-    "timing",
-    "--test",
-    "laws",
-];
+pub(crate) const SUITE: &str = "--release --package fusestep-cuda --package fusestep-tests --package \
+                     fusestep-cli --features fusestep-cuda/cuda,fusestep-testkit/cuda --lib --test \
+                     emulated --test every_entry --test faults --test measured --test normed --test \
+                     resident --test timing --test laws";
 
 /// Runs the CUDA tests, with `environment` for this command only.
 fn test(environment: &[(OsString, OsString)], test_arguments: &[String]) -> Result<()> {
-    let mut command = cargo();
-    command.arg("test").args(SUITE).arg("--");
+    let mut command = cargo(&format!("test {SUITE} --"));
     command.args(test_arguments).envs(environment.iter().cloned());
-    let failed = format!("the CUDA tests failed: cargo test {}", SUITE.join(" "));
-    must(&mut command, &failed)
+    must(&mut command, &format!("the CUDA tests failed: cargo test {SUITE}"))
 }
 
 /// The variable that makes cargo start test programs, and nothing else, with the sanitizer loaded

@@ -4,7 +4,7 @@ mod counts;
 mod mutants;
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 
 use anyhow::{Context, Result, bail};
@@ -63,11 +63,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let folder = root.join("target/emulator");
     build(&root.join("kernels"), &folder, &Options::default())?;
     let counts = root.join("target/execute-ptx-counts.jsonl");
-    let mut suite = Suite::new(&folder, &counts);
-    if let Some(seed) = request.seed {
-        suite.set("FUSESTEP_PTX_SEED", seed.to_string());
-    }
-    suite.find_programs()?;
+    let suite = Suite::build(&folder, &counts, request.seed)?;
     if request.mutants {
         return mutants::run(&suite, &root);
     }
@@ -116,31 +112,23 @@ impl Request {
 
 /// The CUDA tests with what makes them run on PTX.
 struct Suite {
-    environment: Vec<(OsString, OsString)>,
+    environment: Vec<(&'static str, OsString)>,
     programs: Vec<Program>,
 }
 
 impl Suite {
-    fn new(folder: &Path, counts: &Path) -> Self {
-        let mut suite = Self { environment: Vec::new(), programs: Vec::new() };
-        suite.set("CUDA_LIBRARY_PATH", folder);
-        suite.set("LD_LIBRARY_PATH", folder.join("lib64"));
-        suite.set("FUSESTEP_EMULATOR_CODE", "ptx");
-        suite.set("FUSESTEP_PTX_COUNTS", counts);
-        suite
-    }
-
-    fn set(&mut self, name: &str, value: impl Into<PathBuf>) {
-        let value = value.into().into_os_string();
-        self.environment.push((name.into(), value));
-    }
-
     /// Has cargo build the programs of the suite.
-    fn find_programs(&mut self) -> Result<()> {
-        self.programs = built(
-            cargo().arg("test").args(SUITE).arg("--no-run").envs(self.environment.iter().cloned()),
-        )?;
-        Ok(())
+    fn build(folder: &Path, counts: &Path, seed: Option<u64>) -> Result<Self> {
+        let mut environment: Vec<(&str, OsString)> = vec![
+            ("CUDA_LIBRARY_PATH", folder.into()),
+            ("LD_LIBRARY_PATH", folder.join("lib64").into()),
+            ("FUSESTEP_EMULATOR_CODE", "ptx".into()),
+            ("FUSESTEP_PTX_COUNTS", counts.into()),
+        ];
+        environment.extend(seed.map(|seed| ("FUSESTEP_PTX_SEED", seed.to_string().into())));
+        let mut cargo = cargo(&format!("test {SUITE} --no-run"));
+        let programs = built(cargo.envs(environment.iter().cloned()))?;
+        Ok(Self { environment, programs })
     }
 
     fn command(&self, program: &Path) -> Command {

@@ -80,10 +80,7 @@ impl Bench {
     fn prepare() -> Result<Self> {
         let root = workspace_root().join("target/faults");
         empty(&root)?;
-        must(
-            cargo().args(["build", "--release", "-p", "fusestep-cli"]),
-            "the command does not build",
-        )?;
+        must(&mut cargo("build --release -p fusestep-cli"), "the command does not build")?;
         let library = root.join("faults.so");
         let mut compiler = Command::new("c++");
         compiler

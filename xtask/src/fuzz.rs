@@ -39,12 +39,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     }
     // The command line for its dependencies: with them nothing is compiled a second time.
     must(
-        cargo().args(["build", "--release", "-q", "--bin", "fusestep-fuzz"]).args([
-            "-p",
-            "fusestep-fuzz",
-            "-p",
-            "fusestep-cli",
-        ]),
+        &mut cargo("build --release -q --bin fusestep-fuzz -p fusestep-fuzz -p fusestep-cli"),
         "the targets do not build",
     )?;
     let program = workspace_root().join("target/release/fusestep-fuzz");

@@ -4,7 +4,7 @@
 
 use std::{env, path::PathBuf, process::ExitCode};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 mod bundle;
 mod candle_cuda;
@@ -33,117 +33,42 @@ mod simulate;
 mod waves;
 mod wheels;
 
-/// A command: its name, what it does in one line, and its entry.
-struct Command {
-    name: &'static str,
-    usage: &'static str,
-    run: fn(&[String]) -> Result<()>,
-}
-
-const COMMANDS: &[Command] = &[
-    Command {
-        name: "ptx",
-        usage: "ptx [--check]   compile kernels/*.cu to kernels/ptx, assemble that to \
-                kernels/machine_code and list registers, or compare with what is there",
-        run: ptx::run,
-    },
-    Command {
-        name: "emulate",
-        usage: "emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run \
-                the CUDA tests on it; needs no GPU",
-        run: emulate::run,
-    },
-    Command {
-        name: "candle-cuda",
-        usage: "candle-cuda [-- TEST ARGUMENTS]   candle's variables on the emulated CUDA device, \
-                without candle's own kernels; needs no GPU and no nvcc",
-        run: candle_cuda::run,
-    },
-    Command {
-        name: "execute-ptx",
-        usage: "execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST ARGUMENTS]   run \
-                the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU",
-        run: execute_ptx::run,
-    },
-    Command {
-        name: "waves",
-        usage: "waves   what the last blocks of a launch cost on an H100, for several lengths of \
-                chunks; counts only",
-        run: waves::run,
-    },
-    Command {
-        name: "gpu",
-        usage: "gpu [--bundle DIR] [-- RUN.SH ARGUMENTS]   the proof on this machine's GPU: \
-                tests, sanitizers, times; or pack it for another one",
-        run: gpu::run,
-    },
-    Command {
-        name: "mpi",
-        usage: "mpi [--bench]   run the collectives' tests between processes under mpirun, or \
-                time them beside the MPI's own",
-        run: mpi::run,
-    },
-    Command {
-        name: "nccl",
-        usage: "nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a \
-                stand-in for NCCL",
-        run: nccl::run,
-    },
-    Command {
-        name: "python",
-        usage: "python [--bare | --mpi | -- PYTEST ARGUMENTS]   test the Python package beside the \
-                pinned PyTorch, under mpirun, or its seam alone without PyTorch",
-        run: python::run,
-    },
-    Command {
-        name: "wheel",
-        usage: "wheel [--from-sdist]   build the Python package: a wheel and a source \
-                distribution, and once more from that",
-        run: python::wheel,
-    },
-    Command {
-        name: "simulate",
-        usage: "simulate [--seeds N | --seed S]   whole training runs under seeds, with deaths, \
-                stalls, lost power, full disks and rot",
-        run: simulate::run,
-    },
-    Command {
-        name: "faults",
-        usage: "faults   step, save, resume and reshard with an error or their death at every \
-                call that changes a file",
-        run: faults::run,
-    },
-    Command {
-        name: "fuzz",
-        usage: "fuzz [--seconds N] [--seed S]   any bytes as files, plans and launches, each \
-                target of fuzz/ for so long",
-        run: fuzz::run,
-    },
-    Command {
-        name: "planted",
-        usage: "planted [WORD...]   put bugs into a copy of the sources, one after the other, and \
-                see each found by the tool that is there for it",
-        run: planted::run,
-    },
-    Command {
-        name: "nightly",
-        usage: "nightly [WORD]   what takes longer than a change may wait for: kills, a million \
-                seeds, sanitizers, features, licences, mutants",
-        run: nightly::run,
-    },
-    Command {
-        name: "package",
-        usage: "package [--candle VERSION | --semver]   pack every public crate as for a registry, and run programs that depend \
-                on nothing but what was packed",
-        run: package::run,
-    },
-    Command {
-        name: "sanitize",
-        usage: "sanitize thread|address [-- TEST ARGUMENTS]   run the tests of what threads share \
-                under a sanitizer of the compiler",
-        run: sanitize::run,
-    },
-];
+/// What there is, a command to a line.
+const USAGE: &str =
+    "  cargo xtask ptx [--check]   compile kernels/*.cu to kernels/ptx, assemble that to \
+    kernels/machine_code and list registers, or compare with what is there
+  cargo xtask emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run \
+    the CUDA tests on it; needs no GPU
+  cargo xtask candle-cuda [-- TEST ARGUMENTS]   candle's variables on the emulated CUDA device, \
+    without candle's own kernels; needs no GPU and no nvcc
+  cargo xtask execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST ARGUMENTS]   run \
+    the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU
+  cargo xtask waves   what the last blocks of a launch cost on an H100, for several lengths of \
+    chunks; counts only
+  cargo xtask gpu [--bundle DIR] [-- RUN.SH ARGUMENTS]   the proof on this machine's GPU: tests, \
+    sanitizers, times; or pack it for another one
+  cargo xtask mpi [--bench]   run the collectives' tests between processes under mpirun, or time \
+    them beside the MPI's own
+  cargo xtask nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a \
+    stand-in for NCCL
+  cargo xtask python [--bare | --mpi | -- PYTEST ARGUMENTS]   test the Python package beside the \
+    pinned PyTorch, under mpirun, or its seam alone without PyTorch
+  cargo xtask wheel [--from-sdist]   build the Python package: a wheel and a source \
+    distribution, and once more from that
+  cargo xtask simulate [--seeds N | --seed S]   whole training runs under seeds, with deaths, \
+    stalls, lost power, full disks and rot
+  cargo xtask faults   step, save, resume and reshard with an error or their death at every call \
+    that changes a file
+  cargo xtask fuzz [--seconds N] [--seed S]   any bytes as files, plans and launches, each \
+    target of fuzz/ for so long
+  cargo xtask planted [WORD...]   put bugs into a copy of the sources, one after the other, and \
+    see each found by the tool that is there for it
+  cargo xtask nightly [WORD]   what takes longer than a change may wait for: kills, a million \
+    seeds, sanitizers, features, licences, mutants
+  cargo xtask package [--candle VERSION | --semver]   pack every public crate as for a registry, \
+    and run programs that depend on nothing but what was packed
+  cargo xtask sanitize thread|address [-- TEST ARGUMENTS]   run the tests of what threads share \
+    under a sanitizer of the compiler";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -157,23 +82,33 @@ fn main() -> ExitCode {
 }
 
 fn dispatch(arguments: &[String]) -> Result<()> {
-    let usage = || {
-        let lines: Vec<_> =
-            COMMANDS.iter().map(|command| format!("  cargo xtask {}", command.usage)).collect();
-        lines.join("\n")
-    };
     let Some((name, rest)) = arguments.split_first() else {
-        bail!("a command is missing; there are\n{}", usage());
+        bail!("a command is missing; there are\n{USAGE}");
     };
-    if matches!(name.as_str(), "help" | "--help" | "-h") {
-        println!("{}", usage());
-        return Ok(());
+    match name.as_str() {
+        "help" | "--help" | "-h" => {
+            println!("{USAGE}");
+            Ok(())
+        }
+        "ptx" => ptx::run(rest),
+        "emulate" => emulate::run(rest),
+        "candle-cuda" => candle_cuda::run(rest),
+        "execute-ptx" => execute_ptx::run(rest),
+        "waves" => waves::run(rest),
+        "gpu" => gpu::run(rest),
+        "mpi" => mpi::run(rest),
+        "nccl" => nccl::run(rest),
+        "python" => python::run(rest),
+        "wheel" => python::wheel(rest),
+        "simulate" => simulate::run(rest),
+        "faults" => faults::run(rest),
+        "fuzz" => fuzz::run(rest),
+        "planted" => planted::run(rest),
+        "nightly" => nightly::run(rest),
+        "package" => package::run(rest),
+        "sanitize" => sanitize::run(rest),
+        _ => bail!("`{name}` is no command; there are\n{USAGE}"),
     }
-    let command = COMMANDS
-        .iter()
-        .find(|command| command.name == name)
-        .with_context(|| format!("`{name}` is no command; there are\n{}", usage()))?;
-    (command.run)(rest)
 }
 
 /// The folder of the workspace's `Cargo.toml`.

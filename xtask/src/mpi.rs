@@ -173,15 +173,10 @@ pub(crate) fn build(command: &str, targets: &[&str]) -> Result<Vec<Program>> {
         Ok(_) => "fusestep-cli/mpi,fusestep-cli/nccl",
         Err(_) => "fusestep-cli/nccl",
     };
-    built(
-        cargo()
-            .arg(command)
-            .args(["--package", "fusestep-collective-mpi"])
-            .args(["--package", "fusestep-collective-nccl"])
-            .args(["--package", "fusestep-cli", "--features", features])
-            .args(targets)
-            .arg("--release"),
-    )
+    let packages = "--package fusestep-collective-mpi --package fusestep-collective-nccl --package \
+                    fusestep-cli";
+    let words = format!("{command} --release {packages} --features {features}");
+    built(cargo(&words).args(targets))
 }
 
 /// How a job has ended.

@@ -57,10 +57,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 /// Whole steps of ranks with a device each: a program that is linked with the emulated driver.
 fn device_ranks() -> Command {
     let folder = workspace_root().join("target/emulator");
-    let mut command = cargo();
+    let package = "--package fusestep-cli --features cuda,nccl";
+    let mut command = cargo(&format!("test --release {package} --test device_ranks --"));
     command
-        .args(["test", "--release", "--package", "fusestep-cli"])
-        .args(["--features", "cuda,nccl", "--test", "device_ranks", "--"])
         .env("CUDA_LIBRARY_PATH", &folder)
         .env("LD_LIBRARY_PATH", folder.join("lib64"))
         .env("FUSESTEP_STAND_IN_EAGER", "1");

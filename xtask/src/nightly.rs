@@ -187,9 +187,8 @@ fn install(root: &Path, tool: &str) -> Result<()> {
     if tools.join("bin").join(tool).exists() {
         return Ok(());
     }
-    let mut command = cargo();
-    command.args(["install", "--locked", "--root"]).arg(&tools);
-    must(command.arg(tool), &format!("cannot install {tool}"))
+    let mut command = cargo("install --locked --root");
+    must(command.arg(&tools).arg(tool), &format!("cannot install {tool}"))
 }
 
 /// Asks for a compiler that is not there yet.

@@ -48,17 +48,14 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     for package in candle.iter().flat_map(|_| ["candle-core", "candle-nn"]) {
         let version = candle.unwrap_or_default();
         must(
-            cargo()
-                .args(["update", "-q", "-p", package, "--precise", version])
-                .current_dir(&consumer),
+            cargo(&format!("update -q -p {package} --precise {version}")).current_dir(&consumer),
             &format!("{package} cannot be of version {version}"),
         )?;
     }
     // A stranger's first build is one without `--release`, and it takes a third of the time.
     for program in CONSUMERS {
         must(
-            cargo()
-                .args(["run", "-q", "-p", program])
+            cargo(&format!("run -q -p {program}"))
                 .current_dir(&consumer)
                 .env("CARGO_PROFILE_DEV_DEBUG", "none")
                 .env("CARGO_TARGET_DIR", root.join("target/consumer-build")),
@@ -66,6 +63,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         )?;
     }
     Ok(())
+}
+
+/// Names crates to cargo.
+fn named(crates: &[Public]) -> impl Iterator<Item = &str> {
+    crates.iter().flat_map(|public| ["-p", &public.name])
 }
 
 /// Public items beside those of the commit in which the crates took their version; nothing has been
@@ -80,18 +82,13 @@ fn semver(root: &Path, crates: &[Public]) -> Result<()> {
         .output()?;
     let commits = String::from_utf8(found.stdout)?;
     let first = commits.lines().next().context("no commit has set the version")?;
-    let mut command = cargo();
-    command.args(["semver-checks", "--release-type", "minor"]);
-    command.args(["--baseline-rev", first]);
-    for public in crates {
-        command.args(["-p", &public.name]);
-    }
-    must(&mut command, "public items have changed")
+    let check = format!("semver-checks --release-type minor --baseline-rev {first}");
+    must(cargo(&check).args(named(crates)), "public items have changed")
 }
 
 /// The crates for publication, and an error that names every one that a registry would refuse.
 fn public_crates() -> Result<Vec<Public>> {
-    let found = cargo().args(["metadata", "--no-deps", "--format-version", "1"]).output()?;
+    let found = cargo("metadata --no-deps --format-version 1").output()?;
     ensure!(found.status.success(), "cargo metadata fails");
     let metadata: Value = serde_json::from_slice(&found.stdout)?;
     let packages = metadata["packages"].as_array().context("no packages")?;
@@ -128,12 +125,8 @@ fn gaps(package: &Value) -> impl Iterator<Item = String> {
 /// Packs the crates and returns the folder of their files; prints the size of each.
 fn pack(root: &Path, crates: &[Public]) -> Result<PathBuf> {
     // What is not committed is packed too, so that a change can be tried before it is one.
-    let mut command = cargo();
-    command.args(["package", "-q", "--no-verify", "--allow-dirty"]);
-    for public in crates {
-        command.args(["-p", &public.name]);
-    }
-    must(&mut command, "cargo package fails")?;
+    let mut command = cargo("package -q --no-verify --allow-dirty");
+    must(command.args(named(crates)), "cargo package fails")?;
     let folder = root.join("target/package");
     let mut too_large = Vec::new();
     for public in crates {

@@ -58,9 +58,7 @@ fn bare() -> Result<()> {
     let root = workspace_root();
     // The command line for its dependencies: with them nothing is compiled a second time.
     must(
-        cargo()
-            .args(["build", "--release", "-q", "-p", "fusestep-python"])
-            .args(["-p", "fusestep-cli"]),
+        &mut cargo("build --release -q -p fusestep-python -p fusestep-cli"),
         "the extension module does not build",
     )?;
     let package = root.join("target/python/bare/fusestep");

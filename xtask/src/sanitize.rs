@@ -11,22 +11,13 @@ use crate::workspace_root;
 
 /// What runs under both sanitizers, as cargo's arguments: whatever threads share, and the
 /// collectives between them whole.
-const SHARED: [&[&str]; 2] = [
-    &[
-        "--package",
-        "fusestep-simd",
-        "--package",
-        "fusestep-collective",
-        "--package",
-        "fusestep-cpu",
-        "--lib",
-    ],
-    &["--package", "fusestep-collective", "--test", "collective"],
+const SHARED: [&str; 2] = [
+    "--package fusestep-simd --package fusestep-collective --package fusestep-cpu --lib",
+    "--package fusestep-collective --test collective",
 ];
 
 /// What runs under the address sanitizer besides: memory that is mapped, cut up or handed to C++.
-const MEMORY: [&[&str]; 1] =
-    [&["--package", "fusestep-coalesce", "--package", "fusestep-launch", "--lib"]];
+const MEMORY: &str = "--package fusestep-coalesce --package fusestep-launch --lib";
 
 /// Builds the suites for a sanitizer and runs them.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
@@ -47,14 +38,12 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let target =
         std::env::var_os("CARGO_TARGET_DIR").map_or(workspace_root().join("target"), PathBuf::from);
     let target = target.join(format!("sanitize-{sanitizer}"));
-    let more: &[_] = if sanitizer == "address" { &MEMORY } else { &[] };
-    for suite in SHARED.iter().chain(more) {
+    let more = (sanitizer == "address").then_some(MEMORY);
+    for suite in SHARED.into_iter().chain(more) {
         let begun = Instant::now();
-        let mut command = cargo();
+        let mut command = cargo(&format!("test --release --target {} {suite}", host()?));
         command
-            .args(["test", "--release", "--target", &host()?])
             .args(std)
-            .args(*suite)
             .arg("--target-dir")
             .arg(&target)
             // One test at a time, in the thread that started: the test runner's own threads are not
@@ -66,7 +55,6 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             .args(test_arguments)
             .env("RUSTC_BOOTSTRAP", "1")
             .env("RUSTFLAGS", &flags);
-        let suite = suite.join(" ");
         must(&mut command, &format!("under the {sanitizer} sanitizer failed: {suite}"))?;
         println!("sanitize {sanitizer}: {suite} in {:.0} s", begun.elapsed().as_secs_f64());
     }

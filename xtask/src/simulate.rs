@@ -24,11 +24,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let (first, count) = (first.to_string(), count.to_string());
     let root = workspace_root();
     // The command line is named for its dependencies: with them nothing is compiled a second time.
-    let packages = ["-p", "fusestep-testkit", "-p", "fusestep-cli"];
-    must(
-        cargo().args(["build", "--release", "-q", "--bin", "simulate"]).args(packages),
-        "the simulator does not build",
-    )?;
+    let build = "build --release -q --bin simulate -p fusestep-testkit -p fusestep-cli";
+    must(&mut cargo(build), "the simulator does not build")?;
     must(
         Command::new(root.join("target/release/simulate"))
             .args([&first, &count])

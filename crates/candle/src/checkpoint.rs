@@ -5,7 +5,6 @@ use std::path::Path;
 use fusestep_planner::{Comms, RunToSave};
 
 use crate::lend::KeptByCandle;
-use crate::variables::Names;
 use crate::{AdapterError, Fused, Params, Ranked, Solo};
 
 impl<P: Params> Fused<P> {
@@ -17,7 +16,7 @@ impl<P: Params> Fused<P> {
     /// An [`AdapterError`]: no names, or a checkpoint that is damaged or of another model or rule,
     /// named tensor by tensor; nothing has changed then.
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> candle_core::Result<usize> {
-        self.check_named()?;
+        self.names.check()?;
         let mut solo = Solo::new();
         let mut comms = Comms::direct(&mut solo);
         let resumed = self.checkpoints.resume(
@@ -92,7 +91,7 @@ impl<P: Params> Fused<P> {
     }
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> candle_core::Result<()> {
-        self.check_named()?;
+        self.names.check()?;
         if self.vars.iter().any(|(name, _)| name == "__metadata__") {
             Err(AdapterError::MetadataName)?;
         }
@@ -126,7 +125,7 @@ impl<P: Params> Ranked<'_, P> {
     /// # Errors
     /// As [`Fused::resume`].
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> candle_core::Result<usize> {
-        self.check_named()?;
+        self.names.check()?;
         let resumed = self.try_resume(folder.as_ref());
         self.note(resumed)
     }
@@ -201,18 +200,11 @@ impl<P: Params> Ranked<'_, P> {
     }
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> candle_core::Result<()> {
-        self.check_named()?;
+        self.names.check()?;
         let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         let comms = &mut self.comms;
         let begun = self.checkpoints.begin(&self.plan, run, comms, (folder, steps));
         self.note(begun.map_err(AdapterError::from))
-    }
-
-    fn check_named(&self) -> Result<(), AdapterError> {
-        match self.names {
-            Names::Given => Ok(()),
-            Names::Positions => Err(AdapterError::Unnamed),
-        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var, WithDType};
 use candle_nn::Optimizer;
-use fusestep_planner::{Checkpoints, Plan, State};
+use fusestep_planner::{Checkpoints, Plan, State, StepReport};
 use fusestep_tensor::{Element, Role};
 use half::bf16;
 
@@ -65,6 +65,22 @@ pub struct Report {
     /// Whether the step was skipped because of them: no variable, no state and no step count has
     /// changed.
     pub skipped: bool,
+}
+
+impl Report {
+    pub(crate) fn of(report: &StepReport, copied_gradients: u64) -> Self {
+        Self {
+            step: report.step,
+            launches: report.launches,
+            elements: report.elements,
+            without_gradient: report.without_gradient,
+            copied_gradients,
+            grad_norm: report.grad_norm,
+            update_norm: report.update_norm,
+            non_finite: report.non_finite,
+            skipped: report.skipped,
+        }
+    }
 }
 
 impl<P: Params> Fused<P> {
@@ -285,7 +301,7 @@ impl<P: Params> Fused<P> {
     /// An [`AdapterError`]: no names, or the file cannot be written; an existing file is as it was
     /// then.
     pub fn save(&self, path: impl AsRef<Path>) -> candle_core::Result<()> {
-        self.check_named()?;
+        self.names.check()?;
         let saved = self.state.save(self.memory.backend(), path.as_ref());
         Ok(saved.map_err(AdapterError::from)?)
     }
@@ -296,17 +312,10 @@ impl<P: Params> Fused<P> {
     /// An [`AdapterError`]: no names, or a file that is not this optimizer's; nothing has changed
     /// then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> candle_core::Result<()> {
-        self.check_named()?;
+        self.names.check()?;
         let loaded = self.state.load(self.memory.backend(), path.as_ref());
         loaded.map_err(AdapterError::from)?;
         Ok(())
-    }
-
-    pub(crate) fn check_named(&self) -> Result<(), AdapterError> {
-        match self.names {
-            Names::Given => Ok(()),
-            Names::Positions => Err(AdapterError::Unnamed),
-        }
     }
 }
 
@@ -341,17 +350,7 @@ impl<P: Params> Optimizer for Fused<P> {
         }
         let run = (&self.plan, &mut self.state);
         let report = self.memory.step(run, &self.vars, &gradients)?;
-        self.report = Report {
-            step: report.step,
-            launches: report.launches,
-            elements: report.elements,
-            without_gradient: report.without_gradient,
-            copied_gradients: gradients.copied,
-            grad_norm: report.grad_norm,
-            update_norm: report.update_norm,
-            non_finite: report.non_finite,
-            skipped: report.skipped,
-        };
+        self.report = Report::of(&report, gradients.copied);
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, Layout, Storage, Tensor, Var};
+use candle_core::{CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Storage, Tensor, Var};
 use fusestep_cpu::{BorrowedPiece, CpuBackend};
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
 use fusestep_planner::{BorrowedParams, Lender};
@@ -80,7 +80,7 @@ pub(crate) fn bytes_of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core
     let Some((start, end)) = layout.contiguous_offsets() else {
         candle_core::bail!("expected a contiguous tensor, found strides")
     };
-    let width = storage_dtype(storage).size_in_bytes();
+    let width = storage.dtype().size_in_bytes();
     let all = bytes(storage);
     let elements = all.and_then(|bytes| bytes.get(start * width..end * width));
     match elements {
@@ -89,8 +89,15 @@ pub(crate) fn bytes_of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core
     }
 }
 
-fn storage_dtype(storage: &CpuStorage) -> candle_core::DType {
-    storage.dtype()
+/// A dtype that is planned and summed, as the planner calls it.
+pub(crate) fn dtype_of(dtype: DType) -> Option<fusestep_tensor::DType> {
+    Some(match dtype {
+        DType::F32 => fusestep_tensor::DType::F32,
+        DType::F64 => fusestep_tensor::DType::F64,
+        DType::F16 => fusestep_tensor::DType::F16,
+        DType::BF16 => fusestep_tensor::DType::BF16,
+        _ => return None,
+    })
 }
 
 /// A storage's bytes; `None` if it is not floating point.
@@ -149,9 +156,9 @@ impl InplaceOp2 for Update<'_> {
         let Some(piece) = self.0.take() else {
             candle_core::bail!("{name}: expected one call for each update, found a second")
         };
-        let dtype = storage_dtype(param);
+        let dtype = param.dtype();
         let width = dtype.size_in_bytes();
-        let same = dtype == storage_dtype(grad);
+        let same = dtype == grad.dtype();
         let (Some(param), Some(grad), true) = (bytes_mut(param), bytes(grad), same) else {
             candle_core::bail!("{name}: expected f32, f64, f16 or bf16 tensors of one dtype")
         };
@@ -185,7 +192,7 @@ impl InplaceOp1 for InPlace<'_> {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
         let name = InplaceOp1::name(self);
-        let width = storage_dtype(storage).size_in_bytes();
+        let width = storage.dtype().size_in_bytes();
         let place = layout.contiguous_offsets();
         let elements =
             place.and_then(|(start, end)| bytes_mut(storage)?.get_mut(start * width..end * width));

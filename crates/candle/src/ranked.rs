@@ -195,17 +195,7 @@ impl<P: Params> Ranked<'_, P> {
         let Some(update) = ended.update else {
             return Ok(());
         };
-        self.report = Report {
-            step: update.step,
-            launches: update.launches,
-            elements: update.elements,
-            without_gradient: update.without_gradient,
-            copied_gradients: self.report.copied_gradients,
-            grad_norm: update.grad_norm,
-            update_norm: update.update_norm,
-            non_finite: update.non_finite,
-            skipped: update.skipped,
-        };
+        self.report = Report::of(&update, self.report.copied_gradients);
         if update.skipped && !ended.averaged {
             return Ok(());
         }

@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{DType, Var};
+use candle_core::Var;
 use candle_nn::VarMap;
 use fusestep_tensor::{ParamDesc, Shape};
 
+use crate::lend::dtype_of;
 use crate::memory::Memory;
 use crate::{AdapterError, Options};
 
@@ -65,6 +66,16 @@ impl IntoVariables for Vec<Var> {
     }
 }
 
+impl Names {
+    /// Refuses names that mean something else in another run.
+    pub(crate) fn check(self) -> Result<(), AdapterError> {
+        match self {
+            Names::Given => Ok(()),
+            Names::Positions => Err(AdapterError::Unnamed),
+        }
+    }
+}
+
 impl Variables {
     /// Leaves out what is not floating point, as candle's optimizers do.
     pub(crate) fn floating_point(mut self) -> Self {
@@ -92,15 +103,8 @@ impl Variables {
                     first: first.clone(),
                 });
             }
-            let dtype = match var.dtype() {
-                DType::F32 => fusestep_tensor::DType::F32,
-                DType::F64 => fusestep_tensor::DType::F64,
-                DType::F16 => fusestep_tensor::DType::F16,
-                DType::BF16 => fusestep_tensor::DType::BF16,
-                found => {
-                    return Err(AdapterError::DType { name: name.clone(), found });
-                }
-            };
+            let dtype = dtype_of(var.dtype())
+                .ok_or_else(|| AdapterError::DType { name: name.clone(), found: var.dtype() })?;
             let dims: Vec<u64> = var.dims().iter().map(|&dim| dim as u64).collect();
             let shape = Shape::new(dims).map_err(fusestep_planner::PlanError::from)?;
             let mut descriptor = ParamDesc::new(name, shape, dtype);

@@ -1,8 +1,8 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use fusestep_coalesce::HostMemory;
@@ -184,7 +184,7 @@ impl MpiCommunicator {
 
     /// Any call that all ranks make and that moves data.
     fn collective(&mut self, call: Call<'_>, blocks: Blocks<'_>) -> Result<(), CollectiveError> {
-        let print = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
+        let print = call.shape().fingerprint(blocks.numel, self.sequence, self.context);
         self.begin(&print);
         let first = match self.group.options.compare {
             // A barrier is its exchange of headers.
@@ -236,7 +236,7 @@ impl MpiCommunicator {
     ) -> Result<(), CollectiveError> {
         let made = self.transfers.entry(pair).or_insert(0);
         *made += 1;
-        let mut print = Fingerprint::new(&call, numel, *made, self.context);
+        let mut print = call.shape().fingerprint(numel, *made, self.context);
         self.begin(&print);
         print.operation = Operation::Send { to: pair.1 };
         transfer::between(self, call, print, pair)
@@ -268,11 +268,9 @@ impl Communicator for MpiCommunicator {
                 return Err(error);
             }
         };
-        let rank = self.group.rank;
-        let outcome = match call.operation {
-            Operation::Send { to } => self.transfer(call, blocks.numel, (rank, to)),
-            Operation::Receive { from } => self.transfer(call, blocks.numel, (from, rank)),
-            _ => {
+        let outcome = match call.operation.pair(self.group.rank) {
+            Some(pair) => self.transfer(call, blocks.numel, pair),
+            None => {
                 self.sequence += 1;
                 self.collective(call, blocks)
             }
@@ -309,14 +307,7 @@ impl Communicator for MpiCommunicator {
         if let Some(shared) = &self.shared {
             return shared.aborter();
         }
-        let group = Arc::downgrade(&self.group);
-        let seen = Weak::clone(&group);
-        let close = move |error| {
-            if let Some(group) = group.upgrade() {
-                group.announce(error);
-            }
-        };
-        Aborter::new(self.group.rank, close).seeing(move || seen.upgrade()?.failure())
+        Aborter::of(self.group.rank, &self.group, Group::announce, Group::failure)
     }
 
     fn recorder(&self) -> &FlightRecorder {
@@ -329,7 +320,8 @@ impl Communicator for MpiCommunicator {
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
         match &mut self.shared {
             Some(shared) => shared.allocate(len_bytes),
-            None => machine::unshared(self.group.rank, len_bytes),
+            None => HostMemory::zeroed(len_bytes)
+                .map_err(|error| CollectiveError::refused(self.group.rank, "allocate", error)),
         }
     }
 
@@ -345,7 +337,12 @@ impl Communicator for MpiCommunicator {
         if let Some(shared) = &mut self.shared {
             return shared.reduce_update(call, work);
         }
-        Err(machine::unseen(self.group.rank))
+        Err(CollectiveError::refused(
+            self.group.rank,
+            Operation::ReduceUpdate.name(),
+            "expected ranks that share the memory of one machine, found ranks that send messages; \
+             reduce first and update then",
+        ))
     }
 
     fn failure(&self) -> Option<CollectiveError> {

@@ -48,7 +48,7 @@ unsafe impl Sync for Handle {}
 pub(crate) struct Engine {
     /// All processes, apart from whatever else the program says over MPI. Its errors are returned,
     /// not fatal.
-    world: Handle,
+    pub(crate) world: Handle,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
     pub(crate) version: String,
@@ -248,11 +248,6 @@ impl Engine {
             )
         };
         (code == 0).then_some((source as usize, bytes))
-    }
-
-    /// The world as the engine's own collectives take it.
-    pub(crate) fn world(&self) -> Handle {
-        self.world
     }
 
     /// Keeps an error to be said at the end: the first, but for results that were dropped, which is

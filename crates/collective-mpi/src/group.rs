@@ -6,15 +6,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, FlightRecorder};
+use fusestep_collective::{CollectiveError, FlightRecorder, MAX_TIMEOUT};
 
 use crate::engine::{Engine, Kind};
 use crate::watch::{Armed, Deadline};
 use crate::wire::Notice;
 use crate::{MpiOptions, watch};
-
-/// Longest timeout; a longer one is cut to this, so that every wait ends.
-const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Longest time to wait for what others say about an error.
 const MAX_GRACE: Duration = Duration::from_secs(5);
@@ -287,7 +284,7 @@ impl Group {
 
     /// An error of MPI itself.
     pub(crate) fn failed(&self, operation: &'static str, reason: String) -> CollectiveError {
-        CollectiveError::Engine { rank: self.rank, operation, reason }
+        CollectiveError::engine(self.rank, operation, reason)
     }
 
     /// Settles on an error of MPI itself.

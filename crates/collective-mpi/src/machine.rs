@@ -8,11 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use fusestep_coalesce::HostMemory;
-use fusestep_collective::{
-    Aborter, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
-    Operation, RankMemory, ReduceUpdate,
-};
+use fusestep_collective::{CollectiveError, Communicator, Membership};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, Rendezvous};
 use mpi::ffi;
 
@@ -44,7 +40,7 @@ pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(
     // SAFETY: both pairs are this function's own; all processes make this call, first thing.
     let agreed = unsafe {
         let (own, all) = (own.as_ptr().cast(), all.as_mut_ptr().cast());
-        let world = engine.world().0;
+        let world = engine.world.0;
         ffi::MPI_Allreduce(own, all, 2, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, world)
     };
     check(agreed).map_err(MpiError::of_call("MPI_Allreduce"))?;
@@ -70,7 +66,7 @@ pub(crate) fn share(
     }
     let random = || RandomState::new().build_hasher().finish();
     let mut token = [random(), random()];
-    let world = engine.world().0;
+    let world = engine.world.0;
     // SAFETY: the token is this function's own and 16 bytes long; all processes make this call.
     let told = unsafe {
         let bytes = token.as_mut_ptr().cast::<c_void>();
@@ -114,7 +110,7 @@ fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
     // SAFETY: MPI runs as long as the engine does, and all processes make this call, first thing.
     let code = unsafe {
         ffi::MPI_Comm_split_type(
-            engine.world().0,
+            engine.world.0,
             ffi::RSMPI_COMM_TYPE_SHARED,
             engine.rank as c_int,
             ffi::RSMPI_INFO_NULL,
@@ -131,26 +127,6 @@ fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
     Ok(ranks as usize)
 }
 
-/// Memory for ranks that send messages.
-pub(crate) fn unshared(rank: usize, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-    HostMemory::zeroed(len_bytes).map_err(|error| CollectiveError::Refused {
-        rank,
-        operation: "allocate",
-        reason: error.to_string(),
-    })
-}
-
-/// Why ranks that send messages cannot update each other's memory.
-pub(crate) fn unseen(rank: usize) -> CollectiveError {
-    CollectiveError::Refused {
-        rank,
-        operation: Operation::ReduceUpdate.name(),
-        reason: "expected ranks that share the memory of one machine, found ranks that send \
-                 messages; reduce first and update then"
-            .to_owned(),
-    }
-}
-
 impl<C: Communicator> OnMachine<C> {
     fn new(inner: C, engine: Arc<Engine>, options: &MpiOptions) -> Self {
         if options.dump_folder.is_some() {
@@ -161,15 +137,12 @@ impl<C: Communicator> OnMachine<C> {
 }
 
 impl<C: Communicator> Communicator for OnMachine<C> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+    fusestep_collective::forward_calls! {
+        this => this.inner;
+        rank, world_size, execute, set_context, aborter, recorder, allocate, shares_memory,
+        reduce_update, failure,
     }
-    fn world_size(&self) -> usize {
-        self.inner.world_size()
-    }
-    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        self.inner.execute(call)
-    }
+
     fn split(
         &mut self,
         membership: Option<Membership>,
@@ -181,31 +154,6 @@ impl<C: Communicator> Communicator for OnMachine<C> {
             let dump_folder = None;
             Box::new(OnMachine { inner, engine, dump_folder }) as Box<dyn Communicator>
         }))
-    }
-    fn set_context(&mut self, context: CallContext) {
-        self.inner.set_context(context);
-    }
-    fn aborter(&self) -> Aborter {
-        self.inner.aborter()
-    }
-    fn recorder(&self) -> &FlightRecorder {
-        self.inner.recorder()
-    }
-    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-        self.inner.allocate(len_bytes)
-    }
-    fn shares_memory(&self) -> bool {
-        self.inner.shares_memory()
-    }
-    fn reduce_update(
-        &mut self,
-        call: ReduceUpdate<'_>,
-        work: &mut dyn FnMut(RankMemory<'_>),
-    ) -> Result<(), CollectiveError> {
-        self.inner.reduce_update(call, work)
-    }
-    fn failure(&self) -> Option<CollectiveError> {
-        self.inner.failure()
     }
 }
 

@@ -38,7 +38,7 @@ impl Native {
         // SAFETY: a constant of the library.
         let mut comm = unsafe { ffi::RSMPI_COMM_NULL };
         // SAFETY: MPI runs as long as the engine does.
-        let made = check(unsafe { ffi::MPI_Comm_dup(engine.world().0, &mut comm) });
+        let made = check(unsafe { ffi::MPI_Comm_dup(engine.world.0, &mut comm) });
         made.map_err(MpiError::of_call("MPI_Comm_dup"))?;
         Ok(Self { world: Handle(comm), comm: Handle(comm), in_place })
     }

@@ -22,10 +22,9 @@ impl Header {
     }
 
     pub(crate) fn to_bytes(self) -> [u8; HEADER_BYTES] {
-        let member = self.membership.unwrap_or(Membership { colour: 0, key: 0 });
         let words = [
             u64::from(self.membership.is_some()),
-            u64::from(member.colour) << 32 | u64::from(member.key),
+            self.membership.map_or(0, Membership::to_word),
             u64::from(self.proposal),
         ];
         let mut bytes = [0; HEADER_BYTES];
@@ -45,8 +44,7 @@ impl Header {
         let (joins, member, proposal) = (next()?, next()?, next()?);
         Some(Self {
             fingerprint: Fingerprint::from_bytes(print)?,
-            membership: (joins != 0)
-                .then_some(Membership { colour: (member >> 32) as u32, key: member as u32 }),
+            membership: (joins != 0).then(|| Membership::from_word(member)),
             proposal: proposal as u32,
         })
     }

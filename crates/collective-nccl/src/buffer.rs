@@ -25,13 +25,14 @@ pub struct DeviceBuffer {
 /// The driver refuses a length of zero, so an empty buffer has memory that nobody uses.
 const LEAST_BYTES: usize = 256;
 
+/// The context's.
+const DEFAULT_STREAM: Stream = std::ptr::null_mut();
+
 impl DeviceBuffer {
     pub(crate) fn allocate(device: &Arc<Device>, len_bytes: usize) -> Result<Self, String> {
-        let _entered = device.enter()?;
-        let mut address = 0;
+        let (mut address, room) = (0, len_bytes.max(LEAST_BYTES));
         // SAFETY: it writes one address.
-        let code = unsafe { (device.driver.allocate)(&mut address, len_bytes.max(LEAST_BYTES)) };
-        device.driver.check(code)?;
+        device.call(|driver| unsafe { (driver.allocate)(&mut address, room) })?;
         Ok(Self { device: Arc::clone(device), address, len_bytes })
     }
 
@@ -65,7 +66,7 @@ impl DeviceBuffer {
     /// The driver's words, or both lengths if they differ.
     pub fn upload(&mut self, bytes: &[u8]) -> Result<(), NcclError> {
         self.require(bytes.len())?;
-        let copied = self.put(0, bytes, std::ptr::null_mut());
+        let copied = self.put(0, bytes, DEFAULT_STREAM);
         copied.and_then(|()| self.finish()).map_err(failed)
     }
 
@@ -75,8 +76,7 @@ impl DeviceBuffer {
     /// As [`upload`](Self::upload).
     pub fn download(&self, bytes: &mut [u8]) -> Result<(), NcclError> {
         self.require(bytes.len())?;
-        let copied = self.get(0, bytes, std::ptr::null_mut());
-        copied.and_then(|()| self.finish()).map_err(failed)
+        self.get(0, bytes, DEFAULT_STREAM).map_err(failed)
     }
 
     fn require(&self, len_bytes: usize) -> Result<(), NcclError> {
@@ -97,17 +97,9 @@ impl DeviceBuffer {
             return Ok(());
         }
         self.assert_within(start, bytes.len());
-        let _entered = self.device.enter()?;
+        let (to, from) = (self.address + start as u64, bytes.as_ptr().cast());
         // SAFETY: both ranges are live and long enough, as asserted.
-        let code = unsafe {
-            (self.device.driver.upload)(
-                self.address + start as u64,
-                bytes.as_ptr().cast(),
-                bytes.len(),
-                stream,
-            )
-        };
-        self.device.driver.check(code)
+        self.device.call(|driver| unsafe { (driver.upload)(to, from, bytes.len(), stream) })
     }
 
     /// Reads bytes from `start` on, in the order of the stream; they have arrived when this
@@ -117,19 +109,15 @@ impl DeviceBuffer {
             return Ok(());
         }
         self.assert_within(start, bytes.len());
-        let _entered = self.device.enter()?;
+        let (to, from) = (bytes.as_mut_ptr().cast(), self.address + start as u64);
         // SAFETY: both ranges are live and long enough, as asserted; the host's is borrowed until
         // the stream is done with it.
-        unsafe {
-            let code = (self.device.driver.download)(
-                bytes.as_mut_ptr().cast(),
-                self.address + start as u64,
-                bytes.len(),
-                stream,
-            );
-            self.device.driver.check(code)?;
-            self.device.driver.check((self.device.driver.stream_synchronize)(stream))
-        }
+        self.device.call(|driver| unsafe {
+            match (driver.download)(to, from, bytes.len(), stream) {
+                0 => (driver.stream_synchronize)(stream),
+                refused => refused,
+            }
+        })
     }
 
     /// Calls stay within what they were cut for; a copy that did not would write over other memory.
@@ -140,10 +128,8 @@ impl DeviceBuffer {
 
     /// Waits for copies on the default stream.
     fn finish(&self) -> Result<(), String> {
-        let _entered = self.device.enter()?;
-        let driver = &self.device.driver;
         // SAFETY: the null stream is the context's default one.
-        driver.check(unsafe { (driver.stream_synchronize)(std::ptr::null_mut()) })
+        self.device.call(|driver| unsafe { (driver.stream_synchronize)(DEFAULT_STREAM) })
     }
 }
 

@@ -1,11 +1,11 @@
 //! The communicator: what it keeps between calls, and the order of steps of each call.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fusestep_collective::{
     Aborter, Blocks, Buffers, Call, CallContext, CallShape, CollectiveError, Communicator,
-    DeviceCall, Fingerprint, FlightRecorder, Membership, Operation,
+    DeviceCall, Fingerprint, FlightRecorder, MAX_TIMEOUT, Membership, Operation,
 };
 
 use crate::device::UnderWay;
@@ -14,9 +14,6 @@ use crate::founding::{Site, as_call_error};
 use crate::link::{Link, Progress, relax};
 use crate::options::version_text;
 use crate::{NcclError, NcclOptions, exchange, staging};
-
-/// Longest timeout; a longer one is cut to this, so that every wait ends.
-const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Polls between two looks at the clock and at what others say.
 const POLLS: u32 = 32;
@@ -207,7 +204,7 @@ impl NcclCommunicator {
                 Some(error) => return Err(error),
             }
             if waited > self.options.timeout {
-                self.link.abort_in_background();
+                self.link.handle.abort_in_background(None);
                 return Err(exchange::stuck(self, print));
             }
         }
@@ -220,11 +217,8 @@ impl NcclCommunicator {
         step: impl FnOnce(&mut Link) -> Result<R, String>,
     ) -> Result<R, CollectiveError> {
         let rank = self.control.rank();
-        step(&mut self.link).map_err(|reason| CollectiveError::Engine {
-            rank,
-            operation: print.operation.name(),
-            reason,
-        })
+        step(&mut self.link)
+            .map_err(|reason| CollectiveError::engine(rank, print.operation.name(), reason))
     }
 
     /// Closes the group on all ranks, then ends NCCL's part of it on this one, and with it all
@@ -237,7 +231,7 @@ impl NcclCommunicator {
         // The first error holds.
         let first = self.control.failure();
         let error = first.as_ref().unwrap_or(error);
-        self.link.end_all_of_device(error, self.options.timeout);
+        self.link.handle.end_all_of_device(error, self.options.timeout);
     }
 
     /// Writes an outcome down; an error closes the group on all ranks.

@@ -127,6 +127,12 @@ impl Device {
         Ok(Entered { device: self, before })
     }
 
+    /// A call of the driver in the context.
+    pub(crate) fn call(&self, call: impl FnOnce(&Driver) -> c_int) -> Result<(), String> {
+        let _entered = self.enter()?;
+        self.driver.check(call(&self.driver))
+    }
+
     /// The kernels, which were loaded when the device was opened.
     pub(crate) fn kernels(&self) -> Result<&Kernels, String> {
         self.kernels.as_ref().map_err(Clone::clone)

@@ -14,11 +14,7 @@ pub(crate) fn announce(
     numel: usize,
 ) -> Result<Fingerprint, CollectiveError> {
     let rank = comm.rank();
-    let pair = match shape.operation {
-        Operation::Send { to } => Some((rank, to)),
-        Operation::Receive { from } => Some((from, rank)),
-        _ => None,
-    };
+    let pair = shape.operation.pair(rank);
     let sequence = match pair {
         Some(pair) => comm.made.entry(pair).or_insert(0),
         None => &mut comm.sequence,

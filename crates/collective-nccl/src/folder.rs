@@ -16,9 +16,6 @@ use crate::wire::{FRAME_BYTES, Frame};
 use files::{Files, pause};
 pub use meeting::Meeting;
 
-/// Bytes by which ranks tell each other their membership in a split: a flag, colour and key.
-const MEMBERSHIP_BYTES: usize = 9;
-
 /// A control communicator for processes that nobody started together: ranks leave each other files
 /// in a folder that all of them see. Made by [`Meeting::join`].
 ///
@@ -51,7 +48,7 @@ struct Parties {
 
 impl FolderControl {
     fn new(files: Files, world_size: usize, timeout: Duration) -> Self {
-        let rank = files.rank();
+        let rank = files.rank;
         Self {
             recorder: FlightRecorder::new(rank, world_size, 256, Instant::now()),
             files: Arc::new(files),
@@ -67,11 +64,7 @@ impl FolderControl {
     /// Counts a call and says who takes part in it.
     fn begin(&mut self, shape: &CallShape<'_>, numel: usize) -> (Fingerprint, Parties) {
         let rank = self.rank;
-        let pair = match shape.operation {
-            Operation::Send { to } => Some((rank, to)),
-            Operation::Receive { from } => Some((from, rank)),
-            _ => None,
-        };
+        let pair = shape.operation.pair(rank);
         let sequence = match pair {
             Some(pair) => self.made.entry(pair).or_insert(0),
             None => &mut self.sequence,
@@ -100,11 +93,8 @@ impl FolderControl {
         parties: &Parties,
         payload: &[u8],
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let engine = |reason: String| CollectiveError::Engine {
-            rank: self.rank,
-            operation: print.operation.name(),
-            reason,
-        };
+        let engine =
+            |reason: String| CollectiveError::engine(self.rank, print.operation.name(), reason);
         if let Some(closed) = self.files.closing(parties.ranks.iter().copied()) {
             return Err(closed);
         }
@@ -144,10 +134,8 @@ impl FolderControl {
             for (found, &rank) in all.iter_mut().zip(&parties.ranks) {
                 if found.is_none() {
                     let read = self.files.read(&file(rank));
-                    *found = read.map_err(|error| CollectiveError::Engine {
-                        rank: self.rank,
-                        operation: print.operation.name(),
-                        reason: error.to_string(),
+                    *found = read.map_err(|error| {
+                        CollectiveError::engine(self.rank, print.operation.name(), error)
                     })?;
                 }
                 if found.is_none() {
@@ -232,32 +220,19 @@ impl FolderControl {
 
     fn join(&mut self, membership: Option<Membership>) -> Result<Option<Self>, CollectiveError> {
         let (print, parties) = self.begin(&CallShape::SPLIT, 0);
-        let mut bytes = [0; MEMBERSHIP_BYTES];
-        if let Some(Membership { colour, key }) = membership {
-            bytes[0] = 1;
-            bytes[1..5].copy_from_slice(&colour.to_le_bytes());
-            bytes[5..].copy_from_slice(&key.to_le_bytes());
-        }
-        let all = self.exchange(&print, &parties, &bytes)?;
+        let own = membership.map(|own| own.to_word().to_le_bytes());
+        let all = self.exchange(&print, &parties, own.as_ref().map_or(&[], |own| own))?;
         let Some(own) = membership else {
             return Ok(None);
         };
-        let word = |bytes: &[u8], at: usize| {
-            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-        };
         let members = own.members(self.world_size, |rank| {
-            let bytes = &all[rank];
-            (bytes.len() == MEMBERSHIP_BYTES && bytes[0] == 1)
-                .then(|| Membership { colour: word(bytes, 1), key: word(bytes, 5) })
+            let word = u64::from_le_bytes(all[rank].as_slice().try_into().ok()?);
+            Some(Membership::from_word(word))
         });
         let place = members.iter().position(|&rank| rank == self.rank);
-        let folder = self.files.folder().join(format!("group-{}-{}", print.sequence, own.colour));
+        let folder = self.files.folder.join(format!("group-{}-{}", print.sequence, own.colour));
         let made = std::fs::create_dir_all(&folder);
-        made.map_err(|error| CollectiveError::Engine {
-            rank: self.rank,
-            operation: print.operation.name(),
-            reason: error.to_string(),
-        })?;
+        made.map_err(|error| CollectiveError::engine(self.rank, print.operation.name(), error))?;
         let place = place.expect("this rank's own membership is among all");
         let files = Files::new(folder, place, self.files.chain());
         Ok(Some(Self::new(files, members.len(), self.timeout)))
@@ -298,14 +273,9 @@ impl Communicator for FolderControl {
     }
 
     fn aborter(&self) -> Aborter {
-        let files = Arc::downgrade(&self.files);
-        let (seen, world_size) = (files.clone(), self.world_size);
-        Aborter::new(self.rank, move |error| {
-            if let Some(files) = files.upgrade() {
-                files.close(error);
-            }
-        })
-        .seeing(move || seen.upgrade()?.closing(0..world_size))
+        let world_size = self.world_size;
+        let close = |files: &Files, error| drop(files.close(error));
+        Aborter::of(self.rank, &self.files, close, move |files| files.closing(0..world_size))
     }
 
     fn recorder(&self) -> &FlightRecorder {

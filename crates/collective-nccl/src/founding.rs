@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytemuck::{Pod, Zeroable};
 use fusestep_collective::{CollectiveError, Collectives, Communicator};
 
 use crate::device::Device;
@@ -12,9 +13,20 @@ use crate::link::{Link, Place, Progress, relax};
 use crate::options::version_text;
 use crate::{NcclError, NcclOptions};
 
-/// Bytes of a greeting: a flag, the version, the machine, the GPU, memory for calls and a text.
-const GREETING_BYTES: usize = 256;
-const TEXT: usize = 56;
+/// What a rank says of itself when it comes.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Greeting {
+    /// 1 if it can take part.
+    comes: u32,
+    version: u32,
+    machine: u64,
+    uuid: [u8; 16],
+    device: u64,
+    scratch_bytes: u64,
+    /// The name of its GPU, or why it cannot take part; zeros behind it.
+    text: [[u8; 8]; 26],
+}
 
 /// What a rank has: its libraries and its GPU.
 #[derive(Clone, Debug)]
@@ -39,9 +51,10 @@ impl Site {
         options: &NcclOptions,
     ) -> Result<Self, NcclError> {
         let opened = Self::open(device, control.rank(), options);
-        let own = greeting(&opened, options.scratch_bytes);
-        let mut all = vec![0; GREETING_BYTES * control.world_size()];
-        control.all_gather(&own, &mut all).map_err(NcclError::Control)?;
+        let own = Greeting::of(&opened, options.scratch_bytes);
+        let mut all = vec![own; control.world_size()];
+        let told = control.all_gather(bytemuck::bytes_of(&own), bytemuck::cast_slice_mut(&mut all));
+        told.map_err(NcclError::Control)?;
         let site = opened?;
         judge(&all)?;
         Ok(site)
@@ -117,40 +130,49 @@ fn wait_connected(link: Link, timeout: Duration) -> Result<Link, NcclError> {
             Ok(Progress::Done) => return Ok(link),
             Ok(Progress::Waiting) if begun.elapsed() < timeout => relax(begun.elapsed()),
             Ok(Progress::Waiting) => {
-                link.abort_within(timeout);
+                link.handle.abort_within(timeout);
                 return Err(NcclError::NotConnected {
                     timeout_ms: u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX),
                 });
             }
             Err(reason) => {
-                link.abort_within(timeout);
+                link.handle.abort_within(timeout);
                 return Err(NcclError::of_call("connecting the ranks")(reason));
             }
         }
     }
 }
 
-fn greeting(opened: &Result<Site, NcclError>, scratch_bytes: usize) -> [u8; GREETING_BYTES] {
-    let mut bytes = [0; GREETING_BYTES];
-    let text = match opened {
-        Ok(site) => {
-            bytes[0] = 1;
-            bytes[4..8].copy_from_slice(&site.version.to_le_bytes());
-            bytes[8..16].copy_from_slice(&machine().to_le_bytes());
-            bytes[16..32].copy_from_slice(&site.device.uuid);
-            bytes[32..40].copy_from_slice(&(site.device.index as u64).to_le_bytes());
-            bytes[48..56].copy_from_slice(&(scratch_bytes as u64).to_le_bytes());
-            site.device.name.clone()
+impl Greeting {
+    fn of(opened: &Result<Site, NcclError>, scratch_bytes: usize) -> Self {
+        let (mut own, text) = match opened {
+            Err(error) => (Self::zeroed(), error.to_string()),
+            Ok(site) => {
+                let own = Self {
+                    comes: 1,
+                    version: site.version,
+                    machine: machine(),
+                    uuid: site.device.uuid,
+                    device: site.device.index as u64,
+                    scratch_bytes: scratch_bytes as u64,
+                    ..Self::zeroed()
+                };
+                (own, site.device.name.clone())
+            }
+        };
+        let room = own.text.as_flattened_mut();
+        let mut len = text.len().min(room.len());
+        while !text.is_char_boundary(len) {
+            len -= 1;
         }
-        Err(error) => error.to_string(),
-    };
-    let mut len = text.len().min(GREETING_BYTES - TEXT);
-    while !text.is_char_boundary(len) {
-        len -= 1;
+        room[..len].copy_from_slice(&text.as_bytes()[..len]);
+        own
     }
-    bytes[40] = len as u8;
-    bytes[TEXT..TEXT + len].copy_from_slice(&text.as_bytes()[..len]);
-    bytes
+
+    fn text(&self) -> String {
+        let text = String::from_utf8_lossy(self.text.as_flattened());
+        text.trim_end_matches('\0').to_owned()
+    }
 }
 
 /// A number that all processes of a machine agree on: GPUs of different machines are not the same,
@@ -162,47 +184,32 @@ fn machine() -> u64 {
 }
 
 /// What is wrong with the ranks taken together; the same on all of them.
-fn judge(all: &[u8]) -> Result<(), NcclError> {
-    let greetings: Vec<&[u8]> = all.chunks_exact(GREETING_BYTES).collect();
-    let text = |rank: usize| {
-        let greeting = greetings[rank];
-        String::from_utf8_lossy(&greeting[TEXT..][..usize::from(greeting[40])]).into_owned()
-    };
-    if let Some(rank) = greetings.iter().position(|greeting| greeting[0] == 0) {
-        return Err(NcclError::Peer { rank, reason: text(rank) });
+fn judge(all: &[Greeting]) -> Result<(), NcclError> {
+    if let Some(rank) = all.iter().position(|greeting| greeting.comes == 0) {
+        return Err(NcclError::Peer { rank, reason: all[rank].text() });
     }
-    let word = |rank: usize, start: usize| {
-        let mut word = [0; 4];
-        word.copy_from_slice(&greetings[rank][start..start + 4]);
-        u32::from_le_bytes(word)
-    };
-    for rank in 1..greetings.len() {
-        if word(rank, 4) != word(0, 4) {
+    for (rank, own) in all.iter().enumerate() {
+        if own.version != all[0].version {
             return Err(NcclError::VersionsDiffer {
                 rank,
-                expected: version_text(word(0, 4)),
-                found: version_text(word(rank, 4)),
+                expected: version_text(all[0].version),
+                found: version_text(own.version),
             });
         }
-        let scratch = |rank: usize| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&greetings[rank][48..56]);
-            u64::from_le_bytes(word)
-        };
-        if scratch(rank) != scratch(0) {
+        if own.scratch_bytes != all[0].scratch_bytes {
             return Err(NcclError::ScratchDiffers {
                 rank,
-                expected: scratch(0),
-                found: scratch(rank),
+                expected: all[0].scratch_bytes,
+                found: own.scratch_bytes,
             });
         }
-        let gpu = |rank: usize| &greetings[rank][8..32];
-        if let Some(first) = (0..rank).find(|&first| gpu(first) == gpu(rank)) {
+        let gpu = |greeting: &Greeting| (greeting.machine, greeting.uuid);
+        if let Some(first) = all[..rank].iter().position(|other| gpu(other) == gpu(own)) {
             return Err(NcclError::SharedDevice {
                 first,
                 second: rank,
-                device: word(first, 32) as usize,
-                name: text(first),
+                device: all[first].device as usize,
+                name: all[first].text(),
             });
         }
     }
@@ -213,6 +220,6 @@ fn judge(all: &[u8]) -> Result<(), NcclError> {
 pub(crate) fn as_call_error(error: NcclError, rank: usize) -> CollectiveError {
     match error {
         NcclError::Control(error) => error,
-        error => CollectiveError::Engine { rank, operation: "split", reason: error.to_string() },
+        error => CollectiveError::engine(rank, "split", error),
     }
 }

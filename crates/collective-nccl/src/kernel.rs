@@ -166,8 +166,6 @@ impl Link {
         if numel == 0 {
             return Ok(());
         }
-        let _entered = self.device.enter()?;
-        let driver = &self.device.driver;
         let function = self.device.kernels()?.function(dtype)?;
         let mut arguments = Arguments {
             own: parts.own,
@@ -186,7 +184,7 @@ impl Link {
         // SAFETY: the entry takes one block of these arguments, which is copied before the call
         // returns. They lead to device memory of the stated lengths that the call holds
         // until its mark was reached or the communicator aborted.
-        let launched = unsafe {
+        self.device.call(|driver| unsafe {
             (driver.launch)(
                 function,
                 blocks,
@@ -200,8 +198,7 @@ impl Link {
                 parameters.as_mut_ptr(),
                 std::ptr::null_mut(),
             )
-        };
-        driver.check(launched)
+        })
     }
 }
 

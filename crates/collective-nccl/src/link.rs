@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{Aborter, CollectiveError};
+use fusestep_collective::Aborter;
 
 use crate::NcclError;
 use crate::device::Device;
@@ -25,7 +25,7 @@ const SPIN: Duration = Duration::from_micros(50);
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) device: Arc<Device>,
-    handle: Arc<Handle>,
+    pub(crate) handle: Arc<Handle>,
     pub(crate) stream: Stream,
     event: Event,
     pub(crate) workspace: Workspace,
@@ -198,35 +198,28 @@ impl Link {
         if len_bytes == 0 || from == to {
             return Ok(());
         }
-        let _entered = self.device.enter()?;
-        let driver = &self.device.driver;
         // SAFETY: as for transfers.
-        driver.check(unsafe { (driver.copy)(to, from, len_bytes, self.stream) })
+        self.device.call(|driver| unsafe { (driver.copy)(to, from, len_bytes, self.stream) })
     }
 
     /// Lets what comes next on the stream begin behind a place in another one.
     pub(crate) fn follow(&self, ready: u64) -> Result<(), String> {
-        let _entered = self.device.enter()?;
-        let driver = &self.device.driver;
+        let ready = ready as Event;
         // SAFETY: the stream is this link's; whoever lent memory has promised that the event of its
         // order lives, in the device's primary context.
-        driver.check(unsafe { (driver.stream_wait_event)(self.stream, ready as Event, 0) })
+        self.device.call(|driver| unsafe { (driver.stream_wait_event)(self.stream, ready, 0) })
     }
 
     /// Tells the owner of memory, by its event, what is enqueued here by now.
     pub(crate) fn tell(&self, done: u64) -> Result<(), String> {
-        let _entered = self.device.enter()?;
-        let driver = &self.device.driver;
         // SAFETY: as above.
-        driver.check(unsafe { (driver.event_record)(done as Event, self.stream) })
+        self.device.call(|driver| unsafe { (driver.event_record)(done as Event, self.stream) })
     }
 
     /// Marks the place in the stream that [`reached`](Self::reached) asks for.
     pub(crate) fn mark(&self) -> Result<(), String> {
-        let _entered = self.device.enter()?;
-        let driver = &self.device.driver;
         // SAFETY: both are this link's.
-        driver.check(unsafe { (driver.event_record)(self.event, self.stream) })
+        self.device.call(|driver| unsafe { (driver.event_record)(self.event, self.stream) })
     }
 
     /// Whether the device has come to the mark.
@@ -236,22 +229,6 @@ impl Link {
         // SAFETY: the event is this link's.
         let come = driver.has_come(unsafe { (driver.event_query)(self.event) })?;
         Ok(if come { Progress::Done } else { Progress::Waiting })
-    }
-
-    /// Ends all of NCCL's work on this communicator and on all others of its GPU, which `error` is
-    /// told to; their memory is free then. Once is enough, and more does nothing.
-    pub(crate) fn end_all_of_device(&self, error: &CollectiveError, limit: Duration) {
-        self.handle.end_all_of_device(error, limit);
-    }
-
-    /// Starts to end all of NCCL's work on this communicator, and waits for nothing.
-    pub(crate) fn abort_in_background(&self) {
-        self.handle.abort_in_background(None);
-    }
-
-    /// Ends all of NCCL's work on this communicator, and waits for it as long as `limit`.
-    pub(crate) fn abort_within(&self, limit: Duration) {
-        self.handle.abort_within(limit);
     }
 
     /// Lets NCCL finish and give its memory back; aborts it if that takes longer than `limit`.

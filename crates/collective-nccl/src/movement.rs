@@ -7,7 +7,6 @@ use fusestep_collective::{CollectiveError, Communicator, Fingerprint, Movement, 
 
 use crate::communicator::NcclCommunicator;
 use crate::device_call::Memory;
-use crate::driver::Address;
 use crate::library::BYTES;
 use crate::link::Message;
 use crate::{cut, reduction};
@@ -172,26 +171,15 @@ fn all_to_all(
                 .iter()
                 .try_for_each(|(copy, part)| link.copy(base + part.start as u64, *copy, part.len()))
         })?;
-        deal(comm, &blocks, base, print)?;
+        let mut messages = Vec::with_capacity(2 * blocks.len());
+        for peer in others(comm) {
+            let (address, range) = &blocks[peer];
+            messages.push(Message::out(peer, *address, range.len()));
+            messages.push(Message::into(peer, base + range.start as u64, range.len()));
+        }
+        let (address, own) = &blocks[comm.rank()];
+        comm.engine(print, |link| link.copy(*address, base + own.start as u64, own.len()))?;
+        transfers(comm, &messages, print)?;
     }
     Ok(())
-}
-
-/// Sends each rank its block, which lies at an address of its own, and receives the others'
-/// into the ranges of the result, which begins at `base`.
-fn deal(
-    comm: &mut NcclCommunicator,
-    blocks: &[(Address, Range<usize>)],
-    base: Address,
-    print: &Fingerprint,
-) -> Result<(), CollectiveError> {
-    let mut messages = Vec::with_capacity(2 * blocks.len());
-    for peer in others(comm) {
-        let (address, range) = &blocks[peer];
-        messages.push(Message::out(peer, *address, range.len()));
-        messages.push(Message::into(peer, base + range.start as u64, range.len()));
-    }
-    let (address, own) = &blocks[comm.rank()];
-    comm.engine(print, |link| link.copy(*address, base + own.start as u64, own.len()))?;
-    transfers(comm, &messages, print)
 }

@@ -61,7 +61,6 @@ impl Card {
     /// Puts it where the others look.
     pub(crate) fn write(&self, words: &[AtomicU64; CARD_WORDS]) {
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
-        let member = self.membership.unwrap_or(Membership { colour: 0, key: 0 });
         let rest = [
             flag(self.is_staged, STAGED)
                 | flag(self.is_in_place, IN_PLACE)
@@ -70,7 +69,7 @@ impl Card {
             self.input_len,
             self.output,
             self.arrived_ns,
-            u64::from(member.colour) << 32 | u64::from(member.key),
+            self.membership.map_or(0, Membership::to_word),
             self.block,
         ];
         let print = print_words(&self.print).into_iter();
@@ -134,9 +133,8 @@ impl Cards<'_> {
     }
 
     pub(crate) fn membership(&self, party: usize) -> Option<Membership> {
-        let member = self.word(party, MEMBER);
-        (self.word(party, FLAGS) & JOINS != 0)
-            .then_some(Membership { colour: (member >> 32) as u32, key: member as u32 })
+        let joins = self.word(party, FLAGS) & JOINS != 0;
+        joins.then(|| Membership::from_word(self.word(party, MEMBER)))
     }
 
     /// Requires that all parties do the same as `own`.

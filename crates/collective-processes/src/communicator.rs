@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use fusestep_coalesce::{HostMemory, MemoryOwner};
+use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Aborter, Blocks, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
+    FlightRecorder, MAX_TIMEOUT, Membership, Operation, RankMemory, ReduceUpdate,
 };
 
 use crate::card::Card;
@@ -18,9 +18,6 @@ use crate::round::{Broken, Place};
 use crate::session::SessionPlan;
 use crate::task::Task;
 use crate::{ProcessError, ProcessOptions, Rendezvous, rendezvous, split, starter};
-
-/// Longest timeout; a longer one is cut to this, so that every wait ends.
-const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Bytes of the place through which memory of a process's own comes to the others.
 pub(crate) const STAGE_BYTES: usize = 512 << 10;
@@ -45,7 +42,7 @@ pub struct ProcessCommunicator {
     /// Places for transfers, by sender and receiver, and how many there were.
     pairs: HashMap<(usize, usize), (Place, u64)>,
     /// Where others find what lies elsewhere; made by the first call that needs it.
-    stage: Option<Arena>,
+    pub(crate) stage: Option<Arena>,
     pub(crate) recorder: FlightRecorder,
 }
 
@@ -150,11 +147,6 @@ impl ProcessCommunicator {
         }
     }
 
-    /// Keeps it for the next call.
-    pub(crate) fn keep(&mut self, stage: Option<Arena>) {
-        self.stage = stage;
-    }
-
     pub(crate) fn arena(&self, len_bytes: usize) -> Result<Arena, CollectiveError> {
         let made = self.group.session.heap.allocate(len_bytes);
         made.map_err(|error| {
@@ -169,7 +161,7 @@ impl ProcessCommunicator {
 
     /// The error of a call that this rank cannot make.
     pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
-        CollectiveError::Refused { rank: self.group.rank, operation, reason }
+        CollectiveError::refused(self.group.rank, operation, reason)
     }
 
     /// What a round that did not end well means for its caller. `stage` is what the others may
@@ -212,7 +204,7 @@ impl ProcessCommunicator {
 
     /// Any call that all ranks of the group make.
     fn collective(&mut self, call: Call<'_>, blocks: Blocks<'_>) -> Result<(), CollectiveError> {
-        let print = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
+        let print = call.shape().fingerprint(blocks.numel, self.sequence, self.context);
         let mut task = self.begin(print);
         match call.operation {
             Operation::AllReduce(op)
@@ -231,7 +223,7 @@ impl ProcessCommunicator {
     ) -> Result<(), CollectiveError> {
         let known = self.pairs.remove(&pair);
         let (mut place, made) = known.unwrap_or_else(|| (self.group.pair_place(pair), 0));
-        let mut print = Fingerprint::new(&call, numel, made + 1, self.context);
+        let mut print = call.shape().fingerprint(numel, made + 1, self.context);
         let mut task = self.begin(print);
         print.operation = Operation::Send { to: pair.1 };
         task.card.print = print;
@@ -262,10 +254,9 @@ impl Communicator for ProcessCommunicator {
             Ok(blocks) => blocks,
             Err(error) => return self.refuse(error),
         };
-        let outcome = match call.operation {
-            Operation::Send { to } => self.transfer(call, blocks.numel, (rank, to)),
-            Operation::Receive { from } => self.transfer(call, blocks.numel, (from, rank)),
-            _ => {
+        let outcome = match call.operation.pair(rank) {
+            Some(pair) => self.transfer(call, blocks.numel, pair),
+            None => {
                 self.sequence += 1;
                 self.collective(call, blocks)
             }
@@ -297,14 +288,8 @@ impl Communicator for ProcessCommunicator {
     }
 
     fn aborter(&self) -> Aborter {
-        let group = Arc::downgrade(&self.group);
-        let seen = group.clone();
-        Aborter::new(self.group.rank, move |error| {
-            if let Some(group) = group.upgrade() {
-                group.close(error);
-            }
-        })
-        .seeing(move || seen.upgrade().and_then(|group| group.failure()))
+        let close = |group: &Group, error| drop(group.close(error));
+        Aborter::of(self.group.rank, &self.group, close, Group::failure)
     }
 
     fn recorder(&self) -> &FlightRecorder {
@@ -352,10 +337,4 @@ impl Drop for ProcessCommunicator {
             self.group.leave(calls);
         }
     }
-}
-
-/// Memory of a process's own in memory that the others see, for as long as a call needs it.
-pub(crate) fn copied(mut arena: Arena, bytes: &[u8]) -> Arena {
-    arena.bytes_mut().copy_from_slice(bytes);
-    arena
 }

@@ -116,12 +116,9 @@ impl ProcessCommunicator {
             }
             let Self { group, recorder, .. } = self;
             let (party, ranks) = (place.party, place.ranks.clone());
-            let late = task.late(group);
-            let met = group.round(place, &task.coming(0), late, |cards| {
+            let met = group.round(place, task, 0, |cards| {
                 if stretch == 0 {
-                    let compared = cards.compare(&task.card.print);
-                    compared.map_err(|error| error.with_ranks(&ranks))?;
-                    task.note(recorder, cards, &ranks);
+                    task.agree(recorder, cards, &ranks)?;
                 }
                 Ok(pull(&mut share, &group.session.segment, cards, party, stretch))
             });
@@ -134,7 +131,7 @@ impl ProcessCommunicator {
             task.deadline = std::time::Instant::now() + task.timeout;
         }
         if stage.is_some() {
-            self.keep(stage);
+            self.stage = stage;
         }
         outcome
     }

@@ -14,7 +14,7 @@ use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
 use crate::card::Cards;
-use crate::communicator::{ProcessCommunicator, STAGE_BYTES, copied};
+use crate::communicator::{ProcessCommunicator, STAGE_BYTES};
 use crate::heap::Arena;
 use crate::segment::Segment;
 use crate::task::Task;
@@ -88,7 +88,7 @@ impl ProcessCommunicator {
             task.deadline = Instant::now() + task.timeout;
         }
         if stage.is_some() {
-            self.keep(stage);
+            self.stage = stage;
         }
         outcome
     }
@@ -103,12 +103,9 @@ impl ProcessCommunicator {
     ) -> Result<usize, CollectiveError> {
         let Self { group, place, recorder, .. } = self;
         let (rank, ranks) = (group.rank, place.ranks.clone());
-        let coming = task.coming(plan.claim_bytes);
-        let late = task.late(group);
-        let met = group.round(place, &coming, late, |cards| {
+        let met = group.round(place, task, plan.claim_bytes, |cards| {
             if stretch.start == 0 {
-                cards.compare(&task.card.print)?;
-                task.note(recorder, cards, &ranks);
+                task.agree(recorder, cards, &ranks)?;
             }
             let is_staged = (0..cards.parties()).any(|party| cards.is_staged(party));
             let range = if is_staged { stretch.clone() } else { 0..plan.whole_bytes() };
@@ -128,7 +125,8 @@ impl ProcessCommunicator {
         if let Some(offset) = self.group.session.segment.offset_of(bytes) {
             return Ok((offset, None));
         }
-        let arena = copied(self.arena(bytes.len())?, bytes);
+        let mut arena = self.arena(bytes.len())?;
+        arena.bytes_mut().copy_from_slice(bytes);
         Ok((arena.offset(), Some(arena)))
     }
 
@@ -154,10 +152,8 @@ impl ProcessCommunicator {
         let grad_block = block(call.grad_dtype);
         let Self { group, place, recorder, .. } = self;
         let ranks = place.ranks.clone();
-        let late = task.late(group);
-        let met = group.round(place, &task.coming(0), late, |cards| {
-            cards.compare(&task.card.print)?;
-            task.note(recorder, cards, &ranks);
+        let met = group.round(place, &task, 0, |cards| {
+            task.agree(recorder, cards, &ranks)?;
             let grads = (0..cards.parties()).map(|party| {
                 let offset = cards.input(party) + grad_block.start as u64;
                 let address = segment.address(offset, grad_block.len());

@@ -3,14 +3,15 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fusestep_collective::CollectiveError;
 
-use crate::card::{Card, Cards};
+use crate::card::Cards;
 use crate::group::Group;
 use crate::layout::{FAILED, Participant, RoundHead};
 use crate::notifier::Patience;
+use crate::task::Task;
 
 /// Looks for who is late before those that were counted have said so, too.
 const LOOKS: usize = 10_000;
@@ -28,15 +29,6 @@ pub(crate) struct Place {
     pub(crate) round: u64,
     /// Whether it is for transfers, which go on when others leave.
     pub(crate) is_pair: bool,
-}
-
-/// What a party says and how long it waits.
-pub(crate) struct Coming {
-    pub(crate) card: Card,
-    /// Bytes of its part that are claimed for it from the start.
-    pub(crate) reserved: u64,
-    pub(crate) deadline: Instant,
-    pub(crate) timeout: Duration,
 }
 
 /// Why a round did not end well.
@@ -60,12 +52,13 @@ struct Table<'a> {
 impl Group {
     /// Takes part in the next round at a table.
     ///
-    /// `late` makes the error of the ranks that have not come; `work` must not wait for anything.
+    /// `reserved` are bytes of this party's part that are claimed for it from the start; `work`
+    /// must not wait for anything.
     pub(crate) fn round<R>(
         &self,
         place: &mut Place,
-        coming: &Coming,
-        late: impl FnOnce(Vec<usize>) -> CollectiveError,
+        task: &Task,
+        reserved: usize,
         work: impl FnOnce(Cards<'_>) -> R,
     ) -> Result<R, Broken> {
         self.inherit();
@@ -83,15 +76,15 @@ impl Group {
         let participant = &table.participants[place.party];
         // Nobody reads this rank's entry now: readers are in an open round, the last one is over
         // for all who live (`depart`), and the next cannot open before the arrival below.
-        coming.card.write(&participant.card);
-        participant.claimed.0.store(coming.reserved, Ordering::Relaxed);
+        task.card.write(&participant.card);
+        participant.claimed.0.store(reserved as u64, Ordering::Relaxed);
         table.arrive().map_err(Broken::Ended)?;
         participant.arrived.store(place.round, Ordering::SeqCst);
-        table.wait(coming, late).map_err(Broken::Ended)?;
+        table.wait(task).map_err(Broken::Ended)?;
         // Peers may use this rank's memory from here on, whether the work returns or panics.
         let done =
             catch_unwind(AssertUnwindSafe(|| work(Cards { participants: table.participants })));
-        let departed = table.depart(coming);
+        let departed = table.depart(task);
         match done {
             Ok(result) => departed.map(|()| result),
             Err(panic) => resume_unwind(panic),
@@ -146,11 +139,7 @@ impl Table<'_> {
     }
 
     /// Waits until all have come.
-    fn wait(
-        &self,
-        coming: &Coming,
-        late: impl FnOnce(Vec<usize>) -> CollectiveError,
-    ) -> Result<(), CollectiveError> {
+    fn wait(&self, task: &Task) -> Result<(), CollectiveError> {
         if self.gate() & !FAILED == self.target {
             self.head.notifier.0.notify();
             return Ok(());
@@ -166,7 +155,7 @@ impl Table<'_> {
         };
         let over = || self.is_open() || self.gate() & FAILED != 0;
         let notifier = &self.head.notifier.0;
-        notifier.wait(self.patience, coming.deadline, over, look);
+        notifier.wait(self.patience, task.deadline, over, look);
         if self.is_open() {
             return Ok(());
         }
@@ -183,7 +172,7 @@ impl Table<'_> {
         }
         let error = match dead {
             Some(rank) => self.group.died(rank),
-            None => late(self.late(closed)),
+            None => task.named.late(self.group.behind(&self.late(closed)), task.timeout),
         };
         Err(self.group.close(error))
     }
@@ -222,7 +211,7 @@ impl Table<'_> {
 
     /// Ends the round for this party: nobody who lives uses its memory then, except as
     /// [`Broken::InUse`] says.
-    fn depart(&self, coming: &Coming) -> Result<(), Broken> {
+    fn depart(&self, task: &Task) -> Result<(), Broken> {
         let (head, round) = (self.head, self.place.round);
         self.participants[self.place.party].departed.0.store(round, Ordering::SeqCst);
         if head.departed.0.fetch_add(1, Ordering::SeqCst) + 1 == self.target {
@@ -238,7 +227,7 @@ impl Table<'_> {
             // Alive is asked first: who departs and dies then has departed.
             others.all(|(participant, rank)| !self.group.is_alive(*rank) || !is_in(participant))
         };
-        let deadline = Instant::now() + coming.timeout;
+        let deadline = Instant::now() + task.timeout;
         let notifier = &head.notifier.0;
         if notifier.wait(self.patience, deadline, over, alone) {
             return Ok(());
@@ -261,7 +250,7 @@ impl Table<'_> {
             (true, None) => Ok(()),
             (true, Some(rank)) => Err(Broken::Ended(self.group.died(rank))),
             (false, _) => {
-                let late = coming.card.print.late(in_use, coming.timeout);
+                let late = task.card.print.late(in_use, task.timeout);
                 Err(Broken::InUse(late))
             }
         }

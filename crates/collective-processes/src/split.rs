@@ -54,10 +54,8 @@ fn round<R>(
 ) -> Result<R, CollectiveError> {
     let ProcessCommunicator { group, place, recorder, .. } = comm;
     let ranks = place.ranks.clone();
-    let late = task.late(group);
-    let outcome = group.round(place, &task.coming(0), late, |cards| {
-        cards.compare(&task.card.print)?;
-        task.note(recorder, cards, &ranks);
+    let outcome = group.round(place, task, 0, |cards| {
+        task.agree(recorder, cards, &ranks)?;
         Ok(read(cards))
     });
     outcome.unwrap_or_else(|broken| Err(comm.settle(broken, &mut None, false)))

@@ -5,8 +5,6 @@ use std::time::{Duration, Instant};
 use fusestep_collective::{CollectiveError, Fingerprint, FlightRecorder};
 
 use crate::card::{Card, Cards};
-use crate::group::Group;
-use crate::round::Coming;
 
 /// One call as all its rounds need it.
 pub(crate) struct Task {
@@ -18,29 +16,21 @@ pub(crate) struct Task {
 }
 
 impl Task {
-    pub(crate) fn coming(&self, reserved: usize) -> Coming {
-        Coming {
-            card: self.card,
-            reserved: reserved as u64,
-            deadline: self.deadline,
-            timeout: self.timeout,
-        }
-    }
-
-    /// The error of ranks that do not come.
-    pub(crate) fn late<'a>(
-        &'a self,
-        group: &'a Group,
-    ) -> impl FnOnce(Vec<usize>) -> CollectiveError + use<'a> {
-        move |ranks| self.named.late(group.behind(&ranks), self.timeout)
-    }
-
-    /// Writes down who of `ranks`, the parties of a round, came last.
-    pub(crate) fn note(&self, recorder: &mut FlightRecorder, cards: Cards<'_>, ranks: &[usize]) {
+    /// Requires that all of `ranks`, the parties of a round, do the same, and writes down who came
+    /// last.
+    pub(crate) fn agree(
+        &self,
+        recorder: &mut FlightRecorder,
+        cards: Cards<'_>,
+        ranks: &[usize],
+    ) -> Result<(), CollectiveError> {
+        let compared = cards.compare(&self.card.print);
+        compared.map_err(|error| error.with_ranks(ranks))?;
         let arrived = |party: usize| cards.arrived_ns(party);
         if let Some(last) = (0..cards.parties()).max_by_key(|&party| arrived(party)) {
             let waited_ns = arrived(last).saturating_sub(self.card.arrived_ns);
             recorder.waited(ranks[last], waited_ns);
         }
+        Ok(())
     }
 }

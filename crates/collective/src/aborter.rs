@@ -20,6 +20,23 @@ impl Aborter {
         Self { rank, close: Arc::new(close), failure: Arc::new(|| None) }
     }
 
+    /// An aborter of `rank` that ends a group by `close`, and tells by `failure` what has, for as
+    /// long as the group lives.
+    pub fn of<G: Send + Sync + 'static>(
+        rank: usize,
+        group: &Arc<G>,
+        close: impl Fn(&G, CollectiveError) + Send + Sync + 'static,
+        failure: impl Fn(&G) -> Option<CollectiveError> + Send + Sync + 'static,
+    ) -> Self {
+        let (group, seen) = (Arc::downgrade(group), Arc::downgrade(group));
+        let close = move |error| {
+            if let Some(group) = group.upgrade() {
+                close(&group, error);
+            }
+        };
+        Self::new(rank, close).seeing(move || failure(&*seen.upgrade()?))
+    }
+
     /// An aborter that also tells by `failure` what has closed the group.
     pub fn seeing(
         self,

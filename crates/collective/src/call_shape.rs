@@ -2,6 +2,7 @@
 
 use fusestep_tensor::DType;
 
+use crate::fingerprint::hash;
 use crate::{Blocks, CallContext, CollectiveError, Fingerprint, Operation, ReduceOp};
 
 /// A [`Call`](crate::Call) without its memory: for engines whose buffers do not lie in host memory.
@@ -44,7 +45,14 @@ impl CallShape<'static> {
 impl<'a> CallShape<'a> {
     /// What other ranks compare with theirs, once the call was checked and is of `numel` elements.
     pub fn fingerprint(&self, numel: usize, sequence: u64, context: CallContext) -> Fingerprint {
-        Fingerprint::of(self, numel, sequence, context)
+        Fingerprint {
+            sequence,
+            operation: self.operation,
+            dtype: self.dtype,
+            numel: numel as u64,
+            counts_hash: self.counts.map_or(0, hash),
+            context,
+        }
     }
 
     /// Checks everything that one rank can know and says how the whole is cut into blocks.
@@ -53,11 +61,7 @@ impl<'a> CallShape<'a> {
     /// [`CollectiveError::Refused`] naming the buffer, the expected and the found length;
     /// [`CollectiveError::Undefined`].
     pub fn blocks(&self, rank: usize, world_size: usize) -> Result<Blocks<'a>, CollectiveError> {
-        let refuse = |reason: String| CollectiveError::Refused {
-            rank,
-            operation: self.operation.name(),
-            reason,
-        };
+        let refuse = |reason: String| CollectiveError::refused(rank, self.operation.name(), reason);
         let floating = matches!(self.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
         if let Some(reduce @ ReduceOp::Average) = self.operation.reduce_op()
             && !floating

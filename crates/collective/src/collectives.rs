@@ -40,12 +40,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let sums = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut values = [1.0f32, 10.0 * comm.rank() as f32];
     /// comm.all_reduce(&mut values, ReduceOp::Sum).unwrap();
     /// assert_eq!(values, [2.0, 10.0]);
-    /// # }).unwrap();
-    /// # sums.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn all_reduce<T: Element>(
         &mut self,
@@ -59,12 +58,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let (send, mut receive) = ([comm.rank() as i32 + 5], [0]);
     /// comm.all_reduce_into(&send, &mut receive, ReduceOp::Prod).unwrap();
     /// assert_eq!(receive, [30]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn all_reduce_into<T: Element>(
         &mut self,
@@ -79,12 +77,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut value = [comm.rank() as i64];
     /// comm.reduce(&mut value, ReduceOp::Max, 0).unwrap();
     /// assert_eq!(value, [1]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn reduce<T: Element>(
         &mut self,
@@ -99,12 +96,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(3, &Options::default(), |mut comm| {
+    /// # run_ranks(3, &Options::default(), |mut comm| {
     /// let mut value = [comm.rank() as u8];
     /// comm.broadcast(&mut value, 2).unwrap();
     /// assert_eq!(value, [2]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn broadcast<T: Element>(
         &mut self,
@@ -119,12 +115,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut all = [0.0f64; 2];
     /// comm.all_gather(&[comm.rank() as f64], &mut all).unwrap();
     /// assert_eq!(all, [0.0, 1.0]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn all_gather<T: Element>(
         &mut self,
@@ -138,13 +133,12 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let block = vec![comm.rank() as i32; 2 * comm.rank()];
     /// let mut all = [7; 2];
     /// comm.all_gather_counts(&[0, 2], &block, &mut all).unwrap();
     /// assert_eq!(all, [1, 1]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn all_gather_counts<T: Element>(
         &mut self,
@@ -160,12 +154,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut block = [0.0f32];
     /// comm.reduce_scatter(&[1.0, 2.0], &mut block, ReduceOp::Sum).unwrap();
     /// assert_eq!(block, [[2.0], [4.0]][comm.rank()]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn reduce_scatter<T: Element>(
         &mut self,
@@ -180,12 +173,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut block = vec![0.0f32; [0, 2][comm.rank()]];
     /// comm.reduce_scatter_counts(&[0, 2], &[1.0, 2.0], &mut block, ReduceOp::Average).unwrap();
     /// assert_eq!(block, [vec![], vec![1.0, 2.0]][comm.rank()]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn reduce_scatter_counts<T: Element>(
         &mut self,
@@ -203,12 +195,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut block = [0u8];
     /// comm.scatter(&[8, 9], &mut block, 0).unwrap();
     /// assert_eq!(block, [[8], [9]][comm.rank()]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn scatter<T: Element>(
         &mut self,
@@ -224,12 +215,11 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut all = vec![0i64; if comm.rank() == 1 { 2 } else { 0 }];
     /// comm.gather(&[comm.rank() as i64], &mut all, 1).unwrap();
     /// assert_eq!(all, [vec![], vec![0, 1]][comm.rank()]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn gather<T: Element>(
         &mut self,
@@ -244,13 +234,12 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let r = comm.rank() as i32;
     /// let mut receive = [0; 2];
     /// comm.all_to_all(&[10 * r, 10 * r + 1], &mut receive).unwrap();
     /// assert_eq!(receive, [r, 10 + r]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn all_to_all<T: Element>(
         &mut self,
@@ -265,15 +254,14 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut value = [0.5f32];
     /// match comm.rank() {
     ///     0 => comm.send(&[2.5f32], 1).unwrap(),
     ///     _ => comm.receive(&mut value, 0).unwrap(),
     /// }
     /// assert_eq!(value, [[0.5], [2.5]][comm.rank()]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn send<T: Element>(&mut self, elements: &[T], to: usize) -> Result<(), CollectiveError> {
         self.execute(out_of_place(Operation::Send { to }, None, elements, &mut []))
@@ -283,15 +271,14 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut elements = [comm.rank() as i64; 3];
     /// match comm.rank() {
     ///     0 => comm.receive(&mut elements, 1).unwrap(),
     ///     _ => comm.send(&elements, 0).unwrap(),
     /// }
     /// assert_eq!(elements, [1; 3]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn receive<T: Element>(
         &mut self,
@@ -305,10 +292,9 @@ pub trait Collectives: Communicator {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// comm.barrier().unwrap();
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn barrier(&mut self) -> Result<(), CollectiveError> {
         self.execute(Call {

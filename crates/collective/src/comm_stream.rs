@@ -17,15 +17,14 @@ type Job = Box<dyn FnOnce(&mut dyn Communicator) + Send>;
 ///
 /// ```
 /// # use fusestep_collective::*;
-/// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+/// # run_ranks(2, &Options::default(), |mut comm| {
 /// let two = comm_streams(&mut comm, 2)?;
 /// let first = two[0].all_reduce(vec![1.0f32; 8], ReduceOp::Sum);
 /// let second = two[1].all_reduce(vec![2.0f32; 8], ReduceOp::Sum);
 /// assert_eq!(second.wait()?, [4.0; 8]);
 /// assert_eq!(first.wait()?, [2.0; 8]);
 /// # Ok::<(), CollectiveError>(())
-/// # }).unwrap();
-/// # ranks.into_iter().for_each(|rank| rank.unwrap().unwrap());
+/// # }).unwrap().into_iter().for_each(|rank| rank.unwrap().unwrap());
 /// ```
 #[derive(Debug)]
 pub struct CommStream {

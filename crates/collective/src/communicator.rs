@@ -17,12 +17,11 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(3, &Options::default(), |mut comm| {
+    /// # run_ranks(3, &Options::default(), |mut comm| {
     /// let mut first = [comm.rank() as i32];
     /// comm.broadcast(&mut first, 0).unwrap();
     /// assert_eq!(first, [0]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn rank(&self) -> usize;
 
@@ -30,12 +29,11 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(3, &Options::default(), |mut comm| {
+    /// # run_ranks(3, &Options::default(), |mut comm| {
     /// let mut ones = [1i64];
     /// comm.all_reduce(&mut ones, ReduceOp::Sum).unwrap();
     /// assert_eq!(ones, [comm.world_size() as i64]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn world_size(&self) -> usize;
 
@@ -48,7 +46,7 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// // An all-gather in place: every rank's block lies where it belongs in the whole.
     /// let mut whole = [0u8; 2];
     /// whole[comm.rank()] = 5 + comm.rank() as u8;
@@ -59,8 +57,7 @@ pub trait Communicator: Send {
     ///     buffers: Buffers::InPlace(&mut whole),
     /// }).unwrap();
     /// assert_eq!(whole, [5, 6]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError>;
 
@@ -75,7 +72,7 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(4, &Options::default(), |mut comm| {
+    /// # run_ranks(4, &Options::default(), |mut comm| {
     /// let rank = comm.rank() as u32;
     /// let halves = Membership { colour: rank / 2, key: 0 };
     /// let mut half = comm.split(Some(halves)).unwrap().expect("every rank has a colour");
@@ -83,8 +80,7 @@ pub trait Communicator: Send {
     /// let mut sum = [i64::from(rank)];
     /// half.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
     /// assert_eq!(sum, [[1], [5]][comm.rank() / 2]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn split(
         &mut self,
@@ -95,13 +91,12 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// comm.set_context(CallContext { plan_hash: 0xfeed, bucket: Some(comm.rank() as u32) });
     /// let error = comm.barrier().unwrap_err();
     /// let expected = "call 1, bucket: expected `0` as on rank 0, found `1` on rank 1";
     /// assert!(error.to_string().starts_with(expected));
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn set_context(&mut self, context: CallContext);
 
@@ -109,15 +104,14 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// if comm.rank() == 1 {
     ///     let aborter = comm.aborter();
     ///     std::thread::spawn(move || aborter.abort("out of time")).join().unwrap();
     /// }
     /// let error = comm.barrier().unwrap_err();
     /// assert_eq!(error.to_string(), "aborted by rank 1: out of time");
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn aborter(&self) -> Aborter;
 
@@ -125,12 +119,11 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// comm.barrier().unwrap();
     /// let last = comm.recorder().calls().last().unwrap();
     /// assert_eq!((last.operation, last.sequence), ("barrier", 1));
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn recorder(&self) -> &FlightRecorder;
 
@@ -143,19 +136,15 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let mut arena = comm.allocate(8).unwrap();
     /// comm.all_reduce(arena.elements_mut::<f32>(), ReduceOp::Sum).unwrap();
     /// assert_eq!(arena.bytes(), [0; 8]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-        HostMemory::zeroed(len_bytes).map_err(|error| CollectiveError::Refused {
-            rank: self.rank(),
-            operation: "allocate",
-            reason: error.to_string(),
-        })
+        HostMemory::zeroed(len_bytes)
+            .map_err(|error| CollectiveError::refused(self.rank(), "allocate", error))
     }
 
     /// Whether [`reduce_update`](Self::reduce_update) works here, on memory that
@@ -163,10 +152,9 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |comm| {
+    /// # run_ranks(2, &Options::default(), |comm| {
     /// assert!(comm.shares_memory());
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn shares_memory(&self) -> bool {
         false
@@ -183,7 +171,7 @@ pub trait Communicator: Send {
     /// ```
     /// # use fusestep_collective::*;
     /// # use fusestep_tensor::DType;
-    /// # let ranks = run_ranks(2, &Options::default(), |mut comm| {
+    /// # run_ranks(2, &Options::default(), |mut comm| {
     /// let grads = [comm.rank() as u8 + 1; 4];
     /// let mut params = [9u8; 4];
     /// let call = ReduceUpdate {
@@ -202,8 +190,7 @@ pub trait Communicator: Send {
     ///     }
     /// }).unwrap();
     /// assert_eq!(params, [3, 3, 3, 4]);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn reduce_update(
         &mut self,
@@ -225,10 +212,9 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(2, &Options::default(), |comm| {
+    /// # run_ranks(2, &Options::default(), |comm| {
     /// assert_eq!(comm.device(), None);
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn device(&self) -> Option<u32> {
         None
@@ -279,12 +265,11 @@ pub trait Communicator: Send {
     ///
     /// ```
     /// # use fusestep_collective::*;
-    /// # let ranks = run_ranks(1, &Options::default(), |mut comm| {
+    /// # run_ranks(1, &Options::default(), |mut comm| {
     /// assert_eq!(comm.failure(), None);
     /// comm.aborter().abort("enough");
     /// assert!(matches!(comm.failure(), Some(CollectiveError::Aborted { .. })));
-    /// # }).unwrap();
-    /// # ranks.into_iter().for_each(|rank| rank.unwrap());
+    /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn failure(&self) -> Option<CollectiveError> {
         None
@@ -292,56 +277,9 @@ pub trait Communicator: Send {
 }
 
 impl<C: Communicator + ?Sized> Communicator for Box<C> {
-    fn rank(&self) -> usize {
-        (**self).rank()
-    }
-    fn world_size(&self) -> usize {
-        (**self).world_size()
-    }
-    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        (**self).execute(call)
-    }
-    fn split(
-        &mut self,
-        membership: Option<Membership>,
-    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
-        (**self).split(membership)
-    }
-    fn set_context(&mut self, context: CallContext) {
-        (**self).set_context(context);
-    }
-    fn aborter(&self) -> Aborter {
-        (**self).aborter()
-    }
-    fn recorder(&self) -> &FlightRecorder {
-        (**self).recorder()
-    }
-    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-        (**self).allocate(len_bytes)
-    }
-    fn shares_memory(&self) -> bool {
-        (**self).shares_memory()
-    }
-    fn reduce_update(
-        &mut self,
-        call: ReduceUpdate<'_>,
-        work: &mut dyn FnMut(RankMemory<'_>),
-    ) -> Result<(), CollectiveError> {
-        (**self).reduce_update(call, work)
-    }
-    fn device(&self) -> Option<u32> {
-        (**self).device()
-    }
-    fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
-        (**self).execute_on_device(call)
-    }
-    fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
-        (**self).finish_on_device()
-    }
-    fn control(&mut self) -> Option<&mut dyn Communicator> {
-        (**self).control()
-    }
-    fn failure(&self) -> Option<CollectiveError> {
-        (**self).failure()
+    crate::forward_calls! {
+        this => (**this);
+        rank, world_size, execute, split, set_context, aborter, recorder, allocate, shares_memory,
+        reduce_update, device, execute_on_device, finish_on_device, control, failure,
     }
 }

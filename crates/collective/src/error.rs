@@ -146,6 +146,16 @@ pub enum CollectiveError {
 }
 
 impl CollectiveError {
+    /// A call of `rank` that cannot be made, for this reason.
+    pub fn refused(rank: usize, operation: &'static str, reason: impl ToString) -> Self {
+        Self::Refused { rank, operation, reason: reason.to_string() }
+    }
+
+    /// A call of `rank` that the engine has said this of.
+    pub fn engine(rank: usize, operation: &'static str, reason: impl ToString) -> Self {
+        Self::Engine { rank, operation, reason: reason.to_string() }
+    }
+
     /// A mismatch between parties of a rendezvous, said of the ranks they are, party `i` being
     /// `ranks[i]`; other errors, and mismatches of parties beyond these, stay.
     pub fn with_ranks(mut self, ranks: &[usize]) -> Self {

@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use fusestep_coalesce::HostMemory;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Aborter, Buffers, Call, CallContext, CollectiveError, Collectives, Communicator,
-    FlightRecorder, Membership, RankMemory, ReduceUpdate, Replica,
+    Buffers, Call, CollectiveError, Collectives, Communicator, Membership, RankMemory,
+    ReduceUpdate, Replica,
 };
 
 /// One fault: what happens at which call of which rank. Lists of them are scenarios, and can be
@@ -87,12 +86,9 @@ impl<C: Communicator> Faulty<C> {
 }
 
 impl<C: Communicator> Communicator for Faulty<C> {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.inner.world_size()
+    crate::forward_calls! {
+        this => this.inner;
+        rank, world_size, set_context, aborter, recorder, allocate, shares_memory, failure,
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
@@ -127,26 +123,6 @@ impl<C: Communicator> Communicator for Faulty<C> {
         self.inner.split(membership)
     }
 
-    fn set_context(&mut self, context: CallContext) {
-        self.inner.set_context(context);
-    }
-
-    fn aborter(&self) -> Aborter {
-        self.inner.aborter()
-    }
-
-    fn recorder(&self) -> &FlightRecorder {
-        self.inner.recorder()
-    }
-
-    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-        self.inner.allocate(len_bytes)
-    }
-
-    fn shares_memory(&self) -> bool {
-        self.inner.shares_memory()
-    }
-
     fn reduce_update(
         &mut self,
         call: ReduceUpdate<'_>,
@@ -171,9 +147,5 @@ impl<C: Communicator> Communicator for Faulty<C> {
             counts: call.counts,
         };
         self.inner.reduce_update(call, work)
-    }
-
-    fn failure(&self) -> Option<CollectiveError> {
-        self.inner.failure()
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use fusestep_tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::{Call, CallContext, CallShape, CollectiveError, Operation};
+use crate::{CallContext, CollectiveError, Operation};
 
 /// A call as the other ranks must make it too. Buffers may be in place on one rank and apart on
 /// another.
@@ -81,27 +81,6 @@ impl fmt::Display for Field {
 }
 
 impl Fingerprint {
-    /// The fingerprint of a call that was checked and is of `numel` elements.
-    pub fn new(call: &Call<'_>, numel: usize, sequence: u64, context: CallContext) -> Self {
-        Self::of(&call.shape(), numel, sequence, context)
-    }
-
-    pub(crate) fn of(
-        shape: &CallShape<'_>,
-        numel: usize,
-        sequence: u64,
-        context: CallContext,
-    ) -> Self {
-        Self {
-            sequence,
-            operation: shape.operation,
-            dtype: shape.dtype,
-            numel: numel as u64,
-            counts_hash: shape.counts.map_or(0, hash),
-            context,
-        }
-    }
-
     /// One field as text.
     pub fn field(&self, field: Field) -> String {
         let or_none = |value: Option<String>| value.unwrap_or_else(|| "none".to_owned());

@@ -66,11 +66,7 @@ pub fn bench_all_reduce(
     sizes: &[u64],
     options: &Options,
 ) -> Result<Vec<AllReduceRow>, CollectiveError> {
-    let refused = |reason: String| CollectiveError::Refused {
-        rank: 0,
-        operation: "all-reduce benchmark",
-        reason,
-    };
+    let refused = |reason: String| CollectiveError::refused(0, "all-reduce benchmark", reason);
     if ranks == 0 {
         return Err(refused("expected at least 1 rank, found 0".to_owned()));
     }
@@ -165,7 +161,7 @@ pub fn measure(comm: &mut dyn Communicator) -> Result<Costs, CollectiveError> {
     let mut link = |operation| {
         let mut points = Vec::with_capacity(MEASURED_BYTES.len());
         for len_bytes in MEASURED_BYTES {
-            let seconds = median_of_calls(comm, operation, memory.chunks_mut(len_bytes / 4))?;
+            let seconds = median_of_calls(comm, operation, &mut memory, len_bytes / 4)?;
             points.push((len_bytes as f64, seconds));
         }
         Ok::<_, CollectiveError>(fit(&points))
@@ -175,58 +171,62 @@ pub fn measure(comm: &mut dyn Communicator) -> Result<Costs, CollectiveError> {
     let all_gather = link(Operation::AllGather)?;
     let (from, to) = memory.split_at_mut(calls / 2 * largest / 4);
     let len = from.len().min(to.len());
-    let mut copies = Vec::with_capacity(COPIES);
-    for _ in 0..COPIES {
-        comm.barrier()?;
-        let start = Instant::now();
+    let copies = timed(comm, COPIES, |_| {
         to[..len].copy_from_slice(&from[..len]);
-        copies.push(start.elapsed().as_secs_f64());
-    }
-    let mut fresh = Vec::with_capacity(COPIES);
-    for _ in 0..COPIES {
-        comm.barrier()?;
-        let start = Instant::now();
+        Ok(())
+    })?;
+    let fresh = timed(comm, COPIES, |_| {
         let mut words = vec![0u64; FRESH_BYTES / 8];
         words.iter_mut().for_each(|word| *word = 1);
         drop(black_box(words));
-        fresh.push(start.elapsed().as_secs_f64());
-    }
+        Ok(())
+    })?;
     Ok(Costs {
         all_reduce,
         reduce_scatter,
         all_gather,
-        memory_bytes_per_second: 8.0 * len as f64 / median(copies),
-        fresh_bytes_per_second: FRESH_BYTES as f64 / median(fresh),
+        memory_bytes_per_second: 8.0 * len as f64 / copies[COPIES / 2],
+        fresh_bytes_per_second: FRESH_BYTES as f64 / fresh[COPIES / 2],
     })
 }
 
-/// The median time of a call in place, on one buffer after the other.
-fn median_of_calls<'a>(
+/// The times of `work`, each behind a barrier, in seconds and ascending.
+fn timed(
     comm: &mut dyn Communicator,
-    operation: Operation,
-    buffers: impl Iterator<Item = &'a mut [f32]>,
-) -> Result<f64, CollectiveError> {
-    let world = comm.world_size();
-    let mut times = Vec::new();
-    for buffer in buffers.take(MAX_ROUNDS) {
-        let counts = even_counts(buffer.len(), world);
-        let parts = !matches!(operation, Operation::AllReduce(_));
+    times: usize,
+    mut work: impl FnMut(&mut dyn Communicator) -> Result<(), CollectiveError>,
+) -> Result<Vec<f64>, CollectiveError> {
+    let mut seconds = Vec::with_capacity(times);
+    for _ in 0..times {
         comm.barrier()?;
         let start = Instant::now();
+        work(comm)?;
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds)
+}
+
+/// The median time of a call in place, on one buffer after the other.
+fn median_of_calls(
+    comm: &mut dyn Communicator,
+    operation: Operation,
+    memory: &mut [f32],
+    numel: usize,
+) -> Result<f64, CollectiveError> {
+    let counts = even_counts(numel, comm.world_size());
+    let parts = !matches!(operation, Operation::AllReduce(_));
+    let times = (memory.len() / numel).min(MAX_ROUNDS);
+    let mut buffers = memory.chunks_exact_mut(numel);
+    let seconds = timed(comm, times, |comm| {
         comm.execute(Call {
             operation,
             dtype: DType::F32,
             counts: parts.then_some(&counts),
-            buffers: Buffers::InPlace(bytemuck::cast_slice_mut(buffer)),
-        })?;
-        times.push(start.elapsed().as_secs_f64());
-    }
-    Ok(median(times))
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+            buffers: Buffers::InPlace(bytemuck::cast_slice_mut(buffers.next().unwrap_or_default())),
+        })
+    })?;
+    Ok(seconds[times / 2])
 }
 
 /// The line `seconds = alpha + bytes / beta` through points of (bytes, seconds) with the least
@@ -258,11 +258,7 @@ fn row(
     level: Level,
 ) -> Result<AllReduceRow, CollectiveError> {
     let (rank, ranks) = (comm.rank(), comm.world_size());
-    let refused = |reason: String| CollectiveError::Refused {
-        rank,
-        operation: "all-reduce benchmark",
-        reason,
-    };
+    let refused = |reason: String| CollectiveError::refused(rank, "all-reduce benchmark", reason);
     let numel = usize::try_from(len_bytes).map_err(|_| {
         refused(format!("expected a length that fits memory, found {len_bytes} bytes"))
     })? / 4;
@@ -279,26 +275,15 @@ fn row(
     // The sums grow to infinity, which takes no longer than other values.
     let calls = (MIN_TIMED_BYTES / (4 * numel).max(1)).clamp(1, MAX_CALLS);
     let rounds = (MIN_TOTAL_BYTES / (4 * numel).max(1)).clamp(MIN_ROUNDS, MAX_ROUNDS) / calls;
-    let (mut ours, mut ceiling) = (Vec::with_capacity(rounds), Vec::with_capacity(rounds));
-    for _ in 0..rounds {
-        comm.barrier()?;
-        let start = Instant::now();
-        for _ in 0..calls {
-            comm.all_reduce(buffer, ReduceOp::Sum)?;
-        }
-        ours.push(start.elapsed().as_secs_f64() / calls as f64);
-    }
-    for _ in 0..rounds {
-        comm.barrier()?;
-        let start = Instant::now();
-        for _ in 0..calls {
-            read_and_write(level, black_box(&mut *buffer));
-        }
-        ceiling.push(start.elapsed().as_secs_f64() / calls as f64);
-    }
-    ours.sort_by(f64::total_cmp);
-    ceiling.sort_by(f64::total_cmp);
-    let [best_seconds, seconds, ceiling_seconds] = [ours[0], ours[rounds / 2], ceiling[rounds / 2]];
+    let ours = timed(comm, rounds, |comm| {
+        (0..calls).try_for_each(|_| comm.all_reduce(buffer, ReduceOp::Sum))
+    })?;
+    let ceiling = timed(comm, rounds, |_| {
+        (0..calls).for_each(|_| read_and_write(level, black_box(&mut *buffer)));
+        Ok(())
+    })?;
+    let [best_seconds, seconds, ceiling_seconds] =
+        [ours[0], ours[rounds / 2], ceiling[rounds / 2]].map(|seconds| seconds / calls as f64);
     let traffic_bytes = 2.0 * 4.0 * (numel * ranks) as f64;
     Ok(AllReduceRow {
         ranks,

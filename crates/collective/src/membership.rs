@@ -10,6 +10,16 @@ pub struct Membership {
 }
 
 impl Membership {
+    /// Both in one word, for engines whose ranks are processes.
+    pub fn to_word(self) -> u64 {
+        u64::from(self.colour) << 32 | u64::from(self.key)
+    }
+
+    /// What [`to_word`](Self::to_word) has made of it.
+    pub fn from_word(word: u64) -> Self {
+        Self { colour: (word >> 32) as u32, key: word as u32 }
+    }
+
     /// The ranks of this colour in the order of the subgroup, where each of `world_size` ranks
     /// passes what `passed` says.
     ///

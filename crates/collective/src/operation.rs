@@ -151,6 +151,15 @@ impl Operation {
         }
     }
 
+    /// Sender and receiver of a transfer, seen from `rank`; `None` of what all ranks take part in.
+    pub const fn pair(self, rank: usize) -> Option<(usize, usize)> {
+        match self {
+            Operation::Send { to } => Some((rank, to)),
+            Operation::Receive { from } => Some((from, rank)),
+            _ => None,
+        }
+    }
+
     /// The rank that plays a part of its own: the root, or the other side of a transfer.
     pub const fn root(self) -> Option<usize> {
         match self {

@@ -56,11 +56,8 @@ impl<'a> ReduceUpdate<'a> {
     /// # Errors
     /// [`CollectiveError::Refused`] naming the buffer, the expected and the found length.
     pub fn blocks(&self, rank: usize, world_size: usize) -> Result<Blocks<'a>, CollectiveError> {
-        let refuse = |reason| CollectiveError::Refused {
-            rank,
-            operation: Operation::ReduceUpdate.name(),
-            reason,
-        };
+        let refuse =
+            |reason| CollectiveError::refused(rank, Operation::ReduceUpdate.name(), reason);
         let numel: usize = self.counts.iter().sum();
         let expect = |name: &str, expected: usize, found: usize| {
             if expected == found {

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use crate::{
-    Aborter, Buffers, Call, CallContext, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
+    Aborter, Buffers, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
+    Operation, RankMemory, ReduceUpdate,
 };
 use smallvec::smallvec;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -64,7 +64,7 @@ impl Communicator for Solo {
         }
         let blocks = call.blocks(0, 1).map_err(|error| self.close(error))?;
         self.sequence += 1;
-        self.recorder.begin(&Fingerprint::new(&call, blocks.numel, self.sequence, self.context));
+        self.recorder.begin(&call.shape().fingerprint(blocks.numel, self.sequence, self.context));
         if let Buffers::OutOfPlace { send, receive } = call.buffers
             && !matches!(call.operation, Operation::Barrier)
         {

@@ -15,12 +15,12 @@ use fusestep_simd::Participant;
 
 use crate::{
     Aborter, Call, CallContext, CollectiveError, Communicator, Fingerprint, FlightRecorder,
-    Membership, Operation, RankMemory, ReduceUpdate,
+    Membership, RankMemory, ReduceUpdate,
 };
 use group::{Group, Header, Placement};
 
 /// Longest timeout; a longer one is cut to this, so that every wait ends.
-const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+pub const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Settings of a group of threads, or of a rank of a group of processes.
 #[derive(Clone, Debug)]
@@ -124,7 +124,7 @@ impl ThreadCommunicator {
         rank: usize,
         participant: Participant<Header, CollectiveError>,
     ) -> Self {
-        let (world_size, options) = (group.world_size(), group.options());
+        let (world_size, options) = (group.world_size, &group.options);
         Self {
             rank,
             participant,
@@ -132,7 +132,7 @@ impl ThreadCommunicator {
             context: CallContext::default(),
             ends: vec![0; world_size],
             pairs: HashMap::new(),
-            recorder: FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun()),
+            recorder: FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun),
             group,
         }
     }
@@ -143,7 +143,7 @@ impl ThreadCommunicator {
     }
 
     fn dump(&mut self) {
-        let folder = self.group.options().dump_folder.as_deref();
+        let folder = self.group.options.dump_folder.as_deref();
         self.recorder.dump_once(folder);
     }
 
@@ -163,11 +163,18 @@ impl ThreadCommunicator {
         }
     }
 
+    /// A call that this rank cannot make.
+    fn refuse<T>(&mut self, error: CollectiveError) -> Result<T, CollectiveError> {
+        let error = self.close(error);
+        self.dump();
+        Err(error)
+    }
+
     /// The header of the next call, and its deadline.
     fn header(&mut self, fingerprint: Fingerprint, placement: Placement) -> (Header, Instant) {
         let arrived_ns = self.recorder.begin(&fingerprint);
         let deadline =
-            self.group.begun() + Duration::from_nanos(arrived_ns) + self.group.options().timeout;
+            self.group.begun + Duration::from_nanos(arrived_ns) + self.group.options.timeout;
         let header = Header { fingerprint, placement, arrived_ns, membership: None };
         (header, deadline)
     }
@@ -179,22 +186,17 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn world_size(&self) -> usize {
-        self.group.world_size()
+        self.group.world_size
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
         let blocks = match call.blocks(self.rank, self.world_size()) {
             Ok(blocks) => blocks,
-            Err(error) => {
-                let error = self.close(error);
-                self.dump();
-                return Err(error);
-            }
+            Err(error) => return self.refuse(error),
         };
-        let outcome = match call.operation {
-            Operation::Send { to } => self.transfer(call, blocks.numel, (self.rank, to)),
-            Operation::Receive { from } => self.transfer(call, blocks.numel, (from, self.rank)),
-            _ => {
+        let outcome = match call.operation.pair(self.rank) {
+            Some(pair) => self.transfer(call, blocks.numel, pair),
+            None => {
                 self.sequence += 1;
                 self.collective(call, blocks)
             }
@@ -219,14 +221,8 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn aborter(&self) -> Aborter {
-        let group = Arc::downgrade(&self.group);
-        let seen = group.clone();
-        Aborter::new(self.rank, move |error| {
-            if let Some(group) = group.upgrade() {
-                group.close(error);
-            }
-        })
-        .seeing(move || seen.upgrade().and_then(|group| group.failure()))
+        let close = |group: &Group, error| drop(group.close(error));
+        Aborter::of(self.rank, &self.group, close, Group::failure)
     }
 
     fn recorder(&self) -> &FlightRecorder {
@@ -244,11 +240,7 @@ impl Communicator for ThreadCommunicator {
     ) -> Result<(), CollectiveError> {
         let blocks = match call.blocks(self.rank, self.world_size()) {
             Ok(blocks) => blocks,
-            Err(error) => {
-                let error = self.close(error);
-                self.dump();
-                return Err(error);
-            }
+            Err(error) => return self.refuse(error),
         };
         self.sequence += 1;
         let outcome = self.update_everywhere(call, blocks, work);
@@ -277,7 +269,7 @@ mod tests {
     use fusestep_tensor::DType;
 
     use super::*;
-    use crate::Buffers;
+    use crate::{Buffers, Operation};
 
     /// Between a rank's deadline and the end of its call, which closes the group, another rank's
     /// deadline may come: it still names the rank that nobody has heard of.

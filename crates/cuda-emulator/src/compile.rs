@@ -8,37 +8,21 @@ use std::process::{Child, Command, Stdio};
 
 use crate::EmulatorError;
 
-/// The emulator's own sources, so that it can be built from anywhere.
-const SOURCES: [(&str, &str); 28] = [
-    ("device_language.hpp", include_str!("device_language.hpp")),
-    ("driver_api.hpp", include_str!("driver_api.hpp")),
-    ("driver.hpp", include_str!("driver.hpp")),
-    ("fiber.hpp", include_str!("fiber.hpp")),
-    ("machine.hpp", include_str!("machine.hpp")),
-    ("cubins.cpp", include_str!("cubins.cpp")),
-    ("driver_device.cpp", include_str!("driver_device.cpp")),
-    ("driver_graph.cpp", include_str!("driver_graph.cpp")),
-    ("driver_launch.cpp", include_str!("driver_launch.cpp")),
-    ("driver_memory.cpp", include_str!("driver_memory.cpp")),
-    ("driver_streams.cpp", include_str!("driver_streams.cpp")),
-    ("execution.cpp", include_str!("execution.cpp")),
-    ("fiber.cpp", include_str!("fiber.cpp")),
-    ("memory.cpp", include_str!("memory.cpp")),
-    ("modules.cpp", include_str!("modules.cpp")),
-    ("ptx_arithmetic.hpp", include_str!("ptx_arithmetic.hpp")),
-    ("ptx_machine.hpp", include_str!("ptx_machine.hpp")),
-    ("ptx_program.hpp", include_str!("ptx_program.hpp")),
-    ("ptx_text.hpp", include_str!("ptx_text.hpp")),
-    ("ptx_conversions.cpp", include_str!("ptx_conversions.cpp")),
-    ("ptx_counts.cpp", include_str!("ptx_counts.cpp")),
-    ("ptx_decode.cpp", include_str!("ptx_decode.cpp")),
-    ("ptx_floats.cpp", include_str!("ptx_floats.cpp")),
-    ("ptx_integers.cpp", include_str!("ptx_integers.cpp")),
-    ("ptx_memory.cpp", include_str!("ptx_memory.cpp")),
-    ("ptx_races.cpp", include_str!("ptx_races.cpp")),
-    ("ptx_run.cpp", include_str!("ptx_run.cpp")),
-    ("ptx_text.cpp", include_str!("ptx_text.cpp")),
-];
+/// Files of this folder with their texts, so that libraries can be built from anywhere.
+macro_rules! sources {
+    ($($name:literal)*) => { &[$(($name, include_str!($name))),*] };
+}
+pub(crate) use sources;
+
+/// The emulator's own.
+const SOURCES: &[(&str, &str)] = sources! {
+    "device_language.hpp" "driver_api.hpp" "driver.hpp" "fiber.hpp" "machine.hpp" "cubins.cpp"
+    "driver_device.cpp" "driver_graph.cpp" "driver_launch.cpp" "driver_memory.cpp"
+    "driver_streams.cpp" "execution.cpp" "fiber.cpp" "memory.cpp" "modules.cpp"
+    "ptx_arithmetic.hpp" "ptx_machine.hpp" "ptx_program.hpp" "ptx_text.hpp"
+    "ptx_conversions.cpp" "ptx_counts.cpp" "ptx_decode.cpp" "ptx_floats.cpp" "ptx_integers.cpp"
+    "ptx_memory.cpp" "ptx_races.cpp" "ptx_run.cpp" "ptx_text.cpp"
+};
 
 /// Whether the library is compiled with sanitizers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -253,7 +237,7 @@ fn is_header(name: &str) -> bool {
     name.ends_with(".hpp")
 }
 
-fn hash(value: &impl Hash) -> String {
+pub(crate) fn hash(value: &impl Hash) -> String {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
     format!("{:016x}", hasher.finish())

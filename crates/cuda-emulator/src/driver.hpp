@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 
@@ -64,6 +65,22 @@ CUresult with_idle_device(Body body) {
 template <class Body>
 CUresult with_idle_stream(CUstream stream, Body body) {
     return with_context_after([&](std::unique_lock<std::mutex>& lock) { wait_for_stream(lock, stream); }, body);
+}
+
+// Hands a caller what it asks for.
+template <class T>
+CUresult give(T* to, const T& value) {
+    if (to == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *to = value;
+    return CUDA_SUCCESS;
+}
+
+// Handles are nodes of lists: their addresses stay.
+template <class T, class Handle>
+typename std::list<T>::iterator find(std::list<T>& list, const Handle* handle) {
+    auto at = list.begin();
+    while (at != list.end() && &*at != handle) ++at;
+    return at;
 }
 
 // What was done since the library was loaded, for tests that hold a program to it.

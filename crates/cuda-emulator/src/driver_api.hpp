@@ -19,32 +19,38 @@ typedef struct CUuuid_st {
     char bytes[16];
 } CUuuid;
 
+// Errors: the name, its number and what the driver says of it.
+#define EMULATOR_ERRORS(X) \
+    X(CUDA_SUCCESS, 0, "no error") \
+    X(CUDA_ERROR_INVALID_VALUE, 1, "invalid argument") \
+    X(CUDA_ERROR_OUT_OF_MEMORY, 2, "out of memory") \
+    X(CUDA_ERROR_NOT_INITIALIZED, 3, "initialization error") \
+    X(CUDA_ERROR_NO_DEVICE, 100, "no CUDA-capable device is detected") \
+    X(CUDA_ERROR_INVALID_DEVICE, 101, "invalid device ordinal") \
+    X(CUDA_ERROR_INVALID_IMAGE, 200, "device kernel image is invalid") \
+    X(CUDA_ERROR_INVALID_CONTEXT, 201, "invalid device context") \
+    X(CUDA_ERROR_NO_BINARY_FOR_GPU, 209, "no kernel image is available for execution on the device") \
+    X(CUDA_ERROR_INVALID_PTX, 218, "a PTX JIT compilation failed") \
+    X(CUDA_ERROR_UNSUPPORTED_PTX_VERSION, 222, "the provided PTX was compiled with an unsupported toolchain.") \
+    X(CUDA_ERROR_INVALID_HANDLE, 400, "invalid resource handle") \
+    X(CUDA_ERROR_NOT_FOUND, 500, "named symbol not found") \
+    X(CUDA_ERROR_NOT_READY, 600, "device not ready") \
+    X(CUDA_ERROR_ILLEGAL_ADDRESS, 700, "an illegal memory access was encountered") \
+    X(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, 701, "too many resources requested for launch") \
+    X(CUDA_ERROR_MISALIGNED_ADDRESS, 716, "misaligned address") \
+    X(CUDA_ERROR_LAUNCH_FAILED, 719, "unspecified launch failure") \
+    X(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, 720, "too many blocks in cooperative launch") \
+    X(CUDA_ERROR_NOT_SUPPORTED, 801, "operation not supported") \
+    X(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900, "operation not permitted when stream is capturing") \
+    X(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, 901, "operation failed due to a previous error during capture") \
+    X(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, 904, "capturing stream has unjoined work") \
+    X(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, 905, "dependency created on uncaptured work in another stream") \
+    X(CUDA_ERROR_UNKNOWN, 999, "unknown error")
+
 enum {
-    CUDA_SUCCESS = 0,
-    CUDA_ERROR_INVALID_VALUE = 1,
-    CUDA_ERROR_OUT_OF_MEMORY = 2,
-    CUDA_ERROR_NOT_INITIALIZED = 3,
-    CUDA_ERROR_NO_DEVICE = 100,
-    CUDA_ERROR_INVALID_DEVICE = 101,
-    CUDA_ERROR_INVALID_IMAGE = 200,
-    CUDA_ERROR_INVALID_CONTEXT = 201,
-    CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
-    CUDA_ERROR_INVALID_PTX = 218,
-    CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222,
-    CUDA_ERROR_INVALID_HANDLE = 400,
-    CUDA_ERROR_NOT_FOUND = 500,
-    CUDA_ERROR_NOT_READY = 600,
-    CUDA_ERROR_ILLEGAL_ADDRESS = 700,
-    CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701,
-    CUDA_ERROR_MISALIGNED_ADDRESS = 716,
-    CUDA_ERROR_LAUNCH_FAILED = 719,
-    CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE = 720,
-    CUDA_ERROR_NOT_SUPPORTED = 801,
-    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
-    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
-    CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
-    CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
-    CUDA_ERROR_UNKNOWN = 999,
+#define X(name, number, text) name = number,
+    EMULATOR_ERRORS(X)
+#undef X
 };
 
 CUresult cuInit(unsigned flags);

@@ -28,12 +28,6 @@ struct OtherContext : CUctx_st {
 };
 std::list<OtherContext> others;
 
-std::list<OtherContext>::iterator find_other(CUcontext context) {
-    auto at = others.begin();
-    while (at != others.end() && &*at != context) ++at;
-    return at;
-}
-
 long long number_from_environment(const char* name, long long otherwise) {
     const char* text = std::getenv(name);
     return text == nullptr || *text == 0 ? otherwise : std::atoll(text);
@@ -50,35 +44,9 @@ struct ErrorText {
 };
 
 constexpr ErrorText ERRORS[] = {
-    {CUDA_SUCCESS, "CUDA_SUCCESS", "no error"},
-    {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-    {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {CUDA_ERROR_NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
-    {CUDA_ERROR_INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {CUDA_ERROR_INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
-    {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {CUDA_ERROR_NO_BINARY_FOR_GPU, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
-    {CUDA_ERROR_INVALID_PTX, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
-    {CUDA_ERROR_UNSUPPORTED_PTX_VERSION, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
-     "the provided PTX was compiled with an unsupported toolchain."},
-    {CUDA_ERROR_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-    {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
-    {CUDA_ERROR_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
-    {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"},
-    {CUDA_ERROR_MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
-    {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
-    {CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "too many blocks in cooperative launch"},
-    {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
-    {CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
-     "operation failed due to a previous error during capture"},
-    {CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
-     "dependency created on uncaptured work in another stream"},
-    {CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "CUDA_ERROR_STREAM_CAPTURE_UNJOINED",
-     "capturing stream has unjoined work"},
-    {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
-    {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
+#define X(name, number, text) {name, #name, text},
+    EMULATOR_ERRORS(X)
+#undef X
 };
 
 const ErrorText* find_error(CUresult code) {
@@ -95,7 +63,7 @@ bool is_primary(CUcontext context) {
     return false;
 }
 
-bool is_context(CUcontext context) { return is_primary(context) || find_other(context) != others.end(); }
+bool is_context(CUcontext context) { return is_primary(context) || find(others, context) != others.end(); }
 
 bool any_retained() {
     for (const CUctx_st& primary : primaries())
@@ -139,7 +107,7 @@ const Attribute* find_attribute(int number, const Attribute* from, const Attribu
 }  // namespace
 
 bool is_live(CUcontext context) {
-    return is_primary(context) ? context->retained != 0 : find_other(context) != others.end();
+    return is_primary(context) ? context->retained != 0 : find(others, context) != others.end();
 }
 
 const Settings& settings() {
@@ -169,41 +137,24 @@ CUresult cuInit(unsigned flags) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuDriverGetVersion(int* version) {
-    if (version == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    *version = settings().driver_version;
-    return CUDA_SUCCESS;
-}
+CUresult cuDriverGetVersion(int* version) { return give(version, settings().driver_version); }
 
 CUresult cuGetErrorName(CUresult code, const char** name) {
     const ErrorText* error = find_error(code);
-    if (name == nullptr || error == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    *name = error->name;
-    return CUDA_SUCCESS;
+    return error == nullptr ? CUDA_ERROR_INVALID_VALUE : give(name, error->name);
 }
 
 CUresult cuGetErrorString(CUresult code, const char** text) {
     const ErrorText* error = find_error(code);
-    if (text == nullptr || error == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    *text = error->text;
-    return CUDA_SUCCESS;
+    return error == nullptr ? CUDA_ERROR_INVALID_VALUE : give(text, error->text);
 }
 
 CUresult cuDeviceGetCount(int* count) {
-    return with_driver([&] {
-        if (count == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *count = settings().devices;
-        return CUDA_SUCCESS;
-    });
+    return with_driver([&] { return give(count, settings().devices); });
 }
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
-    return with_driver([&] {
-        if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        if (!is_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
-        *device = ordinal;
-        return CUDA_SUCCESS;
-    });
+    return with_driver([&] { return is_device(ordinal) ? give(device, ordinal) : CUDA_ERROR_INVALID_DEVICE; });
 }
 
 CUresult cuDeviceGetName(char* name, int len_bytes, CUdevice device) {
@@ -226,24 +177,17 @@ CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
 }
 
 CUresult cuDeviceTotalMem_v2(size_t* len_bytes, CUdevice device) {
-    return with_driver([&] {
-        if (len_bytes == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-        *len_bytes = settings().memory_bytes;
-        return CUDA_SUCCESS;
-    });
+    return with_driver([&] { return is_device(device) ? give(len_bytes, settings().memory_bytes) : CUDA_ERROR_INVALID_DEVICE; });
 }
 
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
-    return with_driver([&] {
+    return with_driver([&]() -> CUresult {
         if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
         const int capability = settings().compute_capability;
         const Attribute of_capability[] = {{75, capability / 10}, {76, capability % 10}};
         const Attribute* found = find_attribute(attribute, std::begin(of_capability), std::end(of_capability));
         if (found == nullptr) found = find_attribute(attribute, std::begin(ATTRIBUTES), std::end(ATTRIBUTES));
-        if (value == nullptr || found == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *value = found->value;
-        return CUDA_SUCCESS;
+        return found == nullptr ? CUDA_ERROR_INVALID_VALUE : give(value, found->value);
     });
 }
 
@@ -308,7 +252,7 @@ CUresult cuCtxCreate_v2(CUcontext* context, unsigned flags, CUdevice device) {
 
 CUresult cuCtxDestroy_v2(CUcontext context) {
     return with_driver([&] {
-        const auto found = find_other(context);
+        const auto found = find(others, context);
         if (found == others.end()) return CUDA_ERROR_INVALID_CONTEXT;
         if (current == context) current = nullptr;
         others.erase(found);
@@ -325,11 +269,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 }
 
 CUresult cuCtxGetCurrent(CUcontext* context) {
-    return with_driver([&] {
-        if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *context = current;
-        return CUDA_SUCCESS;
-    });
+    return with_driver([&] { return give(context, current); });
 }
 
 CUresult cuCtxPushCurrent_v2(CUcontext context) { return cuCtxSetCurrent(context); }
@@ -344,18 +284,12 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 
 CUresult cuCtxGetDevice(CUdevice* device) {
     return with_context([&] {
-        if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *device = is_primary(current) ? CUdevice(current - primaries().data()) : find_other(current)->device;
-        return CUDA_SUCCESS;
+        return give(device, is_primary(current) ? CUdevice(current - primaries().data()) : find(others, current)->device);
     });
 }
 
 CUresult cuCtxGetFlags(unsigned* flags) {
-    return with_context([&] {
-        if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
-        *flags = current->flags;
-        return CUDA_SUCCESS;
-    });
+    return with_context([&] { return give(flags, current->flags); });
 }
 
 CUresult cuCtxGetApiVersion(CUcontext context, unsigned* version) {

@@ -4,7 +4,6 @@
 // Another library, such as a stand-in for NCCL, records what it would have put into the stream
 // (`emulatorRecord`): the graph starts it on the stream that it is launched on.
 
-#include <list>
 #include <map>
 
 #include "driver.hpp"
@@ -38,13 +37,6 @@ struct Fork {
 };
 
 std::map<CUstream, Fork> forks;
-
-template <class T>
-typename std::list<T>::iterator find(std::list<T>& list, const T* handle) {
-    auto at = list.begin();
-    while (at != list.end() && &*at != handle) ++at;
-    return at;
-}
 
 template <class T>
 CUresult destroy(std::list<T>& list, const T* handle) {
@@ -119,19 +111,12 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
             is_joined = is_joined && !fork->second.is_pending;
             fork = forks.erase(fork);
         }
-        const bool is_spoiled = recordings[stream].is_spoiled;
-        graphs.push_back({recordings[stream].nodes});
+        const Recording recording = std::move(recordings[stream]);
         recordings.erase(stream);
-        if (is_spoiled) {
-            graphs.pop_back();
-            *graph = nullptr;
-            return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-        }
-        if (!is_joined) {
-            graphs.pop_back();
-            *graph = nullptr;
-            return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
-        }
+        *graph = nullptr;
+        if (recording.is_spoiled) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+        if (!is_joined) return CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
+        graphs.push_back({recording.nodes});
         *graph = &graphs.back();
         return CUDA_SUCCESS;
     });

@@ -2,7 +2,6 @@
 // calls.
 
 #include <cstring>
-#include <list>
 #include <memory>
 
 #include "driver.hpp"
@@ -18,14 +17,7 @@ struct CUmod_st {
 namespace emulator {
 namespace {
 
-// Handles are nodes of lists: their addresses stay.
 std::list<CUmod_st> modules;
-
-std::list<CUmod_st>::iterator find(CUmodule handle) {
-    auto at = modules.begin();
-    while (at != modules.end() && &*at != handle) ++at;
-    return at;
-}
 
 const Kernel* kernel_of(CUfunction function) {
     for (CUmod_st& module : modules)
@@ -135,7 +127,7 @@ CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*,
 
 CUresult cuModuleUnload(CUmodule module) {
     return with_idle_device([&] {
-        auto found = find(module);
+        auto found = find(modules, module);
         if (found == modules.end()) return CUDA_ERROR_INVALID_HANDLE;
         modules.erase(found);
         ++counts.modules_unloaded;
@@ -146,7 +138,7 @@ CUresult cuModuleUnload(CUmodule module) {
 // Under lazy loading, which is the default, this is what loads a kernel.
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
     return with_idle_device([&]() -> CUresult {
-        auto found = find(module);
+        auto found = find(modules, module);
         if (found == modules.end()) return CUDA_ERROR_INVALID_HANDLE;
         if (function == nullptr || name == nullptr) return CUDA_ERROR_INVALID_VALUE;
         for (CUfunc_st& known : found->functions)

@@ -92,18 +92,6 @@ CUresult cuMemFreeHost(void* address) {
     });
 }
 
-CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t len_bytes) {
-    return copy(pointer(to), from, len_bytes, pointer(to), nullptr, nullptr);
-}
-
-CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t len_bytes) {
-    return copy(to, pointer(from), len_bytes, pointer(from), nullptr, nullptr);
-}
-
-CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t len_bytes) {
-    return copy(pointer(to), pointer(from), len_bytes, pointer(to), pointer(from), nullptr);
-}
-
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t len_bytes, CUstream stream) {
     return copy(pointer(to), from, len_bytes, pointer(to), nullptr, stream);
 }
@@ -115,6 +103,10 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t len_bytes, CUst
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t len_bytes, CUstream stream) {
     return copy(pointer(to), pointer(from), len_bytes, pointer(to), pointer(from), stream);
 }
+
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t len_bytes) { return cuMemcpyHtoDAsync_v2(to, from, len_bytes, nullptr); }
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t len_bytes) { return cuMemcpyDtoHAsync_v2(to, from, len_bytes, nullptr); }
+CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t len_bytes) { return cuMemcpyDtoDAsync_v2(to, from, len_bytes, nullptr); }
 
 CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count) { return fill(to, value, count, nullptr); }
 CUresult cuMemsetD16_v2(CUdeviceptr to, unsigned short value, size_t count) { return fill(to, value, count, nullptr); }

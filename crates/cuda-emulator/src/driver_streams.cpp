@@ -16,7 +16,6 @@
 // that is well here is well whatever a driver makes of that.
 
 #include <chrono>
-#include <list>
 
 #include "driver.hpp"
 
@@ -46,18 +45,10 @@ namespace {
 // CU_STREAM_NON_BLOCKING: not ordered with the default stream.
 constexpr unsigned NON_BLOCKING = 1;
 
-// Handles are nodes of these lists: their addresses stay.
 std::list<CUstream_st> streams;
 std::list<CUevent_st> events;
 // A stream was vacated or is gone.
 std::condition_variable changed;
-
-template <class T>
-typename std::list<T>::iterator find(std::list<T>& list, const T* handle) {
-    auto at = list.begin();
-    while (at != list.end() && &*at != handle) ++at;
-    return at;
-}
 
 bool is_occupied(const CUstream_st& stream) { return stream.occupied != stream.vacated; }
 

@@ -1,17 +1,13 @@
 //! Compiles the stand-in for NCCL.
 
 use std::fs;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::compile::{finish, start, write, write_error};
+use crate::compile::{finish, hash, sources, start, write, write_error};
 use crate::{EmulatorError, Options};
 
-const SOURCES: [(&str, &str); 2] = [
-    ("nccl_stand_in.cpp", include_str!("nccl_stand_in.cpp")),
-    ("nccl_stand_in.hpp", include_str!("nccl_stand_in.hpp")),
-];
+const SOURCES: &[(&str, &str)] = sources! { "nccl_stand_in.cpp" "nccl_stand_in.hpp" };
 
 /// What the stand-in says it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,9 +36,7 @@ pub fn build_nccl(out_dir: &Path, nccl: Nccl, options: &Options) -> Result<PathB
         Nccl::Old => "-DSTAND_IN_VERSION=21003",
         Nccl::WithoutConfig => "-DSTAND_IN_WITHOUT_CONFIG",
     };
-    let mut hasher = DefaultHasher::new();
-    (SOURCES, define, options.compiler(), options.flags()).hash(&mut hasher);
-    let wanted = format!("{:016x}", hasher.finish());
+    let wanted = hash(&(SOURCES, define, options.compiler(), options.flags()));
     let (library, stamp) = (out_dir.join("libnccl.so.2"), out_dir.join("stamp"));
     if library.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
         return Ok(library);

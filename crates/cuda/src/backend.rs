@@ -114,8 +114,19 @@ impl CudaBackend {
         Ok(buffer)
     }
 
-    /// Where a control block lies.
-    pub(crate) fn control_address(&self, control: &dyn Buffer) -> Result<u64, BackendError> {
+    /// Where a buffer of this device lies.
+    pub(crate) fn address(&self, buffer: &dyn Buffer) -> Result<u64, BackendError> {
+        Ok(self.device_buffer(buffer)?.address())
+    }
+
+    /// Where a control block lies; 0 if there is none.
+    pub(crate) fn control_address(
+        &self,
+        control: Option<&dyn Buffer>,
+    ) -> Result<u64, BackendError> {
+        let Some(control) = control else {
+            return Ok(0);
+        };
         let found = control.len_bytes();
         if found < CONTROL_BYTES {
             return Err(BackendError::OutOfBounds {
@@ -125,7 +136,7 @@ impl CudaBackend {
                 found,
             });
         }
-        Ok(self.device_buffer(control)?.address())
+        self.address(control)
     }
 
     /// Enqueues all batches of a launch, which have been checked; `pack` writes the arguments of
@@ -221,10 +232,7 @@ impl Backend for CudaBackend {
         let addresses = leaves::list_addresses(self, &launch)?;
         let addresses = Addresses {
             lists: &addresses[..launch.lists.len()],
-            control: match launch.control {
-                Some(control) => self.control_address(control)?,
-                None => 0,
-            },
+            control: self.control_address(launch.control)?,
         };
         // All batches are checked before the first is launched.
         for batch in launch.batches {

@@ -4,8 +4,8 @@
 use std::sync::{MutexGuard, PoisonError};
 
 use fusestep_launch::{
-    BackendError, Launch, LaunchReport, Record, Reduce, TensorAddresses, TensorList,
-    pack_reduction_of_tensors, pack_tensors,
+    BackendError, Launch, LaunchReport, Record, Reduce, TensorList, pack_reduction_of_tensors,
+    pack_tensors,
 };
 use fusestep_tensor::Role;
 
@@ -70,10 +70,7 @@ impl CudaBackend {
     ) -> Result<LaunchReport, BackendError> {
         check_without_update_sums(&launch)?;
         check_without_tensor_sums(&launch)?;
-        let control = match launch.control {
-            Some(control) => self.control_address(control)?,
-            None => 0,
-        };
+        let control = self.control_address(launch.control)?;
         let declared = launch.kernel.lists();
         let mut tensors = self.borrowed();
         tensors.clear();
@@ -87,7 +84,7 @@ impl CudaBackend {
             let kept = match kept {
                 Some(index) => {
                     let buffer = launch.lists[index].buffer.as_ref();
-                    Some((self.device_buffer(buffer)?.address(), launch.first(index)))
+                    Some((self.address(buffer)?, launch.first(index)))
                 }
                 None => None,
             };
@@ -108,8 +105,7 @@ impl CudaBackend {
         }
         let tensors = &tensors[..];
         self.enqueue_batches(&launch, &|batch, bytes| {
-            let addresses = TensorAddresses { tensors, control };
-            pack_tensors(&launch, batch, addresses, bytes);
+            pack_tensors(&launch, batch, (tensors, control), bytes);
         })
     }
 

@@ -65,11 +65,11 @@ impl DeviceBuffer {
         if len_bytes == 0 {
             return Ok(());
         }
-        let session = &self.allocation.session;
-        session.enter()?;
+        let zeroing = || format!("zeroing {len_bytes} bytes");
         // SAFETY: the range is the allocation's.
-        let status = unsafe { sys::cuMemsetD8Async(address, 0, len_bytes, session.stream()) };
-        check(status, || format!("zeroing {len_bytes} bytes"))
+        self.allocation
+            .session
+            .call(zeroing, |stream| unsafe { sys::cuMemsetD8Async(address, 0, len_bytes, stream) })
     }
 
     /// Lets others work on the memory behind what is enqueued by now.
@@ -109,14 +109,12 @@ impl DeviceBuffer {
         if range.is_empty() {
             return Ok(());
         }
-        let session = &self.allocation.session;
-        session.enter()?;
+        let copying = || format!("copying {len_bytes} bytes within the device");
         // SAFETY: both ranges lie in live allocations, which are freed behind what is enqueued, and
         // do not overlap: this one is borrowed alone.
-        let status = unsafe {
-            sys::cuMemcpyDtoDAsync_v2(range.start, source.start, len_bytes, session.stream())
-        };
-        check(status, || format!("copying {len_bytes} bytes within the device"))
+        self.allocation.session.call(copying, |stream| unsafe {
+            sys::cuMemcpyDtoDAsync_v2(range.start, source.start, len_bytes, stream)
+        })
     }
 
     /// The buffer, if it is one of this session.
@@ -174,19 +172,13 @@ impl DeviceBuffer {
         if range.is_empty() {
             return Ok(());
         }
-        let session = &self.allocation.session;
-        session.enter()?;
+        let (session, len_bytes) = (&self.allocation.session, bytes.len());
+        let copying = || format!("copying {len_bytes} bytes to the device");
         // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which
         // is waited for below.
-        let status = unsafe {
-            sys::cuMemcpyHtoDAsync_v2(
-                range.start,
-                bytes.as_ptr().cast(),
-                bytes.len(),
-                session.stream(),
-            )
-        };
-        let copied = check(status, || format!("copying {} bytes to the device", bytes.len()));
+        let copied = session.call(copying, |stream| unsafe {
+            sys::cuMemcpyHtoDAsync_v2(range.start, bytes.as_ptr().cast(), len_bytes, stream)
+        });
         copied.and(session.synchronize())
     }
 
@@ -195,19 +187,13 @@ impl DeviceBuffer {
         if range.is_empty() {
             return Ok(());
         }
-        let session = &self.allocation.session;
-        session.enter()?;
+        let (session, len_bytes) = (&self.allocation.session, bytes.len());
+        let copying = || format!("copying {len_bytes} bytes from the device");
         // SAFETY: `range` lies in the allocation; `bytes` is borrowed until the copy is done, which
         // is waited for below.
-        let status = unsafe {
-            sys::cuMemcpyDtoHAsync_v2(
-                bytes.as_mut_ptr().cast(),
-                range.start,
-                bytes.len(),
-                session.stream(),
-            )
-        };
-        let copied = check(status, || format!("copying {} bytes from the device", bytes.len()));
+        let copied = session.call(copying, |stream| unsafe {
+            sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), range.start, len_bytes, stream)
+        });
         copied.and(session.synchronize())
     }
 

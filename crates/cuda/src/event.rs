@@ -7,7 +7,6 @@ use cust::sys::{self, CUevent, CUevent_flags, CUstream};
 use fusestep_launch::BackendError;
 
 use crate::session::Session;
-use crate::status::check;
 
 /// A place in a stream, once it is recorded there.
 #[derive(Debug)]
@@ -27,15 +26,14 @@ pub(crate) enum EventUse {
 
 impl Event {
     pub(crate) fn new(session: &Arc<Session>, of: EventUse) -> Result<Self, BackendError> {
-        session.enter()?;
         let flags = match of {
             EventUse::Time => CUevent_flags::CU_EVENT_DEFAULT,
             EventUse::Order => CUevent_flags::CU_EVENT_DISABLE_TIMING,
         };
         let mut event: CUevent = ptr::null_mut();
+        let creating = || "creating an event".to_owned();
         // SAFETY: writes one handle; the context is current.
-        let status = unsafe { sys::cuEventCreate(&mut event, flags as u32) };
-        check(status, || "creating an event".to_owned())?;
+        session.call(creating, |_| unsafe { sys::cuEventCreate(&mut event, flags as u32) })?;
         Ok(Self { event, session: Arc::clone(session) })
     }
 
@@ -44,10 +42,9 @@ impl Event {
     /// # Safety
     /// `stream` lives, in the session's context.
     pub(crate) unsafe fn record(&self, stream: CUstream) -> Result<(), BackendError> {
-        self.session.enter()?;
+        let recording = || "recording an event".to_owned();
         // SAFETY: the event lives as long as `self`, the stream is the caller's.
-        let status = unsafe { sys::cuEventRecord(self.event, stream) };
-        check(status, || "recording an event".to_owned())
+        self.session.call(recording, |_| unsafe { sys::cuEventRecord(self.event, stream) })
     }
 
     /// Lets what is enqueued on `stream` from now on begin behind it.
@@ -55,10 +52,9 @@ impl Event {
     /// # Safety
     /// As [`Event::record`].
     pub(crate) unsafe fn hold(&self, stream: CUstream) -> Result<(), BackendError> {
-        self.session.enter()?;
+        let holding = || "letting a stream wait for an event".to_owned();
         // SAFETY: as above; the driver keeps what a stream waits for beyond the event.
-        let status = unsafe { sys::cuStreamWaitEvent(stream, self.event, 0) };
-        check(status, || "letting a stream wait for an event".to_owned())
+        self.session.call(holding, |_| unsafe { sys::cuStreamWaitEvent(stream, self.event, 0) })
     }
 
     /// The driver's name for it.
@@ -68,11 +64,12 @@ impl Event {
 
     /// Milliseconds from `start` to this one, both of which have been reached.
     pub(crate) fn since(&self, start: &Self) -> Result<f32, BackendError> {
-        self.session.enter()?;
+        let reading = || "reading the time between events".to_owned();
         let mut milliseconds = 0.0;
         // SAFETY: writes one number; both events live.
-        let status = unsafe { sys::cuEventElapsedTime(&mut milliseconds, start.event, self.event) };
-        check(status, || "reading the time between events".to_owned())?;
+        self.session.call(reading, |_| unsafe {
+            sys::cuEventElapsedTime(&mut milliseconds, start.event, self.event)
+        })?;
         Ok(milliseconds)
     }
 }

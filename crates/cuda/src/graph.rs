@@ -45,11 +45,11 @@ pub(crate) fn record(
     let enqueued = enqueue();
     let mut graph: CUgraph = ptr::null_mut();
     // A stream must not stay in this mode, whatever happened.
-    let ended = backend.session.enter().and_then(|()| {
-        // SAFETY: writes one handle; the stream records since the call above.
-        let status = unsafe { sys::cuStreamEndCapture(backend.session.stream(), &mut graph) };
-        check(status, || "recording launches".to_owned())
-    });
+    let recording = || "recording launches".to_owned();
+    // SAFETY: writes one handle; the stream records since the call above.
+    let ended = backend
+        .session
+        .call(recording, |stream| unsafe { sys::cuStreamEndCapture(stream, &mut graph) });
     let memory = backend.recorded().take().unwrap_or_default();
     let made = enqueued.and(ended).and_then(|()| {
         let mut executable: CUgraphExec = ptr::null_mut();
@@ -73,10 +73,10 @@ pub(crate) fn record(
 
 impl Graph for CapturedGraph {
     fn launch(&self) -> Result<(), BackendError> {
-        self.session.enter()?;
+        let launching = || "launching a graph".to_owned();
         // SAFETY: the graph lives, and with it the functions and the memory that it refers to.
-        let status = unsafe { sys::cuGraphLaunch(self.executable, self.session.stream()) };
-        check(status, || "launching a graph".to_owned())
+        self.session
+            .call(launching, |stream| unsafe { sys::cuGraphLaunch(self.executable, stream) })
     }
 }
 

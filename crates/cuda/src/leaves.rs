@@ -77,7 +77,7 @@ pub(crate) fn squares_into(
     let width = size_of::<SquareSum>() as u64;
     let end = first.saturating_add(count).saturating_mul(width);
     check_end(end, into.len_bytes())?;
-    let address = backend.device_buffer(into)?.address();
+    let address = backend.address(into)?;
     enqueue_leaf_squares(backend, leaves, address + first * width)
 }
 
@@ -93,9 +93,8 @@ pub(crate) fn enqueue_fold(
     if chunks == 0 {
         return Ok(());
     }
-    let address = |buffer| Ok::<_, BackendError>(backend.device_buffer(buffer)?.address());
-    let leaves = address(fold.leaves)?;
-    let [places, partials] = [address(fold.places)?, address(&*fold.partials)?];
+    let leaves = backend.address(fold.leaves)?;
+    let [places, partials] = [backend.address(fold.places)?, backend.address(&*fold.partials)?];
     let blocks = chunks.div_ceil(u64::from(FOLD_THREADS / LEAF_THREADS));
     let blocks = u32::try_from(blocks)
         .map_err(|_| unavailable(format!("{chunks} chunks are more than one launch folds")))?;
@@ -106,7 +105,7 @@ pub(crate) fn enqueue_fold(
             entry("amp", "amp_fold").enqueue_packed(backend, bytemuck::bytes_of(&arguments))
         }
         Some(index) => {
-            let arguments = [leaves, address(index)?, places, partials, chunks];
+            let arguments = [leaves, backend.address(index)?, places, partials, chunks];
             let entry = entry("tensor_sums", "tensor_sums_fold");
             entry.enqueue_packed(backend, bytemuck::bytes_of(&arguments))
         }
@@ -120,7 +119,7 @@ fn enqueue_leaf_squares(
     partials: u64,
 ) -> Result<(), BackendError> {
     let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
-    let list = backend.device_buffer(leaves.list.buffer.as_ref())?.address();
+    let list = backend.address(leaves.list.buffer.as_ref())?;
     for batch in leaves.batches {
         let lists = (std::slice::from_ref(leaves.list), &[leaves.first][..]);
         check_records(lists, leaves.offsets, batch)?;
@@ -212,7 +211,7 @@ pub(crate) fn list_addresses(
 ) -> Result<[u64; MAX_LISTS], BackendError> {
     let mut addresses = [0; MAX_LISTS];
     for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
-        *address = backend.device_buffer(list.buffer.as_ref())?.address();
+        *address = backend.address(list.buffer.as_ref())?;
     }
     Ok(addresses)
 }

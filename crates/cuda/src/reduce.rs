@@ -1,8 +1,8 @@
 //! Reductions and their conclusion on the device.
 
 use fusestep_launch::{
-    BackendError, Batch, CONTROL_BYTES, Conclude, LaunchReport, ListBuffer, Reduce, SquareSum,
-    TensorPartials, pack_conclusion, pack_reduction,
+    BackendError, Batch, Conclude, LaunchReport, ListBuffer, Reduce, SquareSum, TensorPartials,
+    pack_conclusion, pack_reduction,
 };
 
 use crate::backend::CudaBackend;
@@ -16,7 +16,7 @@ pub(crate) fn reduce(
     reduce: Reduce<'_>,
 ) -> Result<LaunchReport, BackendError> {
     let read = read_list(&reduce)?;
-    let list = backend.device_buffer(read.buffer.as_ref())?.address();
+    let list = backend.address(read.buffer.as_ref())?;
     for batch in reduce.batches {
         check_records((std::slice::from_ref(read), &[]), reduce.offsets, batch)?;
     }
@@ -33,7 +33,7 @@ pub(crate) fn enqueue_batches(
     reduce: &Reduce<'_>,
     pack: &dyn Fn(&Batch, u64, &mut [u8]),
 ) -> Result<LaunchReport, BackendError> {
-    let partials = backend.device_buffer(&*reduce.partials)?.address();
+    let partials = backend.address(&*reduce.partials)?;
     let chunks: u64 = reduce.batches.iter().map(|b| u64::from(b.chunks)).sum();
     let width = size_of::<SquareSum>() as u64;
     let end = reduce.first_partial.saturating_add(chunks);
@@ -62,11 +62,12 @@ pub(crate) fn conclude(
     backend: &CudaBackend,
     conclude: Conclude<'_>,
 ) -> Result<LaunchReport, BackendError> {
-    let address = |buffer| Ok::<_, BackendError>(backend.device_buffer(buffer)?.address());
-    let addresses =
-        [address(conclude.partials)?, address(conclude.tensors)?, address(conclude.sums)?];
-    let control = address(conclude.control)?;
-    check_end(CONTROL_BYTES as u64, conclude.control.len_bytes())?;
+    let addresses = [
+        backend.address(conclude.partials)?,
+        backend.address(conclude.tensors)?,
+        backend.address(conclude.sums)?,
+    ];
+    let control = backend.control_address(Some(&*conclude.control))?;
     let tensors = conclude.tensors.len_bytes() / size_of::<TensorPartials>();
     let sums_end = tensors * size_of::<SquareSum>();
     check_end(sums_end as u64, conclude.sums.len_bytes())?;

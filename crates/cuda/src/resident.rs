@@ -15,6 +15,7 @@ use crate::backend::CudaBackend;
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::checks::check_records;
 use crate::entry::threads_for;
+use crate::leaves::list_addresses;
 use crate::normed::{self, Rows, row_count, workspace};
 use crate::reduce::{check_end, read_list};
 use crate::session::unavailable;
@@ -214,13 +215,8 @@ fn place_batch(
 fn launch_addresses(backend: &CudaBackend, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
     let count = launch.lists.len();
     let mut addresses = Vec::with_capacity(2 * count + 2);
-    for list in launch.lists.iter() {
-        addresses.push(backend.device_buffer(list.buffer.as_ref())?.address());
-    }
-    addresses.push(match launch.control {
-        Some(control) => backend.control_address(control)?,
-        None => 0,
-    });
+    addresses.extend(&list_addresses(backend, launch)?[..count]);
+    addresses.push(backend.control_address(launch.control)?);
     addresses.push(update_sums::address_of(backend, launch)?);
     addresses.extend((0..count).map(|list| launch.first(list)));
     Ok(addresses)
@@ -273,8 +269,8 @@ pub(crate) fn place_reads(
 
 /// Those of the list and of the reduction's first partial sum.
 fn reduce_addresses(backend: &CudaBackend, reduce: &Reduce<'_>) -> Result<[u64; 2], BackendError> {
-    let list = backend.device_buffer(read_list(reduce)?.buffer.as_ref())?.address();
-    let partials = backend.device_buffer(&*reduce.partials)?.address();
+    let list = backend.address(read_list(reduce)?.buffer.as_ref())?;
+    let partials = backend.address(&*reduce.partials)?;
     let width = size_of::<SquareSum>() as u64;
     Ok([list, partials + reduce.first_partial * width])
 }

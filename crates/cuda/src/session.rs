@@ -65,13 +65,22 @@ impl Session {
         }
     }
 
+    /// A call of the driver in the context, with the stream, which lives as long as `self`;
+    /// `operation` is what is being done.
+    pub(crate) fn call(
+        &self,
+        operation: impl FnOnce() -> String,
+        call: impl FnOnce(CUstream) -> CUresult,
+    ) -> Result<(), BackendError> {
+        self.enter()?;
+        check(call(self.stream()), operation)
+    }
+
     /// Waits for everything enqueued.
     pub(crate) fn synchronize(&self) -> Result<(), BackendError> {
-        self.enter()?;
-        // SAFETY: the stream lives as long as `self`, and its context is current.
-        check(unsafe { sys::cuStreamSynchronize(self.stream()) }, || {
-            "waiting for the device".to_owned()
-        })
+        let waiting = || "waiting for the device".to_owned();
+        // SAFETY: the stream lives, and its context is current.
+        self.call(waiting, |stream| unsafe { sys::cuStreamSynchronize(stream) })
     }
 }
 

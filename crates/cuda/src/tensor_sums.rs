@@ -75,7 +75,7 @@ pub(crate) fn check_leaf_sums<'a>(
     let end = first.saturating_add(count);
     check_end(end.saturating_mul(ROW_BYTES as u64), rows.len_bytes())?;
     let place = Place {
-        rows: backend.device_buffer(rows)?.address(),
+        rows: backend.address(rows)?,
         first_row: u32::try_from(first)
             .map_err(|_| unavailable(format!("row {first} is beyond what 32 bits count")))?,
     };
@@ -149,10 +149,7 @@ pub(crate) fn pack_places(
     let tensors = places.iter().map(|place| u64::from(place.tensor) + 1).max();
     let width = size_of::<TensorPartials>() as u64;
     check_end(tensors.unwrap_or(0) * width, sums.tensors.len_bytes())?;
-    let [sums, tensors] = [
-        backend.device_buffer(sums.sums)?.address(),
-        backend.device_buffer(sums.tensors)?.address(),
-    ];
+    let [sums, tensors] = [backend.address(sums.sums)?, backend.address(sums.tensors)?];
     let packed = places.chunks(MOST_PLACES).map(|places| {
         let head = [rows, sums, tensors, places.len() as u64];
         [bytemuck::bytes_of(&head), bytemuck::cast_slice(places)].concat()
@@ -183,10 +180,7 @@ pub(crate) fn enqueue_parts(
     let addresses = leaves::list_addresses(backend, launch)?;
     let addresses = Addresses {
         lists: &addresses[..launch.lists.len()],
-        control: match launch.control {
-            Some(control) => backend.control_address(control)?,
-            None => 0,
-        },
+        control: backend.control_address(launch.control)?,
     };
     for (batch, workspace) in batches.iter().zip(workspaces_of_parts(batches, place)) {
         normed::enqueue(backend, launch, (name, batch), workspace, &|batch, bytes| {

@@ -1,7 +1,12 @@
-//! Time on the device's own clock, and the copy that it is compared with.
+//! Time on the device's own clock.
 
 use std::num::NonZeroU32;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use fusestep_launch::{Backend, BackendError};
+
+use crate::backend::CudaBackend;
+use crate::event::{Event, EventUse};
 
 /// How long some steps took that were enqueued one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,97 +32,39 @@ impl DeviceTime {
     }
 }
 
-mod events {
-    use std::num::NonZeroU32;
-    use std::time::{Duration, Instant};
-
-    use cust::sys;
-    use fusestep_launch::{Backend, BackendError, Buffer};
-
-    use super::DeviceTime;
-    use crate::NAME;
-    use crate::backend::CudaBackend;
-    use crate::event::{Event, EventUse};
-    use crate::status::check;
-
-    impl CudaBackend {
-        /// Enqueues `step` so many times, numbered from 0, between two events, and waits for the
-        /// last.
-        ///
-        /// What was enqueued before is waited for first. A step that waits for the device is timed
-        /// with its waiting.
-        ///
-        /// # Errors
-        /// The first error of `step`, and none is enqueued after it; [`BackendError::Device`] with
-        /// the driver's code.
-        pub fn timed<E: From<BackendError>>(
-            &self,
-            steps: NonZeroU32,
-            step: &mut dyn FnMut(u32) -> Result<(), E>,
-        ) -> Result<DeviceTime, E> {
-            self.synchronize()?;
-            let (start, end) = (self.event()?, self.event()?);
-            let begun = Instant::now();
-            self.mark(&start)?;
-            for index in 0..steps.get() {
-                step(index)?;
-            }
-            self.mark(&end)?;
-            self.synchronize()?;
-            let wall = begun.elapsed();
-            let milliseconds = end.since(&start)?;
-            Ok(DeviceTime {
-                steps,
-                device: Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3),
-                wall,
-            })
+impl CudaBackend {
+    /// Enqueues `step` so many times, numbered from 0, between two events, and waits for the last.
+    ///
+    /// What was enqueued before is waited for first. A step that waits for the device is timed with
+    /// its waiting.
+    ///
+    /// # Errors
+    /// The first error of `step`, and none is enqueued after it; [`BackendError::Device`] with the
+    /// driver's code.
+    pub fn timed<E: From<BackendError>>(
+        &self,
+        steps: NonZeroU32,
+        step: &mut dyn FnMut(u32) -> Result<(), E>,
+    ) -> Result<DeviceTime, E> {
+        self.synchronize()?;
+        let event = || Event::new(&self.session, EventUse::Time);
+        // SAFETY: the session's stream lives as long as it.
+        let mark = |event: &Event| unsafe { event.record(self.session.stream()) };
+        let (start, end) = (event()?, event()?);
+        let begun = Instant::now();
+        mark(&start)?;
+        for index in 0..steps.get() {
+            step(index)?;
         }
-
-        /// Enqueues a copy of the first `len_bytes` bytes from one buffer of this device to
-        /// another.
-        ///
-        /// # Errors
-        /// [`BackendError::OutOfBounds`] if a buffer is shorter, [`BackendError::ForeignBuffer`];
-        /// nothing is enqueued then.
-        /// # Cost
-        /// Twice `len_bytes` of memory traffic.
-        pub fn copy(
-            &self,
-            from: &dyn Buffer,
-            to: &mut dyn Buffer,
-            len_bytes: usize,
-        ) -> Result<(), BackendError> {
-            let (from, to) = (self.device_buffer(from)?, self.device_buffer(to)?);
-            let found = from.len_bytes().min(to.len_bytes());
-            if len_bytes > found {
-                return Err(BackendError::OutOfBounds {
-                    backend: NAME,
-                    offset_bytes: 0,
-                    len_bytes,
-                    found,
-                });
-            }
-            if len_bytes == 0 {
-                return Ok(());
-            }
-            self.session.enter()?;
-            let stream = self.session.stream();
-            // SAFETY: both buffers have `len_bytes` bytes, as was checked above, and memory is
-            // freed only behind what uses it.
-            let status = unsafe {
-                sys::cuMemcpyDtoDAsync_v2(to.address(), from.address(), len_bytes, stream)
-            };
-            check(status, || format!("copying {len_bytes} bytes on the device"))
-        }
-
-        fn event(&self) -> Result<Event, BackendError> {
-            Event::new(&self.session, EventUse::Time)
-        }
-
-        fn mark(&self, event: &Event) -> Result<(), BackendError> {
-            // SAFETY: the session's stream lives as long as it.
-            unsafe { event.record(self.session.stream()) }
-        }
+        mark(&end)?;
+        self.synchronize()?;
+        let wall = begun.elapsed();
+        let milliseconds = end.since(&start)?;
+        Ok(DeviceTime {
+            steps,
+            device: Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3),
+            wall,
+        })
     }
 }
 

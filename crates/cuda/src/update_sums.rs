@@ -50,7 +50,7 @@ pub(crate) enum SumsPart {
 /// The address of the launch's rows; 0 if it leaves no sums.
 pub(crate) fn address_of(backend: &CudaBackend, launch: &Launch<'_>) -> Result<u64, BackendError> {
     match &launch.update_sums {
-        Some(sums) => Ok(backend.device_buffer(&*sums.rows)?.address()),
+        Some(sums) => backend.address(&*sums.rows),
         None => Ok(0),
     }
 }

@@ -50,8 +50,8 @@ pub use normed::{
     SumsAndUpdate, WORKSPACE_BYTES, Workspace,
 };
 pub use pack::{
-    Addresses, CONCLUSION_BYTES, TensorAddresses, pack, pack_conclusion, pack_reduction,
-    pack_reduction_of_tensors, pack_tensors,
+    Addresses, CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction, pack_reduction_of_tensors,
+    pack_tensors,
 };
 pub use precision::{
     FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,

@@ -44,10 +44,7 @@ pub enum Excluded {
 impl Excluded {
     /// 1 if excluded tensors take the plain rate, else 0, as a device reads it.
     pub fn plain_scalar(self) -> f64 {
-        match self {
-            Excluded::PlainLr => 1.0,
-            Excluded::TrustRatio => 0.0,
-        }
+        f64::from(self == Excluded::PlainLr)
     }
 
     /// Whether the rate of a tensor with these values is scaled: the tensor's own word first, then

@@ -18,16 +18,6 @@ pub struct Addresses<'a> {
     pub control: u64,
 }
 
-/// Device addresses of what a launch refers to whose tensors lie anywhere.
-#[derive(Clone, Copy, Debug)]
-pub struct TensorAddresses<'a> {
-    /// For each tensor of the storage, that of its first element in each list, in the kernel's
-    /// order.
-    pub tensors: &'a [u64],
-    /// The control block; 0 if there is none.
-    pub control: u64,
-}
-
 /// Writes the arguments of one batch of `launch` into `out` and returns their length in bytes.
 ///
 /// `addresses` are the device addresses of what the launch refers to. The layout is that of
@@ -46,21 +36,22 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
     })
 }
 
-/// [`pack`] for tensors that lie anywhere: `launch.lists` has those that are kept, `addresses` all
-/// of the kernel's.
+/// [`pack`] for tensors that lie anywhere: `launch.lists` has those that are kept; `tensors` are
+/// the addresses of each tensor's first element in each of the kernel's lists, in its order, and
+/// `control` that of the control block, 0 if there is none.
 ///
 /// # Panics
 /// As [`pack`].
 pub fn pack_tensors(
     launch: &Launch<'_>,
     batch: &Batch,
-    addresses: TensorAddresses<'_>,
+    (tensors, control): (&[u64], u64),
     out: &mut [u8],
 ) -> usize {
     let declared = launch.kernel.lists();
-    let head = (addresses.control, declared.len());
+    let head = (control, declared.len());
     pack_records(launch, batch, head, out, |record, index| {
-        let tensor = addresses.tensors[record.tensor as usize * declared.len() + index];
+        let tensor = tensors[record.tensor as usize * declared.len() + index];
         let place = record.first_element * declared[index].dtype.len_bytes() as u64;
         tensor.wrapping_add(place)
     })
@@ -77,11 +68,8 @@ fn pack_records(
     let layout = launch.kernel.argument_layout();
     let len_bytes = layout.bytes(batch.records.len(), batch.groups.len());
     let flags = launch.kernel.flags();
-    let mut words = lists;
     let origin = flags & FLAG_STOCHASTIC != 0;
-    if origin {
-        words += ORIGIN_WORDS;
-    }
+    let words = lists + if origin { ORIGIN_WORDS } else { 0 };
     assert!(
         len_bytes <= out.len() && words == layout.lists,
         "a batch of {len_bytes} argument bytes and {} words per record was made for other limits",

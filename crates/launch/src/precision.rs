@@ -111,7 +111,8 @@ pub enum Layout {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
     layout: Layout,
-    rounding: Rounding,
+    param: DType,
+    precision: Precision,
 }
 
 /// Flag of every kernel: records and step scalars carry what random rounding is keyed by.
@@ -132,7 +133,7 @@ impl Format {
     pub fn new(rule: &'static str, dtype: DType, precision: Precision) -> Result<Self, RuleError> {
         let refuse =
             |what, expected, found| RuleError::Precision { rule, what, dtype, expected, found };
-        let Precision { master, state, rounding } = precision;
+        let Precision { master, state, .. } = precision;
         let layout = match (dtype, master, state) {
             (DType::F64, Master::None, StateDType::Compute) => Layout::F64,
             (DType::F32, Master::None, StateDType::Compute) => Layout::F32,
@@ -158,7 +159,7 @@ impl Format {
                 return Err(RuleError::DType { rule, expected: "f32, f64, f16 or bf16", found });
             }
         };
-        let format = Self { layout, rounding };
+        let format = Self { layout, param: dtype, precision };
         if format.is_stochastic() && !format.narrows_to_bf16() {
             let expected =
                 "nearest, unless bf16 state or bf16 without master weights is to be rounded";
@@ -174,43 +175,31 @@ impl Format {
 
     /// How values are rounded to bf16.
     pub fn rounding(&self) -> Rounding {
-        self.rounding
+        self.precision.rounding
     }
 
     /// Whether some value is rounded at random.
     pub fn is_stochastic(&self) -> bool {
-        matches!(self.rounding, Rounding::Stochastic { .. })
+        matches!(self.rounding(), Rounding::Stochastic { .. })
     }
 
     /// The storage type of parameters and gradients.
     pub fn param(&self) -> DType {
-        match self.layout {
-            Layout::F64 => DType::F64,
-            Layout::F32 | Layout::F32State16 => DType::F32,
-            Layout::F16 | Layout::F16Master => DType::F16,
-            _ => DType::BF16,
-        }
+        self.param
     }
 
     /// The storage type of state.
     pub fn state(&self) -> DType {
-        match self.layout {
-            Layout::F64 => DType::F64,
-            Layout::F32State16
-            | Layout::Bf16State16
-            | Layout::Bf16MasterState16
-            | Layout::Bf16RemainderState16 => DType::BF16,
-            _ => DType::F32,
+        match self.precision.state {
+            StateDType::Bf16 => DType::BF16,
+            StateDType::Compute if self.param == DType::F64 => DType::F64,
+            StateDType::Compute => DType::F32,
         }
     }
 
     /// What a parameter has beside it.
     pub fn master(&self) -> Master {
-        match self.layout {
-            Layout::F16Master | Layout::Bf16Master | Layout::Bf16MasterState16 => Master::F32,
-            Layout::Bf16Remainder | Layout::Bf16RemainderState16 => Master::Remainder,
-            _ => Master::None,
-        }
+        self.precision.master
     }
 
     fn narrows_to_bf16(&self) -> bool {
@@ -255,7 +244,7 @@ impl Format {
 
     /// Start of the random numbers; 0 if nothing is rounded at random.
     pub fn seed(&self) -> u64 {
-        match self.rounding {
+        match self.rounding() {
             Rounding::Nearest => 0,
             Rounding::Stochastic { seed } => seed,
         }
@@ -263,10 +252,7 @@ impl Format {
 
     /// Bytes behind every group's step scalars: [`KEY_BYTES`] or none.
     pub fn key_bytes(&self) -> usize {
-        match self.rounding {
-            Rounding::Nearest => 0,
-            Rounding::Stochastic { .. } => KEY_BYTES,
-        }
+        if self.is_stochastic() { KEY_BYTES } else { 0 }
     }
 
     /// Copies the key behind a group's step scalars of `own` bytes to behind finished ones of
@@ -285,10 +271,7 @@ impl Format {
 
     /// Flags of the header: [`FLAG_STOCHASTIC`] or none.
     pub fn flags(&self) -> u32 {
-        match self.rounding {
-            Rounding::Nearest => 0,
-            Rounding::Stochastic { .. } => FLAG_STOCHASTIC,
-        }
+        if self.is_stochastic() { FLAG_STOCHASTIC } else { 0 }
     }
 
     /// Writes the key of the step behind a kernel's own step scalars and returns the own part,
@@ -297,7 +280,7 @@ impl Format {
     /// # Panics
     /// If `step_scalars` is shorter than [`KEY_BYTES`].
     pub fn write_key<'a>(&self, step: u64, step_scalars: &'a mut [u8]) -> &'a mut [u8] {
-        let Rounding::Stochastic { seed } = self.rounding else {
+        let Rounding::Stochastic { seed } = self.rounding() else {
             return step_scalars;
         };
         let (own, key) = step_scalars.split_at_mut(step_scalars.len() - KEY_BYTES);

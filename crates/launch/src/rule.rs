@@ -81,10 +81,7 @@ impl WeightDecay {
 
     /// 1 if decay is decoupled, else 0, as a device reads it.
     pub fn decoupled_scalar(self) -> f64 {
-        match self {
-            WeightDecay::L2(_) => 0.0,
-            WeightDecay::Decoupled(_) => 1.0,
-        }
+        f64::from(matches!(self, WeightDecay::Decoupled(_)))
     }
 
     /// This kind with another λ.

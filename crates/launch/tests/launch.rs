@@ -7,9 +7,9 @@ use fusestep_launch::{
     Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, ChangedRecord,
     Conclude, ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, GroupValues, HostRun, Launch,
     LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction,
-    Record, Reduce, Replicas, ResidentTable, SquareSum, TensorAddresses, TensorList, UpdateSums,
-    pack, pack_conclusion, pack_reduction, pack_reduction_of_tensors, pack_reduction_table,
-    pack_table, pack_tensors, pack_update_sums,
+    Record, Reduce, Replicas, ResidentTable, SquareSum, TensorList, UpdateSums, pack,
+    pack_conclusion, pack_reduction, pack_reduction_of_tensors, pack_reduction_table, pack_table,
+    pack_tensors, pack_update_sums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -250,7 +250,7 @@ fn tensors_that_lie_anywhere_have_addresses_of_their_own() {
         let (mut expected, mut found) = (vec![0xee; 200], vec![0xee; 200]);
         let addresses = Addresses { lists: &[0x1000, 0x9000], control: 0x77 };
         let len = pack(&launch, &batches[0], addresses, &mut expected);
-        let addresses = TensorAddresses { tensors: alike.as_flattened(), control: 0x77 };
+        let addresses = (alike.as_flattened(), 0x77);
         assert_eq!(pack_tensors(&launch, &batches[0], addresses, &mut found), len);
         assert_eq!(found, expected);
     }

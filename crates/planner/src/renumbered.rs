@@ -2,8 +2,7 @@
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Aborter, Call, CallContext, CollectiveError, Communicator, DeviceCall, FlightRecorder,
-    Membership, RankMemory, ReduceUpdate,
+    Aborter, Call, CollectiveError, Communicator, DeviceCall, Membership, RankMemory, ReduceUpdate,
 };
 
 /// A group split off a world: its calls are the group's, its errors name ranks of the world, and an
@@ -62,12 +61,9 @@ impl Renumbered {
 }
 
 impl Communicator for Renumbered {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.inner.world_size()
+    fusestep_collective::forward_calls! {
+        this => this.inner;
+        rank, world_size, set_context, recorder, shares_memory, device, control,
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
@@ -89,10 +85,6 @@ impl Communicator for Renumbered {
         }))
     }
 
-    fn set_context(&mut self, context: CallContext) {
-        self.inner.set_context(context);
-    }
-
     /// The group's, by ranks of the world.
     fn aborter(&self) -> Aborter {
         let (inner, world) = (self.inner.aborter(), self.world.clone());
@@ -111,17 +103,9 @@ impl Communicator for Renumbered {
         )
     }
 
-    fn recorder(&self) -> &FlightRecorder {
-        self.inner.recorder()
-    }
-
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
         let memory = self.inner.allocate(len_bytes);
         memory.map_err(|error| self.in_world(error))
-    }
-
-    fn shares_memory(&self) -> bool {
-        self.inner.shares_memory()
     }
 
     fn reduce_update(
@@ -131,10 +115,6 @@ impl Communicator for Renumbered {
     ) -> Result<(), CollectiveError> {
         let done = self.inner.reduce_update(call, work);
         done.map_err(|error| self.failed(error))
-    }
-
-    fn device(&self) -> Option<u32> {
-        self.inner.device()
     }
 
     fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
@@ -149,10 +129,6 @@ impl Communicator for Renumbered {
             CollectiveError::Left { .. } => self.in_world(error),
             error => self.failed(error),
         })
-    }
-
-    fn control(&mut self) -> Option<&mut dyn Communicator> {
-        self.inner.control()
     }
 
     fn failure(&self) -> Option<CollectiveError> {

@@ -86,13 +86,7 @@ fn each_tensor(
     let mut rest = found;
     for (index, param) in case.params.iter().enumerate() {
         let kept = Kept::new(plan, state, param.dtype, case.steps);
-        let numel = param.numel() as usize;
-        let mut columns = Vec::new();
-        for &(_, dtype) in &kept.lists {
-            let (own, behind) = rest.split_at(numel * dtype.len_bytes());
-            rest = behind;
-            columns.push(values(own, dtype));
-        }
+        let columns = kept.columns(&mut rest, param);
         let tensor = CaseTensor {
             param,
             first: values(&case.param_bytes(index), param.dtype),

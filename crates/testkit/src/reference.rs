@@ -5,7 +5,7 @@
 use fusestep_launch::Format;
 use fusestep_planner::{Optimizer, Plan};
 use fusestep_simd::join_bf16;
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::{DType, ParamDesc, Role};
 use half::{bf16, f16};
 
 use crate::Case;
@@ -57,18 +57,12 @@ fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
         let optimizer = with_own_hyper_parameters(plan.optimizer(), param);
         let rounding = Rounding::new(plan, optimizer, param.dtype, case.steps);
         let kept = &rounding.kept;
-        let numel = param.numel() as usize;
         let first = values(&case.param_bytes(index), param.dtype);
         let grads: Vec<Vec<f64>> = (1..=case.steps)
             .map(|step| values(&case.grad_bytes(index, step), param.dtype))
             .collect();
-        let mut columns = Vec::new();
-        for &(_, dtype) in &kept.lists {
-            let (own, behind) = rest.split_at(numel * dtype.len_bytes());
-            rest = behind;
-            columns.push(values(own, dtype));
-        }
-        for at in 0..numel {
+        let columns = kept.columns(&mut rest, param);
+        for at in 0..param.numel() as usize {
             let grads: Vec<f64> = grads.iter().map(|grads| grads[at]).collect();
             if grads.iter().any(|g| !ORDINARY.contains(&g.abs())) {
                 continue;
@@ -151,6 +145,18 @@ impl Kept {
             state_error: unit(format.state()) * steps,
             steps,
         }
+    }
+}
+
+impl Kept {
+    /// The values of each list of a parameter, whose bytes are taken off the front of `rest`.
+    pub(crate) fn columns(&self, rest: &mut &[u8], param: &ParamDesc) -> Vec<Vec<f64>> {
+        let column = |&(_, dtype): &(Role, DType)| {
+            let (own, behind) = rest.split_at(param.numel() as usize * dtype.len_bytes());
+            *rest = behind;
+            values(own, dtype)
+        };
+        self.lists.iter().map(column).collect()
     }
 }
 

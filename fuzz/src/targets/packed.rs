@@ -6,8 +6,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_launch::{
     Access, Addresses, ArgumentLayout, Backend, Batch, FLAG_RESIDENT, FLAG_STOCHASTIC, GROUP_BYTES,
     GroupValues, HostRun, Launch, LaunchLimits, ListBuffer, MultiTensorKernel, ORIGIN_WORDS,
-    ResidentStepScalars, STEPS_BYTES, TensorAddresses, TensorList, pack, pack_launch_of_table,
-    pack_steps, pack_table, pack_tensors,
+    ResidentStepScalars, STEPS_BYTES, TensorList, pack, pack_launch_of_table, pack_steps,
+    pack_table, pack_tensors,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -140,7 +140,7 @@ impl Packer {
         let (lists, control) = (&self.addresses[..], CONTROL);
         let length = pack(&launch, batch, Addresses { lists, control }, &mut self.out);
         same("arguments", &self.out[..length], &expected)?;
-        let anywhere = TensorAddresses { tensors: &tensors, control };
+        let anywhere = (&tensors[..], control);
         let length = pack_tensors(&launch, batch, anywhere, &mut self.out);
         same("arguments of tensors", &self.out[..length], &of_tensors)?;
         if batch.chunks <= MOST_CHUNKS {

@@ -206,11 +206,5 @@ pub(super) fn dtype_of(
     operation: &'static str,
     dtype: DType,
 ) -> Result<fusestep_tensor::DType, ParallelError> {
-    Ok(match dtype {
-        DType::F32 => fusestep_tensor::DType::F32,
-        DType::F64 => fusestep_tensor::DType::F64,
-        DType::F16 => fusestep_tensor::DType::F16,
-        DType::BF16 => fusestep_tensor::DType::BF16,
-        found => return Err(ParallelError::DType { operation, found }),
-    })
+    crate::lend::dtype_of(dtype).ok_or(ParallelError::DType { operation, found: dtype })
 }

@@ -18,8 +18,8 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(
 /// The folder of a group as one of its ranks uses it.
 #[derive(Debug)]
 pub(super) struct Files {
-    folder: PathBuf,
-    rank: usize,
+    pub(super) folder: PathBuf,
+    pub(super) rank: usize,
     /// Folders of the groups that this one was split from; what closes them closes this one.
     above: Vec<PathBuf>,
     /// What this rank has found to close the group, as it found it.
@@ -29,14 +29,6 @@ pub(super) struct Files {
 impl Files {
     pub(super) fn new(folder: PathBuf, rank: usize, above: Vec<PathBuf>) -> Self {
         Self { folder, rank, above, found: Mutex::new(None) }
-    }
-
-    pub(super) fn rank(&self) -> usize {
-        self.rank
-    }
-
-    pub(super) fn folder(&self) -> &Path {
-        &self.folder
     }
 
     /// This folder and those above it.

@@ -6,12 +6,11 @@ use std::hash::BuildHasher;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use fusestep_collective::MAX_TIMEOUT;
+
 use super::FolderControl;
 use super::files::{Files, pause};
 use crate::NcclError;
-
-/// Longest timeout; a longer one is cut to this, so that every wait ends.
-const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The file in which rank 0 says who has come to this run.
 const WELCOME: &str = "welcome";
@@ -91,7 +90,7 @@ impl Meeting {
     /// Rank 0: waits for all, checks them and tells them.
     fn welcome(&self, files: &Files, timeout: Duration) -> Result<(), String> {
         let as_text = |error: std::io::Error| error.to_string();
-        for entry in fs::read_dir(files.folder()).map_err(as_text)? {
+        for entry in fs::read_dir(&files.folder).map_err(as_text)? {
             let name = entry.map_err(as_text)?.file_name();
             let name = name.to_string_lossy();
             if !name.trim_start_matches('.').starts_with("hello-") {

@@ -68,7 +68,7 @@ impl ThreadCommunicator {
         call: Call<'_>,
         blocks: Blocks<'_>,
     ) -> Result<(), CollectiveError> {
-        let fingerprint = Fingerprint::new(&call, blocks.numel, self.sequence, self.context);
+        let fingerprint = call.shape().fingerprint(blocks.numel, self.sequence, self.context);
         let placement = match call.buffers {
             Buffers::InPlace(_) => Placement::Writable,
             Buffers::OutOfPlace { .. } => Placement::Shared,
@@ -102,7 +102,7 @@ impl ThreadCommunicator {
             };
         }
         let fingerprint = round.header.fingerprint;
-        let timeout = self.group.options().timeout;
+        let timeout = self.group.options.timeout;
         let contribution = Contribution {
             header: round.header,
             shared: round.shared,
@@ -132,7 +132,7 @@ impl ThreadCommunicator {
         call: Call<'_>,
         blocks: Blocks<'_>,
     ) -> Result<(), CollectiveError> {
-        let level = self.group.options().level;
+        let level = self.group.options.level;
         let movement = Movement {
             operation: call.operation,
             blocks: &blocks.all_bytes(call.dtype.len_bytes()),

@@ -35,9 +35,9 @@ type GroupRendezvous = Rendezvous<Header, CollectiveError>;
 /// A group of threads; each rank holds one reference.
 #[derive(Debug)]
 pub(super) struct Group {
-    world_size: usize,
-    options: Options,
-    begun: Instant,
+    pub(super) world_size: usize,
+    pub(super) options: Options,
+    pub(super) begun: Instant,
     rendezvous: GroupRendezvous,
     registry: Mutex<Registry>,
     /// For each rank the other side of the transfer it waits in, plus 1; 0 if it is in none. Names
@@ -81,18 +81,6 @@ impl Group {
             transfers: (0..world_size).map(|_| AtomicUsize::new(0)).collect(),
         });
         (group, participants)
-    }
-
-    pub(super) fn world_size(&self) -> usize {
-        self.world_size
-    }
-
-    pub(super) fn options(&self) -> &Options {
-        &self.options
-    }
-
-    pub(super) fn begun(&self) -> Instant {
-        self.begun
     }
 
     /// Writes down whom `rank` waits for in a transfer, or that it has ended.

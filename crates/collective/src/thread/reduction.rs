@@ -22,7 +22,7 @@ impl ThreadCommunicator {
         op: ReduceOp,
     ) -> Result<(), CollectiveError> {
         let rank = self.rank;
-        let sharing = Sharing::new(&call, blocks, op, self.group.options());
+        let sharing = Sharing::new(&call, blocks, op, &self.group.options);
         let cut = match sharing.receivers {
             Receivers::Owner => Cut::Blocks(blocks, call.dtype.len_bytes()),
             _ => Cut::Lines,

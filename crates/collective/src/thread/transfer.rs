@@ -20,7 +20,7 @@ impl ThreadCommunicator {
             Some(known) => known,
             None => (self.group.pair_participant(pair, side)?, 0),
         };
-        let mut fingerprint = Fingerprint::new(&call, numel, transfers + 1, self.context);
+        let mut fingerprint = call.shape().fingerprint(numel, transfers + 1, self.context);
         let own_name = call.operation;
         let (header, deadline) = self.header(fingerprint, Placement::Shared);
         fingerprint.operation = Operation::Send { to: pair.1 };
@@ -40,7 +40,7 @@ impl ThreadCommunicator {
             replica_ends: &[],
         };
         let named = Fingerprint { operation: own_name, ..fingerprint };
-        let timeout = self.group.options().timeout;
+        let timeout = self.group.options.timeout;
         let (group, own) = (&self.group, self.rank);
         let late = |sides: &[usize]| {
             let ranks: Vec<usize> = sides.iter().map(|&side| [pair.0, pair.1][side]).collect();
