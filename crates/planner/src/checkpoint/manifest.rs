@@ -265,6 +265,11 @@ pub(crate) fn refuse(
     expected: impl Display,
     found: impl Display,
 ) -> PlanError {
+    refusal(path, what, [&expected, &found])
+}
+
+// Not compiled for every pair of types.
+fn refusal(path: &Path, what: &str, [expected, found]: [&dyn Display; 2]) -> PlanError {
     PlanError::Checkpoint {
         path: path.display().to_string(),
         what: what.to_owned(),
