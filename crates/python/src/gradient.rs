@@ -32,8 +32,8 @@ pub(crate) struct Direct {
     property: Py<PyAny>,
     /// Classes whose objects have no override of it.
     plain: Vec<Py<PyType>>,
-    /// Says whether a mode overrides it for all objects.
-    has_mode: Py<PyAny>,
+    /// Says how many modes may override it for all objects.
+    modes: Py<PyAny>,
     /// Keeps the functions.
     _library: Library,
 }
@@ -64,7 +64,7 @@ impl Direct {
             distance,
             property: library.getattr("gradient")?.unbind(),
             plain: library.getattr("plain")?.extract()?,
-            has_mode: library.getattr("has_mode")?.unbind(),
+            modes: library.getattr("modes")?.unbind(),
             _library: loaded,
         };
         let probes: Vec<Bound<'_, PyAny>> = library.call_method0("parameters")?.extract()?;
@@ -86,13 +86,10 @@ impl Direct {
 
     /// Whether they stand in for this property of objects of this class.
     pub(crate) fn fits(&self, class: &Bound<'_, PyType>, own: &Bound<'_, PyAny>) -> bool {
+        let modes = || self.modes.bind(class.py()).call0()?.is_truthy();
         own.is(&self.property)
             && self.plain.iter().any(|plain| plain.is(class))
-            && self
-                .has_mode
-                .call0(class.py())
-                .and_then(|has| has.extract(class.py()))
-                .is_ok_and(|has: bool| !has)
+            && modes().is_ok_and(|any| !any)
     }
 
     /// The gradient of a tensor, or `None`.

@@ -98,6 +98,26 @@ def test_a_tensor_that_is_exchanged_for_one_of_inference_has_no_versions_counted
     assert params[1].tolist() == [0.5] * 7
 
 
+@pytest.mark.parametrize("missing", [{"plain": []}, {"file": None}])
+def test_where_functions_of_pytorch_are_missing_tensors_are_asked(monkeypatch, missing, threads):
+    def trained():
+        params = parameters(1_500)
+        optimizer = fusestep.torch.AdamW(params, lr=0.1)
+        before = [param._version for param in params]
+        for _ in range(2):
+            optimizer.step()
+        assert [param._version for param in params] == [version + 2 for version in before]
+        return params
+
+    by_functions = trained()
+    with monkeypatch.context() as patched:
+        for name, value in missing.items():
+            patched.setattr(_planned.Library, name, value)
+        by_asking = trained()
+    for one, two in zip(by_functions, by_asking):
+        assert same_bits(one, two)
+
+
 def test_a_mode_that_overrides_gradients_is_asked():
     class Halved(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):

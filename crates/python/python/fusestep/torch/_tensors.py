@@ -17,10 +17,10 @@ class Library:
     Tensor: Any = torch.Tensor
     # Its libraries have the C interface by which tensors are looked at.
     file: str = torch._C.__file__
-    # The property of gradients, the classes that do not override it, and whether a mode does.
+    # The property of gradients, the classes that do not override it, and how many modes may.
     gradient: Any = torch.Tensor.grad
     plain: Any = [torch.Tensor, torch.nn.Parameter]
-    has_mode: Any = staticmethod(torch._C._is_torch_function_mode_enabled)
+    modes: Any = staticmethod(torch._C._len_torch_function_stack)
 
     @staticmethod
     def probes() -> List[Tensor]:
