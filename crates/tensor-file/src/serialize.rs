@@ -75,7 +75,7 @@ fn sort_metadata(bytes: &mut [u8]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::borrow::Cow;
 
     use safetensors::Dtype;
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
     use crate::{TensorFile, write_atomically};
 
-    fn tensors(value: u8) -> Vec<(String, TensorBytes<'static>)> {
+    pub(crate) fn tensors(value: u8) -> Vec<(String, TensorBytes<'static>)> {
         let tensor =
             TensorBytes { dtype: Dtype::F32, shape: vec![2], bytes: Cow::Owned(vec![value; 8]) };
         vec![("a".into(), tensor)]

@@ -242,12 +242,7 @@ mod tests {
 
     use super::*;
     use crate::TensorFile;
-
-    fn tensors(value: u8) -> Vec<(String, TensorBytes<'static>)> {
-        let tensor =
-            TensorBytes { dtype: Dtype::F32, shape: vec![2], bytes: Cow::Owned(vec![value; 8]) };
-        vec![("a".into(), tensor)]
-    }
+    use crate::serialize::tests::tensors;
 
     #[test]
     fn what_is_written_is_read_and_replaced() {
