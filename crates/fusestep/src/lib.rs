@@ -33,7 +33,7 @@ pub use fusestep_planner::{
 };
 pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};
 pub use fusestep_schedule_free::{self as schedule_free, ScheduleFreeTensors};
-pub use fusestep_simd::{self as simd, Level, Pool};
+pub use fusestep_simd::{self as simd, Level, Pool, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};
 pub use optimizer::FusedOptimizer;

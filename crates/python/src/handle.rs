@@ -161,10 +161,8 @@ pub(crate) struct Handles {
 
 impl Handles {
     /// Those of the library; `None` if its tensors cannot be looked at this way.
-    pub(crate) fn of(library: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
-        let file: Option<String> = library.getattr("file")?.extract()?;
-        let loaded = file.and_then(|file| Some((Interface::load(&file).ok()?, file)));
-        let Some((interface, file)) = loaded else {
+    pub(crate) fn of(library: &Bound<'_, PyAny>, file: &str) -> PyResult<Option<Self>> {
+        let Ok(interface) = Interface::load(file) else {
             return Ok(None);
         };
         let class = library.getattr("Tensor")?.downcast_into::<PyType>()?;
@@ -177,7 +175,7 @@ impl Handles {
             class: class.unbind(),
             distance,
             interface,
-            direct: Direct::of(library, &file, distance)?,
+            direct: Direct::of(library, file, distance)?,
         };
         for probe in &probes {
             let shape: Vec<u64> = probe.getattr("shape")?.extract()?;

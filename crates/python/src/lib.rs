@@ -7,6 +7,7 @@ mod getter;
 mod gradient;
 mod handle;
 mod loan;
+mod openmp;
 mod parameter;
 mod private;
 mod rank;

@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fusestep::planner::{Optimizer, Plan, Stage, State, StepReport};
+use fusestep::planner::{Optimizer, Plan, State, StepReport};
 use fusestep::tensor::ParamDesc;
 use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -17,14 +17,12 @@ use crate::collect::{Collected, Collector, Found, Gradients};
 use crate::getter::Getter;
 use crate::handle::Handles;
 use crate::loan::{Checked, Loan, Member, Places, write_count};
+use crate::openmp;
 use crate::parameter::{Mapping, Parameter};
 use crate::private::Private;
 use crate::rules::{Settings, number, parse, refused, trusts};
 use crate::threads;
 use crate::written::Written;
-
-/// Parameters from which on it pays to tell who is written on a thread of its own.
-const MANY: usize = 1024;
 
 /// Where PyTorch's tensors and the state beside them are found, and the plan of a step over them.
 #[pyclass(module = "fusestep._fusestep")]
@@ -359,8 +357,8 @@ impl Session {
     }
 
     /// Runs the step on what has been collected, without the interpreter's lock, and tells who has
-    /// been written: while they are, unless the step may come to nothing. Returns what telling
-    /// raised beside what was done.
+    /// been written, unless the step came to nothing. Returns what telling raised beside what was
+    /// done.
     fn run(
         &mut self,
         py: Python<'_>,
@@ -390,35 +388,18 @@ impl Session {
             ))
         })?;
         let (plan, state) = (&self.plan, unlocked(&mut self.state));
-        let may_skip = plan.stages().iter().any(|stage| matches!(stage, Stage::Norm(_)));
         let written = written.map(|call| Written {
             call,
             direct: self.collector.handles.as_ref().and_then(Handles::direct),
             parameters: &self.parameters,
             updated,
         });
-        // Few are told sooner than a thread is woken.
-        let is_behind = may_skip || self.members.len() < MANY;
-        let (meanwhile, behind) = if is_behind { (None, written) } else { (written, None) };
-        let mut told = Ok(());
-        let report = py.detach(|| {
-            let mut run = || plan.run_borrowed(state, &mut loan);
-            match &meanwhile {
-                None => run(),
-                Some(written) => {
-                    let tell = || told = Python::attach(|py| written.tell(py));
-                    backend.pool().join(tell, run)
-                }
-            }
-        });
-        let report = report.map_err(|error| {
+        let report = py.detach(|| plan.run_borrowed(state, &mut loan)).map_err(|error| {
             self.broken = true;
             failed(error)
         })?;
-        if let Some(written) = behind.filter(|_| !report.skipped) {
-            told = written.tell(py);
-        }
-        Ok((report, told))
+        let written = written.filter(|_| !report.skipped);
+        Ok((report, written.map_or(Ok(()), |written| written.tell(py))))
     }
 }
 
@@ -429,7 +410,12 @@ fn unlocked(state: &mut Mutex<State>) -> &mut State {
 
 /// How the library's tensors are looked at, those of the parameters at once.
 fn handles(library: &Bound<'_, PyAny>, parameters: &mut [Parameter]) -> PyResult<Option<Handles>> {
-    let mut handles = Handles::of(library)?;
+    let file: Option<String> = library.getattr("file")?.extract()?;
+    let Some(file) = file else {
+        return Ok(None);
+    };
+    openmp::look_in(&file);
+    let mut handles = Handles::of(library, &file)?;
     if let Some(handles) = &mut handles {
         for own in parameters {
             let tensor = own.tensor.bind(library.py());

@@ -7,10 +7,13 @@ use fusestep::{CpuBackend, Pool};
 use pyo3::PyErr;
 use pyo3::exceptions::PyRuntimeError;
 
-/// A backend, the process that has its threads, and how many they are.
+use crate::openmp;
+
+/// A backend, the process that has its threads, how many they are, and whether they are PyTorch's.
 struct Made {
     process: u32,
     threads: NonZeroUsize,
+    is_team: bool,
     backend: Arc<CpuBackend>,
 }
 
@@ -20,18 +23,22 @@ static MADE: Mutex<Vec<Made>> = Mutex::new(Vec::new());
 /// Most backends that are kept.
 const MOST: usize = 4;
 
-/// A backend of so many threads, the caller's among them. A process that was forked off has none of
-/// its parent's threads, so it gets its own.
+/// A backend of so many threads, the caller's and PyTorch's where it is loaded. A process that was
+/// forked off has none of its parent's threads, so it gets its own.
 ///
 /// # Errors
 /// `RuntimeError` if threads cannot be started.
 pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
     let process = std::process::id();
     let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(own) = made.iter().find(|own| (own.process, own.threads) == (process, threads)) {
+    let (team, wanted) = (openmp::team(), (process, threads));
+    let is_team = team.is_some();
+    let fits = |own: &&Made| (own.process, own.threads) == wanted && own.is_team == is_team;
+    if let Some(own) = made.iter().find(fits) {
         return Ok(Arc::clone(&own.backend));
     }
-    let backend = Arc::new(CpuBackend::in_pool(pool(threads)?));
+    let pool = team.map_or_else(|| pool(threads), |team| Ok(Pool::in_team(team, threads)))?;
+    let backend = Arc::new(CpuBackend::in_pool(pool));
     if made.len() == MOST {
         let oldest = made.remove(0);
         if oldest.process != process {
@@ -39,13 +46,16 @@ pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
             std::mem::forget(oldest);
         }
     }
-    made.push(Made { process, threads, backend: Arc::clone(&backend) });
+    made.push(Made { process, threads, is_team, backend: Arc::clone(&backend) });
     Ok(backend)
 }
 
 /// The caller and workers of its own: one more than can work beside it, since one may be woken on
 /// a core where another library's threads spin.
 fn pool(threads: NonZeroUsize) -> Result<Pool, PyErr> {
+    if threads == NonZeroUsize::MIN {
+        return Ok(Pool::new(threads));
+    }
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads.get())
         .thread_name(|index| format!("fusestep-{index}"))

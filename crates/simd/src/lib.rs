@@ -19,7 +19,7 @@ pub use narrow::{
     join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random,
     narrow_f16, split_bf16, widen_bf16, widen_bf16_pair, widen_f16,
 };
-pub use pool::{MAX_SHARED, MAX_THREADS, Order, Pool, Split};
+pub use pool::{MAX_SHARED, MAX_THREADS, Order, Pool, Split, Team};
 pub use prefetch::{fetches_by_itself, prefetch_ahead, prefetch_bytes, prefetch_memory};
 pub use rendezvous::{
     Claim, Contribution, MAX_REPLICAS, Participant, Peers, Rendezvous, Replicas, participants,

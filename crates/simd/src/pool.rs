@@ -1,6 +1,7 @@
 //! Host threads: the caller's, and those of the rayon pool that the program has anyway.
 
 use std::cmp::Reverse;
+use std::fmt::Debug;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -49,6 +50,18 @@ enum Workers {
     Current,
     /// Those of a pool of the caller's choice.
     Of(Arc<ThreadPool>),
+    /// Those of another kind of pool.
+    In(Arc<dyn Team>),
+}
+
+/// Threads of the program's that are in no rayon pool.
+pub trait Team: Debug + Send + Sync {
+    /// Calls `task` on the caller's thread, with 0, and on at most `threads − 1` others, each with
+    /// a number of its own below `threads`; returns when all calls have returned.
+    ///
+    /// # Panics
+    /// With the panic of `task`, on whichever thread, when all calls have returned.
+    fn call(&self, threads: NonZeroUsize, task: &(dyn Fn(usize) + Sync));
 }
 
 /// The threads that work on one step: the caller's, and threads of a rayon pool.
@@ -88,32 +101,14 @@ impl Pool {
         Self { workers: Workers::Of(pool), ..Self::new(threads.unwrap_or(NonZeroUsize::MIN)) }
     }
 
+    /// At most this many threads of `team`, the caller's among them.
+    pub fn in_team(team: Arc<dyn Team>, threads: NonZeroUsize) -> Self {
+        Self { workers: Workers::In(team), ..Self::new(threads) }
+    }
+
     /// The number of threads, the caller's included.
     pub fn threads(&self) -> usize {
         self.threads.get()
-    }
-
-    /// Does `here` on the caller's thread and meanwhile, before anything that `here` hands over,
-    /// `other` on a worker's; with one thread `other` follows `here`.
-    ///
-    /// # Panics
-    /// With the panic of either.
-    pub fn join<R>(&self, other: impl FnOnce() + Send, here: impl FnOnce() -> R) -> R {
-        if self.threads() == 1 {
-            let done = here();
-            other();
-            return done;
-        }
-        match &self.workers {
-            Workers::Current => rayon::in_place_scope(|scope| {
-                scope.spawn(|_| other());
-                here()
-            }),
-            Workers::Of(pool) => pool.in_place_scope(|scope| {
-                scope.spawn(|_| other());
-                here()
-            }),
-        }
     }
 
     /// Calls `task` once for each index below `count`. Each thread begins with a share of
@@ -199,6 +194,7 @@ impl Pool {
         match &self.workers {
             Workers::Current => rayon::in_place_scope(|scope| call_all(scope, others, task)),
             Workers::Of(pool) => pool.in_place_scope(|scope| call_all(scope, others, task)),
+            Workers::In(team) => team.call(self.threads, task),
         }
     }
 }
@@ -338,21 +334,32 @@ mod tests {
         assert_eq!((threads, names), (3, ["own 0", "own 1", "own 2"].map(String::from).to_vec()));
     }
 
+    /// New threads for each call.
+    #[derive(Debug)]
+    struct NewThreads;
+
+    impl Team for NewThreads {
+        fn call(&self, threads: NonZeroUsize, task: &(dyn Fn(usize) + Sync)) {
+            std::thread::scope(|scope| {
+                for number in 1..threads.get() {
+                    let named = std::thread::Builder::new().name(format!("new {number}"));
+                    named.spawn_scoped(scope, move || task(number)).unwrap();
+                }
+                task(0);
+            });
+        }
+    }
+
     #[test]
-    fn what_is_joined_is_done_once_on_any_number_of_threads() {
+    fn a_team_of_another_kind_does_all_of_the_work() {
         for threads in 1..4 {
-            let pool = Pool::of(own_pool(threads));
+            let pool = Pool::in_team(Arc::new(NewThreads), NonZeroUsize::new(threads).unwrap());
             assert_eq!(pool.threads(), threads);
-            let (mut values, mut other) = (vec![0u64; 100_003], 0);
-            let done = pool.join(
-                || other += 1,
-                || {
-                    pool.run(AddOne(&mut values));
-                    "done"
-                },
-            );
-            assert_eq!((done, other), ("done", 1));
+            let mut values = vec![0u64; 1_000_003];
+            pool.run(AddOne(&mut values));
             assert!(values.iter().all(|&v| v == 1));
+            let names = who_works(&pool, threads);
+            assert_eq!(names.iter().filter(|name| name.starts_with("new")).count(), threads - 1);
         }
     }
 
