@@ -1,6 +1,6 @@
 //! Numbers that no run means are errors, which name what was given and what would work.
 
-use fusestep::{AdamW, Cpu, DType, Error, FusedOptimizer, ParamDesc, Shape, lion};
+use fusestep::{AdamW, Cpu, DType, Error, FusedOptimizer, Lion, ParamDesc, Shape, lion};
 
 fn params() -> [ParamDesc; 1] {
     [ParamDesc::new("a", Shape::new([3]).unwrap(), DType::F32)]
@@ -72,6 +72,10 @@ fn a_rank_that_was_refused_a_view_is_named_by_ranks_that_go_on() {
 #[test]
 fn a_parameter_of_two_groups_is_named() {
     let twice = AdamW::new(1e-2).group(["a", "a"], lion::Lion::default());
+    let error = twice.build(&params(), Cpu::new()).unwrap_err().to_string();
+    assert!(error.contains("`a`: the group of lion"), "{error}");
+    let own = lion::Lion { lr: 1e-2, ..lion::Lion::default() };
+    let twice = Lion::new(1e-2).group(["a"], own).group(["a"], lion::Lion::default());
     let error = twice.build(&params(), Cpu::new()).unwrap_err().to_string();
     assert!(error.contains("`a`: the group of lion"), "{error}");
 }

@@ -215,7 +215,8 @@ impl Planner {
     /// The distinct rules, and each parameter's.
     fn rules(&self, params: &[ParamDesc]) -> Result<(Vec<Optimizer>, Vec<u32>)> {
         let mut rules = vec![self.optimizer];
-        let mut rule_of = vec![0; params.len()];
+        // Of the groups, one of which may have the optimizer's own rule.
+        let mut rule_of = vec![None; params.len()];
         let names = params.iter().enumerate();
         let index: HashMap<&str, usize> = names.map(|(at, p)| (p.name.as_str(), at)).collect();
         for (names, rule) in &self.groups {
@@ -231,24 +232,23 @@ impl Planner {
                         parameters: params.len(),
                     });
                 };
-                if rule_of[param] != 0 {
+                if let Some(first) = rule_of[param].replace(at as u32) {
                     return Err(PlanError::Conflict {
                         first: format!(
                             "`{}`: the group of {}",
                             Quoted(name),
-                            rules[rule_of[param] as usize].name()
+                            rules[first as usize].name()
                         ),
                         second: format!("the group of {}", rule.name()),
                         why: "both have this parameter, or one has it twice",
                     });
                 }
-                rule_of[param] = at as u32;
             }
         }
         for rule in &rules {
             rule.validate()?;
         }
-        Ok((rules, rule_of))
+        Ok((rules, rule_of.into_iter().map(Option::unwrap_or_default).collect()))
     }
 
     /// One storage, one launch and one call for each tensor.
