@@ -12,8 +12,10 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Objective, WeightDecay};
-use fusestep_planner::{Optimizer, Plan, PlanError, Planner, State};
+use fusestep_launch::{
+    Backend, BackendError, Launch, LaunchReport, Objective, Reduce, WeightDecay,
+};
+use fusestep_planner::{Lender, Optimizer, Plan, PlanError, Planner, State, Tensors};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 
@@ -223,4 +225,49 @@ fn files_of_the_first_version_are_read_and_impossible_values_refused() {
             (outcome, _) => panic!("{tensor} = {value}: {outcome:?}"),
         }
     }
+}
+
+/// Runs no launch, and fails once.
+struct FailsOnce(CpuBackend, bool);
+
+impl Lender for FailsOnce {
+    fn backend(&self) -> &dyn Backend {
+        &self.0
+    }
+
+    fn launch(&mut self, _: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        match std::mem::replace(&mut self.1, true) {
+            true => Ok(LaunchReport::default()),
+            false => Err(BackendError::Device {
+                backend: "test",
+                operation: "a launch".to_owned(),
+                code: 1,
+                text: "it fails".to_owned(),
+            }),
+        }
+    }
+
+    fn reduce(&mut self, _: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        Ok(LaunchReport::default())
+    }
+}
+
+#[test]
+fn what_a_failed_step_was_to_leave_out_is_no_concern_of_the_step_behind_a_load() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let plan = Planner::new(momentum().into()).tensors(Tensors::Borrowed).plan(&params()).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
+    let mut state = plan.allocate(&backend).unwrap();
+    state.save(&backend, &path).unwrap();
+    let lender = &mut FailsOnce(backend, false);
+    state.set_without_gradient("b").unwrap();
+    plan.run_borrowed(&mut state, lender).unwrap_err();
+    // As an adapter does before each step.
+    state.set_without_gradient("b").unwrap();
+    let refused = plan.run_borrowed(&mut state, lender);
+    assert_eq!(refused.unwrap_err(), PlanError::Poisoned { step: 1 });
+    state.load(lender.backend(), &path).unwrap();
+    assert_eq!(plan.run_borrowed(&mut state, lender).unwrap().without_gradient, 0);
+    assert_eq!(state.step_of("b").unwrap(), 1);
 }

@@ -114,12 +114,13 @@ fn members(plan: &Plan, storage: usize, tensors: impl Iterator<Item = u32>) -> V
     full.map(|tensor| spec.members[tensor as usize]).collect()
 }
 
-/// Forgets a step that has begun, once everything that it may have changed is loaded.
+/// Forgets a step that has begun or failed, once everything that it may have changed is loaded.
 pub(crate) fn forget(state: &mut State) {
-    if state.in_backward.under_way.take().is_some() {
+    if state.in_backward.under_way.take().is_some() || state.poisoned.is_some() {
         state.in_backward.again();
         state.arena.restore();
         state.arena.clear();
+        state.forget_without_gradient();
     }
 }
 
