@@ -54,13 +54,6 @@ impl GroupRules {
         Self(groups.iter().filter_map(number).collect())
     }
 
-    /// Gives groups their settings of the moment: those of the optimizer, `own`, or of the planner.
-    pub(crate) fn bring_up_to_date(&self, groups: &mut [ParamGroup], own: Rule, rules: &[Rule]) {
-        for (group, &number) in groups.iter_mut().zip(&self.0) {
-            group.rule = if number == 0 { own } else { rules[number] };
-        }
-    }
-
     /// The planner's number of a group's rule.
     pub(crate) fn number(&self, group: usize) -> Result<usize, AdapterError> {
         let found = self.0.get(group).copied();

@@ -62,26 +62,29 @@ impl<P: Params> Fused<P> {
         Ok(self.ranked(comm)?)
     }
 
-    fn ranked(mut self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
+    fn ranked(self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
         let topology = Topology::of(comm);
         let backend = CpuBackend::new(threads(&self.options, topology));
         let mut names = self.vars.iter().map(|(name, _)| name.as_str());
-        let rule = self.params.rule();
-        let groups = &mut self.options.groups;
-        self.group_rules.bring_up_to_date(groups, rule, self.state.rules());
-        let planner = self.options.planner(rule, &backend, &mut names);
+        // As they were given: rules that have become equal since stay two.
+        let given = *self.plan.optimizer();
+        let planner = self.options.planner(given, &backend, &mut names);
         let planner = self.options.on_ranks(planner, topology)?;
         let plan = planner.plan_for(self.plan.params(), topology)?;
         let streams = self.options.streams(topology);
         Comms::direct(comm).compare(&[("comm_streams", streams.to_string())])?;
-        let state = plan.allocate_on(&backend, comm)?;
+        let mut state = plan.allocate_on(&backend, comm)?;
+        for (rule, now) in self.state.rules().iter().enumerate().skip(1) {
+            state.set_lr_of(rule, now.lr())?;
+        }
+        state.set_optimizer(self.params.rule())?;
         let comms = Comms::with_streams(comm, streams)?.reducing_when_full();
         let mut ranked = Ranked {
             vars: self.vars,
             names: self.names,
             addresses: self.addresses,
             params: self.params,
-            group_rules: GroupRules::of(&self.options.groups, state.rules()),
+            group_rules: self.group_rules,
             plan,
             state,
             backend,

@@ -198,6 +198,25 @@ fn a_rate_that_was_set_for_a_group_is_the_groups() {
 }
 
 #[test]
+fn groups_whose_rates_have_become_equal_before_ranks_are_still_two() {
+    let at = |lr| ParamsAdamW { lr, ..ParamsAdamW::default() };
+    let groups = vec![ParamGroup::of(["head"], at(0.5)), ParamGroup::of(["embedding"], at(0.25))];
+    let options = Options { groups, ..Options::default() };
+    let vars = vars(DType::F32, 7);
+    let begun = all_bits(&vars);
+    let mut fused = Fused::with_options(vars.clone(), at(0.125), &options).unwrap();
+    fused.set_group_learning_rate(0, 0.25).unwrap();
+    let mut solo = Solo::new();
+    let mut ranked = fused.on(&mut solo).unwrap();
+    ranked.set_group_learning_rate(0, 0.0).unwrap();
+    step_ranked(&mut ranked, Shared { world: 1, zero: 0, micro: 1 }, 0..1).unwrap();
+    for ((name, var), begun) in vars.iter().zip(&begun) {
+        let stays = name.contains("head") || begun.is_empty();
+        assert_eq!(bits(var.as_tensor()) == *begun, stays, "{name}");
+    }
+}
+
+#[test]
 fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
     // A real backward pass, whose gradients are no exact numbers: ranks and micro-steps add the
     // same terms in the same order.
