@@ -194,9 +194,9 @@ pub enum PlanError {
         /// Updates, averages and writes of parameters since they were asked for.
         changes: u64,
     },
-    /// An earlier step failed on the device half-way, so the state may be half-changed.
+    /// An earlier step failed half-way, so the state may be half-changed.
     #[error(
-        "state: expected an intact state, found one whose step {step} failed on the device; load \
+        "state: expected an intact state, found one whose step {step} failed half-way; load \
          it from a file"
     )]
     Poisoned { step: u64 },
