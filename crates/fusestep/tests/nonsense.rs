@@ -24,6 +24,19 @@ fn a_save_after_every_0_steps_is_refused_and_none_after_the_last_step_is_lost() 
 }
 
 #[test]
+fn a_folder_that_is_spelt_in_two_ways_is_the_runs_own() {
+    let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("spelt");
+    let _ = std::fs::remove_dir_all(&folder);
+    let mut run = optimizer();
+    for (spelt, steps) in [(folder.clone(), 1), (folder.join("../spelt"), 2), (folder.clone(), 3)] {
+        run.save(spelt, steps).unwrap();
+        let refused = optimizer().save(&folder, 9).unwrap_err().to_string();
+        assert!(refused.contains("another run"), "{refused}");
+    }
+    assert_eq!(optimizer().resume(&folder).unwrap(), 3);
+}
+
+#[test]
 fn more_streams_than_a_rank_can_have_are_refused() {
     let run = fusestep::threads(2, |comm| {
         let asked = AdamW::new(1e-2).comm_streams(usize::MAX);

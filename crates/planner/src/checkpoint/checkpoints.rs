@@ -111,6 +111,8 @@ impl Checkpoints {
         if self.folder.as_deref() == Some(folder) {
             return Ok(());
         }
+        // Let go of first: it may be the same folder, spelt in another way.
+        (self.folder, self.lock) = (None, None);
         let locked = match plan.topology().rank {
             0 => lock(folder).map(Some),
             _ => Ok(None),
