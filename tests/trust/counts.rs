@@ -11,8 +11,12 @@ use fusestep_planner::{Comms, LossScaling, Plan, Planner, State, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
 fn start() -> (Plan, State, CpuBackend) {
+    start_at(LossScaling::dynamic())
+}
+
+fn start_at(scaling: LossScaling) -> (Plan, State, CpuBackend) {
     let params = ["a", "b"].map(|name| ParamDesc::new(name, Shape::new([3]).unwrap(), DType::F32));
-    let planner = Planner::new(Adam::default().into()).with(LossScaling::dynamic());
+    let planner = Planner::new(Adam::default().into()).with(scaling);
     let plan = planner.plan_for(&params, Topology::new(0, 1).unwrap()).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let state = plan.allocate(&backend).unwrap();
@@ -52,6 +56,30 @@ fn skipped_steps_missed_steps_and_the_scale_come_back() {
     let (plan, mut state, backend) = start();
     plan.load(&mut state, &backend, folder.path()).unwrap();
     assert_eq!(counts(&state), expected);
+}
+
+#[test]
+fn a_fixed_scale_stays_what_it_is_whatever_scale_a_run_was_saved_at() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("state");
+    let mut comm = Solo::new();
+    let mut comms = Comms::direct(&mut comm);
+    let mut run = start();
+    give(&mut run, &mut comms, "a", 1.0);
+    let (plan, state, backend) = &mut run;
+    plan.step(state, backend, &mut comms).unwrap();
+    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+    state.save(backend, &file).unwrap();
+    for of_file in [false, true] {
+        let (plan, mut state, backend) = start_at(LossScaling::fixed(1024.0));
+        if of_file {
+            state.load(&backend, &file).unwrap();
+        } else {
+            plan.load(&mut state, &backend, folder.path()).unwrap();
+        }
+        let scale = state.loss_scale().unwrap();
+        assert_eq!((scale.scale(), scale.good_steps()), (1024.0, 1), "of a file: {of_file}");
+    }
 }
 
 #[test]

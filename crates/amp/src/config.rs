@@ -47,6 +47,13 @@ impl fmt::Display for ScalePolicy {
     }
 }
 
+impl ScalePolicy {
+    /// Whether the scale never changes.
+    pub fn is_fixed(&self) -> bool {
+        self.growth == 1.0 && self.backoff == 1.0
+    }
+}
+
 impl Default for ScalePolicy {
     fn default() -> Self {
         Self {
@@ -120,11 +127,15 @@ impl LossScale {
     }
 
     /// This policy at a scale and counters from a checkpoint; a counter may be above its interval.
+    /// A scale that never changes stays what it is.
     ///
     /// # Errors
     /// [`AmpError::PowerOfTwo`] if `scale` is no power of two between the policy's floor and
     /// ceiling.
     pub fn restored(self, scale: f64, good_steps: u32, bad_steps: u32) -> Result<Self, AmpError> {
+        if self.policy.is_fixed() {
+            return Ok(Self { good_steps, bad_steps, ..self });
+        }
         let bounds = (self.policy.floor, self.policy.ceiling);
         power_of_two("loss scale", scale, bounds)?;
         Ok(Self { scale, good_steps, bad_steps, ..self })

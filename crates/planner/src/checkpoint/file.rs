@@ -248,9 +248,6 @@ fn check_loss_scale(state: &State, file: &TensorFile) -> Result<Option<(LossScal
     };
     let (good, bad, skipped) = (steps(GOOD_STEPS)?, steps(BAD_STEPS)?, number(SKIPPED)?);
     let policy = own.policy();
-    if policy.growth == 1.0 && policy.backoff == 1.0 {
-        return Ok(Some((own, skipped)));
-    }
     let scale = found.parse().unwrap_or(f64::NAN);
     let scale = own.restored(scale, good, bad).map_err(|_| {
         let expected = format!("a power of two from {} to {:e}", policy.floor, policy.ceiling);

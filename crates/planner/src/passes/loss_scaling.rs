@@ -64,11 +64,8 @@ impl Pass for LossScaling {
         }
         plan.gradients.loss_scale = Some(scale);
         let policy = scale.policy();
-        let changes = if policy.growth == 1.0 && policy.backoff == 1.0 {
-            "and stays so".to_owned()
-        } else {
-            policy.to_string()
-        };
+        let changes =
+            if policy.is_fixed() { "and stays so".to_owned() } else { policy.to_string() };
         let reason = format!(
             "the loss is multiplied by {}, {changes}; a step with a gradient that is not finite \
              is skipped",
