@@ -236,15 +236,15 @@ impl Lender for FailsOnce {
     }
 
     fn launch(&mut self, _: Launch<'_>) -> Result<LaunchReport, BackendError> {
-        match std::mem::replace(&mut self.1, true) {
-            true => Ok(LaunchReport::default()),
-            false => Err(BackendError::Device {
-                backend: "test",
-                operation: "a launch".to_owned(),
-                code: 1,
-                text: "it fails".to_owned(),
-            }),
+        if std::mem::replace(&mut self.1, true) {
+            return Ok(LaunchReport::default());
         }
+        Err(BackendError::Device {
+            backend: "test",
+            operation: "a launch".to_owned(),
+            code: 1,
+            text: "it fails".to_owned(),
+        })
     }
 
     fn reduce(&mut self, _: Reduce<'_>) -> Result<LaunchReport, BackendError> {
