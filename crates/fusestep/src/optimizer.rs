@@ -27,6 +27,8 @@ pub struct FusedOptimizer<'c> {
     /// Whether ranks have compared what decides their bits.
     met: bool,
     checkpoints: Checkpoints,
+    /// Of a save, heard of behind a step.
+    untold: Option<Error>,
     /// Whether a call has failed that other ranks may not know of.
     failed: bool,
 }
@@ -74,6 +76,7 @@ impl FusedOptimizer<'static> {
             running: None,
             met: false,
             checkpoints: Checkpoints::default(),
+            untold: None,
             failed: false,
         })
     }
@@ -100,6 +103,7 @@ impl<'c> FusedOptimizer<'c> {
             running: None,
             met: false,
             checkpoints: std::mem::take(&mut self.checkpoints),
+            untold: None,
             failed: false,
         })
     }
@@ -234,7 +238,7 @@ impl<'c> FusedOptimizer<'c> {
     /// decides the bits of the run.
     ///
     /// # Errors
-    /// As [`Plan::step`]; as [`Plan::handshake`].
+    /// As [`Plan::step`]; as [`Plan::handshake`]; that of a save, before the step: call it again.
     pub fn step(&mut self) -> Result<MicroStepReport, Error> {
         // Other ranks may be within calls of the step already, and saves are polled by calls of all
         // ranks.
@@ -242,13 +246,15 @@ impl<'c> FusedOptimizer<'c> {
             Ranks::Many(comms) => !self.plan.calls_while_given(comms),
             _ => true,
         };
+        self.tell_of_save()?;
         if first {
             self.look_after_saves()?;
         }
         self.meet()?;
         let report = self.with(|plan, state, backend, comms| plan.step(state, backend, comms))?;
         if !first {
-            self.look_after_saves()?;
+            // The step is done: an error that is no step's waits for the next call.
+            self.untold = self.look_after_saves().err();
         }
         Ok(report)
     }

@@ -37,6 +37,37 @@ fn a_folder_that_is_spelt_in_two_ways_is_the_runs_own() {
 }
 
 #[test]
+fn a_step_that_has_been_done_is_no_error_of_a_save() {
+    let root = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("save-behind");
+    for zero in 0..=3 {
+        let folder = root.join(zero.to_string());
+        std::fs::create_dir_all(&folder).unwrap();
+        // Of nobody, in the place of both folders that a save of step 1 may have.
+        for name in ["step-00000001-a", "step-00000001-b"] {
+            std::fs::write(folder.join(name), "").unwrap();
+        }
+        let run = fusestep::threads(2, |comm| {
+            let built = AdamW::new(1e-2).zero(zero).build(&params(), Cpu::new())?;
+            let (mut opt, mut told) = (built.on(comm)?, 0);
+            for step in 0..50 {
+                opt.push_grad("a", &[1.0_f32; 3])?;
+                if opt.step().is_err() {
+                    told += 1;
+                    opt.step()?;
+                }
+                if step == 0 {
+                    opt.checkpoint_every(1, &folder, 0)?;
+                }
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
+            told += usize::from(opt.finish_saves().is_err());
+            Ok((told, opt.state()?.step(), opt.state()?.step_of("a")?))
+        });
+        assert_eq!(run.unwrap(), [(1, 50, 50); 2], "zero stage {zero}");
+    }
+}
+
+#[test]
 fn more_streams_than_a_rank_can_have_are_refused() {
     let run = fusestep::threads(2, |comm| {
         let asked = AdamW::new(1e-2).comm_streams(usize::MAX);

@@ -72,6 +72,7 @@ impl FusedOptimizer<'_> {
     /// # Errors
     /// That of the save.
     pub fn finish_saves(&mut self) -> Result<(), Error> {
+        self.tell_of_save()?;
         if !self.checkpoints.in_flight() {
             return Ok(());
         }
@@ -92,10 +93,16 @@ impl FusedOptimizer<'_> {
     }
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
+        self.tell_of_save()?;
         self.with_checkpoints(|checkpoints, plan, state, backend, comms| {
             let run = RunToSave { state, backend, params: None };
             checkpoints.begin(plan, run, comms, (folder, steps))
         })
+    }
+
+    /// Passes on what a step has heard of a save.
+    pub(super) fn tell_of_save(&mut self) -> Result<(), Error> {
+        self.untold.take().map_or(Ok(()), Err)
     }
 
     /// Hears of a save that has failed.
