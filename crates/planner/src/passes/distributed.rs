@@ -2,7 +2,7 @@
 
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::stage::Optimize;
 use crate::{Plan, PlanError, Result, Stage, StorageSpec, Verdict, bucket};
 
@@ -41,9 +41,7 @@ impl Pass for Distributed {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.storages.iter().any(|spec| spec.distributed) {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(self, plan.storages.iter().any(|spec| spec.distributed))?;
         let mut marked = vec![false; plan.params.len()];
         for name in &self.names {
             let at = plan.params.iter().position(|param| param.name == *name);

@@ -3,10 +3,10 @@
 use fusestep_coalesce::FlatLayout;
 use fusestep_tensor::{counted, counted_are};
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::arena::full_tensors;
 use crate::bucket::Caps;
-use crate::{Plan, PlanError, Result, Verdict, bucket};
+use crate::{Plan, Result, Verdict, bucket};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -106,9 +106,7 @@ impl Pass for FuseAllReduce {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.caps.is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(self, plan.caps.is_some())?;
         plan.ready = self.order(plan.params.len());
         if plan.topology.world == 1 {
             let reason = "a world of 1 rank has nothing to reduce";

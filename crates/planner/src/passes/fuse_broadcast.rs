@@ -1,7 +1,7 @@
 //! Pass `fuse_broadcast`: updated parameters of one owner in one call.
 
-use super::{ActsOn, Ownership, Pass};
-use crate::{Plan, PlanError, Result, Verdict, ZeroStage};
+use super::{ActsOn, Ownership, Pass, refuse_twice};
+use crate::{Plan, Result, Verdict, ZeroStage};
 
 /// Brings updated parameters from the ranks that own them to all ranks in calls of at most this
 /// many bytes, each of one owner and bucket; a longer tensor is a call of its own.
@@ -42,9 +42,7 @@ impl Pass for FuseBroadcast {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(self, plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some())?;
         let refusal = match (plan.zero, plan.ownership) {
             _ if plan.topology.world == 1 => Some("a world of 1 rank has nobody to tell"),
             (ZeroStage::None, _) => Some("every rank updates all parameters itself"),

@@ -3,8 +3,8 @@
 
 use fusestep_amp::LossScale;
 
-use super::{ActsOn, Pass};
-use crate::{Plan, PlanError, Result, Verdict};
+use super::{ActsOn, Pass, refuse_twice};
+use crate::{Plan, Result, Verdict};
 
 /// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite
 /// or NaN: nothing is written then, step counts included, and a dynamic scale goes down.
@@ -59,9 +59,7 @@ impl Pass for LossScaling {
             Scale::Of(scale) => scale,
             Scale::Fixed(scale) => LossScale::fixed(scale)?,
         };
-        if plan.gradients.loss_scale.is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(self, plan.gradients.loss_scale.is_some())?;
         plan.gradients.loss_scale = Some(scale);
         let policy = scale.policy();
         let changes = if policy.growth == 1.0 && policy.backoff == 1.0 {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Plan, Result};
+use crate::{Plan, PlanError, Result};
 
 mod accumulate;
 mod clip;
@@ -71,4 +71,8 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// # Errors
     /// If the rewritten plan could not be run: limits too small, a layout too long.
     fn apply(&self, plan: &mut Plan) -> Result<()>;
+}
+
+fn refuse_twice(pass: &dyn Pass, is_there: bool) -> Result<()> {
+    if is_there { Err(PlanError::PassTwice { pass: pass.name() }) } else { Ok(()) }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use serde::Serialize;
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::stage::{Gather, Reduced};
 use crate::{Plan, PlanError, Result, Stage, Verdict};
 
@@ -95,9 +95,7 @@ impl Pass for Shard {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.zero != ZeroStage::None {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(self, plan.zero != ZeroStage::None)?;
         if self.zero == ZeroStage::None {
             return Ok(());
         }

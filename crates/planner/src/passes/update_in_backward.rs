@@ -2,7 +2,7 @@
 
 use fusestep_tensor::counted_are;
 
-use super::{ActsOn, FuseAllReduce, Pass};
+use super::{ActsOn, FuseAllReduce, Pass, refuse_twice};
 use crate::stage::Optimize;
 use crate::{Plan, PlanError, Reach, Result, Stage, Tensors, Verdict, ZeroStage};
 
@@ -65,9 +65,7 @@ impl Pass for UpdateInBackward {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.in_backward {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(self, plan.in_backward)?;
         if let Some((first, why)) = conflict(plan)? {
             return Err(PlanError::Conflict {
                 first: first.to_owned(),

@@ -1,7 +1,7 @@
 //! Pass `update_norms`: how far each parameter moves in a step, measured by the update itself.
 
-use super::{ActsOn, Pass};
-use crate::{Plan, PlanError, Result, Verdict};
+use super::{ActsOn, Pass, refuse_twice};
+use crate::{Plan, Result, Verdict};
 
 /// Measures ‖new − old‖ of every parameter as the update writes it:
 /// [`crate::StepReport::update_norm`] for all of them together, [`crate::State::update_norms`] for
@@ -31,9 +31,7 @@ impl Pass for UpdateNorms {
     }
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.update_norms {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(self, plan.update_norms)?;
         plan.update_norms = true;
         let reason = "updates sum the squares of what they change, as they write it";
         plan.note(self.name(), Verdict::Applied, reason);
