@@ -15,7 +15,7 @@ use serde::Serialize;
 use crate::batches::LaunchCount;
 use crate::group::ParameterGroups;
 use crate::norm::Gradients;
-use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
+use crate::passes::{AnyPass, CoalesceGradients, FuseOptimizer, Ownership, Pass};
 use crate::stage::{Reduce, Reduced};
 use crate::{
     Optimizer, Plan, PlanError, Precisions, Result, SizeClass, Stage, StorageSpec, TableKind,
@@ -67,7 +67,7 @@ pub struct Planner {
     precisions: Precisions,
     tensors: Tensors,
     table: TableKind,
-    passes: Vec<Box<dyn Pass>>,
+    passes: Vec<Box<dyn AnyPass>>,
 }
 
 impl Planner {
@@ -188,10 +188,10 @@ impl Planner {
             schedule.validate()?;
         }
         let mut plan = self.naive_plan(params, topology)?;
-        let mut passes: Vec<&dyn Pass> = self.passes.iter().map(AsRef::as_ref).collect();
+        let mut passes: Vec<_> = self.passes.iter().collect();
         passes.sort_by_key(|pass| pass.acts_on());
         for pass in passes {
-            pass.apply(&mut plan)?;
+            pass.rewrite(&mut plan)?;
         }
         finish::finish(&mut plan, self.table)?;
         let reads_or_derives = plan.gradients.rule().is_some() || plan.update_norms;

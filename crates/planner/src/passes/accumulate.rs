@@ -82,19 +82,14 @@ impl fmt::Display for GradientAccumulation {
 }
 
 impl Pass for GradientAccumulation {
-    fn name(&self) -> &'static str {
-        "accumulate"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Gradients
-    }
+    const NAME: &'static str = "accumulate";
+    const ACTS_ON: ActsOn = ActsOn::Gradients;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        refuse_twice(self, plan.accumulation().is_some())?;
+        refuse_twice(Self::NAME, plan.accumulation().is_some())?;
         plan.stages.insert(0, Stage::Accumulate(Accumulate { rule: *self }));
         let reason = format!("one update of {self}");
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -17,15 +17,13 @@ use crate::{Optimize, Optimizer, Plan, Result, Stage, StorageSpec, Verdict, buck
 pub struct CoalesceGradients;
 
 impl Pass for CoalesceGradients {
-    fn name(&self) -> &'static str {
-        "coalesce_gradients"
-    }
+    const NAME: &'static str = "coalesce_gradients";
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.storages.len() < 2 {
             let reason =
                 format!("{} storage has nothing to be put together with", plan.storages.len());
-            plan.note(self.name(), Verdict::Refused, reason);
+            plan.note(Self::NAME, Verdict::Refused, reason);
             return Ok(());
         }
         let mut groups: BTreeMap<(DType, u32), Vec<u32>> = BTreeMap::new();
@@ -42,11 +40,11 @@ impl Pass for CoalesceGradients {
             let rules: Vec<String> = plan.rules.iter().map(Optimizer::to_string).collect();
             let reason =
                 format!("a launch has one rule, so parameters of {} lie apart", rules.join("; "));
-            plan.note(self.name(), Verdict::Split, reason);
+            plan.note(Self::NAME, Verdict::Split, reason);
         }
         if dtypes.len() > 1 {
             let reason = format!("a buffer holds one dtype, so {} lie apart", dtypes.join(", "));
-            plan.note(self.name(), Verdict::Split, reason);
+            plan.note(Self::NAME, Verdict::Split, reason);
         }
         let mut storages = Vec::with_capacity(groups.len());
         for ((dtype, rule), mut members) in groups {
@@ -67,7 +65,7 @@ impl Pass for CoalesceGradients {
             plan.storages.len(),
             padded - elements,
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

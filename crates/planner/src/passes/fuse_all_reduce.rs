@@ -92,25 +92,20 @@ impl FuseAllReduce {
             counted_are(tensors as u64, "gradient"),
             counted(calls as u64, "call"),
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
     }
 }
 
 impl Pass for FuseAllReduce {
-    fn name(&self) -> &'static str {
-        "fuse_all_reduce"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Buckets
-    }
+    const NAME: &'static str = "fuse_all_reduce";
+    const ACTS_ON: ActsOn = ActsOn::Buckets;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        refuse_twice(self, plan.caps.is_some())?;
+        refuse_twice(Self::NAME, plan.caps.is_some())?;
         plan.ready = self.order(plan.params.len());
         if plan.topology.world == 1 {
             let reason = "a world of 1 rank has nothing to reduce";
-            plan.note(self.name(), Verdict::Skipped, reason);
+            plan.note(Self::NAME, Verdict::Skipped, reason);
             return Ok(());
         }
         lay_in_order(plan)?;

@@ -33,16 +33,11 @@ impl FuseBroadcast {
 }
 
 impl Pass for FuseBroadcast {
-    fn name(&self) -> &'static str {
-        "fuse_broadcast"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Fusion
-    }
+    const NAME: &'static str = "fuse_broadcast";
+    const ACTS_ON: ActsOn = ActsOn::Fusion;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        refuse_twice(self, plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some())?;
+        refuse_twice(Self::NAME, plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some())?;
         let refusal = match (plan.zero, plan.ownership) {
             _ if plan.topology.world == 1 => Some("a world of 1 rank has nobody to tell"),
             (ZeroStage::None, _) => Some("every rank updates all parameters itself"),
@@ -55,7 +50,7 @@ impl Pass for FuseBroadcast {
             _ => None,
         };
         if let Some(reason) = refusal {
-            plan.note(self.name(), Verdict::Skipped, reason);
+            plan.note(Self::NAME, Verdict::Skipped, reason);
         }
         Ok(())
     }

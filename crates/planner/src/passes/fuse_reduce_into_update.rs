@@ -25,18 +25,13 @@ use crate::{Plan, Reach, Result, SizeClass, Stage, Verdict, ZeroStage};
 pub struct FuseReduceIntoUpdate;
 
 impl Pass for FuseReduceIntoUpdate {
-    fn name(&self) -> &'static str {
-        "fuse_reduce_into_update"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Fusion
-    }
+    const NAME: &'static str = "fuse_reduce_into_update";
+    const ACTS_ON: ActsOn = ActsOn::Fusion;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        refuse_twice(self, plan.is_fused())?;
+        refuse_twice(Self::NAME, plan.is_fused())?;
         if let Some(reason) = refusal(plan)? {
-            plan.note(self.name(), Verdict::Refused, reason);
+            plan.note(Self::NAME, Verdict::Refused, reason);
             return Ok(());
         }
         let separate = bytes_of_element(plan);
@@ -64,7 +59,7 @@ impl Pass for FuseReduceIntoUpdate {
             bytes_of_element(plan),
             separate,
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

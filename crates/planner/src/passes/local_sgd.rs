@@ -102,20 +102,15 @@ impl fmt::Display for LocalSgd {
 }
 
 impl Pass for LocalSgd {
-    fn name(&self) -> &'static str {
-        "local_sgd"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
-    }
+    const NAME: &'static str = "local_sgd";
+    const ACTS_ON: ActsOn = ActsOn::Ranks;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        refuse_twice(self, plan.local_sgd().is_some())?;
+        refuse_twice(Self::NAME, plan.local_sgd().is_some())?;
         plan.stages.retain(|stage| !matches!(stage, Stage::Reduce(_)));
         plan.stages.push(Stage::Average(*self));
         let reason = format!("ranks average {self}; gradients never");
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -46,20 +46,15 @@ impl From<LossScale> for LossScaling {
 }
 
 impl Pass for LossScaling {
-    fn name(&self) -> &'static str {
-        "loss_scaling"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Gradients
-    }
+    const NAME: &'static str = "loss_scaling";
+    const ACTS_ON: ActsOn = ActsOn::Gradients;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
         let scale = match self.scale {
             Scale::Of(scale) => scale,
             Scale::Fixed(scale) => LossScale::fixed(scale)?,
         };
-        refuse_twice(self, plan.gradients.loss_scale.is_some())?;
+        refuse_twice(Self::NAME, plan.gradients.loss_scale.is_some())?;
         plan.gradients.loss_scale = Some(scale);
         let policy = scale.policy();
         let changes = if policy.growth == 1.0 && policy.backoff == 1.0 {
@@ -72,7 +67,7 @@ impl Pass for LossScaling {
              is skipped",
             scale.scale()
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -86,16 +86,11 @@ impl Shard {
 }
 
 impl Pass for Shard {
-    fn name(&self) -> &'static str {
-        "shard"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
-    }
+    const NAME: &'static str = "shard";
+    const ACTS_ON: ActsOn = ActsOn::Ranks;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        refuse_twice(self, plan.zero != ZeroStage::None)?;
+        refuse_twice(Self::NAME, plan.zero != ZeroStage::None)?;
         if self.zero == ZeroStage::None {
             return Ok(());
         }
@@ -128,7 +123,7 @@ impl Pass for Shard {
             groups => format!(", alike in {groups} groups"),
         };
         let reason = format!("{what} shared out among {among} ranks{groups}");
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }
