@@ -64,7 +64,7 @@ impl<'a> Rank<'a> {
     fn begin(&mut self, saves: &mut Saves, folder: &Path) -> Result<(), PlanError> {
         let caller = texts(self.steps);
         let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        self.plan.save_behind(run, &mut self.comms, saves, folder, caller)
+        saves.begin(&self.plan, run, &mut self.comms, folder, caller)
     }
 
     /// Begins a save whose caller has done seven steps.
@@ -91,11 +91,11 @@ impl<'a> Rank<'a> {
     }
 
     fn poll(&mut self, saves: &mut Saves) -> Result<Option<Saved>, PlanError> {
-        self.plan.poll_saves(&mut self.comms, saves)
+        saves.poll(&self.plan, &mut self.comms)
     }
 
     fn finish(&mut self, saves: &mut Saves) -> Result<Option<Saved>, PlanError> {
-        self.plan.finish_saves(&mut self.comms, saves)
+        saves.finish(&self.plan, &mut self.comms)
     }
 }
 

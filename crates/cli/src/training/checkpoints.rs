@@ -78,20 +78,19 @@ impl Run<'_> {
             caller.insert(key.to_owned(), own);
         }
         let run = RunToSave { state: &self.state, backend: self.backend, params: None };
-        let (comms, saves) = (&mut self.comms, &mut self.saves);
-        Ok(self.plan.save_behind(run, comms, saves, folder, caller)?)
+        Ok(self.saves.begin(self.plan, run, &mut self.comms, folder, caller)?)
     }
 
     /// Goes on with the save in flight, and hears of one that has failed.
     pub(super) fn poll_saves(&mut self) -> anyhow::Result<()> {
-        let saved = self.plan.poll_saves(&mut self.comms, &mut self.saves)?;
+        let saved = self.saves.poll(self.plan, &mut self.comms)?;
         self.warn(saved);
         Ok(())
     }
 
     /// Waits for the save in flight.
     pub(super) fn finish_saves(&mut self) -> anyhow::Result<()> {
-        let saved = self.plan.finish_saves(&mut self.comms, &mut self.saves)?;
+        let saved = self.saves.finish(self.plan, &mut self.comms)?;
         self.warn(saved);
         Ok(())
     }

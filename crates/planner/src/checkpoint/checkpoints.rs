@@ -42,7 +42,7 @@ impl Checkpoints {
     /// caller had done, or nothing if there is no checkpoint. All ranks call it.
     ///
     /// # Errors
-    /// As [`Plan::load_run`] and [`Plan::finish_saves`]; [`PlanError::Checkpoint`] if ranks do not
+    /// As [`Plan::load_run`] and [`Saves::finish`]; [`PlanError::Checkpoint`] if ranks do not
     /// see the same checkpoint. On all ranks alike, before anything is written.
     pub fn resume(
         &mut self,
@@ -51,7 +51,7 @@ impl Checkpoints {
         params: Option<&dyn BorrowedParams>,
         (comms, folder): (&mut Comms<'_>, &Path),
     ) -> Result<Option<usize>> {
-        plan.finish_saves(comms, &mut self.saves)?;
+        self.saves.finish(plan, comms)?;
         let read = read_any(plan, state, params, folder);
         let manifest = |read: &Option<(ReadRun, usize)>| {
             let manifest = read.as_ref().map(|(run, _)| &run.manifest);
@@ -70,7 +70,7 @@ impl Checkpoints {
     /// Begins a save behind training, of a run whose caller has done `steps` steps.
     ///
     /// # Errors
-    /// As [`Plan::save_behind`]; another run that saves to the same folder. On all ranks alike.
+    /// As [`Saves::begin`]; another run that saves to the same folder. On all ranks alike.
     pub fn begin(
         &mut self,
         plan: &Plan,
@@ -78,27 +78,27 @@ impl Checkpoints {
         comms: &mut Comms<'_>,
         (folder, steps): (&Path, usize),
     ) -> Result<()> {
-        plan.finish_saves(comms, &mut self.saves)?;
+        self.saves.finish(plan, comms)?;
         self.own_folder(plan, comms, folder)?;
         let mut texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
         self.remembered.gather(plan, comms, &mut texts)?;
-        plan.save_behind(run, comms, &mut self.saves, folder, texts)
+        self.saves.begin(plan, run, comms, folder, texts)
     }
 
-    /// Looks after the save in flight, as [`Plan::poll_saves`].
+    /// Looks after the save in flight, as [`Saves::poll`].
     ///
     /// # Errors
-    /// As [`Plan::poll_saves`].
+    /// As [`Saves::poll`].
     pub fn poll(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
-        plan.poll_saves(comms, &mut self.saves)
+        self.saves.poll(plan, comms)
     }
 
-    /// Waits for the save in flight, as [`Plan::finish_saves`].
+    /// Waits for the save in flight, as [`Saves::finish`].
     ///
     /// # Errors
-    /// As [`Plan::finish_saves`].
+    /// As [`Saves::finish`].
     pub fn finish(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
-        plan.finish_saves(comms, &mut self.saves)
+        self.saves.finish(plan, comms)
     }
 
     /// Whether a save is in flight.

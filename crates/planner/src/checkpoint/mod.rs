@@ -3,7 +3,7 @@
 
 mod agree;
 mod begun;
-pub(crate) mod behind;
+mod behind;
 mod checkpoints;
 mod counts;
 pub(crate) mod file;

@@ -2,19 +2,18 @@
 //! and behind the steps.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use fusestep_launch::Backend;
 
-#[cfg(doc)]
-use crate::PlanError;
 use crate::averages::Values;
-use crate::checkpoint::{BorrowedParams, behind, save};
+use crate::checkpoint::{BorrowedParams, save};
 use crate::comms::Comms;
 use crate::{
     CheckpointFolder, DeviceParams, GatheredParams, Manifest, PendingGather, Plan, Result,
-    RunToSave, Saved, Saves, State, device_params, gather, handshake, prefetch,
+    RunToSave, State, device_params, gather, handshake, prefetch,
 };
+#[cfg(doc)]
+use crate::{PlanError, Saves};
 
 impl Plan {
     /// Compares what decides the bits of a run over all ranks: rules and all their settings,
@@ -186,7 +185,7 @@ impl Plan {
         self.save_run(run, comms, folder, caller)
     }
 
-    /// [`Plan::save`], also of a run whose parameters the caller keeps. [`Plan::save_behind`] does
+    /// [`Plan::save`], also of a run whose parameters the caller keeps. [`Saves::begin`] does
     /// not wait for the disk.
     ///
     /// # Errors
@@ -237,46 +236,5 @@ impl Plan {
         let manifest = Manifest::read(place)?;
         let run = save::read_run(self, state, params, (place, &manifest))?;
         save::take_over(self, state, backend, params, run)
-    }
-
-    /// Begins a save of what [`Plan::save_run`] saves: copies it and returns, once a save before
-    /// it is complete. All ranks call it, between micro-steps, and then [`Plan::poll_saves`] in
-    /// every step, until that says that the save is complete.
-    ///
-    /// # Errors
-    /// As [`Plan::save_run`], for what can be told before anything is written. That of the save
-    /// before, and this one has not been begun then. On all ranks alike.
-    /// # Cost
-    /// One copy of what this rank saves; two small calls.
-    pub fn save_behind(
-        &self,
-        run: RunToSave<'_>,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-        folder: &Path,
-        caller: BTreeMap<String, String>,
-    ) -> Result<()> {
-        behind::save(self, run, comms, saves, folder, caller)
-    }
-
-    /// Looks after the save in flight, if there is one, without waiting for a disk; says so when it
-    /// is complete. All ranks call it alike: as part of every step, for example.
-    ///
-    /// # Errors
-    /// As [`Plan::save_run`], on all ranks in the same call; the checkpoint before is as it was,
-    /// and nothing is in flight any more.
-    /// # Cost
-    /// One reduction of a byte while a save is in flight, and nothing otherwise.
-    pub fn poll_saves(&self, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
-        behind::poll(self, comms, saves)
-    }
-
-    /// Waits until nothing is in flight; all ranks call it, at the end of training. Says which save
-    /// it has completed.
-    ///
-    /// # Errors
-    /// As [`Plan::poll_saves`].
-    pub fn finish_saves(&self, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
-        behind::finish(self, comms, saves)
     }
 }
