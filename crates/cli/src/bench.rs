@@ -21,7 +21,7 @@ use crate::engine::Engine;
 use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
 use crate::options::{PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads};
-use crate::output::{duration, print, print_json};
+use crate::output::{duration, show};
 use crate::peers::{self, CandlePair, CandleTimes};
 use crate::ranks::{RankArgs, whole};
 use crate::rules::OptimizerArgs;
@@ -262,10 +262,7 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
         share_of_ceiling: gb_per_s / ceiling_gb_per_s,
         candle: candle.map(CandlePair::times),
     };
-    if args.json {
-        return print_json(&summary);
-    }
-    print(&summary.to_string())
+    show(args.json, &summary)
 }
 
 impl std::fmt::Display for BenchSummary {

@@ -14,7 +14,7 @@ use crate::bench::{BenchArgs, Subject, dtypes};
 use crate::bench_parts::{Calls, Step, Streamed, Work, own_params};
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
-use crate::output::{duration, print, print_json};
+use crate::output::{duration, show};
 use crate::ranks::{Fused, RankArgs};
 use crate::timer::{MIN_SAMPLE_NS, Timer};
 
@@ -61,13 +61,7 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
         .engine
         .unwrap_or_default()
         .run(&args.collective.ranks, |comm| measure(args, rule, params, comm))?;
-    let Some(summary) = found else {
-        return Ok(());
-    };
-    if args.json {
-        return print_json(&summary);
-    }
-    print(&summary.to_string())
+    found.map_or(Ok(()), |summary| show(args.json, &summary))
 }
 
 impl std::fmt::Display for Summary {

@@ -15,7 +15,7 @@ use crate::comms::Comms;
 use crate::segment_calls::SegmentCalls;
 use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, launches, rules_alike};
+use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, handshake, launches};
 
 pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
     let groups = plan.shard_group < plan.topology.world;
@@ -224,9 +224,9 @@ pub(crate) fn agree_on_given(
     if !plan.reduces() {
         return Ok(given);
     }
-    let values = [rules_alike::hash(state), state.arena.weights_hash];
-    let [rules, weights] = rules_alike::largest(comms, &mut given, values)?;
-    rules_alike::check(plan, state, comms, rules)?;
+    let values = [handshake::hash_of_rules(state), state.arena.weights_hash];
+    let [rules, weights] = handshake::largest(comms, &mut given, values)?;
+    handshake::check_rules(plan, state, comms, rules)?;
     if plan.reduces_each() && !weights {
         return Err(PlanError::Topology {
             expected: "the same weights of micro-steps on all ranks, since gradients are \

@@ -7,8 +7,8 @@ use fusestep_planner::{Manifest, RunToSave, Saved};
 use fusestep_tensor::Quoted;
 
 use super::Run;
-use crate::folders;
 use crate::output::warn_non_finite;
+use crate::places;
 use crate::position::Position;
 use crate::train::TrainArgs;
 
@@ -16,7 +16,7 @@ use crate::train::TrainArgs;
 /// says for all: nothing is made where it is not.
 pub(super) fn make_folder(folder: &Path, resume: bool, first: bool) -> anyhow::Result<()> {
     if !resume {
-        return folders::make("--checkpoint", folder);
+        return places::make_folder("--checkpoint", folder);
     }
     ensure!(
         !first || Manifest::read_if_any(folder)?.is_some(),

@@ -8,7 +8,7 @@ use fusestep_tensor::{ParamDesc, Role};
 use crate::passes::{GradientAccumulation, ReducedWhen, fuse_reduce_into_update};
 use crate::{
     CostModel, Event, Note, Optimize, Plan, PlanSummary, PlannedCall, RankSummary, Stage,
-    StorageSpec, TableKind, calls, cost, cost_page, html, html_page, rank_summary,
+    StorageSpec, TableKind, calls, cost, html, html_page, rank_summary,
 };
 
 impl Plan {
@@ -78,7 +78,7 @@ impl Plan {
 
     /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.
     pub fn ranks_to_html(&self, model: &CostModel) -> String {
-        cost_page::page(self, model)
+        html::page_of_ranks(self, model)
     }
 
     /// Launches of one step of this rank on a device.
