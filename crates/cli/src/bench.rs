@@ -18,9 +18,10 @@ use crate::bench_collective::{self, CollectiveArgs};
 use crate::bench_ranks;
 use crate::ceiling::Ceiling;
 use crate::engine::Engine;
-use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads};
+use crate::options::{
+    GradientArgs, PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads,
+};
 use crate::output::{duration, show};
 use crate::peers::{self, CandlePair, CandleTimes};
 use crate::ranks::{RankArgs, whole};

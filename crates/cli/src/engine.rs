@@ -192,8 +192,8 @@ impl Engine {
             // As little as can be between the caller and MPI: whoever asks for its sums asks for
             // its speed.
             Engine::MpiNative => (Reduction::Engine, Compare::FirstOfEach),
-            Engine::Nccl => return on_gpus(ranks, Sums::InRankOrder, body),
-            Engine::NcclNative => return on_gpus(ranks, Sums::OfEngine, body),
+            Engine::Nccl => return on_gpus(ranks, Reduction::Reproducible, body),
+            Engine::NcclNative => return on_gpus(ranks, Reduction::Engine, body),
         };
         let mut world = mpi_world(&ranks.watch.of_processes(reduction, compare))?;
         let launched = launched_processes().filter(|_| world.world_size() == 1);
@@ -234,20 +234,11 @@ fn on_machine<T, E: Into<anyhow::Error>>(
     on_process(ranks, &mut comm, body)
 }
 
-/// Who adds up what ranks with a GPU each send.
-#[derive(Clone, Copy, Debug)]
-enum Sums {
-    /// They do, in rank order.
-    InRankOrder,
-    /// NCCL does, in an order of its choice.
-    OfEngine,
-}
-
 /// Says what this build lacks.
 #[cfg(not(feature = "nccl"))]
 fn on_gpus<T, E>(
     _: &Ranks,
-    _: Sums,
+    _: Reduction,
     _: impl Fn(&mut dyn Communicator) -> Result<T, E>,
 ) -> anyhow::Result<Option<T>> {
     anyhow::bail!(

@@ -7,9 +7,8 @@ use fusestep_planner::{PlanSummary, RankSummary};
 use fusestep_tensor::{DType, Quoted};
 use serde::Serialize;
 
-use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{PlanningArgs, PrecisionArgs, param_dtype};
+use crate::options::{GradientArgs, PlanningArgs, PrecisionArgs, param_dtype};
 use crate::output::{print, print_json, write_page};
 use crate::places::require_apart;
 use crate::ranks::{Fused, WorldArgs};

@@ -10,8 +10,7 @@ use fusestep_tensor_file::check_writable;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks, Watch};
-use crate::gradients::GradientArgs;
-use crate::options::{BackendName, PrecisionArgs, param_dtype, parse_threads};
+use crate::options::{BackendName, GradientArgs, PrecisionArgs, param_dtype, parse_threads};
 use crate::output::{duration, show, write_page};
 use crate::places::require_beside;
 use crate::ranks::{MOST_RANKS, RankArgs, whole};

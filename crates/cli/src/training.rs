@@ -22,12 +22,11 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-use self::checkpoints::{check_folder, make_folder};
+use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::compare_calls;
 use self::summary::Tally;
 use crate::options::threads;
 use crate::output::print;
-use crate::position::Position;
 use crate::ranks::Fused;
 use crate::shadow::Shadow;
 use crate::train::{Epoch, TrainArgs, TrainSummary};

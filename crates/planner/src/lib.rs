@@ -20,7 +20,6 @@ mod display;
 mod enqueue;
 mod error;
 mod exchange;
-mod explain;
 mod finish;
 mod gather;
 mod gradient_memory;
@@ -72,7 +71,6 @@ pub use enqueue::RankGraph;
 pub use enqueue::StepGraph;
 pub use error::PlanError;
 pub(crate) use error::Result;
-pub use explain::{Note, Verdict};
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 pub use fusestep_launch::Precision;
 pub use fusestep_schedule::{Phase, Schedule, ScheduleError};
@@ -98,6 +96,6 @@ pub use stage::{
     Reduce, Reduced, Stage, StorageSpec, When,
 };
 pub use state::{MAX_STEPS, State};
-pub use summary::PlanSummary;
+pub use summary::{Note, PlanSummary, Verdict};
 pub use table::TableKind;
 pub use topology::{MAX_WORLD, Reach, Topology};

@@ -107,19 +107,8 @@ impl StorageSpec {
 
     /// Bytes of all arenas, padding included.
     pub fn len_bytes(&self) -> u64 {
-        self.bytes_of(|_| true)
-    }
-
-    /// Bytes of the arenas of optimizer state, padding included.
-    pub fn state_bytes(&self) -> u64 {
-        self.bytes_of(Role::is_state)
-    }
-
-    /// Bytes of the arenas whose role is asked for.
-    pub(crate) fn bytes_of(&self, wanted: impl Fn(Role) -> bool) -> u64 {
         let lists = self.lists.iter().enumerate();
-        let wanted = lists.filter(|(_, list)| wanted(list.role));
-        wanted.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
+        lists.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
     }
 
     pub(crate) fn list(&self, role: Role) -> Option<usize> {
