@@ -260,13 +260,6 @@ impl Plan {
         rule.kernel(&self.params[param as usize], &self.precisions)
     }
 
-    /// Bytes of the narrowest element among lists, or of `dtype` if there is none: slots made for
-    /// it are aligned in every list.
-    pub(crate) fn narrowest(lists: &[TensorList], dtype: DType) -> usize {
-        let widths = lists.iter().map(|list| list.dtype.len_bytes());
-        widths.min().unwrap_or(dtype.len_bytes())
-    }
-
     /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller
     /// lends the rest, or none if it lends everything.
     pub(crate) fn kept_lists(tensors: Tensors, kernel: &dyn MultiTensorKernel) -> Vec<TensorList> {

@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{LaunchLimits, Precision, TensorList};
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{
@@ -315,19 +314,8 @@ impl Planner {
                     new.insert((kernel.entry(), lists))
                 }
             };
-            plan.storages.push(StorageSpec {
-                kernel,
-                rule: rule as usize,
-                members: vec![index as u32],
-                layout: FlatLayout::new(
-                    [param.numel()],
-                    LayoutOptions::new(Plan::narrowest(lists, param.dtype)),
-                )?,
-                lists: lists.clone(),
-                distributed: false,
-                shard: Vec::new(),
-                extents: Vec::new(),
-            });
+            let spec = StorageSpec::of(&params, (kernel, rule), vec![index as u32], lists.clone())?;
+            plan.storages.push(spec);
             let size_class = SizeClass::of(param.numel(), self.limits);
             let stage = batches::update_stage(plan, index, size_class, vec![0])?;
             launches.add(&stage.batches, kernel)?;

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_tensor::DType;
 
 use super::Pass;
@@ -47,9 +46,12 @@ impl Pass for CoalesceGradients {
             plan.note(Self::NAME, Verdict::Split, reason);
         }
         let mut storages = Vec::with_capacity(groups.len());
-        for ((dtype, rule), mut members) in groups {
+        for ((_, rule), mut members) in groups {
             members.sort_unstable();
-            storages.push(together(plan, (dtype, rule), members)?);
+            let kernel = plan.kernel_of(members[0])?;
+            let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
+            let spec = StorageSpec::of(&plan.params, (kernel.entry(), rule), members, lists)?;
+            storages.push(spec);
         }
         let before = std::mem::replace(&mut plan.storages, storages);
         plan.index_places();
@@ -68,24 +70,6 @@ impl Pass for CoalesceGradients {
         plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
-}
-
-/// One storage of all members of a dtype; the lists are those their own storages had.
-fn together(plan: &Plan, (dtype, rule): (DType, u32), members: Vec<u32>) -> Result<StorageSpec> {
-    let kernel = plan.kernel_of(members[0])?;
-    let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
-    let unit = Plan::narrowest(&lists, dtype);
-    let numels = members.iter().map(|&m| plan.params[m as usize].numel());
-    Ok(StorageSpec {
-        kernel: kernel.entry(),
-        rule: rule as usize,
-        layout: FlatLayout::new(numels, LayoutOptions::new(unit))?,
-        members,
-        lists,
-        distributed: false,
-        shard: Vec::new(),
-        extents: Vec::new(),
-    })
 }
 
 /// Points each stage to its tensors' new places.
