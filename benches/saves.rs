@@ -114,9 +114,9 @@ impl<'a> Rank<'a> {
     }
 
     fn in_line(&mut self) {
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
+        let (state, backend) = (&self.state, &self.backend);
         self.plan
-            .save_run(run, &mut self.comms, &self.folder, BTreeMap::new())
+            .save(state, backend, &mut self.comms, &self.folder, BTreeMap::new())
             .expect("a save that goes well");
     }
 

@@ -57,8 +57,7 @@ impl<'a> Rank<'a> {
 
     fn save<'f>(&mut self, folder: impl Into<CheckpointFolder<'f>>) -> Result<(), PlanError> {
         let caller = texts(self.steps);
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        self.plan.save_run(run, &mut self.comms, folder, caller)
+        self.plan.save(&self.state, &self.backend, &mut self.comms, folder, caller)
     }
 
     fn begin(&mut self, saves: &mut Saves, folder: &Path) -> Result<(), PlanError> {

@@ -108,12 +108,12 @@ impl Saves {
         self.snapshot.non_finite()
     }
 
-    /// Begins a save of what [`Plan::save_run`] saves: copies it and returns, once a save before
-    /// it is complete. All ranks call it, between micro-steps, and then [`Saves::poll`] in
+    /// Begins a save of what [`Plan::save`] saves: copies it and returns, once a save before it is
+    /// complete. All ranks call it, between micro-steps, and then [`Saves::poll`] in
     /// every step, until that says that the save is complete.
     ///
     /// # Errors
-    /// As [`Plan::save_run`], for what can be told before anything is written. That of the save
+    /// As [`Plan::save`], for what can be told before anything is written. That of the save
     /// before, and this one has not been begun then. On all ranks alike.
     /// # Cost
     /// One copy of what this rank saves; two small calls.
@@ -158,7 +158,7 @@ impl Saves {
     /// is complete. All ranks call it alike: as part of every step, for example.
     ///
     /// # Errors
-    /// As [`Plan::save_run`], on all ranks in the same call; the checkpoint before is as it was,
+    /// As [`Plan::save`], on all ranks in the same call; the checkpoint before is as it was,
     /// and nothing is in flight any more.
     /// # Cost
     /// One reduction of a byte while a save is in flight, and nothing otherwise.

@@ -41,7 +41,7 @@ impl Checkpoints {
     /// caller had done, or nothing if there is no checkpoint. All ranks call it.
     ///
     /// # Errors
-    /// As [`Plan::load_run`] and [`Saves::finish`]; [`PlanError::Checkpoint`] if ranks do not
+    /// As [`Plan::load`] and [`Saves::finish`]; [`PlanError::Checkpoint`] if ranks do not
     /// see the same checkpoint. On all ranks alike, before anything is written.
     pub fn resume(
         &mut self,

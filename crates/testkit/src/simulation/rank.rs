@@ -45,14 +45,14 @@ impl Rank<'_> {
         let path = Path::new(FOLDER);
         let caller = BTreeMap::from([(AT.to_owned(), at.to_string())]);
         self.finish_saves()?;
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         let comms = &mut self.comms;
         if let Some(saves) = &mut self.saves {
+            let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
             saves.begin(&self.plan, run, comms, path, caller)?;
             self.saving = at;
         } else {
             let folder = CheckpointFolder::of(self.files.as_ref(), path);
-            self.plan.save_run(run, comms, folder, caller)?;
+            self.plan.save(&self.state, &self.backend, comms, folder, caller)?;
             (self.told.saved)(at);
         }
         Ok(())
