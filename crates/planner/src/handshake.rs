@@ -5,8 +5,8 @@
 //! first field that differs, and all of them hear of the lowest rank that has found one: the error
 //! names the field and both values on every rank alike.
 //!
-//! In every step they tell each other that they update by the same rules, along with which gradients
-//! there are: a rate that one of them has changed would part their parameters in silence.
+//! In every step they tell each other that they update by the same rules, along with which
+//! gradients there are: a rate that one of them has changed would part their parameters in silence.
 
 use fusestep_amp::LossScale;
 use fusestep_collective::{Operation, ReduceOp};

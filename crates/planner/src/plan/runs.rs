@@ -162,8 +162,8 @@ impl Plan {
     }
 
     /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call
-    /// it, between micro-steps. [`Saves::begin`] does not wait for the disk, and takes parameters that
-    /// the caller keeps.
+    /// it, between micro-steps. [`Saves::begin`] does not wait for the disk, and takes parameters
+    /// that the caller keeps.
     ///
     /// Every rank writes what it updates; in the middle of a merge window also its sums, and under
     /// LocalSGD everything, because ranks differ ([`crate::OpenRun`]). Rank 0 then writes the
