@@ -15,7 +15,7 @@ use crate::bench_parts::{Calls, Step, Streamed, Work, own_params};
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
 use crate::output::{duration, show};
-use crate::ranks::{Fused, RankArgs};
+use crate::ranks::RankArgs;
 use crate::timer::{MIN_SAMPLE_NS, Timer};
 
 /// Most bytes that the ceiling's arrays have on all ranks together; longer steps are scaled from
@@ -142,8 +142,7 @@ impl Plans {
             args.gradients.passes(args.precision.planner(planner, params))
         };
         let plan_of = |ranks: &RankArgs| -> anyhow::Result<Plan> {
-            let fused = Fused::from(args.planning.naive);
-            let planner = ranks.passes(local(), fused, topology)?;
+            let planner = ranks.passes(local(), args.planning.naive, topology)?;
             Ok(planner.plan_for(params, topology)?)
         };
         let separate = plan_of(&RankArgs { separate: true, ..args.rank_args })?;
@@ -174,7 +173,7 @@ fn measure(
     let most = MOST_CEILING_BYTES / topology.world as u64;
     let mut stream =
         Streamed { ceiling: Ceiling::new(&backend, &plans.own, bytes.min(most))?, index: 0 };
-    let mut comms = args.rank_args.comms(comm, Fused::from(args.planning.naive))?;
+    let mut comms = args.rank_args.comms(comm, args.planning.naive)?;
     let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| Timer::new());
     let mut streams = PREFETCH_DISTANCES.map(|_| Timer::new());
     for _ in 0..args.rounds {
