@@ -112,9 +112,9 @@ impl BenchArgs {
 
     /// Whether steps of many ranks are timed.
     fn of_ranks(&self) -> bool {
-        let collective = &self.collective;
-        let ranks = collective.ranks.given() || collective.engine.is_some();
-        ranks || self.rank_args.any() || self.rank_args.separate
+        let CollectiveArgs { ranks, engine, .. } = &self.collective;
+        let asked = ranks.ranks.is_some() || ranks.meet() || engine.is_some();
+        asked || self.rank_args.any() || self.rank_args.separate
     }
 
     /// Refuses flags that what is timed knows nothing of.
@@ -129,7 +129,7 @@ impl BenchArgs {
              them, found one; whole steps of all ranks are timed"
         );
         if self.of_ranks() {
-            if let Some(count) = self.collective.ranks.asked() {
+            if let Some(count) = self.collective.ranks.ranks {
                 ranks.require_several(Some(count), "--ranks")?;
             }
             ensure!(

@@ -101,7 +101,7 @@ impl Watch {
 pub(crate) struct Ranks {
     /// Ranks that are threads, 2 by default; mpirun says how many processes there are
     #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
-    ranks: Option<usize>,
+    pub(crate) ranks: Option<usize>,
     /// How many if nothing says so.
     #[arg(skip = 2usize)]
     default: usize,
@@ -145,16 +145,6 @@ impl Ranks {
     /// Whether a folder is given in which they meet.
     pub(crate) fn meet(&self) -> bool {
         self.meet.is_some()
-    }
-
-    /// Whether any flag says how many there are, or where they meet.
-    pub(crate) fn given(&self) -> bool {
-        self.ranks.is_some() || self.meet.is_some()
-    }
-
-    /// How many ranks `--ranks` asks for.
-    pub(crate) fn asked(&self) -> Option<usize> {
-        self.ranks
     }
 
     /// Refuses flags that would do nothing, without the flag that `what` names.

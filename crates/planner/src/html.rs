@@ -8,7 +8,7 @@ use fusestep_launch::Batch;
 use fusestep_tensor::{counted, escaped, grouped};
 
 use crate::display::bytes;
-use crate::{CostModel, Event, EventKind, GradientRead, Plan, Stage, cost, rank_summary};
+use crate::{CostModel, Event, EventKind, Plan, Stage, cost, rank_summary};
 
 const BAR_WIDTH: f64 = 1000.0;
 const BAR_HEIGHT: f64 = 26.0;
@@ -128,7 +128,12 @@ fn drawn_launches(plan: &Plan) -> Vec<(String, &Batch, usize)> {
 /// Kernel, storage and batch of each launch of a stage.
 fn stage_launches<'a>(plan: &'a Plan, stage: &'a Stage) -> Vec<(&'a str, usize, &'a Batch)> {
     match stage {
-        Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
+        Stage::Norm(norm) => {
+            let launches = norm.reads.iter().flat_map(|read| {
+                read.batches.iter().map(|batch| ("norm of gradients", read.storage, batch))
+            });
+            launches.collect()
+        }
         Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
             let kernel = plan.storages[stage.storage].kernel;
             let launch = |batch| (kernel, stage.storage, batch);
@@ -183,11 +188,6 @@ fn storage_bars(plan: &Plan, page: &mut String) {
     if plan.storages.len() > MOST {
         let _ = writeln!(page, "<p>and {} more storages</p>", plan.storages.len() - MOST);
     }
-}
-
-fn read_launches(read: &GradientRead) -> impl Iterator<Item = (&str, usize, &Batch)> {
-    let launch = |batch| ("norm of gradients", read.storage, batch);
-    read.batches.iter().map(launch)
 }
 
 fn largest(launches: &[(String, &Batch, usize)]) -> u64 {
@@ -275,17 +275,11 @@ fn draw(page: &mut String, events: &[Event]) {
     let scale = WIDTH / end.max(f64::MIN_POSITIVE);
     let _ = write!(page, "<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\">", 3.0 * ROW);
     for event in events {
-        let (row, color) = match event.kind {
-            EventKind::Backward => (0.0, "#7a8ca3"),
-            EventKind::Update => (0.0, "#5f8f6a"),
-            EventKind::Reduce => (1.0, "#4878a8"),
-            EventKind::Gather => (2.0, "#a8784a"),
-        };
-        let name = match event.kind {
-            EventKind::Backward => "backward pass",
-            EventKind::Update => "update",
-            EventKind::Reduce => "bucket",
-            EventKind::Gather => "gather of line",
+        let (row, color, name) = match event.kind {
+            EventKind::Backward => (0.0, "#7a8ca3", "backward pass"),
+            EventKind::Update => (0.0, "#5f8f6a", "update"),
+            EventKind::Reduce => (1.0, "#4878a8", "bucket"),
+            EventKind::Gather => (2.0, "#a8784a", "gather of line"),
         };
         let _ = write!(
             page,
