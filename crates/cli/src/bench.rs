@@ -352,7 +352,9 @@ impl Plans {
             || params.iter().any(|param| param.dtype != DType::F32);
         let wide = if compared {
             let wide = args.optimizer.scheduled(Planner::new(rule).limits(limits));
-            Some(args.gradients.passes(wide).plan(&as_f32(params))?)
+            let params = params.iter().cloned();
+            let params = params.map(|param| ParamDesc { dtype: DType::F32, ..param });
+            Some(args.gradients.passes(wide).plan(&params.collect::<Vec<_>>())?)
         } else {
             None
         };
@@ -366,12 +368,6 @@ pub(crate) fn dtypes(args: &BenchArgs, params: &[ParamDesc]) -> String {
     names.sort_unstable();
     names.dedup();
     if names.is_empty() { args.dtype.name().to_owned() } else { names.join(" and ") }
-}
-
-/// These parameters in f32.
-fn as_f32(params: &[ParamDesc]) -> Vec<ParamDesc> {
-    let params = params.iter().cloned().map(|param| ParamDesc { dtype: DType::F32, ..param });
-    params.collect()
 }
 
 /// A parameter's bytes, every element `value`.

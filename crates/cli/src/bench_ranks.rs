@@ -7,7 +7,7 @@ use fusestep_collective::{Collectives, Communicator, ReduceOp};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Optimizer, Plan, Planner, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{ParamDesc, counted};
+use fusestep_tensor::{ParamDesc, Role, counted};
 use serde::Serialize;
 
 use crate::bench::{BenchArgs, Subject, dtypes};
@@ -166,8 +166,8 @@ fn measure(
     let plans = Plans::new(args, rule, params, topology)?;
     let plan = &plans.whole;
     let mut step = Step::new(plan, &backend, comm)?;
-    let mut reduce = Calls::reducing(&plans.separate, comm)?;
-    let mut gather = Calls::gathering(&plans.separate, comm)?;
+    let mut reduce = Calls::of(&plans.separate, comm, Role::Grad)?;
+    let mut gather = Calls::of(&plans.separate, comm, Role::Param)?;
     let mut update = Subject::new(&plans.own, &backend)?;
     let bytes = plan.bytes_per_element() * plan.elements() / topology.world as u64;
     let most = MOST_CEILING_BYTES / topology.world as u64;

@@ -177,7 +177,14 @@ impl Engine {
                 });
                 return outcomes::first(outcomes.context("cannot start a thread for each rank")?);
             }
-            Engine::Processes => return on_machine(ranks, body),
+            Engine::Processes => {
+                // Is the launcher if there is none.
+                if std::env::var_os("RANK").is_none() {
+                    return launch::again(ranks.count()).map(|()| None);
+                }
+                let mut comm = ProcessCommunicator::world(&ranks.watch.of_machine())?;
+                return on_process(ranks, &mut comm, body);
+            }
             Engine::Mpi => (Reduction::Reproducible, Compare::EveryCall),
             // As little as can be between the caller and MPI: whoever asks for its sums asks for
             // its speed.
@@ -208,20 +215,6 @@ fn on_process<T, E: Into<anyhow::Error>>(
     let found = found.and_then(|()| body(comm).map_err(Into::into));
     let found = found.with_context(|| format!("rank {}", comm.rank()))?;
     Ok((comm.rank() == 0).then_some(found))
-}
-
-/// Runs `body` on this rank of those that a launcher has started; is that launcher if there is
-/// none.
-fn on_machine<T, E: Into<anyhow::Error>>(
-    ranks: &Ranks,
-    body: impl Fn(&mut dyn Communicator) -> Result<T, E>,
-) -> anyhow::Result<Option<T>> {
-    if std::env::var_os("RANK").is_none() {
-        launch::again(ranks.count())?;
-        return Ok(None);
-    }
-    let mut comm = ProcessCommunicator::world(&ranks.watch.of_machine())?;
-    on_process(ranks, &mut comm, body)
 }
 
 /// Says what this build lacks.

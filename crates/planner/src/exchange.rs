@@ -70,7 +70,7 @@ impl Exchange {
     ) -> Result<()> {
         self.trust.clear();
         if let Some(trust) = &mut self.trust_on_device {
-            trust.forget_own();
+            trust.own = None;
         }
         if !plan.stages.contains(&Stage::Trust) {
             return Ok(());

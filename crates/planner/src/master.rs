@@ -18,7 +18,7 @@ pub(crate) struct Masters {
     borrowed_for_writing: Vec<bool>,
     any_borrowed_for_writing: bool,
     /// Masters of parameters that the caller lends, not written yet.
-    awaited: Vec<bool>,
+    pub(crate) awaited: Vec<bool>,
     any_awaited: bool,
 }
 
@@ -53,28 +53,13 @@ pub(crate) fn check(state: &State) -> Result<()> {
     }
 }
 
-/// Before `bytes` are written to a tensor: notes what they mean for masters.
-pub(crate) fn before_write(
+/// Before `bytes` are written to a parameter: makes master and residual follow.
+pub(crate) fn follow_write(
     state: &mut State,
     backend: &dyn Backend,
-    role: Role,
     name: &str,
     bytes: &[u8],
 ) -> Result<()> {
-    match role {
-        Role::Param => follow_write(state, backend, name, bytes)?,
-        Role::Master => {
-            let param = state.find(name)?;
-            state.masters.awaited[param] = false;
-        }
-        _ => {}
-    }
-    Ok(())
-}
-
-/// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes`
-/// are not written here.
-fn follow_write(state: &mut State, backend: &dyn Backend, name: &str, bytes: &[u8]) -> Result<()> {
     let param = state.find(name)?;
     let roles = state.roles(name)?;
     if roles.contains(&Role::Master) {

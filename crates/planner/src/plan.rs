@@ -210,13 +210,6 @@ impl Plan {
         self.stages.iter().filter_map(Stage::update)
     }
 
-    pub(crate) fn optimize_stages_mut(&mut self) -> impl Iterator<Item = &mut Optimize> {
-        self.stages.iter_mut().filter_map(|stage| match stage {
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => Some(optimize),
-            _ => None,
-        })
-    }
-
     /// Whether any rule needs sums over whole tensors.
     pub(crate) fn has_normed(&self) -> Result<bool> {
         for spec in &self.storages {

@@ -6,7 +6,7 @@ use fusestep_tensor::{counted, counted_are};
 use super::{ActsOn, Pass, refuse_twice};
 use crate::arena::full_tensors;
 use crate::bucket::Caps;
-use crate::{Plan, Result, Verdict, bucket};
+use crate::{Plan, Result, Stage, Verdict, bucket};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -137,7 +137,10 @@ fn lay_in_order(plan: &mut Plan) -> Result<()> {
         }
         moved.push(new);
     }
-    for stage in plan.optimize_stages_mut() {
+    for stage in &mut plan.stages {
+        let (Stage::Optimize(stage) | Stage::ReduceUpdate(stage)) = stage else {
+            continue;
+        };
         for tensor in &mut stage.tensors {
             *tensor = moved[stage.storage][*tensor as usize];
         }
