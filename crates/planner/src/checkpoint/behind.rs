@@ -214,7 +214,14 @@ fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
         let (snapshot, manifest) = (Arc::clone(&saves.snapshot), flight.manifest.take());
         Some(Box::new(move || {
             let folder = CheckpointFolder::of(files.as_ref(), &folder);
-            save_alone(folder, step, &snapshot, manifest)
+            let generation = Generation::begin(folder, step)?;
+            let written = write_snapshot(folder, &generation.name(), 0, &snapshot);
+            let written = written.inspect_err(|_| remove_failed(folder, &generation))?;
+            let shards = written.model.into_iter().chain(written.shard).collect();
+            if let Some(manifest) = manifest {
+                manifest.commit_to(folder, &generation, shards)?;
+            }
+            Ok(Done::default())
         }))
     } else if plan.topology().rank == 0 {
         Some(Box::new(move || {
@@ -281,21 +288,4 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
     }
     saves.flight = Some(flight);
     Ok(None)
-}
-
-/// All parts of a save of the only rank, one after the other.
-fn save_alone(
-    folder: CheckpointFolder<'_>,
-    step: u64,
-    snapshot: &Snapshot,
-    manifest: Option<Manifest>,
-) -> Outcome {
-    let generation = Generation::begin(folder, step)?;
-    let written = write_snapshot(folder, &generation.name(), 0, snapshot);
-    let written = written.inspect_err(|_| remove_failed(folder, &generation))?;
-    let shards = written.model.into_iter().chain(written.shard).collect();
-    if let Some(manifest) = manifest {
-        manifest.commit_to(folder, &generation, shards)?;
-    }
-    Ok(Done::default())
 }
