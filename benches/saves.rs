@@ -92,7 +92,7 @@ impl<'a> Rank<'a> {
 
     fn step(&mut self) {
         let (state, comms) = (&mut self.state, &mut self.comms);
-        self.plan.poll_saves(comms, &mut self.saves).expect("a save that goes well");
+        self.saves.poll(&self.plan, comms).expect("a save that goes well");
         for (name, grad) in &self.grads {
             self.plan
                 .push_grad(state, &self.backend, comms, name, grad)
@@ -103,21 +103,20 @@ impl<'a> Rank<'a> {
 
     fn begin(&mut self) {
         let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        let (comms, saves) = (&mut self.comms, &mut self.saves);
-        self.plan
-            .save_behind(run, comms, saves, &self.folder, BTreeMap::new())
+        self.saves
+            .begin(&self.plan, run, &mut self.comms, &self.folder, BTreeMap::new())
             .expect("a save that begins");
     }
 
     fn finish(&mut self) {
-        let finished = self.plan.finish_saves(&mut self.comms, &mut self.saves);
+        let finished = self.saves.finish(&self.plan, &mut self.comms);
         finished.expect("a save that goes well");
     }
 
     fn in_line(&mut self) {
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
+        let (state, backend) = (&self.state, &self.backend);
         self.plan
-            .save_run(run, &mut self.comms, &self.folder, BTreeMap::new())
+            .save(state, backend, &mut self.comms, &self.folder, BTreeMap::new())
             .expect("a save that goes well");
     }
 

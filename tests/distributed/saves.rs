@@ -57,14 +57,13 @@ impl<'a> Rank<'a> {
 
     fn save<'f>(&mut self, folder: impl Into<CheckpointFolder<'f>>) -> Result<(), PlanError> {
         let caller = texts(self.steps);
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        self.plan.save_run(run, &mut self.comms, folder, caller)
+        self.plan.save(&self.state, &self.backend, &mut self.comms, folder, caller)
     }
 
     fn begin(&mut self, saves: &mut Saves, folder: &Path) -> Result<(), PlanError> {
         let caller = texts(self.steps);
         let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        self.plan.save_behind(run, &mut self.comms, saves, folder, caller)
+        saves.begin(&self.plan, run, &mut self.comms, folder, caller)
     }
 
     /// Begins a save whose caller has done seven steps.
@@ -91,11 +90,11 @@ impl<'a> Rank<'a> {
     }
 
     fn poll(&mut self, saves: &mut Saves) -> Result<Option<Saved>, PlanError> {
-        self.plan.poll_saves(&mut self.comms, saves)
+        saves.poll(&self.plan, &mut self.comms)
     }
 
     fn finish(&mut self, saves: &mut Saves) -> Result<Option<Saved>, PlanError> {
-        self.plan.finish_saves(&mut self.comms, saves)
+        saves.finish(&self.plan, &mut self.comms)
     }
 }
 

@@ -204,9 +204,9 @@ fn ranks_that_do_not_see_one_folder_are_told_so_behind_training() {
         run.step(&mut comms);
         let (mut saves, own) = (Saves::new(), folders[topology.rank].path());
         let to_save = RunToSave { state: &run.state, backend: &run.backend, params: None };
-        let begun = run.plan.save_behind(to_save, &mut comms, &mut saves, own, BTreeMap::new());
+        let begun = saves.begin(&run.plan, to_save, &mut comms, own, BTreeMap::new());
         begun.unwrap();
-        let error = run.plan.finish_saves(&mut comms, &mut saves).unwrap_err();
+        let error = saves.finish(&run.plan, &mut comms).unwrap_err();
         assert!(!saves.in_flight());
         error.to_string()
     });

@@ -18,10 +18,11 @@ use crate::bench_collective::{self, CollectiveArgs};
 use crate::bench_ranks;
 use crate::ceiling::Ceiling;
 use crate::engine::Engine;
-use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads};
-use crate::output::{duration, print, print_json};
+use crate::options::{
+    GradientArgs, PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads,
+};
+use crate::output::{duration, show};
 use crate::peers::{self, CandlePair, CandleTimes};
 use crate::ranks::{RankArgs, whole};
 use crate::rules::OptimizerArgs;
@@ -111,9 +112,9 @@ impl BenchArgs {
 
     /// Whether steps of many ranks are timed.
     fn of_ranks(&self) -> bool {
-        let collective = &self.collective;
-        let ranks = collective.ranks.given() || collective.engine.is_some();
-        ranks || self.rank_args.any() || self.rank_args.separate
+        let CollectiveArgs { ranks, engine, .. } = &self.collective;
+        let asked = ranks.ranks.is_some() || ranks.meet() || engine.is_some();
+        asked || self.rank_args.any() || self.rank_args.separate
     }
 
     /// Refuses flags that what is timed knows nothing of.
@@ -128,7 +129,7 @@ impl BenchArgs {
              them, found one; whole steps of all ranks are timed"
         );
         if self.of_ranks() {
-            if let Some(count) = self.collective.ranks.asked() {
+            if let Some(count) = self.collective.ranks.ranks {
                 ranks.require_several(Some(count), "--ranks")?;
             }
             ensure!(
@@ -262,10 +263,7 @@ fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow:
         share_of_ceiling: gb_per_s / ceiling_gb_per_s,
         candle: candle.map(CandlePair::times),
     };
-    if args.json {
-        return print_json(&summary);
-    }
-    print(&summary.to_string())
+    show(args.json, &summary)
 }
 
 impl std::fmt::Display for BenchSummary {
@@ -354,7 +352,9 @@ impl Plans {
             || params.iter().any(|param| param.dtype != DType::F32);
         let wide = if compared {
             let wide = args.optimizer.scheduled(Planner::new(rule).limits(limits));
-            Some(args.gradients.passes(wide).plan(&as_f32(params))?)
+            let params = params.iter().cloned();
+            let params = params.map(|param| ParamDesc { dtype: DType::F32, ..param });
+            Some(args.gradients.passes(wide).plan(&params.collect::<Vec<_>>())?)
         } else {
             None
         };
@@ -368,12 +368,6 @@ pub(crate) fn dtypes(args: &BenchArgs, params: &[ParamDesc]) -> String {
     names.sort_unstable();
     names.dedup();
     if names.is_empty() { args.dtype.name().to_owned() } else { names.join(" and ") }
-}
-
-/// These parameters in f32.
-fn as_f32(params: &[ParamDesc]) -> Vec<ParamDesc> {
-    let params = params.iter().cloned().map(|param| ParamDesc { dtype: DType::F32, ..param });
-    params.collect()
 }
 
 /// A parameter's bytes, every element `value`.

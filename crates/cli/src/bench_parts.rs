@@ -5,7 +5,7 @@ use fusestep_collective::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Part, Plan, Reduced, Stage, State, StorageSpec, ZeroStage};
+use fusestep_planner::{Comms, Part, Plan, Reduced, Stage, State, ZeroStage};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
@@ -113,48 +113,26 @@ pub(crate) struct BucketCall {
 }
 
 impl Calls {
-    /// The calls that reduce gradients.
-    pub(crate) fn reducing(
-        plan: &Plan,
-        comm: &mut dyn Communicator,
-    ) -> Result<Self, CollectiveError> {
-        let reduces = plan.stages().iter().filter_map(|stage| match stage {
-            Stage::Reduce(reduce) => Some((reduce.bucket, reduce.result)),
-            _ => None,
-        });
-        let calls = reduces.map(|(bucket, result)| {
-            let operation = match result {
-                Reduced::Whole => Operation::AllReduce(ReduceOp::Average),
-                Reduced::Part => Operation::ReduceScatter(ReduceOp::Average),
-            };
-            (bucket, operation)
-        });
-        Self::on_buckets(plan, comm, Role::Grad, calls)
-    }
-
-    /// The calls that gather parameters.
-    pub(crate) fn gathering(
-        plan: &Plan,
-        comm: &mut dyn Communicator,
-    ) -> Result<Self, CollectiveError> {
-        let gathers = plan.stages().iter().filter_map(|stage| match stage {
-            Stage::Gather(gather) => Some(gather.bucket),
-            _ => None,
-        });
-        let calls = gathers.map(|bucket| (bucket, Operation::AllGather));
-        Self::on_buckets(plan, comm, Role::Param, calls)
-    }
-
-    fn on_buckets(
+    /// The calls that reduce gradients, or that gather parameters.
+    pub(crate) fn of(
         plan: &Plan,
         comm: &mut dyn Communicator,
         role: Role,
-        calls: impl Iterator<Item = (usize, Operation)>,
     ) -> Result<Self, CollectiveError> {
+        let calls = plan.stages().iter().filter_map(|stage| match (stage, role) {
+            (Stage::Reduce(reduce), Role::Grad) => Some(match reduce.result {
+                Reduced::Whole => (reduce.bucket, Operation::AllReduce(ReduceOp::Average)),
+                Reduced::Part => (reduce.bucket, Operation::ReduceScatter(ReduceOp::Average)),
+            }),
+            (Stage::Gather(gather), Role::Param) => Some((gather.bucket, Operation::AllGather)),
+            _ => None,
+        });
         let mut all = Vec::new();
         for (index, operation) in calls {
             let bucket = &plan.buckets()[index];
-            let dtype = dtype_of(&plan.storages()[bucket.storage], role);
+            let lists = &plan.storages()[bucket.storage].lists;
+            let list = lists.iter().find(|list| list.role == role);
+            let dtype = list.map_or(DType::F32, |list| list.dtype);
             let mut memory = comm.allocate(bucket.numel() as usize * dtype.len_bytes())?;
             // Touched once, because untouched pages would all be the same page of zeros.
             memory.bytes_mut().fill(0);
@@ -168,11 +146,6 @@ impl Calls {
         }
         Ok(Self { all })
     }
-}
-
-fn dtype_of(spec: &StorageSpec, role: Role) -> DType {
-    let list = spec.lists.iter().find(|list| list.role == role);
-    list.map_or(DType::F32, |list| list.dtype)
 }
 
 impl Work for Calls {

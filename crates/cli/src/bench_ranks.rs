@@ -7,15 +7,15 @@ use fusestep_collective::{Collectives, Communicator, ReduceOp};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Comms, Optimizer, Plan, Planner, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{ParamDesc, counted};
+use fusestep_tensor::{ParamDesc, Role, counted};
 use serde::Serialize;
 
 use crate::bench::{BenchArgs, Subject, dtypes};
 use crate::bench_parts::{Calls, Step, Streamed, Work, own_params};
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
-use crate::output::{duration, print, print_json};
-use crate::ranks::{Fused, RankArgs};
+use crate::output::{duration, show};
+use crate::ranks::RankArgs;
 use crate::timer::{MIN_SAMPLE_NS, Timer};
 
 /// Most bytes that the ceiling's arrays have on all ranks together; longer steps are scaled from
@@ -61,13 +61,7 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
         .engine
         .unwrap_or_default()
         .run(&args.collective.ranks, |comm| measure(args, rule, params, comm))?;
-    let Some(summary) = found else {
-        return Ok(());
-    };
-    if args.json {
-        return print_json(&summary);
-    }
-    print(&summary.to_string())
+    found.map_or(Ok(()), |summary| show(args.json, &summary))
 }
 
 impl std::fmt::Display for Summary {
@@ -148,8 +142,7 @@ impl Plans {
             args.gradients.passes(args.precision.planner(planner, params))
         };
         let plan_of = |ranks: &RankArgs| -> anyhow::Result<Plan> {
-            let fused = Fused::from(args.planning.naive);
-            let planner = ranks.passes(local(), fused, topology)?;
+            let planner = ranks.passes(local(), args.planning.naive, topology)?;
             Ok(planner.plan_for(params, topology)?)
         };
         let separate = plan_of(&RankArgs { separate: true, ..args.rank_args })?;
@@ -173,14 +166,14 @@ fn measure(
     let plans = Plans::new(args, rule, params, topology)?;
     let plan = &plans.whole;
     let mut step = Step::new(plan, &backend, comm)?;
-    let mut reduce = Calls::reducing(&plans.separate, comm)?;
-    let mut gather = Calls::gathering(&plans.separate, comm)?;
+    let mut reduce = Calls::of(&plans.separate, comm, Role::Grad)?;
+    let mut gather = Calls::of(&plans.separate, comm, Role::Param)?;
     let mut update = Subject::new(&plans.own, &backend)?;
     let bytes = plan.bytes_per_element() * plan.elements() / topology.world as u64;
     let most = MOST_CEILING_BYTES / topology.world as u64;
     let mut stream =
         Streamed { ceiling: Ceiling::new(&backend, &plans.own, bytes.min(most))?, index: 0 };
-    let mut comms = args.rank_args.comms(comm, Fused::from(args.planning.naive))?;
+    let mut comms = args.rank_args.comms(comm, args.planning.naive)?;
     let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| Timer::new());
     let mut streams = PREFETCH_DISTANCES.map(|_| Timer::new());
     for _ in 0..args.rounds {

@@ -9,9 +9,8 @@ use fusestep_planner::{MAX_SHARDS, Manifest};
 use fusestep_tensor::Quoted;
 use serde::Serialize;
 
-use crate::folders;
 use crate::output::{non_finite, print, print_json};
-use crate::places::require_beside;
+use crate::places::{make_folder, require_beside};
 use crate::ranks::whole;
 
 /// Flags of `checkpoint`.
@@ -95,7 +94,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             let manifest = Manifest::read(&folder.folder)?;
             require_beside(("--out", out), ("the checkpoint", &folder.folder))?;
             let is_new = !out.exists();
-            folders::make("--out", out)?;
+            make_folder("--out", out)?;
             let named = || format!("--out {}", out.display());
             ensure!(
                 std::fs::read_dir(out).with_context(named)?.next().is_none(),

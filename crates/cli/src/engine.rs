@@ -101,7 +101,7 @@ impl Watch {
 pub(crate) struct Ranks {
     /// Ranks that are threads, 2 by default; mpirun says how many processes there are
     #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
-    ranks: Option<usize>,
+    pub(crate) ranks: Option<usize>,
     /// How many if nothing says so.
     #[arg(skip = 2usize)]
     default: usize,
@@ -147,16 +147,6 @@ impl Ranks {
         self.meet.is_some()
     }
 
-    /// Whether any flag says how many there are, or where they meet.
-    pub(crate) fn given(&self) -> bool {
-        self.ranks.is_some() || self.meet.is_some()
-    }
-
-    /// How many ranks `--ranks` asks for.
-    pub(crate) fn asked(&self) -> Option<usize> {
-        self.ranks
-    }
-
     /// Refuses flags that would do nothing, without the flag that `what` names.
     pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
         ensure!(
@@ -187,13 +177,20 @@ impl Engine {
                 });
                 return outcomes::first(outcomes.context("cannot start a thread for each rank")?);
             }
-            Engine::Processes => return on_machine(ranks, body),
+            Engine::Processes => {
+                // Is the launcher if there is none.
+                if std::env::var_os("RANK").is_none() {
+                    return launch::again(ranks.count()).map(|()| None);
+                }
+                let mut comm = ProcessCommunicator::world(&ranks.watch.of_machine())?;
+                return on_process(ranks, &mut comm, body);
+            }
             Engine::Mpi => (Reduction::Reproducible, Compare::EveryCall),
             // As little as can be between the caller and MPI: whoever asks for its sums asks for
             // its speed.
             Engine::MpiNative => (Reduction::Engine, Compare::FirstOfEach),
-            Engine::Nccl => return on_gpus(ranks, Sums::InRankOrder, body),
-            Engine::NcclNative => return on_gpus(ranks, Sums::OfEngine, body),
+            Engine::Nccl => return on_gpus(ranks, Reduction::Reproducible, body),
+            Engine::NcclNative => return on_gpus(ranks, Reduction::Engine, body),
         };
         let mut world = mpi_world(&ranks.watch.of_processes(reduction, compare))?;
         let launched = launched_processes().filter(|_| world.world_size() == 1);
@@ -220,34 +217,11 @@ fn on_process<T, E: Into<anyhow::Error>>(
     Ok((comm.rank() == 0).then_some(found))
 }
 
-/// Runs `body` on this rank of those that a launcher has started; is that launcher if there is
-/// none.
-fn on_machine<T, E: Into<anyhow::Error>>(
-    ranks: &Ranks,
-    body: impl Fn(&mut dyn Communicator) -> Result<T, E>,
-) -> anyhow::Result<Option<T>> {
-    if std::env::var_os("RANK").is_none() {
-        launch::again(ranks.count())?;
-        return Ok(None);
-    }
-    let mut comm = ProcessCommunicator::world(&ranks.watch.of_machine())?;
-    on_process(ranks, &mut comm, body)
-}
-
-/// Who adds up what ranks with a GPU each send.
-#[derive(Clone, Copy, Debug)]
-enum Sums {
-    /// They do, in rank order.
-    InRankOrder,
-    /// NCCL does, in an order of its choice.
-    OfEngine,
-}
-
 /// Says what this build lacks.
 #[cfg(not(feature = "nccl"))]
 fn on_gpus<T, E>(
     _: &Ranks,
-    _: Sums,
+    _: Reduction,
     _: impl Fn(&mut dyn Communicator) -> Result<T, E>,
 ) -> anyhow::Result<Option<T>> {
     anyhow::bail!(

@@ -1,5 +1,6 @@
 //! What goes to standard output.
 
+use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -26,6 +27,11 @@ fn write_out(text: &str) -> anyhow::Result<()> {
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     let text = serde_json::to_string(value).context("cannot form JSON")?;
     write_out(&format!("{}\n", escaped_json(&text)))
+}
+
+/// Prints a result as one JSON object, or in words.
+pub(crate) fn show(json: bool, result: &(impl Serialize + Display)) -> anyhow::Result<()> {
+    if json { print_json(result) } else { print(&result.to_string()) }
 }
 
 /// Says something on standard error, in one piece: ranks that are processes may say it at once.

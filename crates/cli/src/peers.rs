@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::bench::{BenchArgs, Subject};
 use crate::ceiling::Ceiling;
 use crate::options::pool;
-use crate::output::{duration, print, print_json, write_page};
+use crate::output::{duration, show, write_page};
 use crate::places::require_apart;
 use worker::{Request, Shaped, Turn, Worker};
 
@@ -193,10 +193,7 @@ fn shown(args: &BenchArgs, summary: &PeerSummary, plan: &Plan) -> anyhow::Result
         let body = format!("{}{}", chart::section(summary), plan.to_html_fragment());
         write_page(path, &html_page("fusestep bench --peers", &body))?;
     }
-    if args.json {
-        return print_json(summary);
-    }
-    print(&summary.to_string())
+    show(args.json, summary)
 }
 
 /// The rule, if it and what is done around it are a step that every peer can make.

@@ -7,12 +7,11 @@ use fusestep_planner::{PlanSummary, RankSummary};
 use fusestep_tensor::{DType, Quoted};
 use serde::Serialize;
 
-use crate::gradients::GradientArgs;
 use crate::inputs::read_model;
-use crate::options::{PlanningArgs, PrecisionArgs, param_dtype};
+use crate::options::{GradientArgs, PlanningArgs, PrecisionArgs, param_dtype};
 use crate::output::{print, print_json, write_page};
 use crate::places::require_apart;
-use crate::ranks::{Fused, WorldArgs};
+use crate::ranks::WorldArgs;
 use crate::rules::OptimizerArgs;
 
 /// Flags of `plan`.
@@ -53,11 +52,11 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, &model.params);
     let planner = args.gradients.passes(planner);
-    let (fused, topology) = (Fused::from(args.planning.naive), args.world.topology()?);
+    let (naive, topology) = (args.planning.naive, args.world.topology()?);
     args.world.ranks.require_several(args.world.world, "--world")?;
     let of_ranks = args.world.world.is_some() || args.world.ranks.any();
     let planner =
-        if of_ranks { args.world.ranks.passes(planner, fused, topology)? } else { planner };
+        if of_ranks { args.world.ranks.passes(planner, naive, topology)? } else { planner };
     let plan = planner.plan_for(&model.params, topology)?;
     if !model.buffers.is_empty() {
         let (count, more) = match model.buffers.len() {
@@ -69,7 +68,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
             Quoted(&model.buffers[0])
         );
     }
-    let costs = of_ranks.then(|| args.world.cost_model(fused)).transpose()?;
+    let costs = of_ranks.then(|| args.world.cost_model(naive)).transpose()?;
     if let Some(path) = &args.html {
         let page = costs.map_or_else(|| plan.to_html(), |costs| plan.ranks_to_html(&costs));
         write_page(path, &page)?;

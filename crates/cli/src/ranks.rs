@@ -115,10 +115,10 @@ impl RankArgs {
 
     /// On how many communication streams buckets are reduced: where ranks see each other's memory
     /// none, since there the reduction is part of the update and has nothing to hide behind.
-    pub(crate) fn streams(&self, fused: Fused, topology: Topology) -> usize {
-        let default = match (fused, topology.reach) {
-            (Fused::No, _) | (_, Reach::SharedMemory) => 0,
-            (Fused::Yes, Reach::Calls) => Comms::DEFAULT_STREAMS,
+    pub(crate) fn streams(&self, naive: bool, topology: Topology) -> usize {
+        let default = match topology.reach {
+            Reach::Calls if !naive => Comms::DEFAULT_STREAMS,
+            Reach::Calls | Reach::SharedMemory => 0,
         };
         self.comm_streams.unwrap_or(default)
     }
@@ -130,9 +130,9 @@ impl RankArgs {
     pub(crate) fn comms<'a>(
         &self,
         comm: &'a mut dyn Communicator,
-        fused: Fused,
+        naive: bool,
     ) -> anyhow::Result<Comms<'a>> {
-        let streams = self.streams(fused, Topology::of(comm));
+        let streams = self.streams(naive, Topology::of(comm));
         Ok(match self.shard_group {
             Some(group) => Comms::in_groups(comm, group, streams)?,
             None => Comms::with_streams(comm, streams)?.reducing_when_full(),
@@ -146,7 +146,7 @@ impl RankArgs {
     pub(crate) fn passes(
         &self,
         mut planner: Planner,
-        fused: Fused,
+        naive: bool,
         topology: Topology,
     ) -> anyhow::Result<Planner> {
         let cap_bytes = match self.bucket_cap_mib {
@@ -160,9 +160,9 @@ impl RankArgs {
             }
         };
         // One rank reduces nothing; notes that say so would only be in the way.
-        if fused == Fused::Yes && topology.world > 1 {
+        if !naive && topology.world > 1 {
             planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
-            if self.streams(fused, topology) == 0 && !self.separate {
+            if self.streams(naive, topology) == 0 && !self.separate {
                 planner = planner.with(FuseReduceIntoUpdate);
             }
         }
@@ -193,19 +193,6 @@ impl RankArgs {
             Some(group) => shard.group(group),
             None => shard,
         }))
-    }
-}
-
-/// Whether passes run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fused {
-    Yes,
-    No,
-}
-
-impl From<bool> for Fused {
-    fn from(naive: bool) -> Self {
-        if naive { Fused::No } else { Fused::Yes }
     }
 }
 
@@ -255,7 +242,7 @@ impl WorldArgs {
     /// # Errors
     /// Values that are no positive numbers; more ranks to measure between than a machine has room
     /// for.
-    pub(crate) fn cost_model(&self, fused: Fused) -> anyhow::Result<CostModel> {
+    pub(crate) fn cost_model(&self, naive: bool) -> anyhow::Result<CostModel> {
         let given = [
             ("--latency-us", Some(self.latency_us)),
             ("--bandwidth-gbs", Some(self.bandwidth_gbs)),
@@ -286,7 +273,7 @@ impl WorldArgs {
         };
         Ok(CostModel {
             backward_seconds: self.backward_ms * 1e-3,
-            comm_streams: self.ranks.streams(fused, self.topology()?),
+            comm_streams: self.ranks.streams(naive, self.topology()?),
             ..model
         })
     }

@@ -21,43 +21,34 @@ const GRID_LINES: usize = 4;
 pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
     let skipped = Some(summary.skipped_steps).filter(|skipped| *skipped > 0);
     let ours = Some(summary.optimizer_ns_per_step).filter(|_| !summary.was_complete());
-    let mut body = String::new();
-    let _ = writeln!(
-        body,
-        "<table><tr><td>test accuracy</td><td class=\"n\">{:.2} %</td></tr>\
-         <tr><td>final loss</td><td class=\"n\">{:.4}</td></tr>\
-         <tr><td>steps</td><td class=\"n\">{}</td></tr>\
-         {}{}{}\
-         <tr><td>parameters (xxh3)</td><td class=\"n\">{}</td></tr></table>",
-        100.0 * summary.test_accuracy,
-        summary.final_loss,
-        summary.steps,
-        row("steps skipped", skipped.map(|skipped| skipped.to_string())),
-        row("optimizer, per step", ours.map(duration)),
-        row("candle's AdamW, per step", summary.candle_ns_per_step.map(duration)),
-        summary.params_hash,
-    );
-    let losses: Vec<f64> = summary.history.iter().map(|epoch| epoch.loss).collect();
-    let accuracies = |epoch: &Epoch| 100.0 * epoch.test_accuracy;
-    let accuracies: Vec<f64> = summary.history.iter().map(accuracies).collect();
-    body.push_str("<h2>Training loss by epoch</h2>\n");
-    body.push_str(&curve(&losses, "#4878a8", 3));
-    let test_losses: Vec<f64> = summary.history.iter().map(|at| at.test_loss).collect();
-    body.push_str("<h2>Test loss by epoch</h2>\n");
-    body.push_str(&curve(&test_losses, "#5a9367", 3));
-    body.push_str("<h2>Test accuracy in % by epoch</h2>\n");
-    body.push_str(&curve(&accuracies, "#c27c3e", 1));
+    let rows = [
+        ("test accuracy", Some(format!("{:.2} %", 100.0 * summary.test_accuracy))),
+        ("final loss", Some(format!("{:.4}", summary.final_loss))),
+        ("steps", Some(summary.steps.to_string())),
+        ("steps skipped", skipped.map(|skipped| skipped.to_string())),
+        ("optimizer, per step", ours.map(duration)),
+        ("candle's AdamW, per step", summary.candle_ns_per_step.map(duration)),
+        ("parameters (xxh3)", Some(summary.params_hash.clone())),
+    ];
+    let mut body = String::from("<table>");
+    for (what, value) in rows.into_iter().filter_map(|(what, value)| Some((what, value?))) {
+        let _ = write!(body, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
+    }
+    body.push_str("</table>\n");
+    let curves: [(_, fn(&Epoch) -> f64, _, _); 3] = [
+        ("Training loss", |epoch| epoch.loss, "#4878a8", 3),
+        ("Test loss", |epoch| epoch.test_loss, "#5a9367", 3),
+        ("Test accuracy in %", |epoch| 100.0 * epoch.test_accuracy, "#c27c3e", 1),
+    ];
+    for (what, of, color, decimals) in curves {
+        let values: Vec<f64> = summary.history.iter().map(of).collect();
+        let curve = curve(&values, color, decimals);
+        let _ = write!(body, "<h2>{what} by epoch</h2>\n{curve}");
+    }
     body.push_str("<h2>Plan of the optimizer step</h2>\n");
     body.push_str(&plan.to_html_fragment());
     body.push_str(&buckets(plan));
     html_page("fusestep train", &body)
-}
-
-/// A row of the table; none without a value.
-fn row(what: &str, value: Option<String>) -> String {
-    value.map_or_else(String::new, |value| {
-        format!("<tr><td>{what}</td><td class=\"n\">{value}</td></tr>")
-    })
 }
 
 /// What ranks reduce, in the order of the calls; nothing on one rank.

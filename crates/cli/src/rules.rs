@@ -1,7 +1,6 @@
 //! The update rule and its hyper-parameters, as flags.
 
-mod foreign;
-
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use fusestep_adagrad::Adagrad;
 use fusestep_fused_adam::{Adam, SecondMoment};
@@ -15,7 +14,7 @@ use fusestep_rmsprop::{Centering, RmsProp};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::ParamDesc;
 
-use crate::options::named;
+use crate::options::{name_of, named};
 use crate::output::warn;
 use crate::ranks::whole;
 
@@ -167,7 +166,7 @@ impl OptimizerArgs {
     /// # Errors
     /// A flag that the rule does not have, by name.
     pub(crate) fn rule(&self) -> anyhow::Result<Optimizer> {
-        foreign::refuse(self)?;
+        refuse_foreign(self)?;
         let objective = if self.maximize { Objective::Maximize } else { Objective::Minimize };
         let excluded = self.excluded.unwrap_or(Excluded::PlainLr);
         Ok(match self.optimizer {
@@ -239,4 +238,47 @@ impl OptimizerArgs {
             }
         }
     }
+}
+
+/// Refuses flags that the rule does not have.
+///
+/// # Errors
+/// Naming the first of them and the rules that have it.
+fn refuse_foreign(args: &OptimizerArgs) -> anyhow::Result<()> {
+    use Rule::{Adagrad, Adam, Adamw, Lamb, Lars, Lion, Momentum, Rmsprop, ScheduleFree, Sgd};
+
+    let betas: &[Rule] = &[Adamw, Adam, Lamb, Lion, ScheduleFree];
+    let eps: &[Rule] = &[Adamw, Adam, Adagrad, Rmsprop, ScheduleFree, Lamb, Lars];
+    let velocity: &[Rule] = &[Momentum, Lars, Rmsprop];
+    let objective: &[Rule] = &[Adamw, Adam, Sgd, Momentum, Lion, Adagrad, Rmsprop];
+    let flags = [
+        ("--beta1", args.beta1.is_some(), betas),
+        ("--beta2", args.beta2.is_some(), betas),
+        ("--warmup-steps", args.warmup_steps.is_some(), &[ScheduleFree]),
+        ("--eps", args.eps.is_some(), eps),
+        ("--amsgrad", args.amsgrad, &[Adamw, Adam]),
+        ("--decay", args.decay.is_some(), &[Sgd, Momentum]),
+        ("--momentum", args.momentum.is_some(), velocity),
+        ("--alpha", args.alpha.is_some(), &[Rmsprop]),
+        ("--centered", args.centered, &[Rmsprop]),
+        ("--dampening", args.dampening.is_some(), &[Momentum]),
+        ("--nesterov", args.nesterov, &[Momentum]),
+        ("--rescale", args.rescale.is_some(), &[Sgd, Momentum, Lars]),
+        ("--maximize", args.maximize, objective),
+        ("--trust-coefficient", args.trust_coefficient.is_some(), &[Lars]),
+        ("--excluded", args.excluded.is_some(), &[Lars, Lamb]),
+        ("--lr-decay", args.lr_decay.is_some(), &[Adagrad]),
+        ("--initial-sum", args.initial_sum.is_some(), &[Adagrad]),
+    ];
+    for (flag, given, rules) in flags {
+        if given && !rules.contains(&args.optimizer) {
+            let names: Vec<String> = rules.iter().copied().map(name_of).collect();
+            bail!(
+                "{flag}: expected --optimizer {}, found {}, which has no such setting",
+                names.join(" or "),
+                name_of(args.optimizer)
+            );
+        }
+    }
+    Ok(())
 }

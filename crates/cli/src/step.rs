@@ -17,9 +17,8 @@ use fusestep_tensor_file::{
 };
 
 use self::summary::{Gradient, StepSummary, Update};
-use crate::gradients::GradientArgs;
 use crate::inputs::{Model, model_of};
-use crate::options::{BackendArgs, PlanningArgs, PrecisionArgs};
+use crate::options::{BackendArgs, GradientArgs, PlanningArgs, PrecisionArgs};
 use crate::output::{print_json, warn_non_finite};
 use crate::places::{Place, require_apart};
 use crate::ranks::whole;

@@ -1,12 +1,16 @@
-//! What `train` trains: the model of the digits, or a transformer.
+//! What `train` trains: the model of the digits, or a transformer; and the learning rates at which
+//! rules learn it.
 
+use std::fmt::Write as _;
 use std::num::NonZeroUsize;
 
 use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use fusestep_models::{Digits, Task, Text, Transformer};
 
+use crate::options::name_of;
 use crate::ranks::whole;
+use crate::rules::Rule;
 
 /// Most scores of attention in a layer, for one sample: 1,024 characters with 4 heads, with which a
 /// step takes some 5 GiB.
@@ -87,4 +91,34 @@ impl TaskArgs {
         );
         Ok(Box::new(text))
     }
+}
+
+/// A learning rate at which the rule learns the model, where `train` is given none.
+pub(crate) fn rate(model: Model, rule: Rule) -> f64 {
+    let (digits, transformer) = match rule {
+        Rule::Adamw | Rule::Adam => (2e-3, 1e-3),
+        Rule::Sgd => (0.2, 0.2),
+        Rule::Momentum => (0.05, 0.05),
+        Rule::Lion => (3e-4, 3e-4),
+        Rule::Adagrad => (0.02, 0.02),
+        Rule::Rmsprop => (1e-3, 3e-4),
+        Rule::ScheduleFree => (5e-3, 2.5e-3),
+        Rule::Lars => (10.0, 10.0),
+        Rule::Lamb => (0.01, 0.01),
+    };
+    match model {
+        Model::Digits => digits,
+        Model::Transformer => transformer,
+    }
+}
+
+/// All of them, for `--help`.
+pub(crate) fn help_on_rates() -> String {
+    let mut text = String::from("Learning rates without --lr, of the digits and the transformer:");
+    for rule in Rule::value_variants() {
+        let [digits, transformer] =
+            [Model::Digits, Model::Transformer].map(|model| rate(model, *rule));
+        let _ = write!(text, "\n  {:<14}{digits:<8}{transformer}", name_of(*rule));
+    }
+    text
 }

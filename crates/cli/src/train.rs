@@ -10,15 +10,13 @@ use fusestep_tensor_file::check_writable;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks, Watch};
-use crate::gradients::GradientArgs;
-use crate::options::{BackendName, PrecisionArgs, param_dtype, parse_threads};
-use crate::output::{duration, print, print_json, write_page};
+use crate::options::{BackendName, GradientArgs, PrecisionArgs, param_dtype, parse_threads};
+use crate::output::{duration, show, write_page};
 use crate::places::require_beside;
 use crate::ranks::{MOST_RANKS, RankArgs, whole};
-use crate::rates::{help, rate};
 use crate::report::report_page;
 use crate::rules::OptimizerArgs;
-use crate::tasks::TaskArgs;
+use crate::tasks::{TaskArgs, help_on_rates, rate};
 use crate::training::{self, Trained};
 use crate::values::descs;
 
@@ -30,7 +28,7 @@ const MOST_SAMPLES: u64 = 1_000_000;
 
 /// Flags of `train`.
 #[derive(Debug, Args)]
-#[command(after_help = help())]
+#[command(after_help = help_on_rates())]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) task: TaskArgs,
@@ -249,10 +247,7 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.report {
         write_page(path, &report_page(&summary, &plan))?;
     }
-    if args.json {
-        return print_json(&summary);
-    }
-    print(&summary.to_string())
+    show(args.json, &summary)
 }
 
 impl TrainSummary {

@@ -22,13 +22,11 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-use self::checkpoints::{check_folder, make_folder};
+use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::compare_calls;
 use self::summary::Tally;
 use crate::options::threads;
 use crate::output::print;
-use crate::position::Position;
-use crate::ranks::Fused;
 use crate::shadow::Shadow;
 use crate::train::{Epoch, TrainArgs, TrainSummary};
 use crate::values::{candle_dtype, vars_of, with_bytes};
@@ -77,7 +75,7 @@ pub(crate) fn train(
         plan: &plan,
         state,
         backend,
-        comms: args.rank_args.comms(comm, Fused::from(args.naive))?,
+        comms: args.rank_args.comms(comm, args.naive)?,
         task,
         shadow,
         bar: progress_bar(first, batches as u64),
@@ -106,8 +104,7 @@ fn plan_of(
     let planner = args.optimizer.scheduled(planner);
     let planner = args.precision.planner(planner, params);
     let planner = args.gradients.passes(planner);
-    let fused = Fused::from(args.naive);
-    let planner = args.rank_args.passes(planner, fused, topology)?;
+    let planner = args.rank_args.passes(planner, args.naive, topology)?;
     Ok(planner.plan_for(params, topology)?)
 }
 

@@ -1,5 +1,7 @@
 //! Gradients of one micro-step, added to those before.
 
+use std::ops::{Add, Div, Mul};
+
 use bytemuck::Pod;
 use fusestep_launch::Accumulation;
 use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
@@ -65,33 +67,8 @@ pub(crate) fn absorb(
                 round(dtype, sums, out, divisor);
             }
         }
-        (DType::F32, Some(sums)) => {
-            let weight = how.weight.map(|weight| weight as f32);
-            add::<f32>(sums, grad, how.first, weight);
-            if let Some(divisor) = how.last {
-                out.copy_from_slice(sums);
-                divide(out, divisor.0 as f32, 1.0f32);
-            }
-        }
-        (DType::F64, Some(sums)) => {
-            add::<f64>(sums, grad, how.first, how.weight);
-            if let Some(divisor) = how.last {
-                out.copy_from_slice(sums);
-                divide(out, divisor.0, 1.0f64);
-            }
-        }
-        (DType::F32, None) => {
-            add::<f32>(out, grad, how.first, how.weight.map(|weight| weight as f32));
-            if let Some(divisor) = how.last {
-                divide(out, divisor.0 as f32, 1.0f32);
-            }
-        }
-        (DType::F64, None) => {
-            add::<f64>(out, grad, how.first, how.weight);
-            if let Some(divisor) = how.last {
-                divide(out, divisor.0, 1.0f64);
-            }
-        }
+        (DType::F32, sums) => absorb_as(out, sums, grad, how, |value| value as f32),
+        (DType::F64, sums) => absorb_as(out, sums, grad, how, |value| value),
         _ => {
             if let Some(grad) = grad {
                 out.copy_from_slice(grad);
@@ -100,10 +77,38 @@ pub(crate) fn absorb(
     }
 }
 
+/// Gradients of `T`, whose sums are of the same type; `cast` rounds weight and divisor to it.
+fn absorb_as<T>(
+    out: &mut [u8],
+    sums: Option<&mut [u8]>,
+    grad: Option<&[u8]>,
+    how: Absorb,
+    cast: fn(f64) -> T,
+) where
+    T: Pod + PartialEq + Add<Output = T> + Mul<Output = T> + Div<Output = T>,
+{
+    let weight = how.weight.map(cast);
+    match sums {
+        Some(sums) => {
+            add(sums, grad, how.first, weight);
+            if how.last.is_some() {
+                out.copy_from_slice(sums);
+            }
+        }
+        None => add(out, grad, how.first, weight),
+    }
+    let divisor = how.last.map(|last| cast(last.0));
+    if let Some(divisor) = divisor.filter(|divisor| *divisor != cast(1.0)) {
+        for sum in bytemuck::cast_slice_mut::<u8, T>(out) {
+            *sum = *sum / divisor;
+        }
+    }
+}
+
 /// `sums ← sums + grad · weight`, or `grad · weight` if it is the first.
 fn add<T>(sums: &mut [u8], grad: Option<&[u8]>, first: bool, weight: Option<T>)
 where
-    T: Pod + std::ops::Add<Output = T> + std::ops::Mul<Output = T>,
+    T: Pod + Add<Output = T> + Mul<Output = T>,
 {
     let Some(grad) = grad else {
         return;
@@ -119,27 +124,10 @@ where
     }
 }
 
-fn divide<T>(sums: &mut [u8], divisor: T, one: T)
-where
-    T: Pod + PartialEq + std::ops::Div<Output = T>,
-{
-    if divisor == one {
-        return;
-    }
-    let sums: &mut [T] = bytemuck::cast_slice_mut(sums);
-    for sum in sums {
-        *sum = *sum / divisor;
-    }
-}
-
 fn add_widened(dtype: DType, sums: &mut [f32], grad: &[u8], how: Absorb) {
     let weight = how.weight.map(|weight| weight as f32);
     for (sum, grad) in sums.iter_mut().zip(grad.chunks_exact(2)) {
-        let bits = u16::from_le_bytes([grad[0], grad[1]]);
-        let grad = match dtype {
-            DType::F16 => widen_f16(bits),
-            _ => widen_bf16(bits),
-        };
+        let grad = widened(dtype, u16::from_le_bytes([grad[0], grad[1]]));
         let grad = weight.map_or(grad, |weight| grad * weight);
         *sum = if how.first { grad } else { *sum + grad };
     }
@@ -148,11 +136,22 @@ fn add_widened(dtype: DType, sums: &mut [f32], grad: &[u8], how: Absorb) {
 fn round(dtype: DType, sums: &[f32], out: &mut [u8], divisor: Divisor) {
     let divisor = divisor.0 as f32;
     for (sum, out) in sums.iter().zip(out.chunks_exact_mut(2)) {
-        let mean = sum / divisor;
-        let bits = match dtype {
-            DType::F16 => narrow_f16(mean),
-            _ => narrow_bf16(mean),
-        };
-        out.copy_from_slice(&bits.to_le_bytes());
+        out.copy_from_slice(&narrowed(dtype, sum / divisor).to_le_bytes());
+    }
+}
+
+/// The value of an f16, or else of a bf16.
+pub(crate) fn widened(dtype: DType, bits: u16) -> f32 {
+    match dtype {
+        DType::F16 => widen_f16(bits),
+        _ => widen_bf16(bits),
+    }
+}
+
+/// The f16, or else the bf16, that is nearest.
+pub(crate) fn narrowed(dtype: DType, value: f32) -> u16 {
+    match dtype {
+        DType::F16 => narrow_f16(value),
+        _ => narrow_bf16(value),
     }
 }

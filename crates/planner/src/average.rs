@@ -5,9 +5,10 @@ use std::num::NonZeroU64;
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
-use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, split_bf16};
+use fusestep_simd::{join_bf16, split_bf16};
 use fusestep_tensor::{DType, Role};
 
+use crate::absorb::narrowed;
 use crate::comms::Comms;
 use crate::gather::in_place;
 use crate::passes::{Averaged, Interval, LocalSgd};
@@ -162,12 +163,7 @@ fn average_split(
 fn round_masters(dtype: DType, masters: &[u8], params: &mut [u8]) {
     let masters = masters.as_chunks::<4>().0.iter();
     for (param, master) in params.as_chunks_mut::<2>().0.iter_mut().zip(masters) {
-        let value = f32::from_le_bytes(*master);
-        let bits = match dtype {
-            DType::F16 => narrow_f16(value),
-            _ => narrow_bf16(value),
-        };
-        *param = bits.to_le_bytes();
+        *param = narrowed(dtype, f32::from_le_bytes(*master)).to_le_bytes();
     }
 }
 

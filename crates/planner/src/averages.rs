@@ -1,8 +1,9 @@
 //! Averages that a model is evaluated with, where its rule keeps what they follow from.
 
-use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use fusestep_simd::join_bf16;
 use fusestep_tensor::{DType, Role};
 
+use crate::absorb::{narrowed, widened};
 use crate::{Result, State};
 
 /// Lists that the average of a parameter is computed from besides the parameter.
@@ -46,21 +47,21 @@ impl Beside {
         for (at, param) in params.chunks_exact_mut(width).enumerate() {
             let p: f32 = match dtype {
                 _ if !master.is_empty() => read(&master[4 * at..]),
-                DType::F16 => widen_f16(read(param)),
                 DType::BF16 if !remainder.is_empty() => {
                     join_bf16(read(param), read(&remainder[2 * at..]))
                 }
-                DType::BF16 => widen_bf16(read(param)),
+                DType::F16 | DType::BF16 => widened(dtype, read(param)),
                 _ => read(param),
             };
             let z: f32 = match self.base {
-                DType::BF16 => widen_bf16(read(&base[2 * at..])),
+                DType::BF16 => widened(DType::BF16, read(&base[2 * at..])),
                 _ => read(&base[4 * at..]),
             };
             let x = p + factor * (z - p);
             match dtype {
-                DType::F16 => param.copy_from_slice(&narrow_f16(x).to_le_bytes()),
-                DType::BF16 => param.copy_from_slice(&narrow_bf16(x).to_le_bytes()),
+                DType::F16 | DType::BF16 => {
+                    param.copy_from_slice(&narrowed(dtype, x).to_le_bytes())
+                }
                 _ => param.copy_from_slice(&x.to_le_bytes()),
             }
         }

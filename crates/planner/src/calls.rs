@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::arena::full_tensors;
 use crate::comms::bytes_sent;
-use crate::rules_alike::TOLD_BYTES;
+use crate::handshake::WORD_BYTES;
 use crate::stage::Reduced;
 use crate::update_norms::chunks_of;
 use crate::{Plan, Stage, ZeroStage, leaves};
@@ -110,18 +110,18 @@ impl Calls<'_> {
         let plan = self.plan;
         let params = plan.params.len() as u64;
         if !plan.in_backward {
-            return self.control(LARGEST, params + 2 * TOLD_BYTES, self.world);
+            return self.control(LARGEST, params + 2 * WORD_BYTES, self.world);
         }
         let mut told = 0;
         for segment in &plan.segments {
             let tensors = full_tensors(plan, segment) as u64;
             if tensors > 0 {
-                self.control(LARGEST, tensors + TOLD_BYTES, self.world);
+                self.control(LARGEST, tensors + WORD_BYTES, self.world);
             }
             told += tensors;
         }
         if told < params {
-            self.control(LARGEST, params - told + TOLD_BYTES, self.world);
+            self.control(LARGEST, params - told + WORD_BYTES, self.world);
         }
     }
 

@@ -40,7 +40,7 @@ pub(crate) struct DeviceTrust {
     /// The rows of each parameter, in the order of its elements.
     of_params: Vec<Vec<Row>>,
     /// What this rank sums up while the same tensors take part; `None` if that is not known.
-    own: Option<Vec<OwnSums>>,
+    pub(crate) own: Option<Vec<OwnSums>>,
     /// Whether the sums are those of the step under way.
     filled: bool,
 }
@@ -53,7 +53,7 @@ struct Row {
 }
 
 /// What this rank sums up of one stage.
-struct OwnSums {
+pub(crate) struct OwnSums {
     stage: Optimize,
     runs: Vec<Run>,
 }
@@ -112,11 +112,6 @@ impl DeviceTrust {
             own: None,
             filled: false,
         }))
-    }
-
-    /// Other tensors take part from now on.
-    pub(crate) fn forget_own(&mut self) {
-        self.own = None;
     }
 
     /// The learning rate of each rule is another from now on.

@@ -70,7 +70,7 @@ impl Exchange {
     ) -> Result<()> {
         self.trust.clear();
         if let Some(trust) = &mut self.trust_on_device {
-            trust.forget_own();
+            trust.own = None;
         }
         if !plan.stages.contains(&Stage::Trust) {
             return Ok(());
@@ -113,8 +113,10 @@ impl Exchange {
         if leaves.start < self.shared || slices.values.is_empty() {
             return Cow::Borrowed(&own[start..end]);
         }
+        // Those of every rank, in rank order, make up the tensor.
         let before = self.shared * width;
-        Cow::Owned(slices.of(start - before..end - before))
+        let ranks = slices.values.chunks_exact(slices.of_rank);
+        Cow::Owned(ranks.flat_map(|rank| &rank[start - before..end - before]).copied().collect())
     }
 }
 
@@ -274,15 +276,6 @@ struct Slices {
     values: Vec<f64>,
     /// How many each rank has.
     of_rank: usize,
-}
-
-impl Slices {
-    /// A range of every rank's, in rank order: the leaves of the tensor that a parameter's slices
-    /// make up.
-    fn of(&self, range: Range<usize>) -> Vec<f64> {
-        let ranks = self.values.chunks_exact(self.of_rank);
-        ranks.flat_map(|rank| &rank[range.clone()]).copied().collect()
-    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -187,55 +187,34 @@ fn own_part(
     for (one, place) in wanted.iter().zip(block.places) {
         params.places[one.at] = (params.buffers.len(), place);
     }
+    let spec = &plan.storages[segment.storage];
+    let lists = &state.storages[segment.storage].lists;
     let mut memory = HostMemory::zeroed(block.len_bytes)?;
     for (mut next, which, inside) in block.own {
-        let factor = wanted[which].factor;
-        for bytes in own_bytes(plan, state, backend, segment.storage, &inside, factor)? {
+        for part in spec.own_parts(inside) {
+            let read = |role| {
+                let Some(index) = spec.list(role) else {
+                    return Ok(None);
+                };
+                let dtype = spec.lists[index].dtype;
+                let width = dtype.len_bytes();
+                let mut bytes = vec![0; part.numel() * width];
+                let at = part.place_in(spec.extents[index]) as usize;
+                backend.read(lists[index].buffer.as_ref(), at * width, &mut bytes)?;
+                Ok::<_, PlanError>(Some((dtype, bytes)))
+            };
+            let Some((dtype, mut bytes)) = read(Role::Param)? else {
+                continue;
+            };
+            if let Some(factor) = wanted[which].factor {
+                Beside::read(read)?.average(dtype, factor, &mut bytes);
+            }
             memory.bytes_mut()[next..next + bytes.len()].copy_from_slice(&bytes);
             next += bytes.len();
         }
     }
-    params.buffers.push(GatheredBuffer {
-        dtype: plan.storages[segment.storage].param_dtype(),
-        calls: block.calls,
-        memory,
-    });
+    params.buffers.push(GatheredBuffer { dtype: spec.param_dtype(), calls: block.calls, memory });
     Ok(())
-}
-
-/// This rank's bytes of some elements' parameters, range by range; with a factor of averages.
-fn own_bytes(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    storage: usize,
-    elements: &Range<u64>,
-    factor: Option<f64>,
-) -> Result<Vec<Vec<u8>>> {
-    let spec = &plan.storages[storage];
-    let lists = &state.storages[storage].lists;
-    let mut ranges = Vec::new();
-    for part in spec.own_parts(elements.clone()) {
-        let read = |role| {
-            let Some(index) = spec.list(role) else {
-                return Ok(None);
-            };
-            let dtype = spec.lists[index].dtype;
-            let width = dtype.len_bytes();
-            let mut bytes = vec![0; part.numel() * width];
-            let at = part.place_in(spec.extents[index]) as usize;
-            backend.read(lists[index].buffer.as_ref(), at * width, &mut bytes)?;
-            Ok::<_, PlanError>(Some((dtype, bytes)))
-        };
-        let Some((dtype, mut bytes)) = read(Role::Param)? else {
-            continue;
-        };
-        if let Some(factor) = factor {
-            Beside::read(read)?.average(dtype, factor, &mut bytes);
-        }
-        ranges.push(bytes);
-    }
-    Ok(ranges)
 }
 
 /// Makes a call on bytes of a device's buffer where they lie.

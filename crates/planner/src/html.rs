@@ -1,4 +1,5 @@
-//! The plan as a self-contained page: storages and launches drawn to scale.
+//! The plan as a self-contained page, storages and launches drawn to scale, and a predicted step as
+//! another.
 
 use std::fmt::Write;
 
@@ -7,7 +8,7 @@ use fusestep_launch::Batch;
 use fusestep_tensor::{counted, escaped, grouped};
 
 use crate::display::bytes;
-use crate::{GradientRead, Plan, Stage};
+use crate::{CostModel, Event, EventKind, Plan, Stage, cost, rank_summary};
 
 const BAR_WIDTH: f64 = 1000.0;
 const BAR_HEIGHT: f64 = 26.0;
@@ -127,7 +128,12 @@ fn drawn_launches(plan: &Plan) -> Vec<(String, &Batch, usize)> {
 /// Kernel, storage and batch of each launch of a stage.
 fn stage_launches<'a>(plan: &'a Plan, stage: &'a Stage) -> Vec<(&'a str, usize, &'a Batch)> {
     match stage {
-        Stage::Norm(norm) => norm.reads.iter().flat_map(read_launches).collect(),
+        Stage::Norm(norm) => {
+            let launches = norm.reads.iter().flat_map(|read| {
+                read.batches.iter().map(|batch| ("norm of gradients", read.storage, batch))
+            });
+            launches.collect()
+        }
         Stage::Optimize(stage) | Stage::ReduceUpdate(stage) => {
             let kernel = plan.storages[stage.storage].kernel;
             let launch = |batch| (kernel, stage.storage, batch);
@@ -182,11 +188,6 @@ fn storage_bars(plan: &Plan, page: &mut String) {
     if plan.storages.len() > MOST {
         let _ = writeln!(page, "<p>and {} more storages</p>", plan.storages.len() - MOST);
     }
-}
-
-fn read_launches(read: &GradientRead) -> impl Iterator<Item = (&str, usize, &Batch)> {
-    let launch = |batch| ("norm of gradients", read.storage, batch);
-    read.batches.iter().map(launch)
 }
 
 fn largest(launches: &[(String, &Batch, usize)]) -> u64 {
@@ -249,4 +250,49 @@ pub(crate) fn escape(text: &str) -> String {
         .replace('<', "&lt;")
         .replace('>', "&gt;")
         .replace('"', "&quot;")
+}
+
+/// Width and height of the timeline's drawing, and of a row.
+const WIDTH: f64 = 1_000.0;
+const ROW: f64 = 22.0;
+
+/// [`Plan::ranks_to_html`].
+pub(crate) fn page_of_ranks(plan: &Plan, model: &CostModel) -> String {
+    let topology = plan.topology();
+    let title = format!("Step of rank {} of {}", topology.rank, topology.world);
+    let mut page = String::new();
+    let summary = rank_summary::rank_summary(plan, *model);
+    let _ = writeln!(page, "<pre>{}</pre>", escape(&summary.to_string()));
+    page.push_str("<h2>Timeline</h2>\n<p class=\"muted\">Backward passes and the update, calls that reduce buckets, \
+         calls that gather parameters, as the cost model predicts them. Hover for numbers.</p>\n");
+    draw(&mut page, &cost::timeline(plan, model));
+    page.push_str(&fragment(plan));
+    html_page(&title, &page)
+}
+
+fn draw(page: &mut String, events: &[Event]) {
+    let end = events.iter().map(|event| event.end).fold(0.0, f64::max);
+    let scale = WIDTH / end.max(f64::MIN_POSITIVE);
+    let _ = write!(page, "<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\">", 3.0 * ROW);
+    for event in events {
+        let (row, color, name) = match event.kind {
+            EventKind::Backward => (0.0, "#7a8ca3", "backward pass"),
+            EventKind::Update => (0.0, "#5f8f6a", "update"),
+            EventKind::Reduce => (1.0, "#4878a8", "bucket"),
+            EventKind::Gather => (2.0, "#a8784a", "gather of line"),
+        };
+        let _ = write!(
+            page,
+            "<rect x=\"{:.2}\" y=\"{:.1}\" width=\"{:.2}\" height=\"{:.1}\" fill=\"{color}\"><title>{name} {}: {} bytes, {:.3} to {:.3} ms</title></rect>",
+            event.start * scale,
+            row * ROW + 1.0,
+            ((event.end - event.start) * scale - 0.3).max(0.2),
+            ROW - 2.0,
+            event.index,
+            grouped(event.len_bytes),
+            event.start * 1e3,
+            event.end * 1e3,
+        );
+    }
+    page.push_str("</svg>\n");
 }

@@ -11,7 +11,7 @@
 use crate::comms::Comms;
 use crate::run::{Begun, Executor};
 use crate::step::RankStep;
-use crate::{Plan, Result, State, StepReport, batches, reduce, rules_alike, run};
+use crate::{Plan, Result, State, StepReport, batches, handshake, reduce, run};
 
 /// What can be updated before the step is run.
 #[derive(Default)]
@@ -257,9 +257,9 @@ fn agree(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, params: &[u32]) 
     let own = params.iter().map(|&param| state.arena.given[param as usize]);
     let mut given: Vec<u8> = own.map(|given| u8::from(given > 0)).collect();
     if plan.reduces() && !given.is_empty() {
-        let rules = rules_alike::hash(state);
-        let [rules] = rules_alike::largest(comms, &mut given, [rules])?;
-        rules_alike::check(plan, state, comms, rules)?;
+        let rules = handshake::hash_of_rules(state);
+        let [rules] = handshake::largest(comms, &mut given, [rules])?;
+        handshake::check_rules(plan, state, comms, rules)?;
     }
     for (&param, given) in params.iter().zip(given) {
         state.in_backward.given[param as usize] = given;

@@ -13,7 +13,6 @@ mod calls;
 mod checkpoint;
 mod comms;
 mod cost;
-mod cost_page;
 mod device_norm;
 mod device_params;
 mod device_trust;
@@ -21,7 +20,6 @@ mod display;
 mod enqueue;
 mod error;
 mod exchange;
-mod explain;
 mod finish;
 mod gather;
 mod gradient_memory;
@@ -38,18 +36,13 @@ mod optimizer;
 mod passes;
 mod plan;
 mod planner;
-mod precision;
 mod prefetch;
-mod rank_graph;
 mod rank_summary;
 mod ready;
 mod reduce;
-mod reduced_part;
 mod region;
-mod renumbered;
 mod replaced_rule;
 mod report;
-mod rules_alike;
 mod run;
 mod segment_calls;
 mod shard_groups;
@@ -74,10 +67,10 @@ pub use checkpoint::{
 pub use comms::Comms;
 pub use cost::{CostModel, Event, EventKind};
 pub use device_params::DeviceParams;
+pub use enqueue::RankGraph;
 pub use enqueue::StepGraph;
 pub use error::PlanError;
 pub(crate) use error::Result;
-pub use explain::{Note, Verdict};
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 pub use fusestep_launch::Precision;
 pub use fusestep_schedule::{Phase, Schedule, ScheduleError};
@@ -85,6 +78,7 @@ pub use gather::GatheredParams;
 pub use group::SizeClass;
 pub use html::html_page;
 pub use optimizer::Optimizer;
+pub(crate) use optimizer::Precisions;
 pub use passes::{
     Accumulated, ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
     FuseBroadcast, FuseOptimizer, FuseReduceIntoUpdate, GradientAccumulation, Interval, LocalSgd,
@@ -93,9 +87,7 @@ pub use passes::{
 };
 pub use plan::Plan;
 pub use planner::{Planner, Tensors};
-pub(crate) use precision::Precisions;
 pub use prefetch::PendingGather;
-pub use rank_graph::RankGraph;
 pub use rank_summary::{RankBytes, RankSummary};
 pub use report::{GradReport, MicroStepReport, StepReport};
 pub use run::Lender;
@@ -104,6 +96,6 @@ pub use stage::{
     Reduce, Reduced, Stage, StorageSpec, When,
 };
 pub use state::{MAX_STEPS, State};
-pub use summary::PlanSummary;
+pub use summary::{Note, PlanSummary, Verdict};
 pub use table::TableKind;
 pub use topology::{MAX_WORLD, Reach, Topology};

@@ -5,9 +5,9 @@
 //! stays: a parameter and its state can be read back in any order.
 
 use fusestep_launch::Backend;
-use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 
+use crate::absorb::{narrowed, widened};
 use crate::stage::Extent;
 use crate::storage::Held;
 use crate::{Plan, PlanError, Result, State, Tensors};
@@ -18,7 +18,7 @@ pub(crate) struct Masters {
     borrowed_for_writing: Vec<bool>,
     any_borrowed_for_writing: bool,
     /// Masters of parameters that the caller lends, not written yet.
-    awaited: Vec<bool>,
+    pub(crate) awaited: Vec<bool>,
     any_awaited: bool,
 }
 
@@ -53,28 +53,13 @@ pub(crate) fn check(state: &State) -> Result<()> {
     }
 }
 
-/// Before `bytes` are written to a tensor: notes what they mean for masters.
-pub(crate) fn before_write(
+/// Before `bytes` are written to a parameter: makes master and residual follow.
+pub(crate) fn follow_write(
     state: &mut State,
     backend: &dyn Backend,
-    role: Role,
     name: &str,
     bytes: &[u8],
 ) -> Result<()> {
-    match role {
-        Role::Param => follow_write(state, backend, name, bytes)?,
-        Role::Master => {
-            let param = state.find(name)?;
-            state.masters.awaited[param] = false;
-        }
-        _ => {}
-    }
-    Ok(())
-}
-
-/// After `bytes` were to be written to a parameter: makes master and residual follow; `bytes`
-/// are not written here.
-fn follow_write(state: &mut State, backend: &dyn Backend, name: &str, bytes: &[u8]) -> Result<()> {
     let param = state.find(name)?;
     let roles = state.roles(name)?;
     if roles.contains(&Role::Master) {
@@ -171,12 +156,8 @@ pub(crate) fn follow_master(dtype: DType, param: &[u8], master: &mut [u8]) {
     for (param, master) in param.chunks_exact(2).zip(master.chunks_exact_mut(4)) {
         let bits = u16::from_le_bytes([param[0], param[1]]);
         let value = f32::from_le_bytes([master[0], master[1], master[2], master[3]]);
-        let (rounded, widened) = match dtype {
-            DType::F16 => (narrow_f16(value), widen_f16(bits)),
-            _ => (narrow_bf16(value), widen_bf16(bits)),
-        };
-        if rounded != bits {
-            master.copy_from_slice(&widened.to_le_bytes());
+        if narrowed(dtype, value) != bits {
+            master.copy_from_slice(&widened(dtype, bits).to_le_bytes());
         }
     }
 }

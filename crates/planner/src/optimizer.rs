@@ -1,11 +1,11 @@
-//! Which update rule a plan applies.
+//! Which update rule a plan applies, and how exactly parameters are kept.
 
 use std::fmt;
 
-use fusestep_launch::{MultiTensorKernel, Objective, UpdateRule};
-use fusestep_tensor::ParamDesc;
+use fusestep_launch::{MultiTensorKernel, Objective, Precision, UpdateRule};
+use fusestep_tensor::{DType, ParamDesc};
 
-use crate::{PlanError, Precisions, Result};
+use crate::{PlanError, Result};
 
 /// Below this a hyper-parameter is printed with an exponent.
 const SMALL: f64 = 1e-4;
@@ -115,5 +115,30 @@ impl fmt::Display for Optimizer {
             }
         }
         Ok(())
+    }
+}
+
+/// The precision of parameters, by their dtype.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Precisions {
+    all: Precision,
+    /// Dtypes with a precision of their own.
+    exceptions: Vec<(DType, Precision)>,
+}
+
+impl Precisions {
+    pub(crate) fn all(precision: Precision) -> Self {
+        Self { all: precision, exceptions: Vec::new() }
+    }
+
+    /// These settings, but for one dtype.
+    pub(crate) fn set(&mut self, dtype: DType, precision: Precision) {
+        self.exceptions.retain(|exception| exception.0 != dtype);
+        self.exceptions.push((dtype, precision));
+    }
+
+    pub(crate) fn of(&self, dtype: DType) -> Precision {
+        let exception = self.exceptions.iter().find(|exception| exception.0 == dtype);
+        exception.map_or(self.all, |exception| exception.1)
     }
 }

@@ -210,13 +210,6 @@ impl Plan {
         self.stages.iter().filter_map(Stage::update)
     }
 
-    pub(crate) fn optimize_stages_mut(&mut self) -> impl Iterator<Item = &mut Optimize> {
-        self.stages.iter_mut().filter_map(|stage| match stage {
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => Some(optimize),
-            _ => None,
-        })
-    }
-
     /// Whether any rule needs sums over whole tensors.
     pub(crate) fn has_normed(&self) -> Result<bool> {
         for spec in &self.storages {
@@ -258,13 +251,6 @@ impl Plan {
     pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>> {
         let rule = self.optimizer_of(param as usize);
         rule.kernel(&self.params[param as usize], &self.precisions)
-    }
-
-    /// Bytes of the narrowest element among lists, or of `dtype` if there is none: slots made for
-    /// it are aligned in every list.
-    pub(crate) fn narrowest(lists: &[TensorList], dtype: DType) -> usize {
-        let widths = lists.iter().map(|list| list.dtype.len_bytes());
-        widths.min().unwrap_or(dtype.len_bytes())
     }
 
     /// The lists that a kernel's tensors have in this plan: all, or only the state if the caller

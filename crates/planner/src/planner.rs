@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{LaunchLimits, Precision, TensorList};
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{
@@ -15,7 +14,7 @@ use serde::Serialize;
 use crate::batches::LaunchCount;
 use crate::group::ParameterGroups;
 use crate::norm::Gradients;
-use crate::passes::{CoalesceGradients, FuseOptimizer, Ownership, Pass};
+use crate::passes::{AnyPass, CoalesceGradients, FuseOptimizer, Ownership, Pass};
 use crate::stage::{Reduce, Reduced};
 use crate::{
     Optimizer, Plan, PlanError, Precisions, Result, SizeClass, Stage, StorageSpec, TableKind,
@@ -67,7 +66,7 @@ pub struct Planner {
     precisions: Precisions,
     tensors: Tensors,
     table: TableKind,
-    passes: Vec<Box<dyn Pass>>,
+    passes: Vec<Box<dyn AnyPass>>,
 }
 
 impl Planner {
@@ -188,10 +187,10 @@ impl Planner {
             schedule.validate()?;
         }
         let mut plan = self.naive_plan(params, topology)?;
-        let mut passes: Vec<&dyn Pass> = self.passes.iter().map(AsRef::as_ref).collect();
+        let mut passes: Vec<_> = self.passes.iter().collect();
         passes.sort_by_key(|pass| pass.acts_on());
         for pass in passes {
-            pass.apply(&mut plan)?;
+            pass.rewrite(&mut plan)?;
         }
         finish::finish(&mut plan, self.table)?;
         let reads_or_derives = plan.gradients.rule().is_some() || plan.update_norms;
@@ -315,19 +314,8 @@ impl Planner {
                     new.insert((kernel.entry(), lists))
                 }
             };
-            plan.storages.push(StorageSpec {
-                kernel,
-                rule: rule as usize,
-                members: vec![index as u32],
-                layout: FlatLayout::new(
-                    [param.numel()],
-                    LayoutOptions::new(Plan::narrowest(lists, param.dtype)),
-                )?,
-                lists: lists.clone(),
-                distributed: false,
-                shard: Vec::new(),
-                extents: Vec::new(),
-            });
+            let spec = StorageSpec::of(&params, (kernel, rule), vec![index as u32], lists.clone())?;
+            plan.storages.push(spec);
             let size_class = SizeClass::of(param.numel(), self.limits);
             let stage = batches::update_stage(plan, index, size_class, vec![0])?;
             launches.add(&stage.batches, kernel)?;

@@ -88,16 +88,10 @@ impl std::fmt::Display for RankSummary {
                 counted(self.layer_gathers, "gather")
             )?;
         }
-        let line = |f: &mut std::fmt::Formatter<'_>, what: &str, of: &RankBytes| {
-            writeln!(
-                f,
-                "  {what}: {} of optimizer state, {} in all",
-                bytes(of.state_bytes),
-                bytes(of.memory_bytes)
-            )
-        };
-        line(f, "worst rank", &self.worst_rank)?;
-        line(f, "mean rank", &self.mean_rank)?;
+        for (what, of) in [("worst rank", &self.worst_rank), ("mean rank", &self.mean_rank)] {
+            let (state, all) = (bytes(of.state_bytes), bytes(of.memory_bytes));
+            writeln!(f, "  {what}: {state} of optimizer state, {all} in all")?;
+        }
         write!(
             f,
             "  predicted: {:.2} ms, of which {:.2} ms are calls that nothing hides",

@@ -9,13 +9,12 @@ use fusestep_tensor::Role;
 use smallvec::SmallVec;
 
 use crate::arena::{SegmentState, keeps_segments};
-use crate::bucket::Bucket;
 use crate::bytes::{Bytes, Elsewhere};
 use crate::comms::Comms;
 use crate::segment_calls::SegmentCalls;
 use crate::stage::{Extent, Reduced};
 use crate::step::RankStep;
-use crate::{Optimize, Plan, PlanError, Result, Stage, State, StorageSpec, launches, rules_alike};
+use crate::{Optimize, Plan, PlanError, Result, Stage, State, handshake, launches};
 
 pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
     let groups = plan.shard_group < plan.topology.world;
@@ -224,9 +223,9 @@ pub(crate) fn agree_on_given(
     if !plan.reduces() {
         return Ok(given);
     }
-    let values = [rules_alike::hash(state), state.arena.weights_hash];
-    let [rules, weights] = rules_alike::largest(comms, &mut given, values)?;
-    rules_alike::check(plan, state, comms, rules)?;
+    let values = [handshake::hash_of_rules(state), state.arena.weights_hash];
+    let [rules, weights] = handshake::largest(comms, &mut given, values)?;
+    handshake::check_rules(plan, state, comms, rules)?;
     if plan.reduces_each() && !weights {
         return Err(PlanError::Topology {
             expected: "the same weights of micro-steps on all ranks, since gradients are \
@@ -260,11 +259,17 @@ pub(crate) fn reduce_and_update(
         buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
     }
     let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
-    let replicas = replicas_of(bucket, spec, &replicated, &mut buffers);
+    // The bucket's part of the lists that all ranks have whole.
+    let replicas = replicated.iter().zip(&mut buffers).map(|(&index, buffer)| {
+        let dtype = spec.lists[index].dtype;
+        let all = buffer.host_mut().unwrap_or_default();
+        let bytes = all.get_mut(bucket.place(0, dtype.len_bytes()));
+        Replica { dtype, bytes: bytes.unwrap_or_default() }
+    });
     let call = ReduceUpdate {
         grad_dtype: grad,
         grads: memory.host().and_then(|all| all.get(in_segment)).unwrap_or_default(),
-        replicas,
+        replicas: replicas.collect(),
         counts: &bucket.counts(),
     };
     let context = CallContext { plan_hash: step.plan.hash(), bucket: Some(index as u32) };
@@ -318,21 +323,4 @@ pub(crate) fn with_gradients<R>(
         std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
     }
     done
-}
-
-/// A bucket's part of the lists that all ranks have whole.
-fn replicas_of<'a>(
-    bucket: &Bucket,
-    spec: &StorageSpec,
-    replicated: &[usize],
-    buffers: &'a mut [Box<dyn Buffer>],
-) -> fusestep_collective::Replicas<'a> {
-    let lists = replicated.iter().zip(buffers);
-    let replicas = lists.map(|(&index, buffer)| {
-        let dtype = spec.lists[index].dtype;
-        let all = buffer.host_mut().unwrap_or_default();
-        let bytes = all.get_mut(bucket.place(0, dtype.len_bytes()));
-        Replica { dtype, bytes: bytes.unwrap_or_default() }
-    });
-    replicas.collect()
 }

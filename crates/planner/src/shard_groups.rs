@@ -1,8 +1,11 @@
-//! A world in groups of ranks that share shards: the communicators within and across them.
+//! A world in groups of ranks that share shards: the communicators within and across them, whose
+//! errors speak of ranks of the world.
 
-use fusestep_collective::{CallContext, CollectiveError, Communicator, Membership};
-
-use crate::renumbered::Renumbered;
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::{
+    Aborter, Call, CallContext, CollectiveError, Communicator, DeviceCall, Membership, RankMemory,
+    ReduceUpdate,
+};
 
 /// The ranks that share shards with this one, and those that have the same shard in other groups.
 pub(crate) struct ShardGroups {
@@ -51,5 +54,136 @@ impl ShardGroups {
     pub(crate) fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
         self.within.finish_on_device()?;
         self.across.finish_on_device()
+    }
+}
+
+/// A group split off a world: its calls are the group's, its errors name ranks of the world, and an
+/// error of one of its calls ends the world, so that ranks that wait in other groups hear of the
+/// rank that failed rather than of those that gave up because of it.
+struct Renumbered {
+    inner: Box<dyn Communicator>,
+    /// The members' ranks in the world, by their ranks in the group.
+    ranks: Vec<usize>,
+    world: Aborter,
+}
+
+impl Renumbered {
+    /// `inner` of `world`, its rank `i` being the world's `ranks[i]`.
+    fn new(inner: Box<dyn Communicator>, ranks: Vec<usize>, world: Aborter) -> Self {
+        Self { inner, ranks, world }
+    }
+
+    fn own_rank(&self) -> usize {
+        self.ranks[self.inner.rank()]
+    }
+
+    /// An error of the group as the world says it: an error of the world itself ends its groups as
+    /// it is.
+    fn in_world(&self, error: CollectiveError) -> CollectiveError {
+        if self.world.failure().as_ref() == Some(&error) {
+            return error;
+        }
+        error.in_world(&self.ranks)
+    }
+
+    /// Ends the world with what a call failed with; returns the error that holds, the first one.
+    #[cold]
+    #[inline(never)]
+    fn failed(&self, error: CollectiveError) -> CollectiveError {
+        let error = self.in_world(error);
+        let told = match &error {
+            // Groups of a world do not end when a rank leaves the world in peace.
+            CollectiveError::Left { .. } => {
+                CollectiveError::Aborted { rank: self.own_rank(), reason: error.to_string() }
+            }
+            error => error.clone(),
+        };
+        self.world.close(told.clone());
+        match self.world.failure() {
+            None | Some(CollectiveError::Left { .. }) => error,
+            Some(first) if first == told || self.blames_this(&first) => error,
+            Some(first) => first,
+        }
+    }
+
+    /// Whether a rank that waited for this one took it for the late one, while it waited itself.
+    fn blames_this(&self, first: &CollectiveError) -> bool {
+        matches!(first, CollectiveError::Late { ranks, .. } if *ranks == [self.own_rank()])
+    }
+}
+
+impl Communicator for Renumbered {
+    fusestep_collective::forward_calls! {
+        this => this.inner;
+        rank, world_size, set_context, recorder, shares_memory, device, control,
+    }
+
+    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
+        let done = self.inner.execute(call);
+        done.map_err(|error| self.failed(error))
+    }
+
+    fn split(
+        &mut self,
+        membership: Option<Membership>,
+    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
+        let made = self.inner.split(membership);
+        let made = made.map_err(|error| self.failed(error))?;
+        Ok(made.map(|made| match made.world_size() {
+            all if all == self.ranks.len() => {
+                Box::new(Self::new(made, self.ranks.clone(), self.world.clone())) as _
+            }
+            _ => made,
+        }))
+    }
+
+    /// The group's, by ranks of the world.
+    fn aborter(&self) -> Aborter {
+        let (inner, world) = (self.inner.aborter(), self.world.clone());
+        let seen = (self.inner.aborter(), self.ranks.clone());
+        let last = self.ranks.iter().max().map_or(0, |last| last + 1);
+        let in_group = |rank: usize| self.ranks.iter().position(|own| *own == rank);
+        let back: Vec<usize> = (0..last).map(|rank| in_group(rank).unwrap_or(rank)).collect();
+        Aborter::new(self.own_rank(), move |error| inner.close(error.in_world(&back))).seeing(
+            move || {
+                let error = seen.0.failure()?;
+                if world.failure().as_ref() == Some(&error) {
+                    return Some(error);
+                }
+                Some(error.in_world(&seen.1))
+            },
+        )
+    }
+
+    fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+        let memory = self.inner.allocate(len_bytes);
+        memory.map_err(|error| self.in_world(error))
+    }
+
+    fn reduce_update(
+        &mut self,
+        call: ReduceUpdate<'_>,
+        work: &mut dyn FnMut(RankMemory<'_>),
+    ) -> Result<(), CollectiveError> {
+        let done = self.inner.reduce_update(call, work);
+        done.map_err(|error| self.failed(error))
+    }
+
+    fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
+        let done = self.inner.execute_on_device(call);
+        done.map_err(|error| self.failed(error))
+    }
+
+    fn finish_on_device(&mut self) -> Result<(), CollectiveError> {
+        let done = self.inner.finish_on_device();
+        done.map_err(|error| match error {
+            // A rank may leave once it has finished, while others still look.
+            CollectiveError::Left { .. } => self.in_world(error),
+            error => self.failed(error),
+        })
+    }
+
+    fn failure(&self) -> Option<CollectiveError> {
+        Some(self.in_world(self.inner.failure()?))
     }
 }

@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use fusestep_coalesce::FlatLayout;
+use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_launch::{Batch, TensorList};
-use fusestep_tensor::{DType, Role, Trust};
+use fusestep_tensor::{DType, ParamDesc, Role, Trust};
 use serde::Serialize;
 
-use crate::SizeClass;
 use crate::passes::{GradientAccumulation, LocalSgd};
+use crate::{Result, SizeClass};
 
 /// Hyper-parameters that tensors share; a per-tensor index in the argument table, never a reason to
 /// split a launch.
@@ -83,6 +83,29 @@ pub enum Extent {
 }
 
 impl StorageSpec {
+    /// The storage of some parameters of one dtype and rule, which are laid out in this order.
+    pub(crate) fn of(
+        params: &[ParamDesc],
+        (kernel, rule): (&'static str, u32),
+        members: Vec<u32>,
+        lists: Vec<TensorList>,
+    ) -> Result<Self> {
+        let own = members.iter().map(|&member| &params[member as usize]);
+        // Slots made for the narrowest element are aligned in every list.
+        let width = lists.iter().map(|list| list.dtype.len_bytes()).min();
+        let unit = width.or(own.clone().next().map(|own| own.dtype.len_bytes())).unwrap_or(1);
+        Ok(Self {
+            kernel,
+            rule: rule as usize,
+            layout: FlatLayout::new(own.map(ParamDesc::numel), LayoutOptions::new(unit))?,
+            members,
+            lists,
+            distributed: false,
+            shard: Vec::new(),
+            extents: Vec::new(),
+        })
+    }
+
     /// What the arenas hold; with the dtypes, unless there is only one.
     pub(crate) fn roles(&self) -> Vec<String> {
         let one = self.lists.windows(2).all(|two| two[0].dtype == two[1].dtype);
@@ -107,19 +130,8 @@ impl StorageSpec {
 
     /// Bytes of all arenas, padding included.
     pub fn len_bytes(&self) -> u64 {
-        self.bytes_of(|_| true)
-    }
-
-    /// Bytes of the arenas of optimizer state, padding included.
-    pub fn state_bytes(&self) -> u64 {
-        self.bytes_of(Role::is_state)
-    }
-
-    /// Bytes of the arenas whose role is asked for.
-    pub(crate) fn bytes_of(&self, wanted: impl Fn(Role) -> bool) -> u64 {
         let lists = self.lists.iter().enumerate();
-        let wanted = lists.filter(|(_, list)| wanted(list.role));
-        wanted.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
+        lists.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
     }
 
     pub(crate) fn list(&self, role: Role) -> Option<usize> {

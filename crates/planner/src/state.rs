@@ -107,7 +107,7 @@ impl State {
     /// Sets the steps run so far, for all parameters, [`MAX_STEPS`] at most: what resuming from a
     /// file does.
     pub fn set_step(&mut self, step: u64) {
-        self.tables.supersede();
+        self.tables.superseded = self.tables.pending > 0;
         self.step = step.min(MAX_STEPS);
         self.steps_behind.fill(0);
         self.schedule.stale = true;

@@ -1,17 +1,21 @@
 //! One step of a rank: micro-steps, the update that ends them, and what ranks agree on.
 
+use std::ops::Range;
+
 use fusestep_coalesce::HostMemory;
-use fusestep_launch::Backend;
+use fusestep_launch::{Accumulate, Backend, Buffer};
+use fusestep_tensor::Role;
 
 use crate::absorb::{Absorb, Divisor, absorb};
-use crate::arena::{Given, keeps_segments};
+use crate::arena::{Given, SegmentState, keeps_segments};
 use crate::comms::Comms;
 use crate::in_backward::update_rest;
 use crate::region::sum_width;
 use crate::run::Executor;
+use crate::stage::{Extent, Part};
 use crate::{
     MicroStepReport, Plan, PlanError, Result, State, StepReport, Topology, average, gradients,
-    reduce, reduced_part, run,
+    reduce, run,
 };
 
 /// What the functions of a rank's step work on.
@@ -91,7 +95,7 @@ fn each_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend, how: Abso
             let at = part.at as usize * sum_width;
             let place = (storage, part);
             let Some(all) = sums.host_mut() else {
-                reduced_part::add(state, plan, backend, place, (sums.as_mut(), at, how))?;
+                add_on_device(state, plan, backend, place, (sums.as_mut(), at, how))?;
                 continue;
             };
             let sums = &mut all[at..at + numel * sum_width];
@@ -100,11 +104,11 @@ fn each_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend, how: Abso
             let own = own.bytes_mut();
             if how.last.is_some() {
                 absorb(dtype, own, Some(sums), None, how);
-                reduced_part::each_buffer(state, plan, place, |buffer, at, range| {
+                each_buffer(state, plan, place, |buffer, at, range| {
                     Ok(backend.write(buffer, at, &own[range])?)
                 })?;
             } else {
-                reduced_part::each_buffer(state, plan, place, |buffer, at, range| {
+                each_buffer(state, plan, place, |buffer, at, range| {
                     Ok(backend.read(buffer, at, &mut own[range])?)
                 })?;
                 absorb(dtype, &mut [], Some(sums), Some(own), how);
@@ -182,4 +186,68 @@ impl std::fmt::Display for Topology {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "rank {} of {}", self.rank, self.world)
     }
+}
+
+/// Adds the reduced gradients of a part of this rank's shard to sums on a device that begin at a
+/// byte, or puts what these come to in their place.
+fn add_on_device(
+    state: &mut State,
+    plan: &Plan,
+    backend: &dyn Backend,
+    (storage, part): (usize, &Part),
+    (sums, sums_at, how): (&mut dyn Buffer, usize, Absorb),
+) -> Result<()> {
+    let dtype = plan.storages[storage].grad_dtype();
+    let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
+    let is_given = how.last.is_none();
+    each_buffer(state, plan, (storage, part), |buffer, place, range| {
+        let done = how.on_device(is_given, |what| {
+            backend.accumulate(Accumulate {
+                dtype,
+                sums: (&mut *sums, sums_at + range.start / width * sum_width),
+                grads: (&mut *buffer, place),
+                numel: (range.len() / width) as u64,
+                what,
+            })
+        });
+        Ok(done?)
+    })
+}
+
+/// Does something with each buffer that has reduced gradients of a part of this rank's shard, the
+/// place in it, and which bytes of the part lie there.
+fn each_buffer(
+    state: &mut State,
+    plan: &Plan,
+    (storage, part): (usize, &Part),
+    mut with: impl FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<()>,
+) -> Result<()> {
+    let spec = &plan.storages[storage];
+    let width = spec.grad_dtype().len_bytes();
+    let Some(list) = spec.list(Role::Grad) else {
+        return Ok(());
+    };
+    let numel = (part.elements.end - part.elements.start) as usize;
+    let at = match spec.extents[list] {
+        Extent::Whole => part.elements.start,
+        Extent::Shard => part.at,
+        Extent::Segments => {
+            for (index, segment) in plan.segments.iter().enumerate() {
+                let start = segment.elements.start.max(part.elements.start);
+                let end = segment.elements.end.min(part.elements.end);
+                if segment.storage != storage || start >= end {
+                    continue;
+                }
+                if let SegmentState::Here(Some(memory)) = &mut state.arena.segments[index] {
+                    let place = (start - segment.elements.start) as usize * width;
+                    let from = (start - part.elements.start) as usize * width;
+                    let to = (end - part.elements.start) as usize * width;
+                    with(memory.as_mut(), place, from..to)?;
+                }
+            }
+            return Ok(());
+        }
+    };
+    let buffer = state.storages[storage].lists[list].buffer.as_mut();
+    with(buffer, at as usize * width, 0..numel * width)
 }

@@ -1,9 +1,10 @@
-//! A plan's numbers, and the hash by which plans know each other.
+//! A plan's numbers, what its passes did and why, and the hash by which plans know each other.
 
+use std::fmt;
 use std::fmt::Write;
 use std::hash::Hasher;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::{Optimizer, Plan, Stage, TableKind};
@@ -89,4 +90,46 @@ pub struct PlanSummary {
     pub hash: String,
     /// What the passes did and why.
     pub notes: Vec<String>,
+}
+
+/// The outcome that a note explains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The pass rewrote the plan.
+    Applied,
+    /// Things that might have gone together were kept apart.
+    Split,
+    /// Something was left out.
+    Skipped,
+    /// The pass left the plan as it was.
+    Refused,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Verdict::Applied => "applied",
+            Verdict::Split => "split",
+            Verdict::Skipped => "skipped",
+            Verdict::Refused => "refused",
+        })
+    }
+}
+
+/// One decision of one pass, with its reason.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Note {
+    /// The pass.
+    pub pass: String,
+    /// What it decided.
+    pub verdict: Verdict,
+    /// What it did and why, as a sentence.
+    pub reason: String,
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}: {}", self.pass, self.verdict, self.reason)
+    }
 }

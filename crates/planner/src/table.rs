@@ -99,16 +99,12 @@ pub(crate) struct Tables {
     /// Steps enqueued whose outcome the host does not know.
     pub(crate) pending: u64,
     /// The steps pending were counted before the state's step was set from outside.
-    superseded: bool,
+    pub(crate) superseded: bool,
 }
 
 impl Tables {
     pub(crate) fn of(plan: &Plan) -> Self {
         Self { kind: plan.table, ..Self::default() }
-    }
-
-    pub(crate) fn supersede(&mut self) {
-        self.superseded = self.pending > 0;
     }
 
     /// An error if a step's outcome is not known.
@@ -148,13 +144,9 @@ pub(crate) fn prepare(plan: &Plan, state: &mut State, backend: &dyn Backend) -> 
     }
     publish_lr(state, backend)?;
     // Those of several ranks are built with the first launch of each stage, and not for all.
-    Ok(plan.topology.world == 1 && derives_step_scalars(state))
-}
-
-/// Whether the backend has tables and derives the step scalars itself.
-fn derives_step_scalars(state: &State) -> bool {
     let mut all = state.tables.updates.iter().zip(&state.schedule.batches);
-    all.all(|(table, batches)| table.is_some() || batches.is_empty())
+    let has_all = all.all(|(table, batches)| table.is_some() || batches.is_empty());
+    Ok(plan.topology.world == 1 && has_all)
 }
 
 pub(crate) fn publish_lr(state: &mut State, backend: &dyn Backend) -> Result<()> {

@@ -102,9 +102,13 @@ impl State {
         let width = self.storages[storage].lists[list].dtype().len_bytes();
         let len_bytes = self.params[param].numel() as usize * width;
         check_len(role, name, len_bytes, bytes.len())?;
-        master::before_write(self, backend, role, name, bytes)?;
-        if role == Role::Param {
-            self.params_version += 1;
+        match role {
+            Role::Param => {
+                master::follow_write(self, backend, name, bytes)?;
+                self.params_version += 1;
+            }
+            Role::Master => self.masters.awaited[param] = false,
+            _ => {}
         }
         if role == Role::Grad && self.storages[storage].spec.extents[list] != Extent::Whole {
             return self.write_gradient(backend, param, bytes);

@@ -7,17 +7,17 @@ use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
 };
 
-use super::{Ranks, Sums, Watch, mpi_world, on_process};
+use super::{Ranks, Watch, mpi_world, on_process};
 use crate::outcomes;
 
 /// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has
 /// started or that meet in a folder.
 pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
     ranks: &Ranks,
-    sums: Sums,
+    reduction: Reduction,
     body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
 ) -> anyhow::Result<Option<T>> {
-    let options = options(&ranks.watch, sums);
+    let options = options(&ranks.watch, reduction);
     // The recorder is that of the calls that move data.
     let control = Watch { flight_recorder: None, ..ranks.watch.clone() };
     let alone = |mut comm: NcclCommunicator| on_process(ranks, &mut comm, &body);
@@ -39,14 +39,14 @@ pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
     outcomes::first(outcomes.context("cannot start a thread for each rank")?)
 }
 
-fn options(watch: &Watch, sums: Sums) -> NcclOptions {
+fn options(watch: &Watch, reduction: Reduction) -> NcclOptions {
     let default = NcclOptions::default();
     NcclOptions {
         timeout: watch.timeout.unwrap_or(default.timeout),
         dump_folder: watch.flight_recorder.clone(),
-        reduction: match sums {
-            Sums::InRankOrder => NcclReduction::Reproducible,
-            Sums::OfEngine => NcclReduction::Engine,
+        reduction: match reduction {
+            Reduction::Reproducible => NcclReduction::Reproducible,
+            Reduction::Engine => NcclReduction::Engine,
         },
         ..default
     }

@@ -1,5 +1,7 @@
-//! Checkpoints of a run: gone on from, and written while it trains.
+//! Checkpoints of a run: gone on from, and written while it trains; and where the run is in its
+//! images, which they say beside its tensors.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
@@ -7,16 +9,15 @@ use fusestep_planner::{Manifest, RunToSave, Saved};
 use fusestep_tensor::Quoted;
 
 use super::Run;
-use crate::folders;
 use crate::output::warn_non_finite;
-use crate::position::Position;
-use crate::train::TrainArgs;
+use crate::places;
+use crate::train::{MOST_EPOCHS, TrainArgs};
 
 /// Makes the folder of a new checkpoint. One that is gone on from is there already, which rank 0
 /// says for all: nothing is made where it is not.
 pub(super) fn make_folder(folder: &Path, resume: bool, first: bool) -> anyhow::Result<()> {
     if !resume {
-        return folders::make("--checkpoint", folder);
+        return places::make_folder("--checkpoint", folder);
     }
     ensure!(
         !first || Manifest::read_if_any(folder)?.is_some(),
@@ -78,20 +79,19 @@ impl Run<'_> {
             caller.insert(key.to_owned(), own);
         }
         let run = RunToSave { state: &self.state, backend: self.backend, params: None };
-        let (comms, saves) = (&mut self.comms, &mut self.saves);
-        Ok(self.plan.save_behind(run, comms, saves, folder, caller)?)
+        Ok(self.saves.begin(self.plan, run, &mut self.comms, folder, caller)?)
     }
 
     /// Goes on with the save in flight, and hears of one that has failed.
     pub(super) fn poll_saves(&mut self) -> anyhow::Result<()> {
-        let saved = self.plan.poll_saves(&mut self.comms, &mut self.saves)?;
+        let saved = self.saves.poll(self.plan, &mut self.comms)?;
         self.warn(saved);
         Ok(())
     }
 
     /// Waits for the save in flight.
     pub(super) fn finish_saves(&mut self) -> anyhow::Result<()> {
-        let saved = self.plan.finish_saves(&mut self.comms, &mut self.saves)?;
+        let saved = self.saves.finish(self.plan, &mut self.comms)?;
         self.warn(saved);
         Ok(())
     }
@@ -113,4 +113,71 @@ impl Run<'_> {
 /// What decides which samples a batch has.
 fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
     [("seed", args.seed.to_string()), ("batch", args.batch.to_string())]
+}
+
+/// Where in its images a run is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Position {
+    /// Epochs that are over.
+    pub(super) epochs: usize,
+    /// Batches of the next that are over, and the sum of their images' losses.
+    pub(super) batches: usize,
+    pub(super) loss_sum: f64,
+    /// Mean loss of the last epoch that is over; not a number before.
+    pub(super) last_loss: f64,
+}
+
+impl Default for Position {
+    fn default() -> Self {
+        Self { epochs: 0, batches: 0, loss_sum: 0.0, last_loss: f64::NAN }
+    }
+}
+
+impl Position {
+    /// What is saved.
+    fn texts(self) -> BTreeMap<String, String> {
+        // Bits, so that means are the same to the last one.
+        let bits = |value: f64| format!("{:016x}", value.to_bits());
+        let entries = [
+            ("epochs", self.epochs.to_string()),
+            ("batches", self.batches.to_string()),
+            ("loss_sum", bits(self.loss_sum)),
+            ("last_loss", bits(self.last_loss)),
+        ];
+        entries.map(|(key, value)| (key.to_owned(), value)).into()
+    }
+
+    /// What was saved; `None` if it is no position of a run whose epochs have so many batches.
+    fn read(texts: &BTreeMap<String, String>, of_epoch: usize) -> Option<Self> {
+        let count = |key: &str, most| {
+            let count = texts.get(key)?.parse().ok();
+            count.filter(|&count: &usize| count <= most)
+        };
+        let bits = |key: &str| u64::from_str_radix(texts.get(key)?, 16).ok();
+        Some(Self {
+            epochs: count("epochs", MOST_EPOCHS)?,
+            batches: count("batches", of_epoch)?,
+            loss_sum: f64::from_bits(bits("loss_sum")?),
+            // Older checkpoints lack it.
+            last_loss: bits("last_loss").map_or(f64::NAN, f64::from_bits),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_position_is_within_a_run() {
+        let saved = |epochs, batches| {
+            let position = Position { epochs, batches, ..Position::default() };
+            position.texts()
+        };
+        let read = Position::read(&saved(MOST_EPOCHS, 45), 45).unwrap();
+        assert_eq!((read.epochs, read.batches), (MOST_EPOCHS, 45));
+        for (epochs, batches) in [(MOST_EPOCHS + 1, 0), (usize::MAX, 0), (1, 46), (1, usize::MAX)] {
+            assert!(Position::read(&saved(epochs, batches), 45).is_none());
+        }
+    }
 }

@@ -7,7 +7,6 @@ use fusestep_planner::{Comms, Topology};
 
 use super::Run;
 use crate::options::name_of;
-use crate::ranks::Fused;
 use crate::train::TrainArgs;
 
 /// Compares over all ranks what decides which calls they make.
@@ -15,7 +14,7 @@ pub(super) fn compare_calls(args: &TrainArgs, comm: &mut dyn Communicator) -> an
     let given = |is_given| if is_given { "given" } else { "not given" }.to_owned();
     let every = |count: Option<NonZeroU64>| count.map_or(given(false), |count| count.to_string());
     let topology = Topology::of(comm);
-    let streams = args.rank_args.streams(Fused::from(args.naive), topology);
+    let streams = args.rank_args.streams(args.naive, topology);
     let fields = [
         ("--checkpoint", given(args.checkpoint.is_some())),
         ("--resume", given(args.resume)),

@@ -30,7 +30,7 @@ use crate::{Plan, Result};
 /// flight.
 ///
 /// Dropped, it waits for what this rank is writing. On one rank the save is complete then; on many
-/// [`Plan::finish_saves`] completes it.
+/// [`Saves::finish`] completes it.
 pub struct Saves {
     files: Arc<dyn Files>,
     writer: Writer,
@@ -108,86 +108,101 @@ impl Saves {
         self.snapshot.non_finite()
     }
 
+    /// Begins a save of what [`Plan::save`] saves: copies it and returns, once a save before it is
+    /// complete. All ranks call it, between micro-steps, and then [`Saves::poll`] in
+    /// every step, until that says that the save is complete.
+    ///
+    /// # Errors
+    /// As [`Plan::save`], for what can be told before anything is written. That of the save
+    /// before, and this one has not been begun then. On all ranks alike.
+    /// # Cost
+    /// One copy of what this rank saves; two small calls.
+    pub fn begin(
+        &mut self,
+        plan: &Plan,
+        run: RunToSave<'_>,
+        comms: &mut Comms<'_>,
+        folder: &Path,
+        caller: BTreeMap<String, String>,
+    ) -> Result<()> {
+        self.finish(plan, comms)?;
+        run.state.check_plan(plan)?;
+        let files = Arc::clone(&self.files);
+        let place = CheckpointFolder::of(files.as_ref(), folder);
+        if Arc::get_mut(&mut self.snapshot).is_none() {
+            // The writer of a save that was given up has it still.
+            self.snapshot = Arc::default();
+        }
+        let copied = save::check_between(run.state).and_then(|()| {
+            let own = Arc::get_mut(&mut self.snapshot);
+            own.map_or(Ok(()), |own| snapshot::take(plan, run, place, own))
+        });
+        let manifest = copied.and_then(|()| match plan.topology().rank {
+            0 => save::manifest_of(plan, run.state, caller).map(Some),
+            _ => Ok(None),
+        });
+        let manifest = agree::on_outcome(plan, comms, manifest)?;
+        let flight = Flight {
+            folder: folder.to_owned(),
+            step: run.state.step(),
+            phase: Phase::Begin,
+            outcome: None,
+            manifest,
+            generation: None,
+        };
+        take_off(plan, self, flight);
+        Ok(())
+    }
+
+    /// Looks after the save in flight, if there is one, without waiting for a disk; says so when it
+    /// is complete. All ranks call it alike: as part of every step, for example.
+    ///
+    /// # Errors
+    /// As [`Plan::save`], on all ranks in the same call; the checkpoint before is as it was,
+    /// and nothing is in flight any more.
+    /// # Cost
+    /// One reduction of a byte while a save is in flight, and nothing otherwise.
+    pub fn poll(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
+        let Some(flight) = &mut self.flight else {
+            return Ok(None);
+        };
+        if flight.outcome.is_none() {
+            flight.outcome = self.writer.look();
+        }
+        let is_busy = flight.outcome.is_none();
+        match agree::on_any_rank(plan, comms, is_busy) {
+            Ok(true) => Ok(None),
+            Ok(false) => advance(plan, comms, self),
+            Err(error) => {
+                self.flight = None;
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until nothing is in flight; all ranks call it, at the end of training. Says which save
+    /// it has completed.
+    ///
+    /// # Errors
+    /// As [`Saves::poll`].
+    pub fn finish(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
+        let mut saved = None;
+        while let Some(flight) = &mut self.flight {
+            if flight.outcome.is_none() {
+                flight.outcome = self.writer.wait();
+            }
+            saved = advance(plan, comms, self)?.or(saved);
+        }
+        Ok(saved)
+    }
+
     /// Hands a job over; the outcome of one that cannot be is its error.
-    fn begin(&mut self, job: Option<Job>) -> Option<Outcome> {
+    fn hand_over(&mut self, job: Option<Job>) -> Option<Outcome> {
         match job {
             None => Some(Ok(Done::default())),
             Some(job) => self.writer.begin(job).err().map(Err),
         }
     }
-}
-
-/// [`Plan::save_behind`].
-pub(crate) fn save(
-    plan: &Plan,
-    run: RunToSave<'_>,
-    comms: &mut Comms<'_>,
-    saves: &mut Saves,
-    folder: &Path,
-    caller: BTreeMap<String, String>,
-) -> Result<()> {
-    finish(plan, comms, saves)?;
-    run.state.check_plan(plan)?;
-    let files = Arc::clone(&saves.files);
-    let place = CheckpointFolder::of(files.as_ref(), folder);
-    if Arc::get_mut(&mut saves.snapshot).is_none() {
-        // The writer of a save that was given up has it still.
-        saves.snapshot = Arc::default();
-    }
-    let copied = save::check_between(run.state).and_then(|()| {
-        let own = Arc::get_mut(&mut saves.snapshot);
-        own.map_or(Ok(()), |own| snapshot::take(plan, run, place, own))
-    });
-    let manifest = copied.and_then(|()| match plan.topology().rank {
-        0 => save::manifest_of(plan, run.state, caller).map(Some),
-        _ => Ok(None),
-    });
-    let manifest = agree::on_outcome(plan, comms, manifest)?;
-    let flight = Flight {
-        folder: folder.to_owned(),
-        step: run.state.step(),
-        phase: Phase::Begin,
-        outcome: None,
-        manifest,
-        generation: None,
-    };
-    take_off(plan, saves, flight);
-    Ok(())
-}
-
-/// [`Plan::poll_saves`].
-pub(crate) fn poll(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
-    let Some(flight) = &mut saves.flight else {
-        return Ok(None);
-    };
-    if flight.outcome.is_none() {
-        flight.outcome = saves.writer.look();
-    }
-    let is_busy = flight.outcome.is_none();
-    match agree::on_any_rank(plan, comms, is_busy) {
-        Ok(true) => Ok(None),
-        Ok(false) => advance(plan, comms, saves),
-        Err(error) => {
-            saves.flight = None;
-            Err(error)
-        }
-    }
-}
-
-/// [`Plan::finish_saves`].
-pub(crate) fn finish(
-    plan: &Plan,
-    comms: &mut Comms<'_>,
-    saves: &mut Saves,
-) -> Result<Option<Saved>> {
-    let mut saved = None;
-    while let Some(flight) = &mut saves.flight {
-        if flight.outcome.is_none() {
-            flight.outcome = saves.writer.wait();
-        }
-        saved = advance(plan, comms, saves)?.or(saved);
-    }
-    Ok(saved)
 }
 
 /// Begins the first part of a save: one rank alone does all of it at once.
@@ -199,7 +214,14 @@ fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
         let (snapshot, manifest) = (Arc::clone(&saves.snapshot), flight.manifest.take());
         Some(Box::new(move || {
             let folder = CheckpointFolder::of(files.as_ref(), &folder);
-            save_alone(folder, step, &snapshot, manifest)
+            let generation = Generation::begin(folder, step)?;
+            let written = write_snapshot(folder, &generation.name(), 0, &snapshot);
+            let written = written.inspect_err(|_| remove_failed(folder, &generation))?;
+            let shards = written.model.into_iter().chain(written.shard).collect();
+            if let Some(manifest) = manifest {
+                manifest.commit_to(folder, &generation, shards)?;
+            }
+            Ok(Done::default())
         }))
     } else if plan.topology().rank == 0 {
         Some(Box::new(move || {
@@ -210,7 +232,7 @@ fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
     } else {
         None
     };
-    flight.outcome = saves.begin(job);
+    flight.outcome = saves.hand_over(job);
     saves.flight = Some(flight);
 }
 
@@ -237,7 +259,7 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
                 let written = write_snapshot(folder, &generation.name(), rank, &snapshot)?;
                 Ok(Done { written, ..Done::default() })
             });
-            flight.outcome = saves.begin(Some(job));
+            flight.outcome = saves.hand_over(Some(job));
         }
         Phase::Write => {
             let written = outcome.map(|done| done.written);
@@ -257,7 +279,7 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
                     committed.map(|()| Done::default())
                 })
             });
-            flight.outcome = saves.begin(job);
+            flight.outcome = saves.hand_over(job);
         }
         Phase::Commit => {
             agree::on_outcome(plan, comms, outcome.map(drop))?;
@@ -266,21 +288,4 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
     }
     saves.flight = Some(flight);
     Ok(None)
-}
-
-/// All parts of a save of the only rank, one after the other.
-fn save_alone(
-    folder: CheckpointFolder<'_>,
-    step: u64,
-    snapshot: &Snapshot,
-    manifest: Option<Manifest>,
-) -> Outcome {
-    let generation = Generation::begin(folder, step)?;
-    let written = write_snapshot(folder, &generation.name(), 0, snapshot);
-    let written = written.inspect_err(|_| remove_failed(folder, &generation))?;
-    let shards = written.model.into_iter().chain(written.shard).collect();
-    if let Some(manifest) = manifest {
-        manifest.commit_to(folder, &generation, shards)?;
-    }
-    Ok(Done::default())
 }

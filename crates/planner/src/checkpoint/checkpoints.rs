@@ -1,4 +1,5 @@
-//! A rank's checkpoints, as an optimizer of many steps keeps them.
+//! A rank's checkpoints, as an optimizer of many steps keeps them, with texts of its own: random
+//! state, its place in the data.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,11 +9,9 @@ use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, refuse};
 use super::save::ReadRun;
-use super::{BorrowedParams, FolderLock, Remembered, RunToSave, Saved, Saves, agree, save};
-#[cfg(doc)]
-use crate::PlanError;
+use super::{BorrowedParams, FolderLock, RunToSave, Saved, Saves, agree, save};
 use crate::comms::Comms;
-use crate::{Plan, Result, State};
+use crate::{Plan, PlanError, Result, State, Topology};
 
 /// What a checkpoint calls the number of steps that the caller has done.
 const STEPS: &str = "steps";
@@ -42,7 +41,7 @@ impl Checkpoints {
     /// caller had done, or nothing if there is no checkpoint. All ranks call it.
     ///
     /// # Errors
-    /// As [`Plan::load_run`] and [`Plan::finish_saves`]; [`PlanError::Checkpoint`] if ranks do not
+    /// As [`Plan::load`] and [`Saves::finish`]; [`PlanError::Checkpoint`] if ranks do not
     /// see the same checkpoint. On all ranks alike, before anything is written.
     pub fn resume(
         &mut self,
@@ -51,7 +50,7 @@ impl Checkpoints {
         params: Option<&dyn BorrowedParams>,
         (comms, folder): (&mut Comms<'_>, &Path),
     ) -> Result<Option<usize>> {
-        plan.finish_saves(comms, &mut self.saves)?;
+        self.saves.finish(plan, comms)?;
         let read = read_any(plan, state, params, folder);
         let manifest = |read: &Option<(ReadRun, usize)>| {
             let manifest = read.as_ref().map(|(run, _)| &run.manifest);
@@ -70,7 +69,7 @@ impl Checkpoints {
     /// Begins a save behind training, of a run whose caller has done `steps` steps.
     ///
     /// # Errors
-    /// As [`Plan::save_behind`]; another run that saves to the same folder. On all ranks alike.
+    /// As [`Saves::begin`]; another run that saves to the same folder. On all ranks alike.
     pub fn begin(
         &mut self,
         plan: &Plan,
@@ -78,27 +77,27 @@ impl Checkpoints {
         comms: &mut Comms<'_>,
         (folder, steps): (&Path, usize),
     ) -> Result<()> {
-        plan.finish_saves(comms, &mut self.saves)?;
+        self.saves.finish(plan, comms)?;
         self.own_folder(plan, comms, folder)?;
         let mut texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
         self.remembered.gather(plan, comms, &mut texts)?;
-        plan.save_behind(run, comms, &mut self.saves, folder, texts)
+        self.saves.begin(plan, run, comms, folder, texts)
     }
 
-    /// Looks after the save in flight, as [`Plan::poll_saves`].
+    /// Looks after the save in flight, as [`Saves::poll`].
     ///
     /// # Errors
-    /// As [`Plan::poll_saves`].
+    /// As [`Saves::poll`].
     pub fn poll(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
-        plan.poll_saves(comms, &mut self.saves)
+        self.saves.poll(plan, comms)
     }
 
-    /// Waits for the save in flight, as [`Plan::finish_saves`].
+    /// Waits for the save in flight, as [`Saves::finish`].
     ///
     /// # Errors
-    /// As [`Plan::finish_saves`].
+    /// As [`Saves::finish`].
     pub fn finish(&mut self, plan: &Plan, comms: &mut Comms<'_>) -> Result<Option<Saved>> {
-        plan.finish_saves(comms, &mut self.saves)
+        self.saves.finish(plan, comms)
     }
 
     /// Whether a save is in flight.
@@ -148,4 +147,66 @@ fn lock(folder: &Path) -> Result<FolderLock> {
     std::fs::create_dir_all(folder)
         .map_err(|error| refuse(folder, "folder", "one that can be made", error))?;
     FolderLock::take(folder)
+}
+
+/// What a checkpoint's texts of all ranks are called, and those of rank `r` with `#r` behind.
+const KEY: &str = "remembered";
+
+/// Texts under names, such as a serialized random generator, that go with a rank's checkpoint and
+/// come back with it.
+///
+/// Each rank has its own. They come back on as many ranks as they were saved on; on another number
+/// only if all ranks had the same.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Remembered(BTreeMap<String, String>);
+
+impl Remembered {
+    /// Puts a text under a name, in place of the one there.
+    pub fn set(&mut self, name: impl Into<String>, text: impl Into<String>) {
+        self.0.insert(name.into(), text.into());
+    }
+
+    /// The text under a name.
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
+    /// Adds the texts of all ranks to those that rank 0 saves. All ranks call it.
+    ///
+    /// # Errors
+    /// [`PlanError::Collective`].
+    pub fn gather(
+        &self,
+        plan: &Plan,
+        comms: &mut Comms<'_>,
+        caller: &mut BTreeMap<String, String>,
+    ) -> Result<(), PlanError> {
+        let own = if self.0.is_empty() {
+            String::new()
+        } else {
+            serde_json::to_string(&self.0).unwrap_or_default()
+        };
+        let all = agree::gather_texts(plan, comms, &own)?;
+        if all.iter().all(|text| *text == all[0]) {
+            if !all[0].is_empty() {
+                caller.insert(KEY.to_owned(), own);
+            }
+            return Ok(());
+        }
+        for (rank, text) in all.into_iter().enumerate() {
+            caller.insert(format!("{KEY}#{rank}"), text);
+        }
+        Ok(())
+    }
+
+    /// Takes over what a checkpoint's texts have for this rank; nothing of what was set before
+    /// stays.
+    pub fn restore(&mut self, topology: Topology, caller: &BTreeMap<String, String>) {
+        let of_rank = |rank: usize| caller.get(&format!("{KEY}#{rank}"));
+        let as_many = of_rank(topology.world.saturating_sub(1)).is_some()
+            && of_rank(topology.world).is_none();
+        let own = caller.get(KEY).or_else(|| of_rank(topology.rank).filter(|_| as_many));
+        let read = own.and_then(|text| serde_json::from_str(text).ok());
+        self.0 = read.unwrap_or_default();
+    }
 }

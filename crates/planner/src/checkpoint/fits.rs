@@ -7,9 +7,9 @@ use fusestep_schedule::Schedule;
 use fusestep_tensor::Quoted;
 
 use super::manifest::{Manifest, TensorSpec, refuse};
-use super::non_finite::{self, NonFinite};
 use super::settings::Rules;
 use super::shards::WholeTensors;
+use super::values::{self, NonFinite};
 use super::{progress, save, settings};
 use crate::{Plan, Result};
 
@@ -128,7 +128,7 @@ pub(super) fn check_values(
     for param in 0..plan.params().len() {
         for (role, dtype) in save::saved_lists(plan, param)? {
             let key = save::key(plan, param, role, from);
-            non_finite::check((folder, &key), (role, dtype), (whole, noted))?;
+            values::check_tensor((folder, &key), (role, dtype), (whole, noted))?;
         }
     }
     Ok(())

@@ -3,20 +3,17 @@
 
 mod agree;
 mod begun;
-pub(crate) mod behind;
+mod behind;
 mod checkpoints;
 mod counts;
 pub(crate) mod file;
 mod file_sums;
 mod fits;
 mod generation;
-mod lock;
 mod manifest;
-mod non_finite;
 mod other_ranks;
 mod place;
 mod progress;
-mod remembered;
 pub(crate) mod save;
 mod settings;
 mod shard_file;
@@ -27,12 +24,12 @@ mod writer;
 
 pub use behind::{Saved, Saves};
 pub use checkpoints::Checkpoints;
+pub use checkpoints::Remembered;
 pub use file::StateTensors;
-pub use lock::FolderLock;
 pub use manifest::{Manifest, ShardSpec, TensorSpec};
-pub use non_finite::Verified;
 pub use place::CheckpointFolder;
+pub use place::FolderLock;
 pub use progress::{OpenRun, OpenWindow};
-pub use remembered::Remembered;
 pub use shards::{MAX_SHARDS, WholeTensors};
 pub use snapshot::{BorrowedParams, RunToSave};
+pub use values::Verified;

@@ -1,6 +1,7 @@
 //! Where a checkpoint lies: a folder, in the machine's file systems or in one that stands in for
-//! them.
+//! them; and the lock that keeps it to one run at a time.
 
+use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use fusestep_tensor_file::{Disk, FileKind, Files};
 
 use super::manifest::refuse;
-use crate::Result;
+use crate::{PlanError, Result};
 
 /// How long a file that another rank has written may take to be seen here, as on network file
 /// systems.
@@ -74,5 +75,45 @@ impl<'a> From<&'a Path> for CheckpointFolder<'a> {
 impl<'a> From<&'a PathBuf> for CheckpointFolder<'a> {
     fn from(path: &'a PathBuf) -> Self {
         path.as_path().into()
+    }
+}
+
+/// Name of the file that is locked; it is empty and stays.
+const LOCK: &str = "lock";
+
+/// Keeps other runs from saving into a folder, for as long as it lives. The operating system drops
+/// it with the process, so a run that is killed leaves nothing behind that the next would have to
+/// remove.
+///
+/// Rank 0 takes it, for all ranks of its run.
+#[derive(Debug)]
+pub struct FolderLock {
+    _file: File,
+}
+
+impl FolderLock {
+    /// Locks a folder that exists.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] if another run has it, or the folder cannot be written.
+    pub fn take(folder: &Path) -> Result<Self, PlanError> {
+        let path = folder.join(LOCK);
+        // Looked at before it is opened: opening a pipe waits for a reader.
+        if let Ok(FileKind::Folder | FileKind::Other) = Disk.kind(&path) {
+            let expected = "an empty file, or none; move what is there, or choose another folder";
+            return Err(refuse(&path, "lock", expected, "no ordinary file"));
+        }
+        let opened = File::options().create(true).truncate(false).write(true).open(&path);
+        let refused = |found: String| {
+            refuse(&path, "lock", "a folder that can be written and no other run saves to", found)
+        };
+        let file = opened.map_err(|error| refused(error.to_string()))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Self { _file: file }),
+            Err(TryLockError::WouldBlock) => Err(refused(
+                "one that another run has locked; wait for it, or choose another folder".to_owned(),
+            )),
+            Err(TryLockError::Error(error)) => Err(refused(error.to_string())),
+        }
     }
 }

@@ -29,7 +29,7 @@ pub(crate) struct ReadRun {
     progress: Progress,
 }
 
-/// [`Plan::save_run`].
+/// [`Plan::save`].
 pub(crate) fn save(
     plan: &Plan,
     run: RunToSave<'_>,

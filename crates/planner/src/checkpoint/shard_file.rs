@@ -11,7 +11,7 @@ use super::CheckpointFolder;
 use super::file_sums::sum_key;
 use super::generation::{MODEL_FILE, checksum, shard_file};
 use super::manifest::{ShardSpec, refuse, sync};
-use super::non_finite;
+use super::values;
 use crate::Result;
 
 /// Consecutive elements of a tensor, as they go to a file.
@@ -73,7 +73,7 @@ pub(super) fn write_shard(
         }
         metadata.insert(first_key(&name), part.first.to_string());
         metadata.insert(sum_key(&name), checksum(part.bytes));
-        non_finite::note(&mut metadata, &name, part);
+        values::note(&mut metadata, &name, part);
         let numel = (part.bytes.len() / part.dtype.len_bytes()) as u64;
         let shape = Shape::new([numel])?;
         let bytes = TensorBytes::of(part.dtype, &shape, Cow::Borrowed(part.bytes));

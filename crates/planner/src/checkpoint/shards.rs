@@ -7,14 +7,14 @@ use std::path::Path;
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::TensorFile;
 
+use super::CheckpointFolder;
 use super::generation::{Generation, remove_failed};
 use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse};
-use super::non_finite::{self, NonFinite};
 use super::shard_file::{
     TensorPart, first_key, read_shard, shard_len, tensor_key, write_model, write_shard,
 };
 use super::snapshot::{File, Snapshot};
-use super::{CheckpointFolder, values};
+use super::values::{self, NonFinite};
 use crate::Result;
 
 /// Most files that a checkpoint is written as.
@@ -128,7 +128,7 @@ impl Manifest {
             return Err(refuse(path, name, &expected, found));
         };
         if self.has_checksum() {
-            non_finite::read((file, name), tensor, &mut whole.non_finite)?;
+            values::read((file, name), tensor, &mut whole.non_finite)?;
         }
         let place = whole.tensors.entry(tensor.clone()).or_default();
         // Lengths were compared with those of the files, so this is no more than they are.

@@ -5,9 +5,9 @@ use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::stage::Accumulate;
-use crate::{Plan, PlanError, Result, Stage, Verdict};
+use crate::{Plan, Result, Stage, Verdict};
 
 /// What becomes of the gradients of all micro-steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -82,21 +82,14 @@ impl fmt::Display for GradientAccumulation {
 }
 
 impl Pass for GradientAccumulation {
-    fn name(&self) -> &'static str {
-        "accumulate"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Gradients
-    }
+    const NAME: &'static str = "accumulate";
+    const ACTS_ON: ActsOn = ActsOn::Gradients;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.accumulation().is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.accumulation().is_some())?;
         plan.stages.insert(0, Stage::Accumulate(Accumulate { rule: *self }));
         let reason = format!("one update of {self}");
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

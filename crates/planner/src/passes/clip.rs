@@ -3,8 +3,8 @@
 
 use fusestep_amp::MaxNorm;
 
-use super::{ActsOn, Pass};
-use crate::{Plan, PlanError, Result, Verdict};
+use super::{ActsOn, Pass, refuse_twice};
+use crate::{Plan, Result, Verdict};
 
 /// Multiplies all gradients of a step by min(1, max_norm / (norm + 1e-6)), where norm is that of
 /// all of them together.
@@ -30,26 +30,19 @@ impl ClipByGlobalNorm {
 }
 
 impl Pass for ClipByGlobalNorm {
-    fn name(&self) -> &'static str {
-        "clip_by_global_norm"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Gradients
-    }
+    const NAME: &'static str = "clip_by_global_norm";
+    const ACTS_ON: ActsOn = ActsOn::Gradients;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
         let max_norm = MaxNorm::new(self.max_norm)?;
-        if plan.gradients.max_norm.is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.gradients.max_norm.is_some())?;
         plan.gradients.max_norm = Some(max_norm);
         let reason = format!(
             "gradients of a norm above {} are multiplied by {} / (norm + 1e-6) as the update \
              reads them",
             self.max_norm, self.max_norm
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use fusestep_coalesce::{FlatLayout, LayoutOptions};
 use fusestep_tensor::DType;
 
 use super::Pass;
@@ -17,15 +16,13 @@ use crate::{Optimize, Optimizer, Plan, Result, Stage, StorageSpec, Verdict, buck
 pub struct CoalesceGradients;
 
 impl Pass for CoalesceGradients {
-    fn name(&self) -> &'static str {
-        "coalesce_gradients"
-    }
+    const NAME: &'static str = "coalesce_gradients";
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
         if plan.storages.len() < 2 {
             let reason =
                 format!("{} storage has nothing to be put together with", plan.storages.len());
-            plan.note(self.name(), Verdict::Refused, reason);
+            plan.note(Self::NAME, Verdict::Refused, reason);
             return Ok(());
         }
         let mut groups: BTreeMap<(DType, u32), Vec<u32>> = BTreeMap::new();
@@ -42,16 +39,19 @@ impl Pass for CoalesceGradients {
             let rules: Vec<String> = plan.rules.iter().map(Optimizer::to_string).collect();
             let reason =
                 format!("a launch has one rule, so parameters of {} lie apart", rules.join("; "));
-            plan.note(self.name(), Verdict::Split, reason);
+            plan.note(Self::NAME, Verdict::Split, reason);
         }
         if dtypes.len() > 1 {
             let reason = format!("a buffer holds one dtype, so {} lie apart", dtypes.join(", "));
-            plan.note(self.name(), Verdict::Split, reason);
+            plan.note(Self::NAME, Verdict::Split, reason);
         }
         let mut storages = Vec::with_capacity(groups.len());
-        for ((dtype, rule), mut members) in groups {
+        for ((_, rule), mut members) in groups {
             members.sort_unstable();
-            storages.push(together(plan, (dtype, rule), members)?);
+            let kernel = plan.kernel_of(members[0])?;
+            let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
+            let spec = StorageSpec::of(&plan.params, (kernel.entry(), rule), members, lists)?;
+            storages.push(spec);
         }
         let before = std::mem::replace(&mut plan.storages, storages);
         plan.index_places();
@@ -67,27 +67,9 @@ impl Pass for CoalesceGradients {
             plan.storages.len(),
             padded - elements,
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
-}
-
-/// One storage of all members of a dtype; the lists are those their own storages had.
-fn together(plan: &Plan, (dtype, rule): (DType, u32), members: Vec<u32>) -> Result<StorageSpec> {
-    let kernel = plan.kernel_of(members[0])?;
-    let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
-    let unit = Plan::narrowest(&lists, dtype);
-    let numels = members.iter().map(|&m| plan.params[m as usize].numel());
-    Ok(StorageSpec {
-        kernel: kernel.entry(),
-        rule: rule as usize,
-        layout: FlatLayout::new(numels, LayoutOptions::new(unit))?,
-        members,
-        lists,
-        distributed: false,
-        shard: Vec::new(),
-        extents: Vec::new(),
-    })
 }
 
 /// Points each stage to its tensors' new places.

@@ -2,7 +2,7 @@
 
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::stage::Optimize;
 use crate::{Plan, PlanError, Result, Stage, StorageSpec, Verdict, bucket};
 
@@ -32,18 +32,11 @@ impl Distributed {
 }
 
 impl Pass for Distributed {
-    fn name(&self) -> &'static str {
-        "distributed"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Distributed
-    }
+    const NAME: &'static str = "distributed";
+    const ACTS_ON: ActsOn = ActsOn::Distributed;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.storages.iter().any(|spec| spec.distributed) {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.storages.iter().any(|spec| spec.distributed))?;
         let mut marked = vec![false; plan.params.len()];
         for name in &self.names {
             let at = plan.params.iter().position(|param| param.name == *name);
@@ -58,13 +51,13 @@ impl Pass for Distributed {
         let count = marked.iter().filter(|&&marked| marked).count();
         if plan.topology.world == 1 {
             let reason = "a world of 1 rank has every slice";
-            plan.note(self.name(), Verdict::Skipped, reason);
+            plan.note(Self::NAME, Verdict::Skipped, reason);
             return Ok(());
         }
         take_out(plan, &marked)?;
         bucket::make(plan)?;
         let reason = format!("{count} parameters are slices that each rank has for itself");
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -3,10 +3,10 @@
 use fusestep_coalesce::FlatLayout;
 use fusestep_tensor::{counted, counted_are};
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::arena::full_tensors;
 use crate::bucket::Caps;
-use crate::{Plan, PlanError, Result, Verdict, bucket};
+use crate::{Plan, Result, Stage, Verdict, bucket};
 
 /// What becomes of a gradient that is longer than a bucket's cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -92,27 +92,20 @@ impl FuseAllReduce {
             counted_are(tensors as u64, "gradient"),
             counted(calls as u64, "call"),
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
     }
 }
 
 impl Pass for FuseAllReduce {
-    fn name(&self) -> &'static str {
-        "fuse_all_reduce"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Buckets
-    }
+    const NAME: &'static str = "fuse_all_reduce";
+    const ACTS_ON: ActsOn = ActsOn::Buckets;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.caps.is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.caps.is_some())?;
         plan.ready = self.order(plan.params.len());
         if plan.topology.world == 1 {
             let reason = "a world of 1 rank has nothing to reduce";
-            plan.note(self.name(), Verdict::Skipped, reason);
+            plan.note(Self::NAME, Verdict::Skipped, reason);
             return Ok(());
         }
         lay_in_order(plan)?;
@@ -144,7 +137,10 @@ fn lay_in_order(plan: &mut Plan) -> Result<()> {
         }
         moved.push(new);
     }
-    for stage in plan.optimize_stages_mut() {
+    for stage in &mut plan.stages {
+        let (Stage::Optimize(stage) | Stage::ReduceUpdate(stage)) = stage else {
+            continue;
+        };
         for tensor in &mut stage.tensors {
             *tensor = moved[stage.storage][*tensor as usize];
         }

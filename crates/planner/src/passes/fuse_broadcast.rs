@@ -1,7 +1,7 @@
 //! Pass `fuse_broadcast`: updated parameters of one owner in one call.
 
-use super::{ActsOn, Ownership, Pass};
-use crate::{Plan, PlanError, Result, Verdict, ZeroStage};
+use super::{ActsOn, Ownership, Pass, refuse_twice};
+use crate::{Plan, Result, Verdict, ZeroStage};
 
 /// Brings updated parameters from the ranks that own them to all ranks in calls of at most this
 /// many bytes, each of one owner and bucket; a longer tensor is a call of its own.
@@ -33,18 +33,11 @@ impl FuseBroadcast {
 }
 
 impl Pass for FuseBroadcast {
-    fn name(&self) -> &'static str {
-        "fuse_broadcast"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Fusion
-    }
+    const NAME: &'static str = "fuse_broadcast";
+    const ACTS_ON: ActsOn = ActsOn::Fusion;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.broadcast_cap_bytes.replace(self.cap_bytes).is_some())?;
         let refusal = match (plan.zero, plan.ownership) {
             _ if plan.topology.world == 1 => Some("a world of 1 rank has nobody to tell"),
             (ZeroStage::None, _) => Some("every rank updates all parameters itself"),
@@ -57,7 +50,7 @@ impl Pass for FuseBroadcast {
             _ => None,
         };
         if let Some(reason) = refusal {
-            plan.note(self.name(), Verdict::Skipped, reason);
+            plan.note(Self::NAME, Verdict::Skipped, reason);
         }
         Ok(())
     }

@@ -17,16 +17,14 @@ use crate::{Plan, Result, SizeClass, Stage, Verdict, batches};
 pub struct FuseOptimizer;
 
 impl Pass for FuseOptimizer {
-    fn name(&self) -> &'static str {
-        "fuse_optimizer"
-    }
+    const NAME: &'static str = "fuse_optimizer";
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
         let before = plan.launches();
         let updates = plan.optimize_stages().count();
         if updates < 2 {
             let reason = format!("{updates} update has nothing to be fused with");
-            plan.note(self.name(), Verdict::Refused, reason);
+            plan.note(Self::NAME, Verdict::Refused, reason);
             return Ok(());
         }
         if plan.storages.len() == plan.params.len() && plan.storages.len() > groups(plan) {
@@ -35,7 +33,7 @@ impl Pass for FuseOptimizer {
                  one",
                 plan.storages.len()
             );
-            plan.note(self.name(), Verdict::Refused, reason);
+            plan.note(Self::NAME, Verdict::Refused, reason);
             return Ok(());
         }
         let mut groups: BTreeMap<(usize, SizeClass), Vec<u32>> = BTreeMap::new();
@@ -85,15 +83,15 @@ impl FuseOptimizer {
             }
         }
         let became = format!("{before} launches became {}", plan.launches());
-        plan.note(self.name(), Verdict::Applied, became);
+        plan.note(Self::NAME, Verdict::Applied, became);
         for reason in split {
-            plan.note(self.name(), Verdict::Split, reason);
+            plan.note(Self::NAME, Verdict::Split, reason);
         }
         if plan.groups.groups.len() > 1 {
             let groups = plan.groups.groups.len();
             let reason =
                 format!("{groups} groups of parameters share launches by a per-tensor index");
-            plan.note(self.name(), Verdict::Applied, reason);
+            plan.note(Self::NAME, Verdict::Applied, reason);
         }
     }
 }

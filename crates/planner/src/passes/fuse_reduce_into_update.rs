@@ -2,10 +2,10 @@
 
 use fusestep_tensor::counted_are;
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::bucket::Bucket;
 use crate::stage::Optimize;
-use crate::{Plan, PlanError, Reach, Result, SizeClass, Stage, Verdict, ZeroStage};
+use crate::{Plan, Reach, Result, SizeClass, Stage, Verdict, ZeroStage};
 
 /// Lets the rank that owns a part of a bucket sum it over all ranks in rank order and update it at
 /// once, while it is in the nearest cache, and write the new parameters where every rank reads
@@ -25,20 +25,13 @@ use crate::{Plan, PlanError, Reach, Result, SizeClass, Stage, Verdict, ZeroStage
 pub struct FuseReduceIntoUpdate;
 
 impl Pass for FuseReduceIntoUpdate {
-    fn name(&self) -> &'static str {
-        "fuse_reduce_into_update"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Fusion
-    }
+    const NAME: &'static str = "fuse_reduce_into_update";
+    const ACTS_ON: ActsOn = ActsOn::Fusion;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.is_fused() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.is_fused())?;
         if let Some(reason) = refusal(plan)? {
-            plan.note(self.name(), Verdict::Refused, reason);
+            plan.note(Self::NAME, Verdict::Refused, reason);
             return Ok(());
         }
         let separate = bytes_of_element(plan);
@@ -66,7 +59,7 @@ impl Pass for FuseReduceIntoUpdate {
             bytes_of_element(plan),
             separate,
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -5,8 +5,8 @@ use std::num::NonZeroU64;
 
 use serde::Serialize;
 
-use super::{ActsOn, Pass};
-use crate::{Plan, PlanError, Result, Stage, Verdict};
+use super::{ActsOn, Pass, refuse_twice};
+use crate::{Plan, Result, Stage, Verdict};
 
 /// Which tensors are averaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
@@ -102,22 +102,15 @@ impl fmt::Display for LocalSgd {
 }
 
 impl Pass for LocalSgd {
-    fn name(&self) -> &'static str {
-        "local_sgd"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
-    }
+    const NAME: &'static str = "local_sgd";
+    const ACTS_ON: ActsOn = ActsOn::Ranks;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.local_sgd().is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.local_sgd().is_some())?;
         plan.stages.retain(|stage| !matches!(stage, Stage::Reduce(_)));
         plan.stages.push(Stage::Average(*self));
         let reason = format!("ranks average {self}; gradients never");
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

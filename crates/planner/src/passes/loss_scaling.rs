@@ -3,8 +3,8 @@
 
 use fusestep_amp::LossScale;
 
-use super::{ActsOn, Pass};
-use crate::{Plan, PlanError, Result, Verdict};
+use super::{ActsOn, Pass, refuse_twice};
+use crate::{Plan, Result, Verdict};
 
 /// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite
 /// or NaN: nothing is written then, step counts included, and a dynamic scale goes down.
@@ -46,22 +46,15 @@ impl From<LossScale> for LossScaling {
 }
 
 impl Pass for LossScaling {
-    fn name(&self) -> &'static str {
-        "loss_scaling"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Gradients
-    }
+    const NAME: &'static str = "loss_scaling";
+    const ACTS_ON: ActsOn = ActsOn::Gradients;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
         let scale = match self.scale {
             Scale::Of(scale) => scale,
             Scale::Fixed(scale) => LossScale::fixed(scale)?,
         };
-        if plan.gradients.loss_scale.is_some() {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.gradients.loss_scale.is_some())?;
         plan.gradients.loss_scale = Some(scale);
         let policy = scale.policy();
         let changes =
@@ -71,7 +64,7 @@ impl Pass for LossScaling {
              is skipped",
             scale.scale()
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Plan, Result};
+use crate::{Plan, PlanError, Result};
 
 mod accumulate;
 mod clip;
@@ -59,16 +59,35 @@ pub enum ActsOn {
 /// no error: the plan stays as it was and says why.
 pub trait Pass: fmt::Debug + Send + Sync {
     /// The pass's name in notes.
-    fn name(&self) -> &'static str;
-
+    const NAME: &'static str;
     /// What the pass decides.
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Launches
-    }
+    const ACTS_ON: ActsOn = ActsOn::Launches;
 
     /// Rewrites `plan`.
     ///
     /// # Errors
     /// If the rewritten plan could not be run: limits too small, a layout too long.
     fn apply(&self, plan: &mut Plan) -> Result<()>;
+}
+
+/// A pass of any type, as a planner keeps it.
+pub(crate) trait AnyPass: fmt::Debug + Send + Sync {
+    fn acts_on(&self) -> ActsOn;
+
+    /// [`Pass::apply`].
+    fn rewrite(&self, plan: &mut Plan) -> Result<()>;
+}
+
+impl<P: Pass> AnyPass for P {
+    fn acts_on(&self) -> ActsOn {
+        P::ACTS_ON
+    }
+
+    fn rewrite(&self, plan: &mut Plan) -> Result<()> {
+        self.apply(plan)
+    }
+}
+
+fn refuse_twice(pass: &'static str, is_there: bool) -> Result<()> {
+    if is_there { Err(PlanError::PassTwice { pass }) } else { Ok(()) }
 }

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use serde::Serialize;
 
-use super::{ActsOn, Pass};
+use super::{ActsOn, Pass, refuse_twice};
 use crate::stage::{Gather, Reduced};
 use crate::{Plan, PlanError, Result, Stage, Verdict};
 
@@ -86,18 +86,11 @@ impl Shard {
 }
 
 impl Pass for Shard {
-    fn name(&self) -> &'static str {
-        "shard"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Ranks
-    }
+    const NAME: &'static str = "shard";
+    const ACTS_ON: ActsOn = ActsOn::Ranks;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.zero != ZeroStage::None {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.zero != ZeroStage::None)?;
         if self.zero == ZeroStage::None {
             return Ok(());
         }
@@ -130,7 +123,7 @@ impl Pass for Shard {
             groups => format!(", alike in {groups} groups"),
         };
         let reason = format!("{what} shared out among {among} ranks{groups}");
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use fusestep_tensor::counted_are;
 
-use super::{ActsOn, FuseAllReduce, Pass};
+use super::{ActsOn, FuseAllReduce, Pass, refuse_twice};
 use crate::stage::Optimize;
 use crate::{Plan, PlanError, Reach, Result, Stage, Tensors, Verdict, ZeroStage};
 
@@ -56,22 +56,15 @@ impl UpdateInBackward {
 }
 
 impl Pass for UpdateInBackward {
-    fn name(&self) -> &'static str {
-        "update_in_backward"
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Backward
-    }
+    const NAME: &'static str = "update_in_backward";
+    const ACTS_ON: ActsOn = ActsOn::Backward;
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.in_backward {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.in_backward)?;
         if let Some((first, why)) = conflict(plan)? {
             return Err(PlanError::Conflict {
                 first: first.to_owned(),
-                second: self.name().to_owned(),
+                second: Self::NAME.to_owned(),
                 why,
             });
         }
@@ -101,7 +94,7 @@ impl Pass for UpdateInBackward {
             "{what} as soon as their gradients are given{streams}: the caller says that their \
              parameters are no longer read then"
         );
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
 }

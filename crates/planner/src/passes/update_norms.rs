@@ -1,7 +1,7 @@
 //! Pass `update_norms`: how far each parameter moves in a step, measured by the update itself.
 
-use super::{ActsOn, Pass};
-use crate::{Plan, PlanError, Result, Verdict};
+use super::{Pass, refuse_twice};
+use crate::{Plan, Result, Verdict};
 
 /// Measures ‖new − old‖ of every parameter as the update writes it:
 /// [`crate::StepReport::update_norm`] for all of them together, [`crate::State::update_norms`] for
@@ -26,21 +26,13 @@ use crate::{Plan, PlanError, Result, Verdict};
 pub struct UpdateNorms;
 
 impl Pass for UpdateNorms {
-    fn name(&self) -> &'static str {
-        "update_norms"
-    }
+    const NAME: &'static str = "update_norms";
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {
-        if plan.update_norms {
-            return Err(PlanError::PassTwice { pass: self.name() });
-        }
+        refuse_twice(Self::NAME, plan.update_norms)?;
         plan.update_norms = true;
         let reason = "updates sum the squares of what they change, as they write it";
-        plan.note(self.name(), Verdict::Applied, reason);
+        plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
-    }
-
-    fn acts_on(&self) -> ActsOn {
-        ActsOn::Launches
     }
 }

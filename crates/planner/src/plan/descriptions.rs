@@ -7,8 +7,8 @@ use fusestep_tensor::{ParamDesc, Role};
 
 use crate::passes::{GradientAccumulation, ReducedWhen, fuse_reduce_into_update};
 use crate::{
-    CostModel, Event, Note, Optimize, Plan, PlanSummary, PlannedCall, RankSummary, Stage,
-    StorageSpec, TableKind, calls, cost, cost_page, html, html_page, rank_summary,
+    CostModel, Event, Note, Plan, PlanSummary, PlannedCall, RankSummary, Stage, StorageSpec,
+    TableKind, calls, cost, html, html_page, rank_summary,
 };
 
 impl Plan {
@@ -78,23 +78,26 @@ impl Plan {
 
     /// A page: the timeline drawn to scale, what passes did, and this rank's own launches.
     pub fn ranks_to_html(&self, model: &CostModel) -> String {
-        cost_page::page(self, model)
+        html::page_of_ranks(self, model)
     }
 
     /// Launches of one step of this rank on a device.
     pub fn launches(&self) -> usize {
-        self.count_launches(|optimize| self.launches_of(optimize))
+        // Before each update from a resident table, one derives its step scalars.
+        self.count_launches(if self.table == TableKind::Resident { 2 } else { 1 })
     }
 
     /// Launches of one step of this rank in the host's memory, which has no tables to prepare.
     pub fn host_launches(&self) -> usize {
-        self.count_launches(|optimize| optimize.batches.len())
+        self.count_launches(1)
     }
 
-    fn count_launches(&self, of_update: impl Fn(&Optimize) -> usize) -> usize {
+    fn count_launches(&self, of_batch: usize) -> usize {
         let launches = self.stages.iter().map(|stage| match stage {
             Stage::Norm(norm) => norm.launches(),
-            Stage::Optimize(optimize) | Stage::ReduceUpdate(optimize) => of_update(optimize),
+            Stage::Optimize(update) | Stage::ReduceUpdate(update) => {
+                of_batch * update.batches.len()
+            }
             _ => 0,
         });
         launches.sum()
@@ -148,14 +151,6 @@ impl Plan {
         });
         let norm = self.norm_stage().map_or(0, |_| self.gradient_bytes());
         bytes.fold(norm, u64::saturating_add)
-    }
-
-    /// Launches of a stage: before the updates from a resident table, one derives its step scalars.
-    pub(crate) fn launches_of(&self, stage: &Optimize) -> usize {
-        match self.table {
-            TableKind::Resident => 2 * stage.batches.len(),
-            _ => stage.batches.len(),
-        }
     }
 
     pub(crate) fn gradient_bytes(&self) -> u64 {

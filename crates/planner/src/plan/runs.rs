@@ -2,19 +2,18 @@
 //! and behind the steps.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use fusestep_launch::Backend;
 
-#[cfg(doc)]
-use crate::PlanError;
 use crate::averages::Values;
-use crate::checkpoint::{BorrowedParams, behind, save};
+use crate::checkpoint::save;
 use crate::comms::Comms;
 use crate::{
     CheckpointFolder, DeviceParams, GatheredParams, Manifest, PendingGather, Plan, Result,
-    RunToSave, Saved, Saves, State, device_params, gather, handshake, prefetch,
+    RunToSave, State, device_params, gather, handshake, prefetch,
 };
+#[cfg(doc)]
+use crate::{Checkpoints, PlanError, Saves};
 
 impl Plan {
     /// Compares what decides the bits of a run over all ranks: rules and all their settings,
@@ -163,7 +162,8 @@ impl Plan {
     }
 
     /// Saves parameters, optimizer state and counts, and texts of the caller's own; all ranks call
-    /// it, between micro-steps.
+    /// it, between micro-steps. [`Saves::begin`] does not wait for the disk, and takes parameters
+    /// that the caller keeps.
     ///
     /// Every rank writes what it updates; in the middle of a merge window also its sums, and under
     /// LocalSGD everything, because ranks differ ([`crate::OpenRun`]). Rank 0 then writes the
@@ -183,26 +183,11 @@ impl Plan {
         caller: BTreeMap<String, String>,
     ) -> Result<()> {
         let run = RunToSave { state, backend, params: None };
-        self.save_run(run, comms, folder, caller)
-    }
-
-    /// [`Plan::save`], also of a run whose parameters the caller keeps. [`Plan::save_behind`] does
-    /// not wait for the disk.
-    ///
-    /// # Errors
-    /// As [`Plan::save`].
-    pub fn save_run<'a>(
-        &self,
-        run: RunToSave<'_>,
-        comms: &mut Comms<'_>,
-        folder: impl Into<CheckpointFolder<'a>>,
-        caller: BTreeMap<String, String>,
-    ) -> Result<()> {
         save::save(self, run, comms, folder.into(), caller)
     }
 
     /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it.
-    /// All ranks call it.
+    /// All ranks call it. [`Checkpoints::resume`] also loads into parameters that the caller keeps.
     ///
     /// What was saved in the middle of a merge window or under LocalSGD ([`crate::OpenRun`]) takes
     /// as many ranks as it was saved on, at any ZeRO stage and with any buckets, unless all ranks
@@ -218,65 +203,10 @@ impl Plan {
         backend: &dyn Backend,
         folder: impl Into<CheckpointFolder<'a>>,
     ) -> Result<BTreeMap<String, String>> {
-        self.load_run(state, backend, None, folder)
-    }
-
-    /// [`Plan::load`], also into parameters that the caller keeps.
-    ///
-    /// # Errors
-    /// As [`Plan::load`].
-    pub fn load_run<'a>(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        params: Option<&dyn BorrowedParams>,
-        folder: impl Into<CheckpointFolder<'a>>,
-    ) -> Result<BTreeMap<String, String>> {
         // What does not fit is refused before anything long is read; a run may save meanwhile.
         let place = folder.into();
         let manifest = Manifest::read(place)?;
-        let run = save::read_run(self, state, params, (place, &manifest))?;
-        save::take_over(self, state, backend, params, run)
-    }
-
-    /// Begins a save of what [`Plan::save_run`] saves: copies it and returns, once a save before
-    /// it is complete. All ranks call it, between micro-steps, and then [`Plan::poll_saves`] in
-    /// every step, until that says that the save is complete.
-    ///
-    /// # Errors
-    /// As [`Plan::save_run`], for what can be told before anything is written. That of the save
-    /// before, and this one has not been begun then. On all ranks alike.
-    /// # Cost
-    /// One copy of what this rank saves; two small calls.
-    pub fn save_behind(
-        &self,
-        run: RunToSave<'_>,
-        comms: &mut Comms<'_>,
-        saves: &mut Saves,
-        folder: &Path,
-        caller: BTreeMap<String, String>,
-    ) -> Result<()> {
-        behind::save(self, run, comms, saves, folder, caller)
-    }
-
-    /// Looks after the save in flight, if there is one, without waiting for a disk; says so when it
-    /// is complete. All ranks call it alike: as part of every step, for example.
-    ///
-    /// # Errors
-    /// As [`Plan::save_run`], on all ranks in the same call; the checkpoint before is as it was,
-    /// and nothing is in flight any more.
-    /// # Cost
-    /// One reduction of a byte while a save is in flight, and nothing otherwise.
-    pub fn poll_saves(&self, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
-        behind::poll(self, comms, saves)
-    }
-
-    /// Waits until nothing is in flight; all ranks call it, at the end of training. Says which save
-    /// it has completed.
-    ///
-    /// # Errors
-    /// As [`Plan::poll_saves`].
-    pub fn finish_saves(&self, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Option<Saved>> {
-        behind::finish(self, comms, saves)
+        let run = save::read_run(self, state, None, (place, &manifest))?;
+        save::take_over(self, state, backend, None, run)
     }
 }

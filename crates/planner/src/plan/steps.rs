@@ -12,7 +12,7 @@ use crate::run::Executor;
 use crate::step::{Pending, RankStep};
 use crate::{
     Lender, MicroStepReport, Plan, PlanError, RankGraph, Result, State, StepGraph, StepReport,
-    TableKind, allocate, average, enqueue, gradients, rank_graph, reduce, run, step, table,
+    TableKind, allocate, average, enqueue, gradients, reduce, run, step, table,
 };
 
 impl Plan {
@@ -268,7 +268,7 @@ impl Plan {
         backend: &dyn Backend,
         comms: &mut Comms<'a>,
     ) -> Result<RankGraph<'a>> {
-        rank_graph::capture_on(self, state, backend, comms)
+        enqueue::capture_on(self, state, backend, comms)
     }
 
     /// Enqueues the recorded step once more, on all ranks, and waits for nothing:

@@ -45,14 +45,14 @@ impl Rank<'_> {
         let path = Path::new(FOLDER);
         let caller = BTreeMap::from([(AT.to_owned(), at.to_string())]);
         self.finish_saves()?;
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
         let comms = &mut self.comms;
         if let Some(saves) = &mut self.saves {
-            self.plan.save_behind(run, comms, saves, path, caller)?;
+            let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
+            saves.begin(&self.plan, run, comms, path, caller)?;
             self.saving = at;
         } else {
             let folder = CheckpointFolder::of(self.files.as_ref(), path);
-            self.plan.save_run(run, comms, folder, caller)?;
+            self.plan.save(&self.state, &self.backend, comms, folder, caller)?;
             (self.told.saved)(at);
         }
         Ok(())
@@ -61,7 +61,7 @@ impl Rank<'_> {
     /// Looks after the save in flight.
     fn poll_saves(&mut self) -> Result<(), PlanError> {
         if let Some(saves) = &mut self.saves
-            && self.plan.poll_saves(&mut self.comms, saves)?.is_some()
+            && saves.poll(&self.plan, &mut self.comms)?.is_some()
         {
             (self.told.saved)(self.saving);
         }
@@ -71,7 +71,7 @@ impl Rank<'_> {
     /// Waits for the save in flight.
     fn finish_saves(&mut self) -> Result<(), PlanError> {
         if let Some(saves) = &mut self.saves
-            && self.plan.finish_saves(&mut self.comms, saves)?.is_some()
+            && saves.finish(&self.plan, &mut self.comms)?.is_some()
         {
             (self.told.saved)(self.saving);
         }
