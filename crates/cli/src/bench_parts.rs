@@ -100,11 +100,7 @@ fn fill_if<T: Copy>(fill: bool, view: &mut [T], value: T) {
     }
 }
 
-/// One operation on each bucket of a plan.
-pub(crate) struct Calls {
-    pub(crate) all: Vec<BucketCall>,
-}
-
+/// One operation on a bucket of a plan.
 pub(crate) struct BucketCall {
     operation: Operation,
     dtype: DType,
@@ -112,45 +108,43 @@ pub(crate) struct BucketCall {
     memory: HostMemory,
 }
 
-impl Calls {
-    /// The calls that reduce gradients, or that gather parameters.
-    pub(crate) fn of(
-        plan: &Plan,
-        comm: &mut dyn Communicator,
-        role: Role,
-    ) -> Result<Self, CollectiveError> {
-        let calls = plan.stages().iter().filter_map(|stage| match (stage, role) {
-            (Stage::Reduce(reduce), Role::Grad) => Some(match reduce.result {
-                Reduced::Whole => (reduce.bucket, Operation::AllReduce(ReduceOp::Average)),
-                Reduced::Part => (reduce.bucket, Operation::ReduceScatter(ReduceOp::Average)),
-            }),
-            (Stage::Gather(gather), Role::Param) => Some((gather.bucket, Operation::AllGather)),
-            _ => None,
+/// The calls that reduce gradients, or that gather parameters.
+pub(crate) fn calls_of(
+    plan: &Plan,
+    comm: &mut dyn Communicator,
+    role: Role,
+) -> Result<Vec<BucketCall>, CollectiveError> {
+    let calls = plan.stages().iter().filter_map(|stage| match (stage, role) {
+        (Stage::Reduce(reduce), Role::Grad) => Some(match reduce.result {
+            Reduced::Whole => (reduce.bucket, Operation::AllReduce(ReduceOp::Average)),
+            Reduced::Part => (reduce.bucket, Operation::ReduceScatter(ReduceOp::Average)),
+        }),
+        (Stage::Gather(gather), Role::Param) => Some((gather.bucket, Operation::AllGather)),
+        _ => None,
+    });
+    let mut all = Vec::new();
+    for (index, operation) in calls {
+        let bucket = &plan.buckets()[index];
+        let lists = &plan.storages()[bucket.storage].lists;
+        let list = lists.iter().find(|list| list.role == role);
+        let dtype = list.map_or(DType::F32, |list| list.dtype);
+        let mut memory = comm.allocate(bucket.numel() as usize * dtype.len_bytes())?;
+        // Touched once, because untouched pages would all be the same page of zeros.
+        memory.bytes_mut().fill(0);
+        let whole = matches!(operation, Operation::AllReduce(_));
+        all.push(BucketCall {
+            operation,
+            dtype,
+            counts: (!whole).then(|| bucket.counts()),
+            memory,
         });
-        let mut all = Vec::new();
-        for (index, operation) in calls {
-            let bucket = &plan.buckets()[index];
-            let lists = &plan.storages()[bucket.storage].lists;
-            let list = lists.iter().find(|list| list.role == role);
-            let dtype = list.map_or(DType::F32, |list| list.dtype);
-            let mut memory = comm.allocate(bucket.numel() as usize * dtype.len_bytes())?;
-            // Touched once, because untouched pages would all be the same page of zeros.
-            memory.bytes_mut().fill(0);
-            let whole = matches!(operation, Operation::AllReduce(_));
-            all.push(BucketCall {
-                operation,
-                dtype,
-                counts: (!whole).then(|| bucket.counts()),
-                memory,
-            });
-        }
-        Ok(Self { all })
     }
+    Ok(all)
 }
 
-impl Work for Calls {
+impl Work for Vec<BucketCall> {
     fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
-        for call in &mut self.all {
+        for call in self {
             comms.communicator().execute(Call {
                 operation: call.operation,
                 dtype: call.dtype,

@@ -11,7 +11,7 @@ use fusestep_tensor::{ParamDesc, Role, counted};
 use serde::Serialize;
 
 use crate::bench::{BenchArgs, Subject, dtypes};
-use crate::bench_parts::{Calls, Step, Streamed, Work, own_params};
+use crate::bench_parts::{BucketCall, Step, Streamed, Work, calls_of, own_params};
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
 use crate::output::{duration, show};
@@ -166,8 +166,8 @@ fn measure(
     let plans = Plans::new(args, rule, params, topology)?;
     let plan = &plans.whole;
     let mut step = Step::new(plan, &backend, comm)?;
-    let mut reduce = Calls::of(&plans.separate, comm, Role::Grad)?;
-    let mut gather = Calls::of(&plans.separate, comm, Role::Param)?;
+    let mut reduce = calls_of(&plans.separate, comm, Role::Grad)?;
+    let mut gather = calls_of(&plans.separate, comm, Role::Param)?;
     let mut update = Subject::new(&plans.own, &backend)?;
     let bytes = plan.bytes_per_element() * plan.elements() / topology.world as u64;
     let most = MOST_CEILING_BYTES / topology.world as u64;
@@ -192,9 +192,8 @@ fn measure(
     let scale = bytes as f64 / stream.ceiling.len_bytes() as f64;
     let ceiling_ns = scale * best.fold(f64::INFINITY, f64::min);
     // A part that the plan has not takes no time, whatever the clock says.
-    let of_calls = |timer: Timer, calls: &Calls| {
-        if calls.all.is_empty() { 0.0 } else { timer.best }
-    };
+    let of_calls =
+        |timer: Timer, calls: &[BucketCall]| if calls.is_empty() { 0.0 } else { timer.best };
     Ok(Summary {
         parameters: params.len(),
         elements: plan.elements(),

@@ -35,7 +35,8 @@ pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
         let _ = write!(body, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
     }
     body.push_str("</table>\n");
-    let curves: [(_, fn(&Epoch) -> f64, _, _); 3] = [
+    type Curve = fn(&Epoch) -> f64;
+    let curves: [(_, Curve, _, _); 3] = [
         ("Training loss", |epoch| epoch.loss, "#4878a8", 3),
         ("Test loss", |epoch| epoch.test_loss, "#5a9367", 3),
         ("Test accuracy in %", |epoch| 100.0 * epoch.test_accuracy, "#c27c3e", 1),

@@ -48,7 +48,7 @@ impl Rank<'_> {
         let comms = &mut self.comms;
         if let Some(saves) = &mut self.saves {
             let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-            saves.begin(&self.plan, run, comms, path, caller)?;
+            saves.begin(self.plan, run, comms, path, caller)?;
             self.saving = at;
         } else {
             let folder = CheckpointFolder::of(self.files.as_ref(), path);
@@ -61,7 +61,7 @@ impl Rank<'_> {
     /// Looks after the save in flight.
     fn poll_saves(&mut self) -> Result<(), PlanError> {
         if let Some(saves) = &mut self.saves
-            && saves.poll(&self.plan, &mut self.comms)?.is_some()
+            && saves.poll(self.plan, &mut self.comms)?.is_some()
         {
             (self.told.saved)(self.saving);
         }
@@ -71,7 +71,7 @@ impl Rank<'_> {
     /// Waits for the save in flight.
     fn finish_saves(&mut self) -> Result<(), PlanError> {
         if let Some(saves) = &mut self.saves
-            && saves.finish(&self.plan, &mut self.comms)?.is_some()
+            && saves.finish(self.plan, &mut self.comms)?.is_some()
         {
             (self.told.saved)(self.saving);
         }
