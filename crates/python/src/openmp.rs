@@ -32,6 +32,9 @@ static FOUND: OnceLock<(u32, Option<Arc<OpenMp>>)> = OnceLock::new();
 /// Looks for the OpenMP library that a library uses, the first time it is called.
 pub(crate) fn look_in(file: &str) {
     FOUND.get_or_init(|| {
+        if is_forked() {
+            return (std::process::id(), None);
+        }
         // SAFETY: the file is PyTorch's extension module, which the interpreter has loaded; what it
         // depends on is searched as well, and these names are OpenMP's.
         let found = unsafe {
@@ -43,6 +46,18 @@ pub(crate) fn look_in(file: &str) {
         };
         (std::process::id(), found.ok().map(Arc::new))
     });
+}
+
+/// Whether this process was forked off and goes on with its parent's program, of which PyTorch may
+/// have had threads. Linux alone says so.
+fn is_forked() -> bool {
+    /// `PF_FORKNOEXEC` of the kernel.
+    const FORKED: u64 = 0x40;
+    let stat = std::fs::read("/proc/self/stat").unwrap_or_default();
+    let stat = String::from_utf8_lossy(&stat);
+    // The flags are the seventh field behind the program's name, which is free text in brackets.
+    let flags = stat.rsplit(')').next().and_then(|fields| fields.split_whitespace().nth(6));
+    flags.and_then(|flags| flags.parse::<u64>().ok()).is_some_and(|flags| flags & FORKED != 0)
 }
 
 /// PyTorch's threads. A process that was forked off has none of its parent's, for which the library

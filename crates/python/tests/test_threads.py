@@ -82,6 +82,25 @@ if child:
     assert found == "ended with 0\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_child_whose_parent_never_stepped_has_threads_of_its_own():
+    found = printed("""
+torch.ones(3_000_000).add_(1)
+param = torch.nn.Parameter(torch.ones(600_000))
+param.grad = torch.ones(600_000)
+child = os.fork()
+if child == 0:
+    import signal
+    signal.alarm(30)
+    # A rule without state, which PyTorch's own kernels would fill.
+    fusestep.torch.SGD([param], lr=0.1).step()
+    assert any(name.startswith("fusestep") for name in threads()), threads()
+else:
+    print("ended with", os.waitpid(child, 0)[1])
+""")
+    assert found == "ended with 0\n"
+
+
 def test_threads_of_python_that_step_at_once_change_no_bit():
     def run(out):
         params = parameters(shapes=[(200_000,), (30, 40)])
