@@ -1,6 +1,7 @@
 """State that nobody has asked for: steps do not look at it, and give what they give with a look."""
 
 import copy
+import gc
 import pickle
 import threading
 from collections import defaultdict
@@ -250,6 +251,27 @@ def test_a_wrapper_that_shares_what_an_optimizer_has():
     assert {float(wrapper.state[param]["step"]) for param in own} == {5.0}
     assert_same(pairs)
     assert wrapper.state is ours.state
+
+
+def test_a_wrapper_outlives_the_optimizer_whose_plan_it_has():
+    own, others = twins()
+    ours = fusestep.torch.AdamW(own, loss_scale="dynamic")
+    theirs = fusestep.torch.AdamW(others, loss_scale="dynamic")
+    for optimizer, params in ((ours, own), (theirs, others)):
+        give_gradients(params, 0, scale=float("inf"))
+        optimizer.step()
+        give_gradients(params, 1)
+        optimizer.step()
+    wrapper = fusestep.torch.AdamW.__new__(fusestep.torch.AdamW)
+    wrapper.__dict__ = dict(vars(ours))
+    del ours
+    gc.collect()
+    assert wrapper.loss_scale() == theirs.loss_scale()
+    for optimizer, params in ((wrapper, own), (theirs, others)):
+        give_gradients(params, 2)
+        optimizer.step()
+    assert same_bits(own, others)
+    assert float(wrapper.state[own[0]]["step"]) == float(theirs.state[others[0]]["step"]) == 2
 
 
 def test_buckets_in_backward_count_on():

@@ -230,6 +230,29 @@ def test_an_optimizer_that_its_parameters_refer_to_is_collected(how):
     assert [one() for one in gone] == [None, None]
 
 
+@pytest.mark.parametrize("how", ["private", "shown", "fused"])
+def test_an_optimizer_and_its_state_are_freed_at_once(how):
+    model = torch.nn.Linear(4, 4)
+    optimizer = fusestep.torch.AdamW(model.parameters(), accumulate=1 if how == "fused" else 2)
+    if how == "fused":
+        fusestep.torch.fuse_backward(model, optimizer)
+    gc.disable()
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        state = optimizer._kept_state()[0] if how == "private" else optimizer.state
+        gone = weakref.ref(optimizer), weakref.ref(state[model.weight]["exp_avg"])
+        del optimizer, state
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+    if how == "fused":
+        # Gradients stay where there is nobody to take them.
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad is not None
+
+
 def test_other_threads_may_ask_during_a_step():
     params = [torch.nn.Parameter(torch.ones(100_000)) for _ in range(8)]
     for param in params:

@@ -32,7 +32,8 @@ class FusedBackward:
     """What :func:`fuse_backward` has set up; :meth:`remove` undoes it."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Fused, bucket_mib: Optional[float]):
-        self._optimizer = optimizer
+        # The optimizer keeps this; see `Planned`.
+        self._fused_with = weakref.ref(optimizer)
         self._model = model
         self._bucket_mib = bucket_mib
         # Those of the model that the optimizer has, which of them train, and those in the order in
@@ -74,8 +75,15 @@ class FusedBackward:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._optimizer._backward is self:
-            self._optimizer._backward = None
+        optimizer = self._fused_with()
+        if optimizer is not None and optimizer._backward is self:
+            optimizer._backward = None
+
+    @property
+    def _optimizer(self) -> Fused:
+        optimizer = self._fused_with()
+        assert optimizer is not None, "only `_accumulated` is called without it"
+        return optimizer
 
     def _follow(self) -> None:
         """Cuts anew if groups have changed, or a parameter was frozen or trains again."""
@@ -116,7 +124,9 @@ class FusedBackward:
     @torch.no_grad()
     def _accumulated(self, tensor: Tensor) -> None:
         """Called by autograd when a gradient has been added to a parameter's."""
-        optimizer, key = self._optimizer, id(tensor)
+        optimizer, key = self._fused_with(), id(tensor)
+        if optimizer is None:
+            return
         if key in self._updated:
             raise RuntimeError(
                 "fuse_backward: expected `optimizer.step()` between two backward passes, found a "

@@ -334,6 +334,8 @@ class Fused(Optimizer):
 
     def _planned(self) -> Planned:
         """The plan over all parameters, made if there is none."""
+        if self._whole is not None and self._whole.is_orphan:
+            self._drop_plans()
         if self._whole is None:
             self._whole = Planned(self, members_of(self.param_groups))
         return self._whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -78,7 +79,9 @@ class Planned:
     """
 
     def __init__(self, optimizer: Fused, members: List[Member]) -> None:
-        self._optimizer = optimizer
+        # Not kept: the optimizer keeps its plan, and a cycle's memory, that of its state, is free
+        # only when Python next looks for cycles.
+        self._planned_for = weakref.ref(optimizer)
         self.members = members
         self.tensors = [member.tensor for member in members]
         # How many parameters of each group there were, which says whose each is.
@@ -107,6 +110,17 @@ class Planned:
         self._versions: Dict[int, int] = {}
         # Where parameters with masters lay; what is kept here nobody else gets the address of.
         self._places: Dict[int, Tensor] = {}
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether its optimizer is gone; one that has taken over what that had plans anew."""
+        return self._planned_for() is None
+
+    @property
+    def _optimizer(self) -> Fused:
+        optimizer = self._planned_for()
+        assert optimizer is not None, "whoever runs a plan keeps its optimizer"
+        return optimizer
 
     @property
     def state(self) -> Any:
