@@ -67,8 +67,7 @@ pub use checkpoint::{
 pub use comms::Comms;
 pub use cost::{CostModel, Event, EventKind};
 pub use device_params::DeviceParams;
-pub use enqueue::RankGraph;
-pub use enqueue::StepGraph;
+pub use enqueue::{RankGraph, StepGraph};
 pub use error::PlanError;
 pub(crate) use error::Result;
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
