@@ -14,7 +14,7 @@ const SMALL_CACHE_BYTES: usize = 32 * 1024;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Distance on processors that fetch by themselves, which stop where a page ends.
+/// Distance on those of them that fetch by themselves, which stop where a page ends.
 const OVER_PAGES_BYTES: usize = 1024;
 
 /// Bytes of the narrowest elements whose lists such a processor fetches early enough by itself.
@@ -24,42 +24,46 @@ const OWN_ELEMENT_BYTES: usize = 4;
 /// parameters have `element_bytes` bytes each.
 ///
 /// Processors with larger first-level caches also keep more misses under way and want to know of
-/// them earlier. Measured on three (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are
-/// best and 2 KiB cost 2 to 4 %; with 48 KiB, 3 KiB take 8 % off 512 on a Granite Rapids. A Zen 5
-/// gains 3 % by 1 KiB in a framework's memory, which lies in small pages, and loses 2 % in our own;
-/// of 16-bit parameters it wants 3 KiB.
+/// them earlier. Measured on four (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are
+/// best and 2 KiB cost 2 to 4 %, on a Zen 4 a tenth; with 48 KiB, 3 KiB take 8 % off 512 on a
+/// Granite Rapids. A Zen 5 gains 3 % by 1 KiB in a framework's memory, which lies in small pages,
+/// and loses 2 % in our own; of 16-bit parameters it wants 3 KiB.
 ///
 /// # Cost
 /// Two loads after the first call of the process.
 pub fn prefetch_bytes(element_bytes: usize) -> usize {
-    static BYTES: OnceLock<usize> = OnceLock::new();
-    if fetches_by_itself(element_bytes) {
-        return OVER_PAGES_BYTES;
+    static FAR: OnceLock<bool> = OnceLock::new();
+    let far = *FAR.get_or_init(|| first_level_bytes() > Some(SMALL_CACHE_BYTES));
+    match (far, fetches_by_itself(element_bytes)) {
+        (false, _) => NEAR_BYTES,
+        (true, true) => OVER_PAGES_BYTES,
+        (true, false) => FAR_BYTES,
     }
-    *BYTES.get_or_init(|| match first_level_bytes() {
-        Some(bytes) if bytes > SMALL_CACHE_BYTES => FAR_BYTES,
-        _ => NEAR_BYTES,
-    })
 }
 
 /// Whether the processor sees by itself which lines of a few lists come next, whose elements have
-/// `element_bytes` bytes, and loses up to a tenth where reductions, updates and copies take turns
-/// and ask for them as well: AMD's with larger first-level caches, from Zen 5 on.
+/// `element_bytes` bytes, and loses where reductions, updates and copies take turns and ask for
+/// them as well: AMD's with AVX-512, from Zen 4 on.
+///
+/// Measured on both (docs/PERFORMANCE.md): a step of two ranks loses a tenth, one of four ranks up
+/// to two thirds, an all-reduce 4 to 20 %; of 16-bit elements both gain by asking.
 ///
 /// # Cost
 /// A load after the first call of the process.
 pub fn fetches_by_itself(element_bytes: usize) -> bool {
     static OWN: OnceLock<bool> = OnceLock::new();
-    element_bytes >= OWN_ELEMENT_BYTES
-        && *OWN.get_or_init(|| is_amd() && first_level_bytes() > Some(SMALL_CACHE_BYTES))
+    element_bytes >= OWN_ELEMENT_BYTES && *OWN.get_or_init(is_amd_with_avx512)
 }
 
-/// Whether AMD made the processor.
-fn is_amd() -> bool {
+/// Whether AMD made the processor and gave it AVX-512.
+fn is_amd_with_avx512() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        let vendor = raw_cpuid::CpuId::new().get_vendor_info();
+        let processor = raw_cpuid::CpuId::new();
+        let vendor = processor.get_vendor_info();
+        let features = processor.get_extended_feature_info();
         vendor.is_some_and(|vendor| vendor.as_str() == "AuthenticAMD")
+            && features.is_some_and(|features| features.has_avx512f())
     }
     #[cfg(not(target_arch = "x86_64"))]
     false
@@ -123,15 +127,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_distance_is_one_of_two_and_stays() {
-        let bytes = prefetch_bytes(2);
-        assert!([NEAR_BYTES, FAR_BYTES].contains(&bytes));
-        assert_eq!(bytes, prefetch_bytes(2));
-        let own = if fetches_by_itself(4) { OVER_PAGES_BYTES } else { bytes };
-        assert_eq!((own, own), (prefetch_bytes(4), prefetch_bytes(8)));
+    fn the_distance_follows_from_the_first_cache_and_stays() {
+        let is_far = first_level_bytes() > Some(SMALL_CACHE_BYTES);
+        let narrow = if is_far { FAR_BYTES } else { NEAR_BYTES };
+        let wide = if is_far && fetches_by_itself(4) { OVER_PAGES_BYTES } else { narrow };
+        for (element_bytes, expected) in [(2, narrow), (4, wide), (8, wide), (2, narrow)] {
+            assert_eq!(prefetch_bytes(element_bytes), expected, "{element_bytes} bytes");
+        }
+        assert!(!fetches_by_itself(2));
         if let Some(cache) = first_level_bytes() {
             assert!((4 << 10..=1 << 20).contains(&cache), "{cache} bytes");
-            assert_eq!(bytes == FAR_BYTES, cache > SMALL_CACHE_BYTES);
         }
     }
 }
