@@ -222,8 +222,8 @@ impl Group {
         }
     }
 
-    /// Whether a call can no longer open, as far as is known: a rank of `missing`, or the other side
-    /// of a transfer, ends without having entered it.
+    /// Whether a call can no longer open, as far as is known: a rank of `missing`, or the other
+    /// side of a transfer, ends without having entered it.
     pub(crate) fn cannot_open(&self, party: Party, missing: &[usize]) -> bool {
         let (call, missing) = match &party {
             Party::All(call) => (*call, missing),

@@ -27,8 +27,8 @@ struct Task<'a> {
 /// Where input lies and results go.
 enum Memory<'a> {
     Same(&'a mut [u8]),
-    /// The second has the whole length, or, with [`Receivers::Owner`], that of the own part, or is empty
-    /// where no result goes.
+    /// The second has the whole length, or, with [`Receivers::Owner`], that of the own part, or is
+    /// empty where no result goes.
     Two(&'a [u8], &'a mut [u8]),
 }
 

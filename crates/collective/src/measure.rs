@@ -48,8 +48,8 @@ pub struct AllReduceRow {
     pub share_of_ceiling: f64,
 }
 
-/// Measures an all-reduce (sum, f32, in place) for each length, and the ceiling of the same bytes in
-/// turn with it; all ranks of `comm` call it, and the numbers are those that each rank has seen.
+/// Measures an all-reduce (sum, f32, in place) for each length, and the ceiling of the same bytes
+/// in turn with it; all ranks of `comm` call it, and the numbers are those that each rank has seen.
 ///
 /// The first result of each length is compared with the expected sums before anything is timed.
 /// Buffers lie as the buckets of a step do, where [`Communicator::allocate`] puts them: for threads
