@@ -1,7 +1,7 @@
 //! The collectives that move elements as they are: every block goes straight from its rank to where
 //! it belongs.
 
-use fusestep_collective::{Blocks, Call, CollectiveError, Fingerprint, Movement, Share};
+use fusestep_collective::{Blocks, Buffers, Call, CollectiveError, Fingerprint, Movement, Share};
 
 use crate::communicator::MpiCommunicator;
 use crate::engine::Kind;
@@ -18,23 +18,33 @@ pub(crate) fn move_data(
     if let Some(op) = call.operation.reduce_op() {
         return reduction::reduce(comm, call, blocks, op, print);
     }
+    let blocks = &blocks.all_bytes(call.dtype.len_bytes());
+    let movement = Movement { operation: call.operation, blocks };
+    carry_out(comm, &movement, call.buffers, (Kind::Data, print));
+    Ok(())
+}
+
+/// Moves what a movement says, in messages of this kind.
+pub(crate) fn carry_out(
+    comm: &mut MpiCommunicator,
+    movement: &Movement<'_>,
+    buffers: Buffers<'_>,
+    (kind, print): (Kind, &Fingerprint),
+) {
     let rank = comm.group.rank;
-    let movement =
-        Movement { operation: call.operation, blocks: &blocks.all_bytes(call.dtype.len_bytes()) };
-    let Share { shown, pulls } = movement.share(rank, call.buffers);
+    let Share { shown, pulls } = movement.share(rank, buffers);
     let mut messages: Vec<Message<'_>> = Vec::new();
     for pull in pulls {
         if pull.from == rank {
             pull.into.copy_from_slice(&shown[pull.range]);
         } else {
-            messages.push(Message::into(pull.from, Kind::Data, pull.into));
+            messages.push(Message::into(pull.from, kind, pull.into));
         }
     }
     for to in comm.group.others() {
         if let Some(range) = movement.given(rank, to) {
-            messages.push(Message::out(to, Kind::Data, &shown[range]));
+            messages.push(Message::out(to, kind, &shown[range]));
         }
     }
     exchange::messages(comm, messages, print);
-    Ok(())
 }

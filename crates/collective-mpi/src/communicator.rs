@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Aborter, Blocks, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
-    FlightRecorder, Membership, Operation, RankMemory, ReduceUpdate,
+    FlightRecorder, Membership, Movement, Operation, RankMemory, ReduceUpdate,
 };
 use fusestep_collective_processes::ProcessCommunicator;
 
 use crate::agreed::Agreed;
-use crate::engine::{Engine, Request};
+use crate::engine::{Engine, Kind, Request};
 use crate::group::{Founding, Group};
 use crate::log::Log;
 use crate::machine::{self, OnMachine};
 use crate::meeting::{Meeting, Party};
 use crate::native::Native;
 use crate::wire::Header;
-use crate::{Compare, MpiError, MpiOptions, Reduction, algorithms, split, transfer, watch};
+use crate::{Compare, MpiError, MpiOptions, Reduction, algorithms, split, watch};
 
 /// Least time between two looks for what the others say about the group's end where calls are not
 /// compared: a look takes 0.3 µs, and calls may take ten times that.
@@ -35,7 +35,7 @@ const POLL_NS: u64 = 100_000;
 /// written.
 ///
 /// # Cost
-/// One exchange of 88 bytes between all ranks and then the messages that [`docs/collectives.md`]
+/// One exchange of 72 bytes between all ranks and then the messages that [`docs/collectives.md`]
 /// lists. Calls poll: they need a core for as long as they last, given away after 30 µs if somebody
 /// else wants it.
 ///
@@ -158,11 +158,7 @@ impl MpiCommunicator {
         if self.group.is_ending() {
             return Err(self.group.settle_as_told());
         }
-        let left = match party {
-            Party::All(call) => self.group.left_before(call),
-            Party::Pair(peer) => self.group.left_rank(peer),
-        };
-        left.map_or(Ok(()), Err)
+        self.group.left(party).map_or(Ok(()), Err)
     }
 
     /// Exchanges headers and compares fingerprints.
@@ -239,7 +235,14 @@ impl MpiCommunicator {
         let mut print = call.shape().fingerprint(numel, *made, self.context);
         self.begin(&print);
         print.operation = Operation::Send { to: pair.1 };
-        transfer::between(self, call, print, pair)
+        let own = self.group.rank;
+        let peer = if own == pair.0 { pair.1 } else { pair.0 };
+        let met = self.meet(Party::Pair(peer), Header::of(print));
+        met.map_err(|error| error.with_ranks(&[own.min(peer), own.max(peer)]))?;
+        let whole = 0..numel * call.dtype.len_bytes();
+        let movement = Movement { operation: call.operation, blocks: std::slice::from_ref(&whole) };
+        algorithms::carry_out(self, &movement, call.buffers, (Kind::Transfer, &print));
+        Ok(())
     }
 }
 
@@ -260,14 +263,11 @@ impl Communicator for MpiCommunicator {
             let outcome = self.again(call, last);
             return self.end(outcome);
         }
-        let blocks = match call.blocks(self.group.rank, self.group.world_size()) {
-            Ok(blocks) => blocks,
-            Err(error) => {
-                let error = self.group.settle(error);
-                self.log.dump(&self.group);
-                return Err(error);
-            }
-        };
+        let blocks = call.blocks(self.group.rank, self.group.world_size()).map_err(|error| {
+            let error = self.group.settle(error);
+            self.log.dump(&self.group);
+            error
+        })?;
         let outcome = match call.operation.pair(self.group.rank) {
             Some(pair) => self.transfer(call, blocks.numel, pair),
             None => {

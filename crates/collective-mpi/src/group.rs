@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use fusestep_collective::{CollectiveError, FlightRecorder, MAX_TIMEOUT};
 
 use crate::engine::{Engine, Kind};
+use crate::meeting::Party;
 use crate::watch::{Armed, Deadline};
 use crate::wire::Notice;
 use crate::{MpiOptions, watch};
@@ -69,7 +70,8 @@ impl Group {
     ) -> Arc<Self> {
         let Founding { members, rank, tag, options } = founding;
         let begun = Instant::now();
-        let recorder = FlightRecorder::new(rank, members.len(), options.recorded_calls, begun);
+        let recorder = FlightRecorder::new(rank, members.len(), options.recorded_calls, begun)
+            .dumped_into(options.dump_folder.clone());
         let notices = vec![None; members.len()];
         let group = Arc::new(Self {
             engine,
@@ -220,9 +222,13 @@ impl Group {
         }
     }
 
-    /// Whether `call` of all ranks can no longer open, as far as is known: a rank of `missing` ends
-    /// without having entered it.
-    pub(crate) fn cannot_open(&self, call: u64, missing: &[usize]) -> bool {
+    /// Whether a call can no longer open, as far as is known: a rank of `missing`, or the other
+    /// side of a transfer, ends without having entered it.
+    pub(crate) fn cannot_open(&self, party: Party, missing: &[usize]) -> bool {
+        let (call, missing) = match &party {
+            Party::All(call) => (*call, missing),
+            Party::Pair(peer) => (u64::MAX, std::slice::from_ref(peer)),
+        };
         let state = self.lock();
         let never = |rank: &usize| {
             state.notices[*rank].as_ref().is_some_and(|notice| notice.entered < call)
@@ -235,20 +241,16 @@ impl Group {
         self.is_told() && self.lock().notices[self.rank].is_some()
     }
 
-    /// What ends `call` because a rank has left before it; the lowest such rank.
-    pub(crate) fn left_before(&self, call: u64) -> Option<CollectiveError> {
-        self.gone(|entered, _| entered < call)
-    }
-
-    /// What ends a transfer with `peer`.
-    pub(crate) fn left_rank(&self, peer: usize) -> Option<CollectiveError> {
-        self.gone(|_, rank| rank == peer)
-    }
-
-    fn gone(&self, counts: impl Fn(u64, usize) -> bool) -> Option<CollectiveError> {
+    /// What ends a call because a rank has left before it, or the other side of a transfer; the
+    /// lowest such rank.
+    pub(crate) fn left(&self, party: Party) -> Option<CollectiveError> {
         if !self.is_told() {
             return None;
         }
+        let counts = |entered: u64, rank: usize| match party {
+            Party::All(call) => entered < call,
+            Party::Pair(peer) => rank == peer,
+        };
         let rank_of = |error: &CollectiveError| match error {
             CollectiveError::Left { rank, .. } => *rank,
             _ => usize::MAX,
@@ -351,12 +353,8 @@ impl Group {
         let error = self.settle(error);
         let mut mirror = self.mirror.lock().unwrap_or_else(PoisonError::into_inner);
         mirror.end(Err(&error));
+        let place = mirror.place();
         drop(mirror);
-        let place = match self.dump() {
-            None => "no folder was given for the flight recorder".to_owned(),
-            Some(Ok(path)) => format!("the flight recorder is {}", path.display()),
-            Some(Err(error)) => format!("the flight recorder could not be written: {error}"),
-        };
         watch::say(&format!(
             "rank {}: {error}; data was under way, so the job is ended; {place}",
             self.rank

@@ -32,8 +32,6 @@ mod reduction;
 #[cfg(feature = "mpi")]
 mod split;
 #[cfg(feature = "mpi")]
-mod transfer;
-#[cfg(feature = "mpi")]
 mod watch;
 #[cfg(feature = "mpi")]
 mod wire;

@@ -11,22 +11,28 @@ use crate::watch;
 
 /// The flight recorder of a rank.
 #[derive(Debug)]
-pub(crate) struct Log(FlightRecorder);
+pub(crate) struct Log {
+    recorder: FlightRecorder,
+    /// Whether other groups have written theirs because of this one.
+    has_told: bool,
+}
 
 impl Log {
     pub(crate) fn new(group: &Group) -> Self {
         let calls = group.options.recorded_calls;
         let world_size = group.world_size();
-        Self(FlightRecorder::new(group.rank, world_size, calls, group.begun))
+        let recorder = FlightRecorder::new(group.rank, world_size, calls, group.begun);
+        let folder = group.options.dump_folder.clone();
+        Self { recorder: recorder.dumped_into(folder), has_told: false }
     }
 
     pub(crate) fn recorder(&self) -> &FlightRecorder {
-        &self.0
+        &self.recorder
     }
 
     /// Writes down that a call begins; when, in nanoseconds of the group's life.
     pub(crate) fn begin(&mut self, group: &Group, print: &Fingerprint) -> u64 {
-        let begun_ns = self.0.begin(print);
+        let begun_ns = self.recorder.begin(print);
         if let Some(mut mirror) = mirror(group) {
             mirror.begin(print);
         }
@@ -36,7 +42,7 @@ impl Log {
     /// Writes down who came last.
     pub(crate) fn waited(&mut self, group: &Group, rank: usize, waited: Duration) {
         let waited_ns = u64::try_from(waited.as_nanos()).unwrap_or(u64::MAX);
-        self.0.waited(rank, waited_ns);
+        self.recorder.waited(rank, waited_ns);
         if let Some(mut mirror) = mirror(group) {
             mirror.waited(rank, waited_ns);
         }
@@ -47,7 +53,7 @@ impl Log {
         if let Some(mut mirror) = mirror(group) {
             mirror.end(outcome);
         }
-        self.0.end(outcome);
+        self.recorder.end(outcome);
         if outcome.is_err() {
             self.dump(group);
         }
@@ -55,8 +61,8 @@ impl Log {
 
     /// Writes it to disk, unless that was done.
     pub(crate) fn dump(&mut self, group: &Group) {
-        if self.0.dumped().is_none() {
-            self.0.dump_once(group.options.dump_folder.as_deref());
+        self.recorder.dump_once();
+        if !std::mem::replace(&mut self.has_told, true) {
             // A communication stream that finds a rank missing says little about why: what the rank
             // did last may stand in another group's.
             watch::dump_others(group);

@@ -99,7 +99,7 @@ impl Meeting {
             let now = Instant::now();
             relax(now - begun);
             group.poll();
-            if let Some(error) = self.left(group, party) {
+            if let Some(error) = group.left(party) {
                 self.give_up();
                 return Err(error);
             }
@@ -108,11 +108,7 @@ impl Meeting {
             }
             if group.is_ending() {
                 let limit = *limit.get_or_insert(now + group.grace());
-                let closed = match party {
-                    Party::All(call) => group.cannot_open(call, &self.missing()),
-                    Party::Pair(peer) => group.cannot_open(u64::MAX, &[peer]),
-                };
-                if closed || now > limit {
+                if group.cannot_open(party, &self.missing()) || now > limit {
                     self.give_up();
                     return Err(group.settle_as_told());
                 }
@@ -208,13 +204,6 @@ impl Meeting {
         ranks.sort_unstable();
         ranks.dedup();
         ranks
-    }
-
-    fn left(&self, group: &Group, party: Party) -> Option<CollectiveError> {
-        match party {
-            Party::All(call) => group.left_before(call),
-            Party::Pair(peer) => group.left_rank(peer),
-        }
     }
 
     fn read(&mut self, group: &Group, peers: &[usize], own: Header) -> Result<(), CollectiveError> {

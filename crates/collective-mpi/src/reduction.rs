@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use fusestep_collective::{
-    Blocks, Buffers, Call, CollectiveError, Fingerprint, OfRanks, Operation, ReduceOp,
+    Blocks, Buffers, Call, CollectiveError, Fingerprint, OfRanks, Receivers, ReduceOp,
     reduce_slices,
 };
 
@@ -19,25 +19,16 @@ struct Task<'a> {
     parts: OfRanks<Range<usize>>,
     /// Bytes of each part that are under way at a time; a multiple of an element.
     segment: usize,
-    whom: Whom,
+    receivers: Receivers,
     op: ReduceOp,
     print: &'a Fingerprint,
-}
-
-/// Who gets the results.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Whom {
-    All,
-    Rank(usize),
-    /// Each rank that of its own part.
-    Own,
 }
 
 /// Where input lies and results go.
 enum Memory<'a> {
     Same(&'a mut [u8]),
-    /// The second has the whole length, or, with [`Whom::Own`], that of the own part, or is empty
-    /// where no result goes.
+    /// The second has the whole length, or, with [`Receivers::Owner`], that of the own part, or is
+    /// empty where no result goes.
     Two(&'a [u8], &'a mut [u8]),
 }
 
@@ -55,10 +46,10 @@ impl Task<'_> {
     }
 
     fn gets_results(&self, rank: usize) -> bool {
-        match self.whom {
-            Whom::All => true,
-            Whom::Rank(root) => rank == root,
-            Whom::Own => false,
+        match self.receivers {
+            Receivers::All => true,
+            Receivers::Rank(root) => rank == root,
+            Receivers::Owner => false,
         }
     }
 }
@@ -80,18 +71,14 @@ pub(crate) fn reduce(
     let task = Task {
         parts: blocks.all_bytes(element_bytes),
         segment,
-        whom: match print.operation {
-            Operation::Reduce { root, .. } => Whom::Rank(root),
-            Operation::ReduceScatter(_) => Whom::Own,
-            _ => Whom::All,
-        },
+        receivers: Receivers::of_operation(print.operation),
         op,
         print,
     };
     let mut memory = match buffers {
         Buffers::InPlace(buffer) => Memory::Same(buffer),
-        Buffers::OutOfPlace { send, receive } => match task.whom {
-            Whom::Rank(root) if root != rank => Memory::Two(send, &mut []),
+        Buffers::OutOfPlace { send, receive } => match task.receivers {
+            Receivers::Rank(root) if root != rank => Memory::Two(send, &mut []),
             _ => Memory::Two(send, receive),
         },
     };
@@ -188,10 +175,10 @@ impl Memory<'_> {
     fn keep(&mut self, task: &Task<'_>, rank: usize, round: usize, result: &[u8]) {
         let place = task.segment(rank, round);
         let within = place.start - task.parts[rank].start..place.end - task.parts[rank].start;
-        let kept = task.gets_results(rank) || task.whom == Whom::Own;
+        let kept = task.gets_results(rank) || task.receivers == Receivers::Owner;
         match self {
             Memory::Same(buffer) if kept => buffer[place].copy_from_slice(result),
-            Memory::Two(_, receive) if task.whom == Whom::Own => {
+            Memory::Two(_, receive) if task.receivers == Receivers::Owner => {
                 receive[within].copy_from_slice(result);
             }
             Memory::Two(_, receive) if kept => receive[place].copy_from_slice(result),

@@ -38,13 +38,12 @@ pub(crate) fn join(
     let group = &comm.group;
     let leader = group.members[leader];
     let tag = group.engine.group_tag(leader, number);
-    let tag = tag.ok_or_else(|| CollectiveError::Refused {
-        rank,
-        operation: "split",
-        reason: format!(
+    let tag = tag.ok_or_else(|| {
+        let reason = format!(
             "expected tags for one more group, found none left after {number} groups led by \
              process {leader}; split less often and keep the groups"
-        ),
+        );
+        CollectiveError::refused(rank, "split", reason)
     })?;
     let mut options = group.options.clone();
     options.timeout = group.timeout();

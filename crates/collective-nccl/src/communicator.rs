@@ -25,7 +25,7 @@ const POLLS: u32 = 32;
 /// data moves. NCCL then moves the data, on a stream of its own.
 ///
 /// # Cost
-/// One all-gather of 72 bytes through the control communicator, then the transfers that
+/// One all-gather of 56 bytes through the control communicator, then the transfers that
 /// [`docs/collectives.md`] lists. Host buffers are copied to the GPU and back.
 ///
 /// [`docs/collectives.md`]: https://docs.rs/fusestep-collective-nccl
@@ -86,7 +86,8 @@ impl NcclCommunicator {
     fn with(control: Box<dyn Communicator>, site: Site, link: Link, options: NcclOptions) -> Self {
         let (rank, world_size) = (control.rank(), control.world_size());
         let recorder =
-            FlightRecorder::new(rank, world_size, options.recorded_calls, Instant::now());
+            FlightRecorder::new(rank, world_size, options.recorded_calls, Instant::now())
+                .dumped_into(options.dump_folder.clone());
         Self {
             control,
             site,
@@ -123,25 +124,23 @@ impl NcclCommunicator {
         if let Some(closed) = &self.closed {
             return Err(closed.clone());
         }
-        let checked = shape.blocks(self.rank(), self.world_size());
-        let outcome = checked.and_then(|blocks| {
-            let print = exchange::announce(self, &shape, blocks.numel)?;
-            match shape.operation {
-                Operation::Barrier => Ok(()),
-                _ => {
-                    let under_way = self.site.device.begin_call();
-                    let moved = body(self, blocks, &print);
-                    if let Err(error) = &moved {
-                        self.break_off(error);
-                    }
-                    // One that is done was behind all others on the stream.
-                    self.enqueued = match moved {
-                        Ok(Moved::Enqueued) => Some((print, under_way)),
-                        _ => None,
-                    };
-                    moved.map(|_| ())
-                }
+        let blocks = shape.blocks(self.rank(), self.world_size());
+        let blocks = blocks.or_else(|error| self.refuse(error))?;
+        let outcome = exchange::announce(self, &shape, blocks.numel).and_then(|print| {
+            if shape.operation == Operation::Barrier {
+                return Ok(());
             }
+            let under_way = self.site.device.begin_call();
+            let moved = body(self, blocks, &print);
+            if let Err(error) = &moved {
+                self.break_off(error);
+            }
+            // One that is done was behind all others on the stream.
+            self.enqueued = match moved {
+                Ok(Moved::Enqueued) => Some((print, under_way)),
+                _ => None,
+            };
+            moved.map(|_| ())
         });
         self.end(outcome)
     }
@@ -159,10 +158,7 @@ impl NcclCommunicator {
             self.break_off(error);
         }
         drop(under_way);
-        match done {
-            Ok(()) => Ok(()),
-            Err(error) => self.end(Err(error)),
-        }
+        done.or_else(|error| self.end(Err(error)))
     }
 
     /// Waits until everything enqueued so far is done.
@@ -234,25 +230,26 @@ impl NcclCommunicator {
         self.link.handle.end_all_of_device(error, self.options.timeout);
     }
 
+    /// What a call that fails leaves behind: the group closed on all ranks, by the first error,
+    /// which the control communicator knows.
+    fn fail(&mut self, error: CollectiveError) -> CollectiveError {
+        self.break_off(&error);
+        let error = renamed(self.control.failure().unwrap_or(error), self.last.as_ref());
+        self.closed.get_or_insert(error).clone()
+    }
+
+    /// A call that this rank cannot make.
+    pub(crate) fn refuse<T>(&mut self, error: CollectiveError) -> Result<T, CollectiveError> {
+        let error = self.fail(error);
+        self.recorder.dump_once();
+        Err(error)
+    }
+
     /// Writes an outcome down; an error closes the group on all ranks.
-    pub(crate) fn end<T>(
-        &mut self,
-        outcome: Result<T, CollectiveError>,
-    ) -> Result<T, CollectiveError> {
-        match outcome {
-            Ok(value) => {
-                self.recorder.end(Ok(()));
-                Ok(value)
-            }
-            Err(error) => {
-                self.break_off(&error);
-                // The first error holds; the control communicator knows which one that was.
-                let error = renamed(self.control.failure().unwrap_or(error), self.last.as_ref());
-                self.recorder.end(Err(&error));
-                self.recorder.dump_once(self.options.dump_folder.as_deref());
-                Err(self.closed.get_or_insert(error).clone())
-            }
-        }
+    fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
+        let outcome = outcome.map_err(|error| self.fail(error));
+        self.recorder.end(outcome.as_ref().map(|_| ()));
+        outcome
     }
 
     fn join(

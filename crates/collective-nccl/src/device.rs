@@ -22,8 +22,8 @@ pub(crate) struct Device {
     handle: c_int,
     /// Or why they cannot be loaded, which the first call that needs one says.
     kernels: Result<Kernels, String>,
-    pub(crate) calls: Calls,
-    pub(crate) communicators: Communicators,
+    calls: Mutex<Calls>,
+    communicators: Mutex<Vec<Weak<Handle>>>,
     pub(crate) index: usize,
     pub(crate) name: String,
     pub(crate) uuid: [u8; 16],
@@ -104,8 +104,8 @@ impl Device {
             context,
             handle,
             kernels: Err(String::new()),
-            calls: Calls::default(),
-            communicators: Communicators::default(),
+            calls: Mutex::default(),
+            communicators: Mutex::default(),
             index,
             uuid,
         };
@@ -141,19 +141,37 @@ impl Device {
     /// Counts a call until what is returned is dropped: memory that is dropped meanwhile is given
     /// back then, if no other call is under way.
     pub(crate) fn begin_call(self: &Arc<Self>) -> UnderWay {
-        locked(&self.calls.0).under_way += 1;
+        locked(&self.calls).under_way += 1;
         UnderWay(Arc::clone(self))
     }
 
     /// Gives memory back at once, or when no call is under way: the driver waits for all work of
     /// the device, and what a call has put there waits for other ranks.
     pub(crate) fn give_back(&self, address: Address) {
-        let mut calls = locked(&self.calls.0);
+        let mut calls = locked(&self.calls);
         calls.dropped.push(address);
         self.give_back_dropped(&mut calls);
     }
 
-    fn give_back_dropped(&self, calls: &mut Waiting) {
+    /// From now on memory stays until the process ends.
+    pub(crate) fn give_up(&self) {
+        locked(&self.calls).gave_up = true;
+    }
+
+    /// Keeps a communicator in mind.
+    pub(crate) fn add(&self, handle: &Arc<Handle>) {
+        let mut all = locked(&self.communicators);
+        all.retain(|known| known.strong_count() > 0);
+        all.push(Arc::downgrade(handle));
+    }
+
+    /// The communicators that were not yet destroyed or aborted.
+    pub(crate) fn not_ended(&self) -> Vec<Arc<Handle>> {
+        let known: Vec<_> = locked(&self.communicators).iter().filter_map(Weak::upgrade).collect();
+        known.into_iter().filter(|known| !known.is_ended()).collect()
+    }
+
+    fn give_back_dropped(&self, calls: &mut Calls) {
         if calls.under_way > 0 || calls.gave_up || calls.dropped.is_empty() {
             return;
         }
@@ -169,21 +187,11 @@ impl Device {
 
 /// The calls under way on a device, and memory that waits for their end.
 #[derive(Debug, Default)]
-pub(crate) struct Calls(Mutex<Waiting>);
-
-#[derive(Debug, Default)]
-struct Waiting {
+struct Calls {
     under_way: usize,
     dropped: Vec<Address>,
     /// Something on the device does not end; the driver would wait for it for ever.
     gave_up: bool,
-}
-
-impl Calls {
-    /// From now on memory stays until the process ends.
-    pub(crate) fn give_up(&self) {
-        locked(&self.0).gave_up = true;
-    }
 }
 
 /// A call that is under way.
@@ -192,28 +200,9 @@ pub(crate) struct UnderWay(Arc<Device>);
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        let mut calls = locked(&self.0.calls.0);
+        let mut calls = locked(&self.0.calls);
         calls.under_way -= 1;
         self.0.give_back_dropped(&mut calls);
-    }
-}
-
-/// The communicators of a device.
-#[derive(Debug, Default)]
-pub(crate) struct Communicators(Mutex<Vec<Weak<Handle>>>);
-
-impl Communicators {
-    pub(crate) fn add(&self, handle: &Arc<Handle>) {
-        let mut all = locked(&self.0);
-        all.retain(|known| known.strong_count() > 0);
-        all.push(Arc::downgrade(handle));
-    }
-
-    /// Those that were not yet destroyed or aborted.
-    pub(crate) fn not_ended(&self) -> Vec<Arc<Handle>> {
-        let known: Vec<_> = locked(&self.0).iter().filter_map(Weak::upgrade).collect();
-        let lives = known.into_iter().filter(|known| !known.is_ended());
-        lives.collect()
     }
 }
 
@@ -231,7 +220,7 @@ impl Drop for Entered<'_> {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        if locked(&self.calls.0).gave_up {
+        if locked(&self.calls).gave_up {
             return;
         }
         if let Ok(kernels) = &self.kernels

@@ -65,15 +65,11 @@ impl NcclCommunicator {
         let own = self.site.device.index;
         let other = both.iter().find(|memory| memory.ordinal() as usize != own);
         if let Some(other) = other {
-            let refused = CollectiveError::Refused {
-                rank: self.rank(),
-                operation: call.operation.name(),
-                reason: format!(
-                    "expected memory of GPU {own}, this rank's, found some of GPU {}",
-                    other.ordinal()
-                ),
-            };
-            return self.end(Err(refused));
+            let found = other.ordinal();
+            let reason =
+                format!("expected memory of GPU {own}, this rank's, found some of GPU {found}");
+            let operation = call.operation.name();
+            return self.refuse(CollectiveError::refused(self.rank(), operation, reason));
         }
         let memory = match both.map(|memory| memory.address()) {
             [send, receive] if send == receive => Memory::Same(send),

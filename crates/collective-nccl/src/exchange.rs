@@ -5,7 +5,20 @@ use fusestep_collective::{
 };
 
 use crate::communicator::NcclCommunicator;
-use crate::wire::{FRAME_BYTES, Frame};
+
+/// Bytes of a frame, what a rank says at a time: why it speaks, in a word of its own, and a call.
+const FRAME_BYTES: usize = REASON_BYTES + Fingerprint::WIRE_BYTES;
+
+const REASON_BYTES: usize = 8;
+
+/// Why a rank speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reason {
+    /// It is about to make the call.
+    Begins = 0,
+    /// The data of the call, its last one, has not come through.
+    IsStuck = 1,
+}
 
 /// Counts a call, tells the others what it is and hears what theirs are.
 pub(crate) fn announce(
@@ -27,17 +40,20 @@ pub(crate) fn announce(
     if let Some((_, to)) = pair {
         print.operation = Operation::Send { to };
     }
-    exchange(comm, Frame::Call(print), pair)?;
+    exchange(comm, &print, Reason::Begins, pair)?;
     Ok(named)
 }
 
 /// Exchanges frames with all ranks or with the other side of a transfer, and judges them.
 fn exchange(
     comm: &mut NcclCommunicator,
-    own: Frame,
+    own: &Fingerprint,
+    reason: Reason,
     pair: Option<(usize, usize)>,
 ) -> Result<(), CollectiveError> {
-    let bytes = own.to_bytes();
+    let mut bytes = [0; FRAME_BYTES];
+    bytes[0] = reason as u8;
+    bytes[REASON_BYTES..].copy_from_slice(&own.to_bytes());
     let (rank, world_size) = (comm.rank(), comm.world_size());
     let (mut all, ranks) = match pair {
         None => (vec![0; FRAME_BYTES * world_size], (0..world_size).collect()),
@@ -59,37 +75,24 @@ fn exchange(
             }
         }
     }
-    let frames: Option<Vec<Frame>> = all.chunks_exact(FRAME_BYTES).map(Frame::from_bytes).collect();
-    let frames = frames.ok_or_else(|| CollectiveError::Engine {
-        rank,
-        operation: own.fingerprint().operation.name(),
-        reason: "frames of another version of this program; run the same one on all ranks"
-            .to_owned(),
-    })?;
-    let stuck = frames.iter().position(|frame| matches!(frame, Frame::Stuck(_)));
-    if let Some(place) = stuck {
-        return Err(CollectiveError::Engine {
-            rank: ranks[place],
-            operation: frames[place].fingerprint().operation.name(),
-            reason: format!(
-                "data of call {} not through after {} ms, though every rank has come",
-                frames[place].fingerprint().sequence,
-                comm.options.timeout.as_millis()
-            ),
-        });
+    let frames = all.chunks_exact(FRAME_BYTES);
+    let prints = own.read_all(rank, frames.clone().map(|frame| &frame[REASON_BYTES..]))?;
+    if let Some(place) = frames.clone().position(|frame| frame[0] == Reason::IsStuck as u8) {
+        let Fingerprint { operation, sequence, .. } = prints[place];
+        let timeout_ms = comm.options.timeout.as_millis();
+        let reason = format!(
+            "data of call {sequence} not through after {timeout_ms} ms, though every rank has come"
+        );
+        return Err(CollectiveError::engine(ranks[place], operation.name(), reason));
     }
-    let compared = Fingerprint::compare(frames.len(), |index| frames[index].fingerprint());
+    let compared = Fingerprint::compare(prints.len(), |index| &prints[index]);
     compared.map_err(|error| error.with_ranks(&ranks))
 }
 
 /// Why data is not through: whoever does not say so is the one that stopped.
 pub(crate) fn stuck(comm: &mut NcclCommunicator, print: &Fingerprint) -> CollectiveError {
-    let pair = match print.operation {
-        Operation::Send { to } => Some((comm.rank(), to)),
-        Operation::Receive { from } => Some((from, comm.rank())),
-        _ => None,
-    };
-    match exchange(comm, Frame::Stuck(*print), pair) {
+    let pair = print.operation.pair(comm.rank());
+    match exchange(comm, print, Reason::IsStuck, pair) {
         Err(error) => error,
         Ok(()) => unreachable!("this rank's own frame says that it is stuck"),
     }

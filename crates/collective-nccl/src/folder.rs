@@ -8,13 +8,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fusestep_collective::{
-    Aborter, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
+    Aborter, Blocks, Call, CallContext, CallShape, CollectiveError, Communicator, Fingerprint,
     FlightRecorder, Membership, Movement, Operation,
 };
 
-use crate::wire::{FRAME_BYTES, Frame};
 use files::{Files, pause};
 pub use meeting::Meeting;
+
+/// Bytes before what a rank says in a file.
+const PRINT_BYTES: usize = Fingerprint::WIRE_BYTES;
 
 /// A control communicator for processes that nobody started together: ranks leave each other files
 /// in a folder that all of them see. Made by [`Meeting::join`].
@@ -93,8 +95,6 @@ impl FolderControl {
         parties: &Parties,
         payload: &[u8],
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let engine =
-            |reason: String| CollectiveError::engine(self.rank, print.operation.name(), reason);
         if let Some(closed) = self.files.closing(parties.ranks.iter().copied()) {
             return Err(closed);
         }
@@ -102,23 +102,22 @@ impl FolderControl {
         if let (Operation::Receive { .. }, [_, to]) = (print.operation, &parties.ranks[..]) {
             said.operation = Operation::Send { to: *to };
         }
-        let own = [&Frame::Call(said).to_bytes()[..], payload].concat();
+        let own = [&said.to_bytes()[..], payload].concat();
         let file = |rank: usize| format!("{}-{rank}", parties.name);
         let published = self.files.publish(&file(self.rank), &own);
-        published.map_err(|error| engine(error.to_string()))?;
+        published.map_err(|error| self.failed(print, error))?;
         let all = self.gathered(print, parties, file)?;
         self.files.withdraw(&parties.before);
-        let frames = all.iter().map(|bytes| Frame::from_bytes(bytes.get(..FRAME_BYTES)?));
-        let frames: Option<Vec<Frame>> = frames.collect();
-        let frames = frames.ok_or_else(|| {
-            engine(
-                "files of another version of this program; run the same one on all ranks"
-                    .to_owned(),
-            )
-        })?;
-        let compared = Fingerprint::compare(frames.len(), |index| frames[index].fingerprint());
+        let heads = all.iter().map(|bytes| bytes.get(..PRINT_BYTES).unwrap_or_default());
+        let prints = print.read_all(self.rank, heads)?;
+        let compared = Fingerprint::compare(prints.len(), |index| &prints[index]);
         compared.map_err(|error| error.with_ranks(&parties.ranks))?;
-        Ok(all.into_iter().map(|mut bytes| bytes.split_off(FRAME_BYTES)).collect())
+        Ok(all.into_iter().map(|mut bytes| bytes.split_off(PRINT_BYTES)).collect())
+    }
+
+    /// What the system says of a file.
+    fn failed(&self, print: &Fingerprint, error: impl ToString) -> CollectiveError {
+        CollectiveError::engine(self.rank, print.operation.name(), error)
     }
 
     /// Waits for the parties' files.
@@ -134,9 +133,7 @@ impl FolderControl {
             for (found, &rank) in all.iter_mut().zip(&parties.ranks) {
                 if found.is_none() {
                     let read = self.files.read(&file(rank));
-                    *found = read.map_err(|error| {
-                        CollectiveError::engine(self.rank, print.operation.name(), error)
-                    })?;
+                    *found = read.map_err(|error| self.failed(print, error))?;
                 }
                 if found.is_none() {
                     missing.push(rank);
@@ -167,26 +164,27 @@ impl FolderControl {
         Ok(all.into_iter().flatten().collect())
     }
 
-    fn make(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        let (rank, shape) = (self.rank, call.shape());
-        let blocks = shape.blocks(rank, self.world_size)?;
-        if !matches!(
-            call.operation,
+    /// Checks a call.
+    fn check<'a>(&self, call: &Call<'a>) -> Result<Blocks<'a>, CollectiveError> {
+        let blocks = call.blocks(self.rank, self.world_size)?;
+        match call.operation {
             Operation::Barrier
-                | Operation::AllGather
-                | Operation::Broadcast { .. }
-                | Operation::Send { .. }
-                | Operation::Receive { .. }
-        ) {
-            return Err(CollectiveError::Refused {
-                rank,
-                operation: call.operation.name(),
-                reason: "expected all-gather, broadcast, a transfer, a barrier or a split \
-                         through a folder, which carries what ranks say and no gradients; use \
-                         the communicator that was made on it"
-                    .to_owned(),
-            });
+            | Operation::AllGather
+            | Operation::Broadcast { .. }
+            | Operation::Send { .. }
+            | Operation::Receive { .. } => Ok(blocks),
+            other => Err(CollectiveError::refused(
+                self.rank,
+                other.name(),
+                "expected all-gather, broadcast, a transfer, a barrier or a split through a \
+                 folder, which carries what ranks say and no gradients; use the communicator that \
+                 was made on it",
+            )),
         }
+    }
+
+    fn make(&mut self, call: Call<'_>, blocks: Blocks<'_>) -> Result<(), CollectiveError> {
+        let (rank, shape) = (self.rank, call.shape());
         let movement = Movement {
             operation: call.operation,
             blocks: &blocks.all_bytes(call.dtype.len_bytes()),
@@ -202,16 +200,9 @@ impl FolderControl {
             };
             let found = &all[party];
             if found.len() != pull.range.len() {
-                return Err(CollectiveError::Engine {
-                    rank,
-                    operation: call.operation.name(),
-                    reason: format!(
-                        "{} bytes of rank {} in place of {}",
-                        found.len(),
-                        pull.from,
-                        pull.range.len()
-                    ),
-                });
+                let (bytes, from, expected) = (found.len(), pull.from, pull.range.len());
+                let reason = format!("{bytes} bytes of rank {from} in place of {expected}");
+                return Err(self.failed(&print, reason));
             }
             pull.into.copy_from_slice(found);
         }
@@ -232,7 +223,7 @@ impl FolderControl {
         let place = members.iter().position(|&rank| rank == self.rank);
         let folder = self.files.folder.join(format!("group-{}-{}", print.sequence, own.colour));
         let made = std::fs::create_dir_all(&folder);
-        made.map_err(|error| CollectiveError::engine(self.rank, print.operation.name(), error))?;
+        made.map_err(|error| self.failed(&print, error))?;
         let place = place.expect("this rank's own membership is among all");
         let files = Files::new(folder, place, self.files.chain());
         Ok(Some(Self::new(files, members.len(), self.timeout)))
@@ -255,7 +246,9 @@ impl Communicator for FolderControl {
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        let outcome = self.make(call);
+        // A call that cannot be made was not begun, and is not the recorder's last one.
+        let blocks = self.check(&call).map_err(|error| self.files.close(error))?;
+        let outcome = self.make(call, blocks);
         self.end(outcome)
     }
 

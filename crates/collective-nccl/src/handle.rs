@@ -47,7 +47,7 @@ impl Handle {
             ended: Condvar::new(),
             aborter,
         });
-        handle.device.communicators.add(&handle);
+        handle.device.add(&handle);
         handle
     }
 
@@ -98,7 +98,7 @@ impl Handle {
     pub(crate) fn abort_within(self: &Arc<Self>, limit: Duration) {
         self.abort_in_background(None);
         if !self.has_ended(Instant::now() + limit) {
-            self.device.calls.give_up();
+            self.device.give_up();
         }
     }
 
@@ -171,7 +171,7 @@ impl Handle {
     /// error that names this one's. Waits until all have ended, or `limit` has passed; then
     /// memory of the GPU is not given back any more.
     pub(crate) fn end_all_of_device(self: &Arc<Self>, error: &CollectiveError, limit: Duration) {
-        let all = self.device.communicators.not_ended();
+        let all = self.device.not_ended();
         for handle in &all {
             let cause = (!Arc::ptr_eq(handle, self)).then(|| CollectiveError::Aborted {
                 rank: handle.aborter.rank(),
@@ -184,7 +184,7 @@ impl Handle {
         }
         let deadline = Instant::now() + limit;
         if !all.iter().all(|handle| handle.has_ended(deadline)) {
-            self.device.calls.give_up();
+            self.device.give_up();
         }
     }
 }

@@ -37,7 +37,6 @@ mod options;
 mod reduction;
 #[cfg(feature = "nccl")]
 mod staging;
-mod wire;
 #[cfg(feature = "nccl")]
 mod workspace;
 

@@ -34,15 +34,10 @@ pub(crate) fn move_data(
         Operation::Broadcast { root } => broadcast(comm, memory, root, whole, print)?,
         Operation::AllGather => all_gather(comm, memory, ranges, print)?,
         Operation::AllToAll => all_to_all(comm, memory, ranges, print)?,
-        operation @ (Operation::Scatter { .. } | Operation::Gather { .. }) => {
-            by_messages(comm, memory, operation, ranges, print)?;
-        }
-        Operation::Send { to } => {
-            transfers(comm, &[Message::out(to, memory.input(0), whole)], print)?;
-        }
-        Operation::Receive { from } => {
-            transfers(comm, &[Message::into(from, memory.result(0), whole)], print)?;
-        }
+        operation @ (Operation::Scatter { .. }
+        | Operation::Gather { .. }
+        | Operation::Send { .. }
+        | Operation::Receive { .. }) => by_messages(comm, memory, operation, ranges, print)?,
         Operation::Barrier | Operation::Split | Operation::ReduceUpdate => {}
     }
     Ok(())

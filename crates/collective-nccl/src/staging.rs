@@ -2,19 +2,13 @@
 
 use std::ops::Range;
 
-use fusestep_collective::{Blocks, Buffers, CollectiveError, Communicator, Fingerprint, Operation};
+use fusestep_collective::{
+    Blocks, Buffers, CollectiveError, Communicator, Fingerprint, Operation, Part,
+};
 
 use crate::communicator::NcclCommunicator;
 use crate::device_call::Memory;
 use crate::{cut, movement, reduction};
-
-/// What of the whole a rank gives or gets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Share {
-    All,
-    Own,
-    Nothing,
-}
 
 /// A segment of a call: ranges of the whole, and where they lie on the device.
 struct Segment {
@@ -82,7 +76,7 @@ fn move_segment(
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
     let rank = comm.rank();
-    let (given, gotten) = (gives(print.operation, rank), gets(print.operation, rank));
+    let [given, gotten] = print.operation.parts(rank);
     // Apart, the own block is all there is in a buffer that holds no more.
     let (send, send_start): (&[u8], usize) = match buffers {
         Buffers::InPlace(buffer) => (buffer, 0),
@@ -114,12 +108,12 @@ fn move_segment(
 }
 
 impl Segment {
-    /// The ranges of a share with their places, those that follow each other on both sides as one.
-    fn runs(&self, share: Share, rank: usize) -> Vec<(Range<usize>, usize)> {
-        let pairs = match share {
-            Share::All => 0..self.of_whole.len(),
-            Share::Own => rank..rank + 1,
-            Share::Nothing => 0..0,
+    /// The ranges of a part with their places, those that follow each other on both sides as one.
+    fn runs(&self, part: Part, rank: usize) -> Vec<(Range<usize>, usize)> {
+        let pairs = match part {
+            Part::Whole => 0..self.of_whole.len(),
+            Part::Own => rank..rank + 1,
+            Part::Nothing => 0..0,
         };
         let mut runs: Vec<(Range<usize>, usize)> = Vec::with_capacity(pairs.len());
         for index in pairs {
@@ -135,36 +129,9 @@ impl Segment {
     }
 }
 
-fn start_of(share: Share, own_start: usize) -> usize {
-    match share {
-        Share::Own => own_start,
-        Share::All | Share::Nothing => 0,
-    }
-}
-
-/// What `rank` gives to an operation.
-fn gives(operation: Operation, rank: usize) -> Share {
-    match operation {
-        Operation::AllGather | Operation::Gather { .. } => Share::Own,
-        Operation::Broadcast { root } | Operation::Scatter { root } if root != rank => {
-            Share::Nothing
-        }
-        Operation::Receive { .. } | Operation::Barrier | Operation::Split => Share::Nothing,
-        _ => Share::All,
-    }
-}
-
-/// What `rank` gets from an operation.
-fn gets(operation: Operation, rank: usize) -> Share {
-    match operation {
-        Operation::ReduceScatter(_) | Operation::Scatter { .. } => Share::Own,
-        Operation::Reduce { root, .. } | Operation::Gather { root } if root != rank => {
-            Share::Nothing
-        }
-        Operation::Send { .. }
-        | Operation::Barrier
-        | Operation::Split
-        | Operation::ReduceUpdate => Share::Nothing,
-        _ => Share::All,
+fn start_of(part: Part, own_start: usize) -> usize {
+    match part {
+        Part::Own => own_start,
+        Part::Whole | Part::Nothing => 0,
     }
 }

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, Collectives, Communicator, Membership, ReduceOp};
+use fusestep_collective::{
+    CallState, CollectiveError, Collectives, Communicator, Membership, ReduceOp,
+};
 use fusestep_collective_nccl::{FolderControl, Meeting, NcclError};
 
 const SHORT: Duration = Duration::from_millis(400);
@@ -156,7 +158,11 @@ fn different_calls_and_calls_that_it_does_not_carry_are_refused() {
     );
     assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
     let errors = all(world(2, Duration::from_secs(20), |mut comm| {
-        comm.all_reduce(&mut [1f32], ReduceOp::Sum).unwrap_err()
+        comm.barrier().unwrap();
+        let error = comm.all_reduce(&mut [1f32], ReduceOp::Sum).unwrap_err();
+        let states: Vec<_> = comm.recorder().calls().map(|call| call.state).collect();
+        assert_eq!(states, [CallState::Done], "what was refused was not begun");
+        error
     }));
     assert!(errors[0].to_string().contains("no gradients"), "{errors:?}");
 }

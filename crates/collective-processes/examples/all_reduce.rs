@@ -1,7 +1,7 @@
 //! Times an all-reduce between the processes that a launcher has started, or, started plainly,
 //! between two threads: `all_reduce 4096 67108864`.
 
-use fusestep_collective::{Communicator, Options, bench_all_reduce, measure_all_reduce};
+use fusestep_collective::{Communicator, Options, measure_all_reduce, run_ranks};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, launched_processes};
 use fusestep_simd::Level;
 
@@ -13,7 +13,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let rows = measure_all_reduce(&mut comm, &sizes, Level::detect())?;
         (rows, comm.rank())
     } else {
-        (bench_all_reduce(2, &sizes, &Options::default())?, 0)
+        let mut both = run_ranks(2, &Options::default(), |mut comm| {
+            measure_all_reduce(&mut comm, &sizes, Level::detect())
+        })?;
+        (both.remove(0).expect("no rank panics")?, 0)
     };
     for row in rows.iter().filter(|_| rank == 0) {
         println!(

@@ -1,20 +1,14 @@
 //! What stands in for the engine on systems that lack what it is made of.
 
-use std::convert::Infallible;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use fusestep_collective::{
-    Aborter, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
-};
+use fusestep_collective::{Communicator, Solo};
 
 use crate::{LaunchOptions, Launched, ProcessError, ProcessOptions, Rendezvous};
 
-/// One rank of a group of processes on one machine; this system has none.
+/// One rank of a group of processes on one machine; this system has none, and nobody makes one.
 #[derive(Debug)]
-pub struct ProcessCommunicator {
-    never: Infallible,
-}
+pub struct ProcessCommunicator(Solo);
 
 impl ProcessCommunicator {
     /// All processes that a launcher has started.
@@ -34,35 +28,13 @@ impl ProcessCommunicator {
     }
 
     /// How long this rank waits for others from the next call on.
-    pub fn set_timeout(&mut self, _timeout: Duration) {
-        match self.never {}
-    }
+    pub fn set_timeout(&mut self, _timeout: Duration) {}
 }
 
 impl Communicator for ProcessCommunicator {
-    fn rank(&self) -> usize {
-        match self.never {}
-    }
-    fn world_size(&self) -> usize {
-        match self.never {}
-    }
-    fn execute(&mut self, _call: Call<'_>) -> Result<(), CollectiveError> {
-        match self.never {}
-    }
-    fn split(
-        &mut self,
-        _membership: Option<Membership>,
-    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
-        match self.never {}
-    }
-    fn set_context(&mut self, _context: CallContext) {
-        match self.never {}
-    }
-    fn aborter(&self) -> Aborter {
-        match self.never {}
-    }
-    fn recorder(&self) -> &FlightRecorder {
-        match self.never {}
+    fusestep_collective::forward_calls! {
+        this => this.0;
+        rank, world_size, execute, split, set_context, aborter, recorder,
     }
 }
 

@@ -139,23 +139,16 @@ impl Cards<'_> {
 
     /// Requires that all parties do the same as `own`.
     pub(crate) fn compare(&self, own: &Fingerprint) -> Result<(), CollectiveError> {
-        let own = print_words(own);
-        let is_same = |party: usize| (0..PRINT_WORDS).all(|at| self.word(party, at) == own[at]);
+        let words = print_words(own);
+        let is_same = |party: usize| (0..PRINT_WORDS).all(|at| self.word(party, at) == words[at]);
         if (0..self.parties()).all(is_same) {
             return Ok(());
         }
-        let prints: Option<Vec<Fingerprint>> = (0..self.parties())
-            .map(|party| {
-                let words = (0..PRINT_WORDS).map(|at| self.word(party, at).to_le_bytes());
-                Fingerprint::from_bytes(words.collect::<Vec<_>>().as_flattened())
-            })
-            .collect();
-        let prints = prints.ok_or_else(|| CollectiveError::Engine {
-            rank: 0,
-            operation: "comparison of calls",
-            reason: "what no rank of this version says; start all ranks from one program"
-                .to_owned(),
-        })?;
+        let bytes_of = |party: usize| -> [[u8; 8]; PRINT_WORDS] {
+            std::array::from_fn(|at| self.word(party, at).to_le_bytes())
+        };
+        let all: Vec<_> = (0..self.parties()).map(bytes_of).collect();
+        let prints = own.read_all(0, all.iter().map(|words| words.as_flattened()))?;
         Fingerprint::compare(prints.len(), |party| &prints[party])
     }
 }

@@ -77,9 +77,10 @@ impl ProcessCommunicator {
     fn new(group: Arc<Group>, options: ProcessOptions) -> Self {
         let options = ProcessOptions { timeout: options.timeout.min(MAX_TIMEOUT), ..options };
         let (rank, ranks) = (group.rank, group.world_size());
+        let recorder = FlightRecorder::new(rank, ranks, options.recorded_calls, group.begun);
         Self {
             place: group.place(),
-            recorder: FlightRecorder::new(rank, ranks, options.recorded_calls, group.begun),
+            recorder: recorder.dumped_into(options.dump_folder.clone()),
             options,
             sequence: 0,
             context: CallContext::default(),
@@ -95,10 +96,6 @@ impl ProcessCommunicator {
         self.options.timeout = timeout.min(MAX_TIMEOUT);
     }
 
-    fn dump(&mut self) {
-        self.recorder.dump_once(self.options.dump_folder.as_deref());
-    }
-
     /// What a call that fails leaves behind: the group closed, unless a rank has only left.
     fn fail(&self, error: CollectiveError) -> CollectiveError {
         match error {
@@ -111,16 +108,13 @@ impl ProcessCommunicator {
     fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
         let outcome = outcome.map_err(|error| self.fail(error));
         self.recorder.end(outcome.as_ref().map(|_| ()));
-        if outcome.is_err() {
-            self.dump();
-        }
         outcome
     }
 
     /// A call that this rank cannot make.
     fn refuse<T>(&mut self, error: CollectiveError) -> Result<T, CollectiveError> {
         let error = self.fail(error);
-        self.dump();
+        self.recorder.dump_once();
         Err(error)
     }
 
@@ -188,12 +182,7 @@ impl ProcessCommunicator {
     fn die(&mut self, error: CollectiveError) -> ! {
         let error = self.fail(error);
         self.recorder.end(Err(&error));
-        self.dump();
-        let place = match self.recorder.dumped() {
-            None => "no folder was given for the flight recorder".to_owned(),
-            Some(Ok(path)) => format!("the flight recorder is {}", path.display()),
-            Some(Err(error)) => format!("the flight recorder could not be written: {error}"),
-        };
+        let place = self.recorder.place();
         // Nobody is left who could say it by the world's ranks for a group that was split off.
         let (rank, error) = self.group.in_session(error);
         starter::say(&format!(
@@ -250,10 +239,8 @@ impl Communicator for ProcessCommunicator {
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
         let rank = self.group.rank;
-        let blocks = match call.blocks(rank, self.group.world_size()) {
-            Ok(blocks) => blocks,
-            Err(error) => return self.refuse(error),
-        };
+        let blocks = call.blocks(rank, self.group.world_size());
+        let blocks = blocks.or_else(|error| self.refuse(error))?;
         let outcome = match call.operation.pair(rank) {
             Some(pair) => self.transfer(call, blocks.numel, pair),
             None => {
@@ -311,10 +298,8 @@ impl Communicator for ProcessCommunicator {
         call: ReduceUpdate<'_>,
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
-        let blocks = match call.blocks(self.group.rank, self.group.world_size()) {
-            Ok(blocks) => blocks,
-            Err(error) => return self.refuse(error),
-        };
+        let blocks = call.blocks(self.group.rank, self.group.world_size());
+        let blocks = blocks.or_else(|error| self.refuse(error))?;
         self.sequence += 1;
         let print = call.fingerprint(blocks.numel, self.sequence, self.context);
         let task = self.begin(print);
@@ -331,7 +316,7 @@ impl Drop for ProcessCommunicator {
     fn drop(&mut self) {
         let (rank, calls) = (self.group.rank, self.recorder.calls_begun());
         if std::thread::panicking() {
-            self.dump();
+            self.recorder.dump_once();
             self.group.close(CollectiveError::Panicked { rank, calls });
         } else {
             self.group.leave(calls);

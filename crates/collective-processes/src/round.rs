@@ -97,6 +97,11 @@ impl Table<'_> {
         self.head.gate.0.load(Ordering::SeqCst)
     }
 
+    /// The participants with their ranks.
+    fn parties(&self) -> impl Iterator<Item = (&Participant, usize)> {
+        self.participants.iter().zip(self.place.ranks.iter().copied())
+    }
+
     fn is_open(&self) -> bool {
         self.gate() & !FAILED >= self.target
     }
@@ -179,10 +184,8 @@ impl Table<'_> {
 
     /// The first rank of those that `concerns` whose process is gone.
     fn dead(&self, concerns: impl Fn(&Participant) -> bool) -> Option<usize> {
-        let participants = self.participants.iter().zip(&self.place.ranks);
-        let mut concerned = participants.filter(|(participant, _)| concerns(participant));
-        let found = concerned.find(|(_, rank)| !self.group.is_alive(**rank));
-        found.map(|(_, rank)| *rank)
+        let concerned = self.parties().filter(|(participant, _)| concerns(participant));
+        concerned.map(|(_, rank)| rank).find(|&rank| !self.group.is_alive(rank))
     }
 
     /// The ranks that are not among those counted when the gate was closed.
@@ -192,14 +195,11 @@ impl Table<'_> {
         debug_assert!(closed + parties >= self.target, "the round before is over");
         let mut late = Vec::new();
         for _ in 0..LOOKS {
-            let participants = self.participants.iter().zip(&self.place.ranks);
             let is_late = |participant: &Participant| {
                 participant.arrived.load(Ordering::SeqCst) < self.place.round
             };
-            late = participants
-                .filter(|(participant, _)| is_late(participant))
-                .map(|(_, rank)| *rank)
-                .collect();
+            let parties = self.parties().filter(|(participant, _)| is_late(participant));
+            late = parties.map(|(_, rank)| rank).collect();
             // A party says that it has arrived a moment after it is counted, or dies in between.
             if late.len() == missing {
                 break;
@@ -222,33 +222,23 @@ impl Table<'_> {
         let is_in =
             |participant: &Participant| participant.departed.0.load(Ordering::SeqCst) < round;
         let alone = || {
-            let participants = self.participants.iter().zip(&self.place.ranks);
-            let mut others = participants.filter(|(participant, _)| is_in(participant));
+            let mut others = self.parties().filter(|(participant, _)| is_in(participant));
             // Alive is asked first: who departs and dies then has departed.
-            others.all(|(participant, rank)| !self.group.is_alive(*rank) || !is_in(participant))
+            others.all(|(participant, rank)| !self.group.is_alive(rank) || !is_in(participant))
         };
         let deadline = Instant::now() + task.timeout;
         let notifier = &head.notifier.0;
         if notifier.wait(self.patience, deadline, over, alone) {
             return Ok(());
         }
-        let participants = || self.participants.iter().zip(&self.place.ranks);
-        let mut in_use = Vec::new();
-        let mut dead = None;
-        for (_, &rank) in participants().filter(|(participant, _)| is_in(participant)) {
-            if self.group.is_alive(rank) {
-                in_use.push(rank);
-            } else {
-                dead = dead.or(Some(rank));
-            }
-        }
-        in_use.retain(|rank| {
-            let mut still = participants().filter(|(participant, _)| is_in(participant));
-            still.any(|(_, other)| other == rank)
-        });
-        match (in_use.is_empty(), dead) {
+        let still_in = || self.parties().filter(|(participant, _)| is_in(participant));
+        let still_in = || still_in().map(|(_, rank)| rank);
+        let (mut in_use, dead): (Vec<usize>, Vec<usize>) =
+            still_in().partition(|&rank| self.group.is_alive(rank));
+        in_use.retain(|&rank| still_in().any(|other| other == rank));
+        match (in_use.is_empty(), dead.first()) {
             (true, None) => Ok(()),
-            (true, Some(rank)) => Err(Broken::Ended(self.group.died(rank))),
+            (true, Some(&rank)) => Err(Broken::Ended(self.group.died(rank))),
             (false, _) => {
                 let late = task.card.print.late(in_use, task.timeout);
                 Err(Broken::InUse(late))

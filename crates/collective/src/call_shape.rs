@@ -179,18 +179,10 @@ impl<'a> CallShape<'a> {
     fn check_lengths(&self, rank: usize, blocks: &Blocks<'_>) -> Result<(), String> {
         let element_bytes = self.dtype.len_bytes();
         let (whole, own) = (blocks.numel, blocks.of(rank).len());
-        let at = |root: usize, numel: usize| (root == rank).then_some(numel);
-        let (send_numel, receive_numel) = match self.operation {
-            Operation::AllReduce(_) | Operation::AllToAll => (Some(whole), Some(whole)),
-            Operation::Reduce { root, .. } => (Some(whole), at(root, whole)),
-            Operation::Broadcast { root } => (at(root, whole), Some(whole)),
-            Operation::AllGather => (Some(own), Some(whole)),
-            Operation::ReduceScatter(_) => (Some(whole), Some(own)),
-            Operation::Scatter { root } => (at(root, whole), Some(own)),
-            Operation::Gather { root } => (Some(own), at(root, whole)),
-            Operation::Send { .. } => (Some(whole), None),
-            Operation::Receive { .. } => (None, Some(whole)),
-            Operation::Barrier | Operation::Split | Operation::ReduceUpdate => (None, None),
+        let numel_of = |part| match part {
+            Part::Whole => Some(whole),
+            Part::Own => Some(own),
+            Part::Nothing => None,
         };
         let require = |name: &str, len_bytes: usize, expected: Option<usize>| match expected {
             Some(expected) if len_bytes != expected * element_bytes => Err(format!(
@@ -202,14 +194,45 @@ impl<'a> CallShape<'a> {
         match self.lengths {
             Lengths::InPlace(buffer) => require("buffer", buffer, Some(whole)),
             Lengths::OutOfPlace { send, receive } => {
-                require("send", send, send_numel)?;
-                require("receive", receive, receive_numel)
+                let [gives, gets] = self.operation.parts(rank);
+                require("send", send, numel_of(gives))?;
+                require("receive", receive, numel_of(gets))
             }
         }
     }
 }
 
+/// What of the whole a rank gives to a call or gets from it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// All elements.
+    Whole,
+    /// Its own block.
+    Own,
+    /// None.
+    Nothing,
+}
+
 impl Operation {
+    /// What `rank` gives, and what it gets.
+    pub fn parts(self, rank: usize) -> [Part; 2] {
+        let at = |root| if root == rank { Part::Whole } else { Part::Nothing };
+        match self {
+            Operation::AllReduce(_) | Operation::AllToAll => [Part::Whole, Part::Whole],
+            Operation::Reduce { root, .. } => [Part::Whole, at(root)],
+            Operation::Broadcast { root } => [at(root), Part::Whole],
+            Operation::AllGather => [Part::Own, Part::Whole],
+            Operation::ReduceScatter(_) => [Part::Whole, Part::Own],
+            Operation::Scatter { root } => [at(root), Part::Own],
+            Operation::Gather { root } => [Part::Own, at(root)],
+            Operation::Send { .. } => [Part::Whole, Part::Nothing],
+            Operation::Receive { .. } => [Part::Nothing, Part::Whole],
+            Operation::Barrier | Operation::Split | Operation::ReduceUpdate => {
+                [Part::Nothing, Part::Nothing]
+            }
+        }
+    }
+
     /// Whether each rank has a block of the whole that counts can set.
     pub(crate) fn has_blocks(self) -> bool {
         matches!(

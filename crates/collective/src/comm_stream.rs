@@ -61,11 +61,8 @@ pub fn comm_streams(
     count: usize,
 ) -> Result<Vec<CommStream>, CollectiveError> {
     if count > MAX_COMM_STREAMS {
-        return Err(CollectiveError::Refused {
-            rank: comm.rank(),
-            operation: "comm_streams",
-            reason: format!("expected at most {MAX_COMM_STREAMS}, found {count}; 2 are plenty"),
-        });
+        let reason = format!("expected at most {MAX_COMM_STREAMS}, found {count}; 2 are plenty");
+        return Err(CollectiveError::refused(comm.rank(), "comm_streams", reason));
     }
     let everyone = Membership { colour: 0, key: 0 };
     let mut made = Vec::with_capacity(count);
@@ -92,12 +89,11 @@ impl CommStream {
                 job(&mut *comm);
             }
         });
-        let thread = spawned.map_err(|error| CollectiveError::Refused {
-            rank,
-            operation: "communication stream",
-            reason: format!(
+        let thread = spawned.map_err(|error| {
+            let reason = format!(
                 "expected a thread of its own, found {error}; use fewer communication streams"
-            ),
+            );
+            CollectiveError::refused(rank, "communication stream", reason)
         })?;
         Ok(Self { queue: Some(queue), thread: Some(thread), aborter, started: AtomicU64::new(0) })
     }

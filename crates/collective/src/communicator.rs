@@ -198,13 +198,10 @@ pub trait Communicator: Send {
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
         let (_, _) = (call, work);
-        Err(CollectiveError::Refused {
-            rank: self.rank(),
-            operation: Operation::ReduceUpdate.name(),
-            reason: "expected ranks that see each other's memory, found an engine that sends it; \
-                     reduce first and update then"
-                .to_owned(),
-        })
+        let operation = Operation::ReduceUpdate.name();
+        let reason = "expected ranks that see each other's memory, found an engine that sends it; \
+                      reduce first and update then";
+        Err(CollectiveError::refused(self.rank(), operation, reason))
     }
 
     /// The number of the device whose memory [`execute_on_device`](Self::execute_on_device) takes;
@@ -232,15 +229,12 @@ pub trait Communicator: Send {
     ///
     /// [`DeviceOrder::Events`]: fusestep_launch::DeviceOrder::Events
     fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
-        Err(CollectiveError::Refused {
-            rank: self.rank(),
-            operation: call.operation.name(),
-            reason: format!(
-                "expected host memory, which this engine works in, found some of GPU {}; copy it \
-                 to the host first, or use NCCL",
-                call.buffers.both()[0].ordinal()
-            ),
-        })
+        let reason = format!(
+            "expected host memory, which this engine works in, found some of GPU {}; copy it to \
+             the host first, or use NCCL",
+            call.buffers.both()[0].ordinal()
+        );
+        Err(CollectiveError::refused(self.rank(), call.operation.name(), reason))
     }
 
     /// Waits until all that [`execute_on_device`](Self::execute_on_device) has enqueued is done; an

@@ -8,8 +8,7 @@ use fusestep_tensor::DType;
 use serde::Serialize;
 
 use crate::{
-    Buffers, Call, CollectiveError, Collectives, Communicator, Operation, Options, ReduceOp,
-    even_counts, thread_ranks,
+    Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp, even_counts,
 };
 
 /// Times each length is measured at least.
@@ -32,7 +31,7 @@ const MAX_CALLS: usize = 128;
 /// One length of buffer, f32 and in place.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AllReduceRow {
-    /// Number of ranks, each a thread.
+    /// Number of ranks.
     pub ranks: usize,
     /// Bytes of each rank's buffer.
     pub len_bytes: u64,
@@ -49,8 +48,8 @@ pub struct AllReduceRow {
     pub share_of_ceiling: f64,
 }
 
-/// Measures an all-reduce (sum, f32, in place) of `ranks` threads for each length, and the ceiling
-/// of the same bytes in turn with it.
+/// Measures an all-reduce (sum, f32, in place) for each length, and the ceiling of the same bytes
+/// in turn with it; all ranks of `comm` call it, and the numbers are those that each rank has seen.
 ///
 /// The first result of each length is compared with the expected sums before anything is timed.
 /// Buffers lie as the buckets of a step do, where [`Communicator::allocate`] puts them: for threads
@@ -59,44 +58,8 @@ pub struct AllReduceRow {
 /// # Units
 /// `sizes` are bytes of each rank's buffer, rounded down to whole f32.
 /// # Errors
-/// [`CollectiveError`] of the communicators; [`CollectiveError::Refused`] if a thread cannot be
-/// started, memory does not suffice or a sum is wrong.
-pub fn bench_all_reduce(
-    ranks: usize,
-    sizes: &[u64],
-    options: &Options,
-) -> Result<Vec<AllReduceRow>, CollectiveError> {
-    let refused = |reason: String| CollectiveError::refused(0, "all-reduce benchmark", reason);
-    if ranks == 0 {
-        return Err(refused("expected at least 1 rank, found 0".to_owned()));
-    }
-    let comms = thread_ranks(ranks, options);
-    let outcomes: Vec<_> = std::thread::scope(|scope| {
-        let mut threads = Vec::new();
-        for mut comm in comms {
-            let builder = std::thread::Builder::new();
-            let spawned = builder
-                .spawn_scoped(scope, move || measure_all_reduce(&mut comm, sizes, options.level));
-            threads
-                .push(spawned.map_err(|error| {
-                    refused(format!("expected {ranks} threads, found {error}"))
-                })?);
-        }
-        Ok(threads.into_iter().map(|thread| thread.join()).collect())
-    })?;
-    let mut first = None;
-    for outcome in outcomes {
-        let rows = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        first.get_or_insert(rows);
-    }
-    Ok(first.unwrap_or_default())
-}
-
-/// [`bench_all_reduce`] on the ranks of any engine; all of them call it, and the numbers are those
-/// that each rank has seen.
-///
-/// # Errors
-/// As there.
+/// [`CollectiveError`] of the communicator; [`CollectiveError::Refused`] if memory does not suffice
+/// or a sum is wrong.
 pub fn measure_all_reduce(
     comm: &mut dyn Communicator,
     sizes: &[u64],
@@ -314,7 +277,7 @@ fn read_and_write(level: Level, buffer: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Solo;
+    use crate::{Options, Solo};
 
     #[test]
     fn a_line_is_found_again_and_bad_points_give_no_nonsense() {

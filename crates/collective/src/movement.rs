@@ -74,6 +74,9 @@ impl Movement<'_> {
 
     /// What `to` takes of what `from` shows, if anything.
     pub fn given(&self, from: usize, to: usize) -> Option<Range<usize>> {
+        if let Operation::Send { to: receiver } = self.operation {
+            return (receiver == to).then(|| self.whole());
+        }
         let mut takes = self.takes(to);
         takes.find(|take| take.from == from).map(|take| take.range)
     }
@@ -196,5 +199,7 @@ mod tests {
             drop(shares);
             assert_eq!(buffers, expected, "{operation}");
         }
+        let sent = Movement { operation: Operation::Send { to: 2 }, blocks: &blocks };
+        assert_eq!([0, 1, 2].map(|to| sent.given(0, to)), [None, None, Some(0..4)]);
     }
 }

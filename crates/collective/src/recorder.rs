@@ -100,6 +100,8 @@ pub struct FlightRecorder {
     /// Which calls of all failed, from 1, and how.
     failures: VecDeque<(u64, String)>,
     total: u64,
+    /// Where it is written when a call fails.
+    folder: Option<PathBuf>,
     dumped: Option<Result<PathBuf, String>>,
 }
 
@@ -126,8 +128,14 @@ impl FlightRecorder {
             calls: VecDeque::with_capacity(capacity),
             failures: VecDeque::new(),
             total: 0,
+            folder: None,
             dumped: None,
         }
+    }
+
+    /// The recorder, written into `folder` when a call fails for the first time.
+    pub fn dumped_into(self, folder: Option<PathBuf>) -> Self {
+        Self { folder, ..self }
     }
 
     /// The calls kept, oldest first.
@@ -205,7 +213,7 @@ impl FlightRecorder {
         }
     }
 
-    /// Writes down how the call that is running ended.
+    /// Writes down how the call that is running ended; on disk too, if it is an error.
     pub fn end(&mut self, outcome: Result<(), &CollectiveError>) {
         let ended_ns = self.now_ns();
         if let Some(call) = self.calls.back_mut() {
@@ -216,6 +224,9 @@ impl FlightRecorder {
             if let Err(error) = outcome {
                 self.failures.push_back((self.total, error.to_string()));
             }
+        }
+        if outcome.is_err() {
+            self.dump_once();
         }
     }
 
@@ -242,17 +253,26 @@ impl FlightRecorder {
         Ok(path)
     }
 
-    /// [`dump`](Self::dump) for engines: the first time with a folder, and never again.
-    pub fn dump_once(&mut self, folder: Option<&Path>) {
-        if let (None, Some(folder)) = (&self.dumped, folder) {
+    /// [`dump`](Self::dump) into its own folder, if it has one: the first time, and never again.
+    pub fn dump_once(&mut self) {
+        if let (None, Some(folder)) = (&self.dumped, &self.folder) {
             self.dumped = Some(self.dump(folder).map_err(|error| error.to_string()));
         }
     }
 
-    /// Where the engine has written it, or why it could not; `None` while all is well or without a
-    /// folder.
+    /// Where it was written when a call failed, or why it could not be; `None` while all is well or
+    /// without a folder.
     pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
         self.dumped.as_ref()
+    }
+
+    /// [`dumped`](Self::dumped) in words, for whoever reads why a process ends.
+    pub fn place(&self) -> String {
+        match &self.dumped {
+            None => "no folder was given for the flight recorder".to_owned(),
+            Some(Ok(path)) => format!("the flight recorder is {}", path.display()),
+            Some(Err(error)) => format!("the flight recorder could not be written: {error}"),
+        }
     }
 }
 

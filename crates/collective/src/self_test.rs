@@ -25,14 +25,10 @@ pub fn self_test(comm: &mut dyn Communicator) -> Result<Vec<&'static str>, Colle
     ];
     for (name, test) in tests {
         if !test(comm)? {
-            return Err(CollectiveError::Refused {
-                rank: comm.rank(),
-                operation: "self-test",
-                reason: format!(
-                    "expected the sums and blocks that this engine must give in {name}, found \
-                     others"
-                ),
-            });
+            let reason = format!(
+                "expected the sums and blocks that this engine must give in {name}, found others"
+            );
+            return Err(CollectiveError::refused(comm.rank(), "self-test", reason));
         }
         right.push(name);
     }

@@ -125,6 +125,7 @@ impl ThreadCommunicator {
         participant: Participant<Header, CollectiveError>,
     ) -> Self {
         let (world_size, options) = (group.world_size, &group.options);
+        let recorder = FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun);
         Self {
             rank,
             participant,
@@ -132,41 +133,22 @@ impl ThreadCommunicator {
             context: CallContext::default(),
             ends: vec![0; world_size],
             pairs: HashMap::new(),
-            recorder: FlightRecorder::new(rank, world_size, options.recorded_calls, group.begun),
+            recorder: recorder.dumped_into(options.dump_folder.clone()),
             group,
         }
     }
 
-    /// Closes the group for everyone; returns the error that holds, the first one.
-    fn close(&mut self, error: CollectiveError) -> CollectiveError {
-        self.group.close(error)
-    }
-
-    fn dump(&mut self) {
-        let folder = self.group.options.dump_folder.as_deref();
-        self.recorder.dump_once(folder);
-    }
-
-    /// Writes an outcome down.
+    /// Writes an outcome down; an error closes the group for everyone, and the first one holds.
     fn end<T>(&mut self, outcome: Result<T, CollectiveError>) -> Result<T, CollectiveError> {
-        match outcome {
-            Ok(value) => {
-                self.recorder.end(Ok(()));
-                Ok(value)
-            }
-            Err(error) => {
-                let error = self.close(error);
-                self.recorder.end(Err(&error));
-                self.dump();
-                Err(error)
-            }
-        }
+        let outcome = outcome.map_err(|error| self.group.close(error));
+        self.recorder.end(outcome.as_ref().map(|_| ()));
+        outcome
     }
 
     /// A call that this rank cannot make.
     fn refuse<T>(&mut self, error: CollectiveError) -> Result<T, CollectiveError> {
-        let error = self.close(error);
-        self.dump();
+        let error = self.group.close(error);
+        self.recorder.dump_once();
         Err(error)
     }
 
@@ -190,10 +172,8 @@ impl Communicator for ThreadCommunicator {
     }
 
     fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        let blocks = match call.blocks(self.rank, self.world_size()) {
-            Ok(blocks) => blocks,
-            Err(error) => return self.refuse(error),
-        };
+        let blocks = call.blocks(self.rank, self.world_size());
+        let blocks = blocks.or_else(|error| self.refuse(error))?;
         let outcome = match call.operation.pair(self.rank) {
             Some(pair) => self.transfer(call, blocks.numel, pair),
             None => {
@@ -238,10 +218,8 @@ impl Communicator for ThreadCommunicator {
         call: ReduceUpdate<'_>,
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
-        let blocks = match call.blocks(self.rank, self.world_size()) {
-            Ok(blocks) => blocks,
-            Err(error) => return self.refuse(error),
-        };
+        let blocks = call.blocks(self.rank, self.world_size());
+        let blocks = blocks.or_else(|error| self.refuse(error))?;
         self.sequence += 1;
         let outcome = self.update_everywhere(call, blocks, work);
         self.end(outcome)
@@ -256,7 +234,7 @@ impl Drop for ThreadCommunicator {
     fn drop(&mut self) {
         let (rank, calls) = (self.rank, self.recorder.calls_begun());
         if std::thread::panicking() {
-            self.dump();
+            self.recorder.dump_once();
             self.group.close(CollectiveError::Panicked { rank, calls });
         } else {
             self.group.close(CollectiveError::Left { rank, calls });

@@ -2,7 +2,7 @@
 
 use fusestep_tensor::DType;
 
-use crate::{CallContext, Fingerprint, Operation, ReduceOp};
+use crate::{CallContext, CollectiveError, Fingerprint, Operation, ReduceOp};
 
 const WORDS: usize = 6;
 
@@ -45,6 +45,21 @@ impl Fingerprint {
             counts_hash,
             context: CallContext { plan_hash, bucket },
         })
+    }
+
+    /// The fingerprints of which [`Self::to_bytes`] made all of these on other ranks, for this call
+    /// of `rank`.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Engine`] if it made others.
+    pub fn read_all<'a>(
+        &self,
+        rank: usize,
+        all: impl Iterator<Item = &'a [u8]>,
+    ) -> Result<Vec<Self>, CollectiveError> {
+        let all: Option<Vec<Self>> = all.map(Self::from_bytes).collect();
+        let reason = "what no rank of this version says; start all ranks from one program";
+        all.ok_or_else(|| CollectiveError::engine(rank, self.operation.name(), reason))
     }
 
     /// Operation but for its root, dtype and bucket in one word.
@@ -126,6 +141,13 @@ mod tests {
     #[test]
     fn other_bytes_are_refused() {
         assert_eq!(Fingerprint::from_bytes(&[0; 3]), None);
-        assert_eq!(Fingerprint::from_bytes(&[0xff; Fingerprint::WIRE_BYTES]), None);
+        let strange = [0xff; Fingerprint::WIRE_BYTES];
+        assert_eq!(Fingerprint::from_bytes(&strange), None);
+        let own = crate::CallShape::SPLIT.fingerprint(0, 1, CallContext::default());
+        let bytes = own.to_bytes();
+        let read = |of: [&[u8]; 2]| own.read_all(1, of.into_iter());
+        assert_eq!(read([&bytes, &bytes]), Ok(vec![own, own]));
+        let error = read([&bytes, &strange]).unwrap_err();
+        assert!(error.to_string().starts_with("split on rank 1: expected the engine to do it"));
     }
 }
