@@ -1,10 +1,8 @@
 //! Independent programs on all cores.
 
-use std::num::NonZeroUsize;
-use std::sync::Mutex;
-use std::thread::ScopedJoinHandle;
-
-use anyhow::{Result, anyhow};
+use anyhow::Result;
+use rayon::ThreadPoolBuilder;
+use rayon::prelude::*;
 
 /// Calls `work` once for each item, as many at a time as there are cores; the results are in the
 /// items' order.
@@ -15,7 +13,11 @@ pub(crate) fn map<T: Sync, R: Send>(
     items: &[T],
     work: impl Fn(&T) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
-    map_on(cores(), items, work)
+    // Begun in their order, which callers choose.
+    let begun = items.iter().enumerate().par_bridge();
+    let mut done: Vec<_> = begun.map(|(index, item)| (index, work(item))).collect();
+    done.sort_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// [`map`] for programs that wait for deadlines most of the time: two at a time for each core.
@@ -26,11 +28,7 @@ pub(crate) fn map_waiting<T: Sync, R: Send>(
     items: &[T],
     work: impl Fn(&T) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
-    map_on(2 * cores(), items, work)
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
+    map_on(2 * rayon::current_num_threads(), items, work)
 }
 
 /// [`map`] with so many threads.
@@ -42,23 +40,5 @@ pub(crate) fn map_on<T: Sync, R: Send>(
     items: &[T],
     work: impl Fn(&T) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
-    let next = Mutex::new(items.iter().enumerate());
-    let take = || next.lock().ok()?.next();
-    let run = || {
-        let mut done = Vec::new();
-        while let Some((index, item)) = take() {
-            done.push((index, work(item)));
-        }
-        done
-    };
-    let done = std::thread::scope(|scope| {
-        let threads = (0..threads.min(items.len())).map(|_| scope.spawn(run));
-        let threads: Vec<_> = threads.collect();
-        let done = threads.into_iter().map(ScopedJoinHandle::join);
-        done.collect::<Result<Vec<_>, _>>()
-    });
-    let done = done.map_err(|_| anyhow!("a thread stopped before its work was done"))?;
-    let mut done: Vec<_> = done.into_iter().flatten().collect();
-    done.sort_by_key(|(index, _)| *index);
-    done.into_iter().map(|(_, result)| result).collect()
+    ThreadPoolBuilder::new().num_threads(threads).build()?.install(|| map(items, &work))
 }

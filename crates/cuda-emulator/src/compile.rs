@@ -103,7 +103,7 @@ pub fn build(
     let library = library_dir.join("libcuda.so.1");
     let stamp = out_dir.join("stamp");
     let wanted = inputs.fingerprint(options);
-    if library.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+    if is_of(&library, &stamp, &wanted) {
         return Ok(library);
     }
     for dir in [&build_dir, &library_dir] {
@@ -112,7 +112,11 @@ pub fn build(
     // Gone until the library is complete: a build that fails must not leave an old stamp.
     let _ = fs::remove_file(&stamp);
     let objects = inputs.compile(kernels_dir, &build_dir, options)?;
-    link(&objects, &library_dir, options)?;
+    link(&objects, &library, &[], options)?;
+    let unversioned = library_dir.join("libcuda.so");
+    let _ = fs::remove_file(&unversioned);
+    std::os::unix::fs::symlink("libcuda.so.1", &unversioned)
+        .map_err(|source| write_error(&unversioned, source))?;
     write(&stamp, &wanted)?;
     Ok(library)
 }
@@ -208,7 +212,7 @@ fn compile_all(
     for Source { path, object, wanted } in sources {
         let stamp = object.with_extension("stamp");
         objects.push(object.clone());
-        if object.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+        if is_of(&object, &stamp, &wanted) {
             continue;
         }
         let _ = fs::remove_file(&stamp);
@@ -237,29 +241,36 @@ fn is_header(name: &str) -> bool {
     name.ends_with(".hpp")
 }
 
+/// Whether a file is there, made of what its stamp says.
+pub(crate) fn is_of(file: &Path, stamp: &Path, wanted: &str) -> bool {
+    file.exists() && fs::read_to_string(stamp).is_ok_and(|found| found == wanted)
+}
+
 pub(crate) fn hash(value: &impl Hash) -> String {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
     format!("{:016x}", hasher.finish())
 }
 
-fn link(objects: &[PathBuf], library_dir: &Path, options: &Options) -> Result<(), EmulatorError> {
-    let library = library_dir.join("libcuda.so.1");
-    let fresh = library_dir.join("libcuda.so.1.new");
+/// Makes a library of objects or sources, with flags besides.
+pub(crate) fn link(
+    parts: &[PathBuf],
+    library: &Path,
+    flags: &[&str],
+    options: &Options,
+) -> Result<(), EmulatorError> {
+    let fresh = library.with_extension("new");
+    let name = library.file_name().unwrap_or_default().to_string_lossy();
     let mut command = Command::new(options.compiler());
     command.args(options.flags());
-    command.args(["-shared", "-Wl,-soname,libcuda.so.1", "-o"]);
-    command.arg(&fresh).args(objects);
-    finish(start(command, options)?, &library, options)?;
+    command.arg("-shared").arg(format!("-Wl,-soname,{name}")).arg("-o");
+    command.arg(&fresh).args(parts).args(flags);
+    finish(start(command, options)?, library, options)?;
     // A rename leaves programs that run on the old library alone.
-    fs::rename(&fresh, &library).map_err(|source| write_error(&library, source))?;
-    let unversioned = library_dir.join("libcuda.so");
-    let _ = fs::remove_file(&unversioned);
-    std::os::unix::fs::symlink("libcuda.so.1", &unversioned)
-        .map_err(|source| write_error(&unversioned, source))
+    fs::rename(&fresh, library).map_err(|source| write_error(library, source))
 }
 
-pub(crate) fn start(mut command: Command, options: &Options) -> Result<Child, EmulatorError> {
+fn start(mut command: Command, options: &Options) -> Result<Child, EmulatorError> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(
         |source| EmulatorError::NoCompiler {
             compiler: options.compiler().to_string_lossy().into_owned(),
@@ -268,7 +279,7 @@ pub(crate) fn start(mut command: Command, options: &Options) -> Result<Child, Em
     )
 }
 
-pub(crate) fn finish(child: Child, path: &Path, options: &Options) -> Result<(), EmulatorError> {
+fn finish(child: Child, path: &Path, options: &Options) -> Result<(), EmulatorError> {
     let output = child
         .wait_with_output()
         .map_err(|source| EmulatorError::Read { path: path.to_owned(), source })?;

@@ -1,6 +1,8 @@
 // Which kernels a file of machine code holds, and whether a driver of this version would take it on
 // this device. Its code is not run: its entries run as the kernels compiled from the same sources.
 
+#include <elf.h>
+
 #include <cstring>
 
 #include "machine.hpp"
@@ -8,24 +10,6 @@
 namespace emulator {
 namespace {
 
-// Of ELF64, little-endian.
-struct FileHeader {
-    unsigned char magic[4], width, order, version, system, system_version, padding[7];
-    std::uint16_t type, machine;
-    std::uint32_t file_version;
-    std::uint64_t entry, segments_at, sections_at;
-    std::uint32_t flags;
-    std::uint16_t header_bytes, segment_bytes, segment_count, section_bytes, section_count, names_section;
-};
-struct SectionHeader {
-    std::uint32_t name, type;
-    std::uint64_t flags, address, at, len_bytes;
-    std::uint32_t link, info;
-    std::uint64_t alignment, entry_bytes;
-};
-static_assert(sizeof(FileHeader) == 64 && sizeof(SectionHeader) == 64, "as ELF lays them out");
-
-constexpr std::uint16_t MACHINE_CUDA = 190;
 // From this version of the format on, which drivers from 12.8 on read, the device stands in the
 // flags' second byte, and before in the first.
 constexpr unsigned SYSTEM_VERSION_12_8 = 8;
@@ -55,18 +39,18 @@ std::size_t parameter_bytes(const unsigned char* at, const unsigned char* end) {
     return 0;
 }
 
-CUresult check_device(const FileHeader& file) {
-    const bool is_late = file.system_version >= SYSTEM_VERSION_12_8;
+CUresult check_device(const Elf64_Ehdr& file) {
+    const bool is_late = file.e_ident[EI_ABIVERSION] >= SYSTEM_VERSION_12_8;
     if (is_late && settings().driver_version < 12080)
         return refuse(CUDA_ERROR_INVALID_IMAGE, "in the format of drivers from 12.8 on: this driver does not read it");
-    const int device = int(file.flags >> (is_late ? 8 : 0) & 0xff), own = settings().compute_capability;
+    const int device = int(file.e_flags >> (is_late ? 8 : 0) & 0xff), own = settings().compute_capability;
     if (device / 10 == own / 10 && device <= own) return CUDA_SUCCESS;
     return refuse(CUDA_ERROR_NO_BINARY_FOR_GPU, "for sm_" + std::to_string(device) + ": this device is an sm_" + std::to_string(own));
 }
 
 }  // namespace
 
-bool is_machine_code(const void* image) { return std::memcmp(image, "\x7f" "ELF", 4) == 0; }
+bool is_machine_code(const void* image) { return std::memcmp(image, ELFMAG, SELFMAG) == 0; }
 
 CUresult find_kernels_of_machine_code(const void* image, std::vector<const Kernel*>* found) {
     // What runs the text of modules has no use for anything else.
@@ -74,21 +58,21 @@ CUresult find_kernels_of_machine_code(const void* image, std::vector<const Kerne
     const auto* bytes = static_cast<const unsigned char*>(image);
     // A shorter text that begins as ELF does ends with its first 0.
     if (std::strlen(static_cast<const char*>(image)) < 7) return refuse(CUDA_ERROR_INVALID_IMAGE, "without a header");
-    FileHeader file;
+    Elf64_Ehdr file;
     std::memcpy(&file, bytes, sizeof file);
-    if (file.width != 2 || file.order != 1 || file.machine != MACHINE_CUDA || file.section_bytes != sizeof(SectionHeader))
+    if (file.e_ident[EI_CLASS] != ELFCLASS64 || file.e_ident[EI_DATA] != ELFDATA2LSB || file.e_machine != EM_CUDA || file.e_shentsize != sizeof(Elf64_Shdr))
         return refuse(CUDA_ERROR_INVALID_IMAGE, "for something that is no GPU");
     if (const CUresult refused = check_device(file)) return refused;
-    std::vector<SectionHeader> sections(file.section_count);
-    std::memcpy(sections.data(), bytes + file.sections_at, sections.size() * sizeof(SectionHeader));
-    const char* names = static_cast<const char*>(image) + sections.at(file.names_section).at;
-    for (const SectionHeader& section : sections) {
-        const char* name = names + section.name;
+    std::vector<Elf64_Shdr> sections(file.e_shnum);
+    std::memcpy(sections.data(), bytes + file.e_shoff, sections.size() * sizeof(Elf64_Shdr));
+    const char* names = static_cast<const char*>(image) + sections.at(file.e_shstrndx).sh_offset;
+    for (const Elf64_Shdr& section : sections) {
+        const char* name = names + section.sh_name;
         if (std::strncmp(name, ATTRIBUTES_OF, sizeof ATTRIBUTES_OF - 1) != 0) continue;
         name += sizeof ATTRIBUTES_OF - 1;
         const Kernel* kernel = compiled_kernel(name);
         if (kernel == nullptr) return refuse(CUDA_ERROR_INVALID_IMAGE, "has the entry " + std::string(name) + ", the kernels compiled in have not");
-        const std::size_t taken = parameter_bytes(bytes + section.at, bytes + section.at + section.len_bytes);
+        const std::size_t taken = parameter_bytes(bytes + section.sh_offset, bytes + section.sh_offset + section.sh_size);
         if (taken != kernel->argument_bytes)
             return refuse(CUDA_ERROR_INVALID_IMAGE, "of " + std::string(name) + " takes " + std::to_string(taken) + " argument bytes, its source " +
                                                         std::to_string(kernel->argument_bytes));

@@ -41,7 +41,6 @@ void check_access(const void* address, std::size_t len_bytes, std::size_t alignm
 // The block's memory for one SHARED declaration, which `site` identifies.
 void* shared_memory(const void* site, std::size_t len_bytes);
 void block_sync();
-void grid_sync();
 // Gives `value` (at most 16 bytes) to the lane whose number differs in `lane_mask` and returns that
 // lane's value in its place.
 void shuffle(void* value, std::size_t len_bytes, int lane_mask);
@@ -146,7 +145,6 @@ inline void store_lanes(T* address, Pack<T, LANES> pack) {
 }
 
 inline void block_sync() { emulator::block_sync(); }
-inline void grid_sync() { emulator::grid_sync(); }
 
 template <class T>
 inline T shuffle_xor(T value, int lane_mask) {
@@ -204,7 +202,7 @@ inline unsigned short narrow_f16(float value) {
     }
     // At most 2048, so it converts exactly; a carry into the exponent comes by itself.
     const unsigned places = static_cast<unsigned>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
-    return static_cast<unsigned short>(sign | (static_cast<unsigned>(exponent + 14) << 10) + places);
+    return static_cast<unsigned short>(sign | ((static_cast<unsigned>(exponent + 14) << 10) + places));
 }
 
 }  // namespace dialect

@@ -90,12 +90,11 @@ constexpr Attribute ATTRIBUTES[] = {
     {16, MULTIPROCESSORS},            // multiprocessors
     {31, 1},                          // concurrent kernels
     {38, 4 << 20},                    // L2 cache
-    {39, int(MULTIPROCESSOR_THREADS)},  // threads per multiprocessor
+    {39, 2048},                       // threads per multiprocessor
     {41, 1},                          // unified addressing
     {81, int(SHARED_BYTES_MAX)},      // shared memory per multiprocessor
-    {95, 1},                          // cooperative launch
     {97, int(SHARED_BYTES_MAX)},      // shared memory per block, opt-in
-    {106, int(MULTIPROCESSOR_BLOCKS)},  // blocks per multiprocessor
+    {106, 32},                        // blocks per multiprocessor
     {115, 0},                         // memory pools
 };
 

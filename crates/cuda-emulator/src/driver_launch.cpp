@@ -57,11 +57,7 @@ CUresult check_shape(const Kernel& kernel, const LaunchShape& shape) {
         complain(name + ": compiled for " + std::to_string(kernel.block_threads_max) + " threads, launched with " + std::to_string(threads));
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (shape.dynamic_shared_bytes > SHARED_BYTES_MAX) return CUDA_ERROR_INVALID_VALUE;
-    const unsigned long long blocks = 1ull * grid.x * grid.y * grid.z;
-    if (shape.blocks == Blocks::AllAtOnce && blocks > 1ull * MULTIPROCESSORS * blocks_per_multiprocessor(unsigned(threads)))
-        return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
-    return CUDA_SUCCESS;
+    return shape.dynamic_shared_bytes > SHARED_BYTES_MAX ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 // The argument block among the launch's parameters, or null if it was not passed as the kernel
@@ -162,27 +158,9 @@ CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction function) {
     });
 }
 
-CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function, int block_threads, size_t shared_bytes) {
-    return with_context([&] {
-        const Kernel* kernel = kernel_of(function);
-        if (kernel == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-        if (blocks == nullptr || block_threads <= 0) return CUDA_ERROR_INVALID_VALUE;
-        const bool fits = unsigned(block_threads) <= kernel->block_threads_max && shared_bytes <= SHARED_BYTES_MAX;
-        *blocks = fits ? int(blocks_per_multiprocessor(unsigned(block_threads))) : 0;
-        return CUDA_SUCCESS;
-    });
-}
-
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                         unsigned block_z, unsigned shared_bytes, CUstream stream, void** params, void** extra) {
-    const LaunchShape shape{{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, Blocks::OneAfterTheOther};
-    return launch(function, shape, stream, params, extra);
-}
-
-CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                                   unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** params) {
-    const LaunchShape shape{{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, Blocks::AllAtOnce};
-    return launch(function, shape, stream, params, nullptr);
+    return launch(function, {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes}, stream, params, extra);
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, void (*function)(void*), void* data) {

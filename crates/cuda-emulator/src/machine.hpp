@@ -22,8 +22,6 @@ struct Fault {
 constexpr int MULTIPROCESSORS = 4;
 constexpr unsigned WARP_THREADS = 32;
 constexpr unsigned BLOCK_THREADS_MAX = 1024;
-constexpr unsigned MULTIPROCESSOR_THREADS = 2048;
-constexpr unsigned MULTIPROCESSOR_BLOCKS = 32;
 constexpr unsigned GRID_X_MAX = 2147483647u;
 constexpr unsigned GRID_YZ_MAX = 65535u;
 constexpr std::size_t SHARED_BYTES_MAX = 48 * 1024;
@@ -65,15 +63,10 @@ const Kernel* compiled_kernel(const std::string& name);
 // What has to be done once before a kernel is launched.
 CUresult make_ready(const Kernel& kernel);
 
-enum class Blocks { OneAfterTheOther, AllAtOnce };
-
 struct LaunchShape {
     Index3 grid, block;
     std::size_t dynamic_shared_bytes;
-    Blocks blocks;
 };
-// Blocks that a multiprocessor holds at once.
-unsigned blocks_per_multiprocessor(unsigned block_threads);
 // Runs every thread; returns the fault that ended the launch, or success.
 CUresult run_kernel(const Kernel& kernel, const LaunchShape& shape, const void* arguments);
 

@@ -47,25 +47,18 @@ std::vector<Range>::iterator at_or_before(std::uintptr_t address) {
 
 std::string describe(std::uintptr_t address) {
     char text[160];
-    auto range = at_or_before(address);
-    if (range != live.end()) {
-        const unsigned long long length = range->end - range->begin;
-        std::snprintf(text, sizeof text, "the allocation before it, 0x%llx, has %llu bytes and this is byte %llu",
-                      (unsigned long long)range->begin, length, (unsigned long long)(address - range->begin));
-        for (const Range& old : freed)
-            if (old.contains(address, 1) && !range->contains(address, 1)) {
-                std::snprintf(text, sizeof text, "it lies in a freed allocation, 0x%llx of %llu bytes",
-                              (unsigned long long)old.begin, (unsigned long long)(old.end - old.begin));
-            }
+    const auto range = at_or_before(address);
+    const bool is_live = range != live.end() && range->contains(address, 1);
+    const auto old = std::find_if(freed.rbegin(), freed.rend(), [&](const Range& range) { return range.contains(address, 1); });
+    if (!is_live && old != freed.rend()) {
+        std::snprintf(text, sizeof text, "it lies in a freed allocation, 0x%llx of %llu bytes", (unsigned long long)old->begin,
+                      (unsigned long long)(old->end - old->begin));
         return text;
     }
-    for (const Range& old : freed)
-        if (old.contains(address, 1)) {
-            std::snprintf(text, sizeof text, "it lies in a freed allocation, 0x%llx of %llu bytes", (unsigned long long)old.begin,
-                          (unsigned long long)(old.end - old.begin));
-            return text;
-        }
-    return "no allocation lies before it";
+    if (range == live.end()) return "no allocation lies before it";
+    std::snprintf(text, sizeof text, "the allocation before it, 0x%llx, has %llu bytes and this is byte %llu", (unsigned long long)range->begin,
+                  (unsigned long long)(range->end - range->begin), (unsigned long long)(address - range->begin));
+    return text;
 }
 
 [[noreturn]] void refuse(CUresult code, const char* why, std::uintptr_t address, std::size_t len_bytes, Access access) {

@@ -2,9 +2,8 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use crate::compile::{finish, hash, sources, start, write, write_error};
+use crate::compile::{hash, is_of, link, sources, write, write_error};
 use crate::{EmulatorError, Options};
 
 const SOURCES: &[(&str, &str)] = sources! { "nccl_stand_in.cpp" "nccl_stand_in.hpp" };
@@ -38,7 +37,7 @@ pub fn build_nccl(out_dir: &Path, nccl: Nccl, options: &Options) -> Result<PathB
     };
     let wanted = hash(&(SOURCES, define, options.compiler(), options.flags()));
     let (library, stamp) = (out_dir.join("libnccl.so.2"), out_dir.join("stamp"));
-    if library.exists() && fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+    if is_of(&library, &stamp, &wanted) {
         return Ok(library);
     }
     fs::create_dir_all(out_dir).map_err(|source| write_error(out_dir, source))?;
@@ -46,14 +45,7 @@ pub fn build_nccl(out_dir: &Path, nccl: Nccl, options: &Options) -> Result<PathB
     for (name, text) in SOURCES {
         write(&out_dir.join(name), text)?;
     }
-    let source = out_dir.join(SOURCES[0].0);
-    let fresh = out_dir.join("libnccl.so.2.new");
-    let mut command = Command::new(options.compiler());
-    command.args(options.flags()).arg(define);
-    command.args(["-shared", "-Wl,-soname,libnccl.so.2", "-o"]);
-    command.arg(&fresh).arg(&source).arg("-ldl");
-    finish(start(command, options)?, &library, options)?;
-    fs::rename(&fresh, &library).map_err(|source| write_error(&library, source))?;
+    link(&[out_dir.join(SOURCES[0].0)], &library, &[define, "-ldl"], options)?;
     write(&stamp, &wanted)?;
     Ok(library)
 }

@@ -1,6 +1,7 @@
 // Arithmetic of single lanes as the PTX ISA defines it, and handlers that run it for a warp.
 #pragma once
 
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -56,6 +57,21 @@ struct Compute<FUNCTION> {
         rows(warp, instruction, lanes, std::index_sequence_for<S...>{});
     }
     static constexpr Form form() { return {run, unsigned(sizeof...(S)), {OPERAND_BYTES<R>, OPERAND_BYTES<S>...}}; }
+};
+
+// A function under another rounding than to nearest. Its values pass through memory that the
+// compiler must write and read there, so that nothing moves across the change of mode.
+template <int MODE, auto FUNCTION>
+struct Rounded;
+
+template <int MODE, class R, class... S, R (*FUNCTION)(S...)>
+struct Rounded<MODE, FUNCTION> {
+    static R run(volatile S... from) {
+        std::fesetround(MODE);
+        volatile R to = FUNCTION(from...);
+        std::fesetround(FE_TONEAREST);
+        return to;
+    }
 };
 
 using Table = std::map<std::string, Form>;

@@ -19,22 +19,13 @@ std::string by_width(const std::array<std::uint64_t, 6>& counts) {
     return "{" + text + "}";
 }
 
-std::array<std::uint64_t, 6> global_of(const std::array<std::array<std::uint64_t, 6>, 4>& by_space) {
-    std::array<std::uint64_t, 6> sum = by_space[int(Space::Global)];
-    for (std::size_t width = 0; width < sum.size(); ++width) sum[width] += by_space[int(Space::Generic)][width];
-    return sum;
-}
-
 std::string line_of(const Entry& entry) {
     const Counts& counts = entry.counts;
     const auto number = [](const char* name, std::uint64_t value) { return ",\"" + std::string(name) + "\":" + std::to_string(value); };
-    return "{\"entry\":\"" + entry.name + "\"" + number("launches", counts.launches) + number("threads", counts.threads) +
-           number("instructions", counts.instructions) + number("barriers", counts.barriers) + number("shuffles", counts.shuffles) +
-           number("atomics", counts.atomics) + number("doubles", counts.by_unit[int(Unit::Double)]) +
-           number("divisions", counts.by_unit[int(Unit::Division)]) + number("load_sectors", counts.load_sectors) + number("store_sectors", counts.store_sectors) +
-           ",\"loads\":" + by_width(global_of(counts.loads)) + ",\"stores\":" + by_width(global_of(counts.stores)) +
-           ",\"shared_loads\":" + by_width(counts.loads[int(Space::Shared)]) + ",\"shared_stores\":" + by_width(counts.stores[int(Space::Shared)]) +
-           "}\n";
+    return "{\"entry\":\"" + entry.name + "\"" + number("launches", counts.launches) + number("instructions", counts.instructions) +
+           number("doubles", counts.by_unit[int(Unit::Double)]) + number("divisions", counts.by_unit[int(Unit::Division)]) +
+           number("load_sectors", counts.load_sectors) + number("store_sectors", counts.store_sectors) +
+           ",\"loads\":" + by_width(counts.loads) + ",\"stores\":" + by_width(counts.stores) + "}\n";
 }
 
 }  // namespace

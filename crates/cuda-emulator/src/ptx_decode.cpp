@@ -17,7 +17,6 @@ constexpr std::pair<const char*, Special> SPECIALS[] = {
     {"%ntid.x", Special::BlockSizeX}, {"%ntid.y", Special::BlockSizeY}, {"%ntid.z", Special::BlockSizeZ},
     {"%nctaid.x", Special::GridX}, {"%nctaid.y", Special::GridY}, {"%nctaid.z", Special::GridZ},
     {"%laneid", Special::Lane}, {"%warpid", Special::WarpNumber}, {"%lanemask_lt", Special::LaneMaskBelow},
-    {"%envreg1", Special::WorkspaceHigh}, {"%envreg2", Special::WorkspaceLow},
 };
 
 // Whether `text` is a number, and its bits: integers in the forms of C, floats as 0f and 0d.
@@ -260,26 +259,12 @@ private:
             to->kind = Kind::Branch;
             expect(operands, 1);
             jumps_.emplace_back(entry_.code.size(), operands[0]);
-        } else if (opcode == "ret" || opcode == "exit") {
+        } else if (opcode == "ret") {
             to->kind = Kind::Return;
-        } else if (opcode == "trap") {
-            to->kind = Kind::Trap;
-        } else if (opcode == "bar.sync" || opcode == "barrier.sync" || opcode == "barrier.sync.aligned") {
+        } else if (opcode == "bar.sync") {
             to->kind = Kind::Barrier;
-            to->barrier = opcode == "barrier.sync" ? Barrier::Unaligned : Barrier::Aligned;
             expect(operands, 1);
             if (operands[0] != "0") refuse("expected barrier 0 of all threads, found `" + to->text + "`");
-        } else if (opcode == "bar.warp.sync") {
-            to->kind = Kind::WarpBarrier;
-            expect(operands, 1);
-            to->at[5] = source(operands[0]);
-            check_width(to->at[5], 4, Widths::Same);
-        } else if (begins_with(opcode, "fence.") || begins_with(opcode, "membar.")) {
-            // One after the other, accesses of one thread are in order anyway; the races say what
-            // others may see.
-            to->kind = Kind::Compute;
-            to->run = copy_handler();
-            to->at[0] = to->at[1] = sink_;
         } else {
             return false;
         }
@@ -294,16 +279,9 @@ private:
     bool access(const std::string& opcode, const std::vector<std::string>& operands, Instruction* to) {
         if (!decode_access(split_at(opcode, '.'), to)) return false;
         if (to->kind == Kind::Shuffle) return shuffle(operands, to), true;
-        const bool stores = begins_with(opcode, "st."), reduces = begins_with(opcode, "red."), updates = begins_with(opcode, "atom.");
-        const std::size_t sources = updates || reduces ? (opcode.find(".cas.") != std::string::npos ? 2 : 1) : 0;
-        expect(operands, (reduces ? 1 : 2) + sources);
-        address(operands[stores || reduces ? 0 : 1], to);
-        if (updates || reduces) {
-            to->at[0] = reduces ? sink_ : result(operands[0]);
-            for (std::size_t i = 0; i < sources; ++i) to->at[1 + i] = source(operands[(reduces ? 1 : 2) + i]);
-            for (std::size_t i = 0; i <= sources; ++i) check_width(to->at[i], to->element_bytes, Widths::Same);
-            return true;
-        }
+        const bool stores = begins_with(opcode, "st.");
+        expect(operands, 2);
+        address(operands[stores ? 0 : 1], to);
         const std::vector<std::string> values = parts_of(operands[stores ? 1 : 0]);
         if (values.size() != to->count) refuse("expected " + std::to_string(to->count) + " elements, found `" + to->text + "`");
         for (std::size_t i = 0; i < values.size(); ++i) {

@@ -104,26 +104,6 @@ u32 prmt(u32 a, u32 b, u32 selector) {
     return result;
 }
 
-template <class T> u32 popc(T a) { return u32(__builtin_popcountll(a)); }
-template <class T> u32 clz(T a) { return a == 0 ? BITS<T> : u32(__builtin_clzll(a)) - (64 - BITS<T>); }
-template <class T> T brev(T a) {
-    T result = 0;
-    for (u32 bit = 0; bit < BITS<T>; ++bit) result = T(result << 1 | (a >> bit & 1));
-    return result;
-}
-u32 shf_l_wrap(u32 a, u32 b, u32 by) { return u32((u64(b) << 32 | a) << (by & 31) >> 32); }
-u32 shf_r_wrap(u32 a, u32 b, u32 by) { return u32((u64(b) << 32 | a) >> (by & 31)); }
-u32 shf_l_clamp(u32 a, u32 b, u32 by) { return by >= 32 ? a : shf_l_wrap(a, b, by); }
-u32 shf_r_clamp(u32 a, u32 b, u32 by) { return by >= 32 ? b : shf_r_wrap(a, b, by); }
-u32 lop3(u32 a, u32 b, u32 c, u32 table) {
-    u32 result = 0;
-    for (u32 bit = 0; bit < 32; ++bit) {
-        const u32 index = (a >> bit & 1) << 2 | (b >> bit & 1) << 1 | (c >> bit & 1);
-        result |= (table >> index & 1) << bit;
-    }
-    return result;
-}
-
 template <class T> T copy(T a) { return a; }
 template <class T> T select(T a, T b, bool first) { return first ? a : b; }
 
@@ -143,39 +123,27 @@ template <class T> bool geu(T a, T b) { return !(a < b); }
 template <class T> bool num(T a, T b) { return a == a && b == b; }
 template <class T> bool nan(T a, T b) { return a != a || b != b; }
 
-template <class T, bool (*COMPARE)(T, T)> bool both(T a, T b, bool c) { return COMPARE(a, b) && c; }
-template <class T, bool (*COMPARE)(T, T)> bool either(T a, T b, bool c) { return COMPARE(a, b) || c; }
-template <class T, bool (*COMPARE)(T, T)> bool one_of(T a, T b, bool c) { return COMPARE(a, b) != c; }
-
-template <class T, bool (*COMPARE)(T, T)>
-void define_comparison(Table* table, const std::string& name, const std::string& type) {
-    (*table)["setp." + name + type] = Compute<COMPARE>::form();
-    (*table)["setp." + name + ".and" + type] = Compute<&both<T, COMPARE>>::form();
-    (*table)["setp." + name + ".or" + type] = Compute<&either<T, COMPARE>>::form();
-    (*table)["setp." + name + ".xor" + type] = Compute<&one_of<T, COMPARE>>::form();
-}
-
 template <class T>
 void define_order(Table* table, const std::string& type) {
-    define_comparison<T, &eq<T>>(table, "eq", type);
-    define_comparison<T, &ne<T>>(table, "ne", type);
-    define_comparison<T, &lt<T>>(table, "lt", type);
-    define_comparison<T, &le<T>>(table, "le", type);
-    define_comparison<T, &gt<T>>(table, "gt", type);
-    define_comparison<T, &ge<T>>(table, "ge", type);
+    (*table)["setp.eq" + type] = Compute<&eq<T>>::form();
+    (*table)["setp.ne" + type] = Compute<&ne<T>>::form();
+    (*table)["setp.lt" + type] = Compute<&lt<T>>::form();
+    (*table)["setp.le" + type] = Compute<&le<T>>::form();
+    (*table)["setp.gt" + type] = Compute<&gt<T>>::form();
+    (*table)["setp.ge" + type] = Compute<&ge<T>>::form();
 }
 
 template <class T>
 void define_float_order(Table* table, const std::string& type) {
     define_order<T>(table, type);
-    define_comparison<T, &equ<T>>(table, "equ", type);
-    define_comparison<T, &neu<T>>(table, "neu", type);
-    define_comparison<T, &ltu<T>>(table, "ltu", type);
-    define_comparison<T, &leu<T>>(table, "leu", type);
-    define_comparison<T, &gtu<T>>(table, "gtu", type);
-    define_comparison<T, &geu<T>>(table, "geu", type);
-    define_comparison<T, &num<T>>(table, "num", type);
-    define_comparison<T, &nan<T>>(table, "nan", type);
+    (*table)["setp.equ" + type] = Compute<&equ<T>>::form();
+    (*table)["setp.neu" + type] = Compute<&neu<T>>::form();
+    (*table)["setp.ltu" + type] = Compute<&ltu<T>>::form();
+    (*table)["setp.leu" + type] = Compute<&leu<T>>::form();
+    (*table)["setp.gtu" + type] = Compute<&gtu<T>>::form();
+    (*table)["setp.geu" + type] = Compute<&geu<T>>::form();
+    (*table)["setp.num" + type] = Compute<&num<T>>::form();
+    (*table)["setp.nan" + type] = Compute<&nan<T>>::form();
 }
 
 template <class T>
@@ -213,8 +181,8 @@ void define_bits(Table* table, const std::string& type) {
     (*table)["not" + type] = Compute<&bit_not<T>>::form();
     (*table)["shl" + type] = Compute<&shl<T>>::form();
     (*table)["shr" + type] = Compute<&shr<T>>::form();
-    define_comparison<T, &eq<T>>(table, "eq", type);
-    define_comparison<T, &ne<T>>(table, "ne", type);
+    (*table)["setp.eq" + type] = Compute<&eq<T>>::form();
+    (*table)["setp.ne" + type] = Compute<&ne<T>>::form();
 }
 
 template <class T>
@@ -229,9 +197,6 @@ void define_fields(Table* table, const std::string& width) {
     (*table)["bfi.b" + width] = Compute<&bfi<T>>::form();
     (*table)["bfe.u" + width] = Compute<&bfe<T>>::form();
     (*table)["bfe.s" + width] = Compute<&bfe<S>>::form();
-    (*table)["popc.b" + width] = Compute<&popc<T>>::form();
-    (*table)["clz.b" + width] = Compute<&clz<T>>::form();
-    (*table)["brev.b" + width] = Compute<&brev<T>>::form();
 }
 
 void define_predicates(Table* table) {
@@ -275,11 +240,6 @@ void define_integers(Table* table) {
     define_fields<u32>(table, "32");
     define_fields<u64>(table, "64");
     (*table)["prmt.b32"] = Compute<&prmt>::form();
-    (*table)["lop3.b32"] = Compute<&lop3>::form();
-    (*table)["shf.l.wrap.b32"] = Compute<&shf_l_wrap>::form();
-    (*table)["shf.r.wrap.b32"] = Compute<&shf_r_wrap>::form();
-    (*table)["shf.l.clamp.b32"] = Compute<&shf_l_clamp>::form();
-    (*table)["shf.r.clamp.b32"] = Compute<&shf_r_clamp>::form();
     define_predicates(table);
     define_addresses(table);
     // Copies of floats are copies of bits: NaN keeps its payload.

@@ -1,9 +1,6 @@
 // Threads of a launch of PTX, and the memory that they share.
 #pragma once
 
-#include <memory>
-#include <unordered_map>
-
 #include "ptx_program.hpp"
 
 namespace emulator {
@@ -27,10 +24,6 @@ struct Cell {
     Mark write, read;
 };
 
-// What a block, or a message to it, knows of others: of blocks and of single threads (their keys
-// are those of `ptx_races.cpp`) the barrier before which all they did is seen.
-using Clock = std::unordered_map<std::uint64_t, std::uint32_t>;
-
 struct Block {
     Index3 at{};
     std::uint32_t index = 0;
@@ -40,35 +33,29 @@ struct Block {
     std::vector<unsigned char> shared;
     std::vector<unsigned char> shared_written;
     std::vector<Cell> shared_cells;
-    Clock known;
-    // What single threads have acquired since the last barrier, which hands it to all.
-    std::unordered_map<std::uint32_t, Clock> acquired;
 };
 
 struct Warp {
     Block* block = nullptr;
     unsigned first_thread = 0;  // rank of lane 0 within the block
-    std::uint32_t exists = 0, ready = 0, at_barrier = 0, at_shuffle = 0, at_warp_barrier = 0, exited = 0;
+    std::uint32_t exists = 0, ready = 0, at_barrier = 0, at_shuffle = 0, exited = 0;
     std::array<std::uint32_t, LANES> pc{};
     std::vector<std::uint64_t> registers;
 
     std::uint64_t* row(std::uint32_t number) { return registers.data() + std::size_t(number) * LANES; }
 };
 
-// The launch that runs now.
+// The launch that runs now, and its block that does: blocks run one after the other.
 struct Launch {
     Entry* entry = nullptr;
     LaunchShape shape{};
     const unsigned char* arguments = nullptr;
     std::uint32_t number = 0;
-    std::vector<Block> blocks;  // those that are alive
+    Block block;
     // For messages: whose access it is that faults.
     const Warp* warp = nullptr;
     unsigned lane = 0;
     const Instruction* instruction = nullptr;
-    // What a cooperative launch counts arrivals of the grid in.
-    std::array<std::uint32_t, 8> workspace{};
-    std::unordered_map<std::uint64_t, Clock> messages;
 };
 extern Launch launch;
 
@@ -83,10 +70,6 @@ const Schedule& schedule();
 void watch(Cell* cell, std::uint64_t address, unsigned len_bytes, const Warp& warp, unsigned lane, Access access);
 Cell* global_cell(std::uint64_t address);
 void begin_watching();
-// What thread and block know, told to or taken from whoever uses the address.
-void tell(std::uint64_t address, const Warp& warp, unsigned lane);
-void learn(std::uint64_t address, const Warp& warp, unsigned lane);
-void pass_barrier(Block& block);
 
 std::string place_of(const Warp& warp, unsigned lane);
 

@@ -1,4 +1,4 @@
-// Loads, stores and atomics: where they go, whether they may, and what they move.
+// Loads and stores: where they go, whether they may, and what they move.
 
 #include <algorithm>
 #include <cstring>
@@ -36,18 +36,13 @@ unsigned char* reach_shared(Warp& warp, unsigned lane, const Instruction& instru
         throw Fault{CUDA_ERROR_LAUNCH_FAILED, "load of " + std::to_string(bytes) + " bytes at byte " + std::to_string(at) +
                                                   " of shared memory, which no thread has written"};
     }
-    if (schedule().watches_races && instruction.order == Order::Weak) watch(&block.shared_cells[at / 2], at, bytes, warp, lane, access);
+    if (schedule().watches_races) watch(&block.shared_cells[at / 2], at, bytes, warp, lane, access);
     return &block.shared[at];
 }
 
-unsigned char* reach_global(Warp& warp, unsigned lane, const Instruction& instruction, std::uint64_t address, unsigned bytes, Access access) {
-    const std::uint64_t workspace = reinterpret_cast<std::uint64_t>(launch.workspace.data());
-    if (address - workspace < sizeof launch.workspace) {
-        within(address, workspace, sizeof launch.workspace, bytes, instruction);
-        return reinterpret_cast<unsigned char*>(address);
-    }
+unsigned char* reach_global(Warp& warp, unsigned lane, std::uint64_t address, unsigned bytes, Access access) {
     check_access(reinterpret_cast<const void*>(address), bytes, bytes, access);
-    if (schedule().watches_races && instruction.order == Order::Weak) watch(global_cell(address), address, bytes, warp, lane, access);
+    if (schedule().watches_races) watch(global_cell(address), address, bytes, warp, lane, access);
     return reinterpret_cast<unsigned char*>(address);
 }
 
@@ -69,7 +64,7 @@ unsigned char* reach(Warp& warp, unsigned lane, const Instruction& instruction, 
             if (access == Access::Store) refuse(CUDA_ERROR_ILLEGAL_ADDRESS, instruction, bytes, address, "parameters are read only");
             return const_cast<unsigned char*>(launch.arguments) +
                    within(address, PARAMETER_BASE, launch.entry->kernel.argument_bytes, bytes, instruction);
-        default: return reach_global(warp, lane, instruction, address, bytes, access);
+        default: return reach_global(warp, lane, address, bytes, access);
     }
 }
 
@@ -94,11 +89,10 @@ std::uint64_t sectors(Warp& warp, const Instruction& instruction, std::uint32_t 
 }
 
 void count(Warp& warp, const Instruction& instruction, std::uint32_t lanes, Access access) {
+    if (instruction.space == Space::Parameter || instruction.space == Space::Shared) return;
     Counts& counts = launch.entry->counts;
     const unsigned width = unsigned(__builtin_ctz(unsigned(instruction.count) * instruction.element_bytes));
-    auto& by_width = (access == Access::Load ? counts.loads : counts.stores)[int(instruction.space)];
-    by_width[width] += unsigned(__builtin_popcount(lanes));
-    if (instruction.space == Space::Parameter || instruction.space == Space::Shared) return;
+    (access == Access::Load ? counts.loads : counts.stores)[width] += unsigned(__builtin_popcount(lanes));
     (access == Access::Load ? counts.load_sectors : counts.store_sectors) += sectors(warp, instruction, lanes);
 }
 
@@ -108,7 +102,6 @@ void load(Warp& warp, const Instruction& instruction, std::uint32_t lanes) {
         const unsigned char* from = reach(warp, lane, instruction, Access::Load);
         for (unsigned i = 0; i < instruction.count; ++i)
             warp.row(instruction.at[i])[lane] = read(from + i * instruction.element_bytes, instruction);
-        if (instruction.order == Order::Acquire) learn(reinterpret_cast<std::uint64_t>(from), warp, lane);
     });
 }
 
@@ -116,77 +109,16 @@ void store(Warp& warp, const Instruction& instruction, std::uint32_t lanes) {
     count(warp, instruction, lanes, Access::Store);
     each_lane(lanes, [&](unsigned lane) {
         unsigned char* to = reach(warp, lane, instruction, Access::Store);
-        if (instruction.order == Order::Release) tell(reinterpret_cast<std::uint64_t>(to), warp, lane);
         for (unsigned i = 0; i < instruction.count; ++i)
             std::memcpy(to + i * instruction.element_bytes, &warp.row(instruction.at[i])[lane], instruction.element_bytes);
     });
 }
 
-// What an atomic leaves behind, from what it found and its operands.
-using Update = std::uint64_t (*)(std::uint64_t found, std::uint64_t first, std::uint64_t second);
-
-template <Update UPDATE>
-void atomic(Warp& warp, const Instruction& instruction, std::uint32_t lanes) {
-    const Order order = instruction.order;
-    launch.entry->counts.atomics += unsigned(__builtin_popcount(lanes));
-    each_lane(lanes, [&](unsigned lane) {
-        unsigned char* at = reach(warp, lane, instruction, Access::Store);
-        const std::uint64_t place = reinterpret_cast<std::uint64_t>(at);
-        if (order == Order::Acquire || order == Order::AcquireRelease) learn(place, warp, lane);
-        if (order == Order::Release || order == Order::AcquireRelease) tell(place, warp, lane);
-        const std::uint64_t found = read(at, instruction);
-        const std::uint64_t second = instruction.at[2] == NO_ROW ? 0 : warp.row(instruction.at[2])[lane];
-        const std::uint64_t left = UPDATE(found, warp.row(instruction.at[1])[lane], second);
-        std::memcpy(at, &left, instruction.element_bytes);
-        warp.row(instruction.at[0])[lane] = found;
-    });
-}
-
-std::uint64_t sum(std::uint64_t found, std::uint64_t first, std::uint64_t) { return found + first; }
-std::uint64_t exchange(std::uint64_t, std::uint64_t first, std::uint64_t) { return first; }
-std::uint64_t both(std::uint64_t found, std::uint64_t first, std::uint64_t) { return found & first; }
-std::uint64_t either(std::uint64_t found, std::uint64_t first, std::uint64_t) { return found | first; }
-std::uint64_t one_of(std::uint64_t found, std::uint64_t first, std::uint64_t) { return found ^ first; }
-// The slots of the operands may hold more than the element's bytes; comparisons look at the low 32
-// or, where the type has them, at all 64.
-template <class T> std::uint64_t smaller(std::uint64_t found, std::uint64_t first, std::uint64_t) { return T(first) < T(found) ? first : found; }
-template <class T> std::uint64_t larger(std::uint64_t found, std::uint64_t first, std::uint64_t) { return T(first) > T(found) ? first : found; }
-template <class T> std::uint64_t swap_if(std::uint64_t found, std::uint64_t first, std::uint64_t second) { return T(found) == T(first) ? second : found; }
-
-struct AtomicForm {
-    const char *operation, *type;
-    Handler run;
-};
-
-constexpr AtomicForm ATOMICS[] = {
-    {"add", "u32", atomic<sum>}, {"add", "s32", atomic<sum>}, {"add", "u64", atomic<sum>},
-    {"exch", "b32", atomic<exchange>}, {"exch", "b64", atomic<exchange>},
-    {"and", "b32", atomic<both>}, {"or", "b32", atomic<either>}, {"xor", "b32", atomic<one_of>},
-    {"and", "b64", atomic<both>}, {"or", "b64", atomic<either>}, {"xor", "b64", atomic<one_of>},
-    {"min", "u32", atomic<smaller<std::uint32_t>>}, {"max", "u32", atomic<larger<std::uint32_t>>},
-    {"min", "s32", atomic<smaller<std::int32_t>>}, {"max", "s32", atomic<larger<std::int32_t>>},
-    {"min", "u64", atomic<smaller<std::uint64_t>>}, {"max", "u64", atomic<larger<std::uint64_t>>},
-    {"min", "s64", atomic<smaller<std::int64_t>>}, {"max", "s64", atomic<larger<std::int64_t>>},
-    {"cas", "b32", atomic<swap_if<std::uint32_t>>}, {"cas", "b64", atomic<swap_if<std::uint64_t>>},
-};
-
-bool is_scope(const std::string& part) { return part == "cta" || part == "gpu" || part == "sys" || part == "cluster"; }
-
-// What changes neither the value nor its order: hints to caches, and the read-only path.
+// What does not change the value: hints to caches, and the read-only path.
 bool is_hint(const std::string& part) {
     for (const char* hint : {"nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt"})
         if (part == hint) return true;
     return part.compare(0, 4, "L1::") == 0 || part.compare(0, 4, "L2::") == 0;
-}
-
-bool read_order(const std::string& part, Order* order) {
-    constexpr std::pair<const char*, Order> ORDERS[] = {
-        {"weak", Order::Weak}, {"relaxed", Order::Relaxed}, {"volatile", Order::Relaxed},
-        {"acquire", Order::Acquire}, {"release", Order::Release}, {"acq_rel", Order::AcquireRelease},
-    };
-    for (const auto& known : ORDERS)
-        if (part == known.first) return *order = known.second, true;
-    return false;
 }
 
 bool read_space(const std::string& part, Space* space) {
@@ -218,38 +150,18 @@ bool decode_shuffle(const std::vector<std::string>& parts, Instruction* to) {
     return false;
 }
 
-bool decode_atomic(const std::vector<std::string>& parts, Instruction* to) {
-    std::string operation;
-    to->order = Order::Relaxed;
-    for (std::size_t i = 1; i + 1 < parts.size(); ++i) {
-        if (read_space(parts[i], &to->space) || read_order(parts[i], &to->order) || is_scope(parts[i])) continue;
-        if (!operation.empty()) return false;
-        operation = parts[i];
-    }
-    for (const AtomicForm& form : ATOMICS)
-        if (operation == form.operation && parts.back() == form.type && read_type(parts.back(), to)) {
-            to->kind = Kind::Yield;
-            to->run = form.run;
-            return true;
-        }
-    return false;
-}
-
 }  // namespace
 
 bool decode_access(const std::vector<std::string>& parts, Instruction* to) {
     if (parts[0] == "shfl") return decode_shuffle(parts, to);
-    if (parts[0] == "atom" || parts[0] == "red") return decode_atomic(parts, to);
     if (parts[0] != "ld" && parts[0] != "st") return false;
     to->run = parts[0] == "ld" ? load : store;
     for (std::size_t i = 1; i + 1 < parts.size(); ++i) {
         if (parts[i] == "v2") to->count = 2;
         else if (parts[i] == "v4") to->count = 4;
-        else if (!read_space(parts[i], &to->space) && !read_order(parts[i], &to->order) && !is_scope(parts[i]) && !is_hint(parts[i])) return false;
+        else if (!read_space(parts[i], &to->space) && !is_hint(parts[i])) return false;
     }
-    if (!read_type(parts.back(), to) || to->count * to->element_bytes > 16) return false;
-    if (to->order != Order::Weak) to->kind = Kind::Yield;
-    return true;
+    return read_type(parts.back(), to) && to->count * to->element_bytes <= 16;
 }
 
 }  // namespace ptx

@@ -32,20 +32,7 @@ constexpr std::uint64_t PARAMETER_WINDOW = std::uint64_t(2) << 60;
 enum class Space : std::uint8_t { Generic, Global, Shared, Parameter };
 constexpr const char* SPACE_NAMES[] = {"generic", "global", "shared", "parameter"};
 
-// How an access orders others. Relaxed ones order none, but never race with each other.
-enum class Order : std::uint8_t { Weak, Relaxed, Acquire, Release, AcquireRelease };
-
-enum class Kind : std::uint8_t {
-    Compute,
-    Branch,
-    Return,
-    Trap,
-    Barrier,
-    Shuffle,
-    WarpBarrier,
-    // A load or atomic that others may wait for: whoever runs it lets others go first.
-    Yield,
-};
+enum class Kind : std::uint8_t { Compute, Branch, Return, Barrier, Shuffle };
 
 // What instructions cost beside their number: arithmetic in f64, of which many devices have little,
 // and divisions and roots, which the assembler makes dozens of instructions of.
@@ -54,8 +41,6 @@ constexpr std::size_t UNITS = 3;
 
 enum class Extend : std::uint8_t { Zero, Sign };
 enum class Shuffle : std::uint8_t { Up, Down, Butterfly, Index };
-// `Aligned`: all threads of a warp arrive at the very same instruction.
-enum class Barrier : std::uint8_t { Aligned, Unaligned };
 
 struct Warp;
 struct Instruction;
@@ -76,20 +61,18 @@ struct Instruction {
     std::uint32_t address = NO_ROW;
     std::int64_t offset = 0;
     Space space = Space::Generic;
-    Order order = Order::Weak;
     Extend extend = Extend::Zero;
     std::uint8_t count = 1;
     std::uint8_t element_bytes = 0;
 
     Shuffle shuffle = Shuffle::Butterfly;
-    Barrier barrier = Barrier::Aligned;
     std::uint32_t line = 0;  // of the module's text
     std::string text;
 };
 
 enum class Special : std::uint8_t {
     ThreadX, ThreadY, ThreadZ, BlockX, BlockY, BlockZ, BlockSizeX, BlockSizeY, BlockSizeZ,
-    GridX, GridY, GridZ, Lane, WarpNumber, WorkspaceHigh, WorkspaceLow, LaneMaskBelow,
+    GridX, GridY, GridZ, Lane, WarpNumber, LaneMaskBelow,
 };
 
 struct Constant {
@@ -104,11 +87,11 @@ struct SpecialRow {
 
 // What the threads of an entry have done, over all launches.
 struct Counts {
-    std::uint64_t launches = 0, threads = 0, instructions = 0, barriers = 0, shuffles = 0, atomics = 0;
+    std::uint64_t launches = 0, instructions = 0;
     std::array<std::uint64_t, UNITS> by_unit{};
-    // By space and by the logarithm of the bytes of one access.
-    std::array<std::array<std::uint64_t, 6>, 4> loads{}, stores{};
-    // 32-byte sectors of global memory that the accesses of a warp touch together.
+    // Of global memory, by the logarithm of the bytes of one access.
+    std::array<std::uint64_t, 6> loads{}, stores{};
+    // 32-byte sectors of it that the accesses of a warp touch together.
     std::uint64_t load_sectors = 0, store_sectors = 0;
 };
 
@@ -155,11 +138,9 @@ struct Form {
 };
 // Null for an opcode that computes nothing here.
 const Form* find_form(const std::string& opcode);
-const std::map<std::string, Form>& forms();
 
-// Accesses and waits: opcodes that are read by their parts. False if it is none of them.
+// Accesses and shuffles: opcodes that are read by their parts. False if it is none of them.
 bool decode_access(const std::vector<std::string>& parts, Instruction* instruction);
-Handler copy_handler();
 
 // The entries of a text, not yet decoded; throws Refusal.
 Module read_module(const std::string& text);

@@ -1,17 +1,14 @@
-// Races: two threads touch the same byte, one of them writes it, and nothing orders the two.
-//
-// What orders them is what the memory model of PTX says, as far as kernels rely on it: the barrier
-// of a block, and between blocks a release that is read by an acquire. A release tells what the
-// block knew at its last barrier, and what its own thread has done; an acquire is the thread's own
-// until the next barrier hands it to its block. That is the grid barrier of cooperative groups.
-// What a thread does between a release and its next barrier counts as done before the release. A
-// shuffle orders nothing.
+// Races: two threads touch the same byte, one of them writes it, and nothing orders the two. The
+// barrier of a block does for its threads; a shuffle orders nothing, and neither does anything
+// between blocks of a launch.
 //
 // Two bytes share a cell, which keeps their last writer and their last reader, or that several
 // threads of one block have read. A reader in another block replaces the one before, so a write
 // after reads of several blocks is compared with the last of them only.
 
 #include <algorithm>
+#include <memory>
+#include <unordered_map>
 
 #include "ptx_machine.hpp"
 
@@ -49,27 +46,13 @@ struct Known {
 };
 std::array<Known, 256> known_pages;
 
-std::uint64_t key_of(std::uint32_t block, std::uint64_t thread) { return std::uint64_t(block) << THREAD_BITS | thread; }
-
-// Whether all that the mark stands for is behind what the clock says of its block or its thread.
-bool knows(const Clock& clock, const Mark& mark) {
-    for (const std::uint64_t thread : {SEVERAL, thread_of(mark)}) {
-        const auto found = clock.find(key_of(block_of(mark), thread));
-        if (found != clock.end() && epoch_of(mark) < found->second) return true;
-    }
-    return false;
-}
-
 // Whether what the mark stands for happened before the lane's next access.
 bool is_ordered(const Mark& mark, const Warp& warp, std::uint64_t thread) {
     const Block& block = *warp.block;
     const std::uint32_t epoch = epoch_of(mark);
     if (epoch == EPOCH_LAST) return true;  // more barriers than a mark counts
     const bool same_block = block_of(mark) == (block.index & ((1u << BLOCK_BITS) - 1));
-    if (same_block && (thread_of(mark) == thread || epoch < block.epoch)) return true;
-    if (knows(block.known, mark)) return true;
-    const auto acquired = block.acquired.find(std::uint32_t(thread));
-    return acquired != block.acquired.end() && knows(acquired->second, mark);
+    return same_block && (thread_of(mark) == thread || epoch < block.epoch);
 }
 
 [[noreturn]] void report(const Mark& mark, const char* before, const char* now, std::uint64_t address, unsigned bytes) {
@@ -84,18 +67,10 @@ bool is_ordered(const Mark& mark, const Warp& warp, std::uint64_t thread) {
 
 bool is_current(const Mark& mark) { return mark.bits != 0 && launch_of(mark) == launch.number % LAUNCHES + 1; }
 
-void join(Clock* into, const Clock& other) {
-    for (const auto& entry : other) {
-        std::uint32_t& epoch = (*into)[entry.first];
-        epoch = std::max(epoch, entry.second);
-    }
-}
-
 }  // namespace
 
 void begin_watching() {
     ++launch.number;
-    launch.messages.clear();
     if (launch.number % LAUNCHES == 0 || pages.size() > PAGES_KEPT) {
         pages.clear();
         known_pages.fill(Known{});
@@ -131,31 +106,6 @@ void watch(Cell* cell, std::uint64_t address, unsigned len_bytes, const Warp& wa
         if (is_current(read) && (half_of(read) & half) != 0 && !is_ordered(read, warp, thread)) report(read, "load", "store", address, len_bytes);
         cell->write = mine;
     }
-}
-
-void tell(std::uint64_t address, const Warp& warp, unsigned lane) {
-    const Block& block = *warp.block;
-    Clock& message = launch.messages[address];
-    join(&message, block.known);
-    const auto acquired = block.acquired.find(warp.first_thread + lane);
-    if (acquired != block.acquired.end()) join(&message, acquired->second);
-    const std::uint32_t index = block.index & ((1u << BLOCK_BITS) - 1);
-    const std::uint64_t thread = warp.first_thread + lane;
-    for (const auto& own : {std::pair<std::uint64_t, std::uint32_t>{SEVERAL, block.epoch}, {thread, block.epoch + 1}}) {
-        std::uint32_t& epoch = message[key_of(index, own.first)];
-        epoch = std::max(epoch, own.second);
-    }
-}
-
-void learn(std::uint64_t address, const Warp& warp, unsigned lane) {
-    const auto message = launch.messages.find(address);
-    if (message != launch.messages.end()) join(&warp.block->acquired[warp.first_thread + lane], message->second);
-}
-
-void pass_barrier(Block& block) {
-    ++block.epoch;
-    for (const auto& acquired : block.acquired) join(&block.known, acquired.second);
-    block.acquired.clear();
 }
 
 }  // namespace ptx

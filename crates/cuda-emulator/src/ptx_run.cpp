@@ -13,18 +13,12 @@ Launch launch;
 
 namespace {
 
-// Turns in which nothing but waiting loads happened, after which nobody is expected to come.
-constexpr std::uint64_t IDLE_TURNS_MAX = 1u << 20;
 constexpr std::uint32_t ANY_LENGTH = 0xffffffffu;
 // Registers are not zeroed: as f32 and f64 these are large negative numbers.
 constexpr std::uint64_t FRESH_REGISTER = 0xCBCBCBCBCBCBCBCBu;
 
 std::uint64_t random_state = 0;
-std::uint64_t idle_turns = 0;
 std::uint32_t unfinished_warps = 0;
-// Without a seed blocks take turns, and so do the warps of each: nobody waits for one who never
-// gets a turn.
-std::size_t next_block = 0;
 // Instructions that a turn takes at most, one more than a drawn number below it.
 std::uint32_t turn_length = ANY_LENGTH;
 
@@ -41,8 +35,6 @@ bool once_in(std::uint64_t n) { return schedule().seed != 0 && random() % n == 0
 std::uint64_t special_value(Special special, const Warp& warp, unsigned lane) {
     const Index3 &size = launch.shape.block, &grid = launch.shape.grid, &block = warp.block->at;
     const unsigned rank = warp.first_thread + lane;
-    const bool together = launch.shape.blocks == Blocks::AllAtOnce;
-    const std::uint64_t workspace = together ? reinterpret_cast<std::uint64_t>(launch.workspace.data()) : 0;
     switch (special) {
         case Special::ThreadX: return rank % size.x;
         case Special::ThreadY: return rank / size.x % size.y;
@@ -59,8 +51,6 @@ std::uint64_t special_value(Special special, const Warp& warp, unsigned lane) {
         case Special::Lane: return lane;
         case Special::WarpNumber: return warp.first_thread / LANES;
         case Special::LaneMaskBelow: return (std::uint64_t(1) << lane) - 1;
-        case Special::WorkspaceHigh: return workspace >> 32;
-        case Special::WorkspaceLow: return workspace & 0xffffffffu;
     }
     return 0;
 }
@@ -72,7 +62,7 @@ void prepare_warp(Block& block, Warp& warp, unsigned first, unsigned threads) {
     const unsigned count = std::min(threads - first, LANES);
     warp.exists = count == LANES ? ALL_LANES : (1u << count) - 1;
     warp.ready = warp.exists;
-    warp.at_barrier = warp.at_shuffle = warp.at_warp_barrier = warp.exited = 0;
+    warp.at_barrier = warp.at_shuffle = warp.exited = 0;
     warp.pc.fill(0);
     warp.registers.assign(std::size_t(entry.rows) * LANES, FRESH_REGISTER);
     for (const Constant& constant : entry.constants) std::fill_n(warp.row(constant.row), LANES, constant.value);
@@ -91,8 +81,6 @@ void prepare_block(Block& block, std::uint64_t index) {
     block.shared.assign(shared, 0xCB);
     block.shared_written.assign(shared, 0);
     block.shared_cells.assign(shared / 2 + 1, Cell{});
-    block.known.clear();
-    block.acquired.clear();
     block.warps.resize((threads + LANES - 1) / LANES);
     for (std::size_t i = 0; i < block.warps.size(); ++i) prepare_warp(block, block.warps[i], unsigned(i) * LANES, threads);
     unfinished_warps += std::uint32_t(block.warps.size());
@@ -110,7 +98,7 @@ void release_barrier_if_all(Block& block) {
         const std::uint32_t pc = warp.pc[unsigned(__builtin_ctz(warp.exists))];
         const Instruction& instruction = launch.entry->code[pc];
         each_lane(warp.exists, [&](unsigned lane) {
-            if (warp.pc[lane] == pc || instruction.barrier == Barrier::Unaligned) return;
+            if (warp.pc[lane] == pc) return;
             launch.warp = &warp, launch.lane = lane, launch.instruction = &instruction;
             throw Fault{CUDA_ERROR_LAUNCH_FAILED, "an aligned barrier, and this thread of the warp waits at line " +
                                                       std::to_string(launch.entry->code[warp.pc[lane]].line)};
@@ -119,9 +107,7 @@ void release_barrier_if_all(Block& block) {
         warp.ready = warp.exists;
         warp.at_barrier = 0;
     }
-    pass_barrier(block);
-    launch.entry->counts.barriers += 1;
-    idle_turns = 0;
+    ++block.epoch;
 }
 
 // The lane whose value a lane takes, by the definition of the instruction.
@@ -157,13 +143,11 @@ void exchange(Warp& warp, const Instruction& instruction, std::uint32_t lanes) {
         warp.row(instruction.at[1])[lane] = found[lane];
         warp.row(instruction.at[0])[lane] = results[lane];
     });
-    launch.entry->counts.shuffles += unsigned(__builtin_popcount(lanes));
-    idle_turns = 0;
 }
 
-// Lanes arrive at a wait of their warp. Whether all that belong to it are there and have gone on.
+// Lanes arrive at a shuffle. Whether all that belong to it are there and have gone on.
 bool meet_in_warp(Warp& warp, const Instruction& instruction, std::uint32_t arriving, std::uint32_t pc) {
-    std::uint32_t& waiting = instruction.kind == Kind::Shuffle ? warp.at_shuffle : warp.at_warp_barrier;
+    std::uint32_t& waiting = warp.at_shuffle;
     std::uint32_t here = arriving;
     each_lane(waiting, [&](unsigned lane) { here |= warp.pc[lane] == pc ? 1u << lane : 0u; });
     const std::uint32_t members = std::uint32_t(warp.row(instruction.at[5])[unsigned(__builtin_ctz(arriving))]);
@@ -174,7 +158,7 @@ bool meet_in_warp(Warp& warp, const Instruction& instruction, std::uint32_t arri
         throw Fault{CUDA_ERROR_LAUNCH_FAILED, "the mask of this lane differs from another's, or leaves it out"};
     });
     if (here == members) {
-        if (instruction.kind == Kind::Shuffle) exchange(warp, instruction, here);
+        exchange(warp, instruction, here);
         waiting &= ~here;
         warp.ready |= here;
         stand(warp, here, pc + 1);
@@ -188,7 +172,6 @@ bool meet_in_warp(Warp& warp, const Instruction& instruction, std::uint32_t arri
 void leave(Warp& warp, std::uint32_t lanes) {
     warp.ready &= ~lanes;
     warp.exited |= lanes;
-    idle_turns = 0;
     if (warp.exited == warp.exists) --unfinished_warps;
 }
 
@@ -200,18 +183,12 @@ bool take_control(Warp& warp, const Instruction& instruction, std::uint32_t lane
     if (active == 0) return true;
     switch (instruction.kind) {
         case Kind::Return: leave(warp, active); return false;
-        case Kind::Trap: launch.lane = unsigned(__builtin_ctz(active)); throw Fault{CUDA_ERROR_LAUNCH_FAILED, "trap"};
         case Kind::Barrier:
             warp.ready &= ~active;
             warp.at_barrier |= active;
             release_barrier_if_all(*warp.block);
             return false;
-        case Kind::Shuffle:
-        case Kind::WarpBarrier: return meet_in_warp(warp, instruction, active, pc) && active == lanes;
-        default:
-            instruction.run(warp, instruction, active);
-            stand(warp, active, pc + 1);
-            return false;
+        default: return meet_in_warp(warp, instruction, active, pc) && active == lanes;
     }
 }
 
@@ -273,18 +250,14 @@ std::uint32_t draw_lanes(const Warp& warp) {
 // The next warp with lanes that can go, from a drawn one on, or without a seed from the one behind
 // the last; null if all wait.
 Warp* draw_warp() {
-    const std::size_t blocks = launch.blocks.size();
-    const std::size_t first_block = schedule().seed == 0 ? next_block++ : random() % blocks;
-    for (std::size_t i = 0; i < blocks; ++i) {
-        Block& block = launch.blocks[(first_block + i) % blocks];
-        const std::size_t warps = block.warps.size();
-        const std::size_t first = schedule().seed == 0 ? block.next_warp : random() % warps;
-        for (std::size_t k = 0; k < warps; ++k) {
-            Warp& warp = block.warps[(first + k) % warps];
-            if (warp.ready == 0) continue;
-            block.next_warp = (first + k + 1) % warps;
-            return &warp;
-        }
+    Block& block = launch.block;
+    const std::size_t warps = block.warps.size();
+    const std::size_t first = schedule().seed == 0 ? block.next_warp : random() % warps;
+    for (std::size_t i = 0; i < warps; ++i) {
+        Warp& warp = block.warps[(first + i) % warps];
+        if (warp.ready == 0) continue;
+        block.next_warp = (first + i + 1) % warps;
+        return &warp;
     }
     return nullptr;
 }
@@ -293,26 +266,23 @@ Warp* draw_warp() {
 [[noreturn]] void report_wait() {
     unsigned barrier = 0, shuffle = 0, exited = 0;
     const Warp* waits = nullptr;
-    for (const Block& block : launch.blocks)
-        for (const Warp& warp : block.warps) {
-            barrier += unsigned(__builtin_popcount(warp.at_barrier));
-            shuffle += unsigned(__builtin_popcount(warp.at_shuffle | warp.at_warp_barrier));
-            exited += unsigned(__builtin_popcount(warp.exited));
-            if (waits == nullptr && warp.exited != warp.exists) waits = &warp;
-        }
+    for (const Warp& warp : launch.block.warps) {
+        barrier += unsigned(__builtin_popcount(warp.at_barrier));
+        shuffle += unsigned(__builtin_popcount(warp.at_shuffle));
+        exited += unsigned(__builtin_popcount(warp.exited));
+        if (waits == nullptr && warp.exited != warp.exists) waits = &warp;
+    }
     launch.warp = waits;
     launch.lane = unsigned(__builtin_ctz(waits->exists & ~waits->exited));
     launch.instruction = &launch.entry->code[waits->pc[launch.lane]];
     throw Fault{CUDA_ERROR_LAUNCH_FAILED, "this thread waits for others that never come: " + std::to_string(barrier) + " threads are at a barrier, " +
-                                              std::to_string(shuffle) + " at a wait of their warp, " + std::to_string(exited) + " have ended"};
+                                              std::to_string(shuffle) + " at a shuffle, " + std::to_string(exited) + " have ended"};
 }
 
-void run_blocks() {
-    idle_turns = 0;
+void run_block() {
     while (unfinished_warps != 0) {
         Warp* const warp = draw_warp();
         if (warp == nullptr) report_wait();
-        if (++idle_turns == IDLE_TURNS_MAX) throw Fault{CUDA_ERROR_LAUNCH_FAILED, "threads go round and wait for what never comes"};
         const std::uint32_t turn = turn_length == ANY_LENGTH ? ANY_LENGTH : 1 + std::uint32_t(random() % turn_length);
         run_together(*warp, draw_lanes(*warp), turn);
     }
@@ -331,16 +301,13 @@ struct BlockOrder {
 };
 
 void run_launch(std::uint64_t blocks) {
-    const bool together = launch.shape.blocks == Blocks::AllAtOnce;
     const BlockOrder order(blocks);
     // Most launches in long turns, which are fast; some in short ones, which part all threads.
     turn_length = schedule().seed == 0 ? ANY_LENGTH : once_in(8) ? 32 : 100000;
-    launch.blocks.resize(together ? blocks : 1);
     unfinished_warps = 0;
-    next_block = 0;
-    for (std::uint64_t first = 0; first < blocks; first += launch.blocks.size()) {
-        for (std::size_t i = 0; i < launch.blocks.size(); ++i) prepare_block(launch.blocks[i], together ? i : order.at(first));
-        run_blocks();
+    for (std::uint64_t i = 0; i < blocks; ++i) {
+        prepare_block(launch.block, order.at(i));
+        run_block();
     }
 }
 
@@ -374,14 +341,12 @@ CUresult run_entry(Entry& entry, const LaunchShape& shape, const void* arguments
     launch.arguments = static_cast<const unsigned char*>(arguments);
     launch.warp = nullptr;
     launch.instruction = nullptr;
-    launch.workspace.fill(0);
     begin_watching();
     // By entry and by how often it has run, so that other launches change nothing.
     random_state = schedule().seed;
     for (char c : entry.name) random_state = random_state * 31 + std::uint64_t(c);
     random_state += entry.counts.launches * 0x5851f42d4c957f2du;
     entry.counts.launches += 1;
-    entry.counts.threads += blocks * shape.block.x * shape.block.y * shape.block.z;
     try {
         if (entry.shared_bytes + shape.dynamic_shared_bytes > SHARED_BYTES_MAX)
             throw Fault{CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, "a block has " + std::to_string(SHARED_BYTES_MAX) + " bytes of shared memory"};

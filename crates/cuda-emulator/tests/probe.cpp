@@ -33,7 +33,7 @@ union Block {
 };
 
 const char* const ENTRIES[][2] = {{"twice_small", "64"}, {"twice_large", "32760"}, {"packs", "64"},      {"beside_the_dialect", "64"},
-                                  {"block_sums", "64"},  {"grid_sum", "64"},       {"half_leave", "64"}, {"two_barriers", "64"},
+                                  {"block_sums", "64"},  {"half_leave", "64"}, {"two_barriers", "64"},
                                   {"two_masks", "64"},   {"hungry", "64"},         {"last_faults", "64"}};
 
 std::string header(const char* version = "8.4", const char* target = "sm_70") {
@@ -67,11 +67,10 @@ struct Device {
         EXPECT(cuModuleGetFunction(&function, module, name), 0);
         return function;
     }
-    CUresult run(const char* name, unsigned grid, unsigned block, Task task, bool together = false) {
+    CUresult run(const char* name, unsigned grid, unsigned block, Task task) {
         Block arguments{};
         arguments.task = task;
         void* params[] = {&arguments};
-        if (together) return cuLaunchCooperativeKernel(function(name), grid, 1, 1, block, 1, 1, 0, nullptr, params);
         return cuLaunchKernel(function(name), grid, 1, 1, block, 1, 1, 0, nullptr, params, nullptr);
     }
 };
@@ -108,9 +107,6 @@ void threads_that_wait() {
             unsigned long long sum = 0;
             for (auto value : sums) sum += value;
             expect((long long)sum, (long long)all, "block_sums");
-            EXPECT(device.run("grid_sum", grid, block, {device.in, device.out, 1000, 0}, true), 0);
-            EXPECT(cuMemcpyDtoH_v2(sums.data(), device.out, 8 * grid), 0);
-            for (auto value : sums) expect((long long)value, (long long)all, "grid_sum");
         }
     EXPECT(cuCtxSynchronize(), 0);
 }
@@ -174,10 +170,6 @@ void launch_arguments() {
     void* params[] = {&arguments};
     EXPECT(cuLaunchKernel((CUfunction)params, 1, 1, 1, 32, 1, 1, 0, nullptr, params, nullptr), CUDA_ERROR_INVALID_HANDLE);
     EXPECT(cuLaunchKernel(small, 1, 1, 1, 32, 1, 1, 0, (CUstream)params, params, nullptr), CUDA_ERROR_INVALID_HANDLE);
-    int blocks = 0;
-    EXPECT(cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, device.function("grid_sum"), 1024, 0), 0);
-    EXPECT(blocks, 2);
-    EXPECT(device.run("grid_sum", 9, 1024, task, true), CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE);
     EXPECT(cuCtxSynchronize(), 0);
 }
 
@@ -267,6 +259,7 @@ void occupied_streams() {
         {"cuEventSynchronize", [&] { return cuEventSynchronize(event); }},
         {"cuMemsetD8Async", [&] { return cuMemsetD8Async(device.in, 0, 16, stream); }},
     };
+    unsigned long long started = 0;
     for (const auto& [name, call] : calls) {
         EXPECT(emulatorOccupy(stream), 0);
         EXPECT(cuEventRecord(event, stream), 0);
@@ -278,6 +271,9 @@ void occupied_streams() {
             expect(call(), 0, name);
             returned = true;
         });
+        // A busy machine may start the thread late: the first eight are counted once they wait.
+        started = started < 8 ? started + 1 : started;
+        for (int tries = 0; tries < 1000 && waits() < started; ++tries) std::this_thread::sleep_for(std::chrono::milliseconds(10));
         std::this_thread::sleep_for(std::chrono::milliseconds(30));
         expect(returned, false, name);
         EXPECT(emulatorVacate(stream), 0);
@@ -331,7 +327,6 @@ const Check CHECKS[] = {
     {"two_barriers", [] { fault("two_barriers", 64, {}, CUDA_ERROR_LAUNCH_FAILED); }},
     {"two_masks", [] { fault("two_masks", 64, {}, CUDA_ERROR_LAUNCH_FAILED); }},
     {"missing_lane", [] { fault("two_masks", 31, {}, CUDA_ERROR_LAUNCH_FAILED); }},
-    {"grid_sync_alone", [] { fault("grid_sum", 64, {0, 0, 100, 0}, CUDA_ERROR_LAUNCH_FAILED); }},
     {"hungry", [] { fault("hungry", 64, {}, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES); }},
     {"last_faults", [] { fault("last_faults", 64, {0, 0, 1024, 0}, CUDA_ERROR_ILLEGAL_ADDRESS); }},
     {"beside_the_dialect", [] { fault("beside_the_dialect", 32, {0, 0, 0, 8200}, CUDA_SUCCESS); }},

@@ -1,5 +1,5 @@
-// Runs the entry `probe` of a PTX file on words of memory: `ptx_program FILE GRID BLOCK [together]`
-// reads words in hexadecimal and prints what they have become, or the code of what went wrong.
+// Runs the entry `probe` of a PTX file on words of memory: `ptx_program FILE GRID BLOCK` reads
+// words in hexadecimal and prints what they have become, or the code of what went wrong.
 
 #include <cstdio>
 #include <cstdlib>
@@ -47,10 +47,7 @@ int main(int count, char** arguments) {
     require(cuMemcpyHtoD_v2(task.address, words.data(), len_bytes), "cuMemcpyHtoD");
     const unsigned grid = unsigned(std::atoi(arguments[2])), block = unsigned(std::atoi(arguments[3]));
     void* params[] = {&task};
-    if (count > 4)
-        require(cuLaunchCooperativeKernel(function, grid, 1, 1, block, 1, 1, 0, nullptr, params), "cuLaunchCooperativeKernel");
-    else
-        require(cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, nullptr, params, nullptr), "cuLaunchKernel");
+    require(cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, nullptr, params, nullptr), "cuLaunchKernel");
     require(cuCtxSynchronize(), "cuCtxSynchronize");
     require(cuMemcpyDtoH_v2(words.data(), task.address, len_bytes), "cuMemcpyDtoH");
     for (unsigned long long word : words) std::printf("%llx\n", word);

@@ -4,6 +4,7 @@ use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{Accumulate, Accumulation, BackendError};
 use fusestep_tensor::DType;
 
+use crate::Result;
 use crate::backend::CudaBackend;
 use crate::buffer::DeviceBuffer;
 use crate::entry::Entry;
@@ -31,10 +32,7 @@ struct Arguments {
 }
 
 /// As [`fusestep_launch::Backend::accumulate`].
-pub(crate) fn enqueue(
-    backend: &CudaBackend,
-    accumulate: Accumulate<'_>,
-) -> Result<(), BackendError> {
+pub(crate) fn enqueue(backend: &CudaBackend, accumulate: Accumulate<'_>) -> Result<()> {
     let Accumulate { dtype, sums: (sums, sums_at), grads: (grads, grads_at), numel, what } =
         accumulate;
     let entry = match dtype {

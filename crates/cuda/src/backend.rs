@@ -16,7 +16,8 @@ use crate::loaded_entry::EntryCode;
 use crate::session::Session;
 use crate::update_sums::check_without_update_sums;
 use crate::{
-    DeviceInfo, NAME, accumulate, checks, graph, leaves, normed, reduce, resident, tensor_sums,
+    DeviceInfo, NAME, Result, accumulate, checks, graph, leaves, normed, reduce, resident,
+    tensor_sums,
 };
 
 /// Elements of a full chunk of a kernel that takes no sums over its chunks. In chunks of 65,536
@@ -186,12 +187,7 @@ impl Backend for CudaBackend {
         Ok(Box::new(DeviceBuffer::zeroed(&self.session, len_bytes)?))
     }
 
-    fn write(
-        &self,
-        buffer: &mut dyn Buffer,
-        offset_bytes: usize,
-        bytes: &[u8],
-    ) -> Result<(), BackendError> {
+    fn write(&self, buffer: &mut dyn Buffer, offset_bytes: usize, bytes: &[u8]) -> Result<()> {
         DeviceBuffer::of_mut(&self.session, buffer)?.write(offset_bytes, bytes)
     }
 
@@ -200,30 +196,25 @@ impl Backend for CudaBackend {
         (from, from_offset_bytes): (&dyn Buffer, usize),
         (to, to_offset_bytes): (&mut dyn Buffer, usize),
         len_bytes: usize,
-    ) -> Result<(), BackendError> {
+    ) -> Result<()> {
         let from = (DeviceBuffer::of(&self.session, from)?, from_offset_bytes);
         let to = DeviceBuffer::of_mut(&self.session, to)?;
         to.copy_from(to_offset_bytes, from, len_bytes)
     }
 
-    fn accumulate(&self, accumulate: Accumulate<'_>) -> Result<(), BackendError> {
+    fn accumulate(&self, accumulate: Accumulate<'_>) -> Result<()> {
         accumulate::enqueue(self, accumulate)
     }
 
-    fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+    fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<()> {
         DeviceBuffer::of_mut(&self.session, buffer)?.hand_over()
     }
 
-    fn take_back(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+    fn take_back(&self, buffer: &mut dyn Buffer) -> Result<()> {
         DeviceBuffer::of_mut(&self.session, buffer)?.take_back()
     }
 
-    fn read(
-        &self,
-        buffer: &dyn Buffer,
-        offset_bytes: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), BackendError> {
+    fn read(&self, buffer: &dyn Buffer, offset_bytes: usize, bytes: &mut [u8]) -> Result<()> {
         DeviceBuffer::of(&self.session, buffer)?.read(offset_bytes, bytes)
     }
 
@@ -248,11 +239,7 @@ impl Backend for CudaBackend {
         })
     }
 
-    fn leaf_squares(
-        &self,
-        leaves: LeafSquares<'_>,
-        sums: &mut [SquareSum],
-    ) -> Result<(), BackendError> {
+    fn leaf_squares(&self, leaves: LeafSquares<'_>, sums: &mut [SquareSum]) -> Result<()> {
         leaves::squares(self, leaves, sums)
     }
 
@@ -260,31 +247,23 @@ impl Backend for CudaBackend {
         &self,
         leaves: LeafSquares<'_>,
         into: (&mut dyn Buffer, u64),
-    ) -> Result<(), BackendError> {
+    ) -> Result<()> {
         leaves::squares_into(self, leaves, into)
     }
 
-    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
+    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<()> {
         leaves::enqueue_fold(self, fold)
     }
 
-    fn zero(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+    fn zero(&self, buffer: &mut dyn Buffer) -> Result<()> {
         DeviceBuffer::of_mut(&self.session, buffer)?.zero()
     }
 
-    fn leaf_sums(
-        &self,
-        launch: &Launch<'_>,
-        sums: &mut [[f64; MAX_SUMS]],
-    ) -> Result<(), BackendError> {
+    fn leaf_sums(&self, launch: &Launch<'_>, sums: &mut [[f64; MAX_SUMS]]) -> Result<()> {
         leaves::sums(self, launch, sums)
     }
 
-    fn leaf_sums_into(
-        &self,
-        launch: &Launch<'_>,
-        rows: (&mut dyn Buffer, u64),
-    ) -> Result<(), BackendError> {
+    fn leaf_sums_into(&self, launch: &Launch<'_>, rows: (&mut dyn Buffer, u64)) -> Result<()> {
         tensor_sums::enqueue_leaf_sums(self, launch, rows)
     }
 
@@ -297,11 +276,7 @@ impl Backend for CudaBackend {
         Ok(Some(Box::new(resident::place_leaves(self, launch, values, rows)?)))
     }
 
-    fn leaf_sums_of_table(
-        &self,
-        launch: &Launch<'_>,
-        table: &dyn ResidentTable,
-    ) -> Result<(), BackendError> {
+    fn leaf_sums_of_table(&self, launch: &Launch<'_>, table: &dyn ResidentTable) -> Result<()> {
         resident::launch::enqueue_leaves(self, launch, table)
     }
 
@@ -329,7 +304,7 @@ impl Backend for CudaBackend {
         resident::launch::enqueue(self, &launch, table)
     }
 
-    fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<(), BackendError> {
+    fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<()> {
         resident::set_lr(self, table, lr)
     }
 
@@ -350,7 +325,7 @@ impl Backend for CudaBackend {
 
     fn capture(
         &self,
-        enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+        enqueue: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Box<dyn Graph>, BackendError> {
         Ok(Box::new(graph::record(self, enqueue)?))
     }
@@ -360,7 +335,7 @@ impl Backend for CudaBackend {
         self.kernels().take_skipped()
     }
 
-    fn synchronize(&self) -> Result<(), BackendError> {
+    fn synchronize(&self) -> Result<()> {
         self.session.synchronize()
     }
 }

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use cust::sys::{self, CUdeviceptr, CUresult};
 use fusestep_launch::{BackendError, Buffer, DeviceOrder, DeviceSliceMut};
 
-use crate::NAME;
 use crate::event::{Event, EventUse};
 use crate::session::Session;
 use crate::status::check;
+use crate::{NAME, Result};
 
 /// Memory of one device; freed when the last of buffer and graphs that refer to it goes.
 #[derive(Debug)]
@@ -60,7 +60,7 @@ impl DeviceBuffer {
     }
 
     /// Sets all bytes to 0, in the order of the stream.
-    pub(crate) fn zero(&mut self) -> Result<(), BackendError> {
+    pub(crate) fn zero(&mut self) -> Result<()> {
         let (address, len_bytes) = (self.address(), self.len_bytes());
         if len_bytes == 0 {
             return Ok(());
@@ -73,7 +73,7 @@ impl DeviceBuffer {
     }
 
     /// Lets others work on the memory behind what is enqueued by now.
-    pub(crate) fn hand_over(&mut self) -> Result<(), BackendError> {
+    pub(crate) fn hand_over(&mut self) -> Result<()> {
         let session = &self.allocation.session;
         if self.order.is_none() {
             self.order = Some(Order {
@@ -89,7 +89,7 @@ impl DeviceBuffer {
     }
 
     /// Lets what is enqueued from now on begin behind what others have done with the memory.
-    pub(crate) fn take_back(&mut self) -> Result<(), BackendError> {
+    pub(crate) fn take_back(&mut self) -> Result<()> {
         match &self.order {
             // SAFETY: as above.
             Some(order) => unsafe { order.done.hold(self.allocation.session.stream()) },
@@ -103,7 +103,7 @@ impl DeviceBuffer {
         offset_bytes: usize,
         (from, from_offset_bytes): (&Self, usize),
         len_bytes: usize,
-    ) -> Result<(), BackendError> {
+    ) -> Result<()> {
         let source = from.range(from_offset_bytes, len_bytes)?;
         let range = self.range(offset_bytes, len_bytes)?;
         if range.is_empty() {
@@ -135,7 +135,7 @@ impl DeviceBuffer {
     }
 
     /// Sets 8 bytes, in the order of what is enqueued and without waiting for it.
-    pub(crate) fn set_f64(&mut self, offset_bytes: usize, value: f64) -> Result<(), BackendError> {
+    pub(crate) fn set_f64(&mut self, offset_bytes: usize, value: f64) -> Result<()> {
         let range = self.range(offset_bytes, size_of::<f64>())?;
         let session = &self.allocation.session;
         session.enter()?;
@@ -167,7 +167,7 @@ impl DeviceBuffer {
         self.allocation.address
     }
 
-    pub(crate) fn write(&mut self, offset_bytes: usize, bytes: &[u8]) -> Result<(), BackendError> {
+    pub(crate) fn write(&mut self, offset_bytes: usize, bytes: &[u8]) -> Result<()> {
         let range = self.range(offset_bytes, bytes.len())?;
         if range.is_empty() {
             return Ok(());
@@ -182,7 +182,7 @@ impl DeviceBuffer {
         copied.and(session.synchronize())
     }
 
-    pub(crate) fn read(&self, offset_bytes: usize, bytes: &mut [u8]) -> Result<(), BackendError> {
+    pub(crate) fn read(&self, offset_bytes: usize, bytes: &mut [u8]) -> Result<()> {
         let range = self.range(offset_bytes, bytes.len())?;
         if range.is_empty() {
             return Ok(());

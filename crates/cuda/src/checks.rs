@@ -2,13 +2,13 @@
 
 use fusestep_launch::{BackendError, Batch, Launch, ListBuffer};
 
-use crate::NAME;
 use crate::backend::CudaBackend;
 use crate::entry::GRID_MAX;
 use crate::session::unavailable;
+use crate::{NAME, Result};
 
 /// Refuses a batch whose arguments no launch carries.
-pub(crate) fn check_arguments(backend: &CudaBackend, len_bytes: usize) -> Result<(), BackendError> {
+pub(crate) fn check_arguments(backend: &CudaBackend, len_bytes: usize) -> Result<()> {
     let most = backend.session.info.argument_bytes;
     if len_bytes <= most {
         return Ok(());
@@ -31,7 +31,7 @@ pub(crate) fn check_records(
     (lists, firsts): (&[ListBuffer], &[u64]),
     offsets: &[u64],
     batch: &Batch,
-) -> Result<(), BackendError> {
+) -> Result<()> {
     if batch.chunks > GRID_MAX {
         return Err(unavailable(format!(
             "a batch has {} chunks, a launch takes {GRID_MAX}; plan with the limits of the backend",

@@ -4,8 +4,9 @@ use std::ffi::c_void;
 use std::ptr;
 
 use cust::sys;
-use fusestep_launch::{BackendError, Batch};
+use fusestep_launch::Batch;
 
+use crate::Result;
 use crate::backend::CudaBackend;
 use crate::status::check;
 
@@ -44,7 +45,7 @@ impl Entry {
         self,
         backend: &CudaBackend,
         write: &mut dyn FnMut(&mut [u8]),
-    ) -> Result<(), BackendError> {
+    ) -> Result<()> {
         backend.session.enter()?;
         let mut kernels = backend.kernels();
         let function = kernels.function(self.stem, self.entry)?;
@@ -73,11 +74,7 @@ impl Entry {
     }
 
     /// [`Entry::enqueue`] of arguments that are packed already.
-    pub(crate) fn enqueue_packed(
-        self,
-        backend: &CudaBackend,
-        arguments: &[u8],
-    ) -> Result<(), BackendError> {
+    pub(crate) fn enqueue_packed(self, backend: &CudaBackend, arguments: &[u8]) -> Result<()> {
         self.enqueue(backend, &mut |bytes| {
             bytes[..arguments.len()].copy_from_slice(arguments);
         })

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use cust::sys::{self, CUevent, CUevent_flags, CUstream};
 use fusestep_launch::BackendError;
 
+use crate::Result;
 use crate::session::Session;
 
 /// A place in a stream, once it is recorded there.
@@ -41,7 +42,7 @@ impl Event {
     ///
     /// # Safety
     /// `stream` lives, in the session's context.
-    pub(crate) unsafe fn record(&self, stream: CUstream) -> Result<(), BackendError> {
+    pub(crate) unsafe fn record(&self, stream: CUstream) -> Result<()> {
         let recording = || "recording an event".to_owned();
         // SAFETY: the event lives as long as `self`, the stream is the caller's.
         self.session.call(recording, |_| unsafe { sys::cuEventRecord(self.event, stream) })
@@ -51,7 +52,7 @@ impl Event {
     ///
     /// # Safety
     /// As [`Event::record`].
-    pub(crate) unsafe fn hold(&self, stream: CUstream) -> Result<(), BackendError> {
+    pub(crate) unsafe fn hold(&self, stream: CUstream) -> Result<()> {
         let holding = || "letting a stream wait for an event".to_owned();
         // SAFETY: as above; the driver keeps what a stream waits for beyond the event.
         self.session.call(holding, |_| unsafe { sys::cuStreamWaitEvent(stream, self.event, 0) })

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use cust::sys::{self, CUgraph, CUgraphExec, CUstreamCaptureMode};
 use fusestep_launch::{BackendError, Graph};
 
+use crate::Result;
 use crate::backend::CudaBackend;
 use crate::buffer::Allocation;
 use crate::kernels::Kernels;
@@ -29,7 +30,7 @@ unsafe impl Send for CapturedGraph {}
 /// Records what `enqueue` enqueues on this backend, from whichever thread.
 pub(crate) fn record(
     backend: &CudaBackend,
-    enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+    enqueue: &mut dyn FnMut() -> Result<()>,
 ) -> Result<CapturedGraph, BackendError> {
     backend.session.enter()?;
     *backend.recorded() = Some(Vec::new());
@@ -72,7 +73,7 @@ pub(crate) fn record(
 }
 
 impl Graph for CapturedGraph {
-    fn launch(&self) -> Result<(), BackendError> {
+    fn launch(&self) -> Result<()> {
         let launching = || "launching a graph".to_owned();
         // SAFETY: the graph lives, and with it the functions and the memory that it refers to.
         self.session

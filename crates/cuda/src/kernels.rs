@@ -6,6 +6,7 @@ use cust::sys::CUfunction;
 use fusestep_kernels::TABLE_BYTES;
 use fusestep_launch::BackendError;
 
+use crate::Result;
 use crate::loaded_entry::{EntryCode, LoadedEntry};
 use crate::normed::Rows;
 use crate::session::Session;
@@ -72,7 +73,7 @@ impl Kernels {
     }
 
     /// Lets go of rows whose tables are gone, and keeps their counts.
-    fn forget_rows(&mut self) -> Result<(), BackendError> {
+    fn forget_rows(&mut self) -> Result<()> {
         for rows in self.placed_rows.extract_if(.., |rows| Arc::strong_count(rows) == 1) {
             let mut rows = rows.lock().unwrap_or_else(PoisonError::into_inner);
             self.rows.count_skipped(rows.take_skipped()?);

@@ -15,7 +15,7 @@ use crate::normed::ROW_BYTES;
 use crate::reduce::check_end;
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of};
-use crate::{NAME, tensor_sums};
+use crate::{NAME, Result, tensor_sums};
 
 /// Threads of a block that sums up one leaf: one warp, whose groups take lines of it.
 const LEAF_THREADS: u32 = 32;
@@ -56,7 +56,7 @@ pub(crate) fn squares(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
     sums: &mut [SquareSum],
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let records = leaves.batches.iter().flat_map(|batch| &batch.records);
     let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
     check_count(count, sums)?;
@@ -71,7 +71,7 @@ pub(crate) fn squares_into(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
     (into, first): (&mut dyn Buffer, u64),
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let records = leaves.batches.iter().flat_map(|batch| &batch.records);
     let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
     let width = size_of::<SquareSum>() as u64;
@@ -82,10 +82,7 @@ pub(crate) fn squares_into(
 }
 
 /// As [`Backend::fold_leaves`].
-pub(crate) fn enqueue_fold(
-    backend: &CudaBackend,
-    fold: FoldLeaves<'_>,
-) -> Result<(), BackendError> {
+pub(crate) fn enqueue_fold(backend: &CudaBackend, fold: FoldLeaves<'_>) -> Result<()> {
     let chunks = (fold.places.len_bytes() / size_of::<TensorPartials>()) as u64;
     const { assert!(size_of::<SquareSum>() == size_of::<[f64; MAX_SUMS]>()) };
     let width = size_of::<SquareSum>() as u64;
@@ -117,7 +114,7 @@ fn enqueue_leaf_squares(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
     partials: u64,
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
     let list = backend.address(leaves.list.buffer.as_ref())?;
     for batch in leaves.batches {
@@ -159,7 +156,7 @@ pub(crate) fn sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     sums: &mut [[f64; MAX_SUMS]],
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let normed = normed_of(launch)?;
     let parts = parts_of(launch.batches);
     let count = parts.iter().map(|part| leaves_of(part.numel)).sum::<u64>();
@@ -200,7 +197,7 @@ fn leaf_rows(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
 }
 
 /// Reads what a launch has left in them; waits for it.
-fn read_leaf_rows(backend: &CudaBackend, bytes: &mut [u8]) -> Result<(), BackendError> {
+fn read_leaf_rows(backend: &CudaBackend, bytes: &mut [u8]) -> Result<()> {
     backend.kernels().leaf_rows.read(bytes)
 }
 
@@ -240,7 +237,7 @@ fn leaves_of(numel: u64) -> u64 {
     numel.div_ceil(LEAF_ELEMENTS)
 }
 
-fn check_count<T>(expected: u64, sums: &[T]) -> Result<(), BackendError> {
+fn check_count<T>(expected: u64, sums: &[T]) -> Result<()> {
     if expected == sums.len() as u64 {
         return Ok(());
     }
@@ -253,7 +250,7 @@ fn check_count<T>(expected: u64, sums: &[T]) -> Result<(), BackendError> {
 }
 
 /// Refuses sums that others have taken: the kernels here take those of whole tensors themselves.
-pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
+pub(crate) fn check_without_tensor_sums(launch: &Launch<'_>) -> Result<()> {
     match launch.tensor_sums {
         None => Ok(()),
         Some(_) => Err(unavailable(format!(

@@ -34,5 +34,8 @@ pub use info::DeviceInfo;
 pub use loaded_entry::EntryCode;
 pub use timing::DeviceTime;
 
+/// What calls here come to, unless another error is named.
+type Result<T, E = fusestep_launch::BackendError> = std::result::Result<T, E>;
+
 /// The backend's name in messages.
 const NAME: &str = "cuda";

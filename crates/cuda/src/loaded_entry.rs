@@ -8,6 +8,7 @@ use std::ptr;
 use cust::sys::{self, CUfunction, CUmodule, CUresult};
 use fusestep_launch::BackendError;
 
+use crate::Result;
 use crate::session::{Session, unavailable};
 use crate::status::{check, describe};
 
@@ -70,7 +71,7 @@ impl LoadedEntry {
         }
     }
 
-    fn look_up(&mut self) -> Result<(), BackendError> {
+    fn look_up(&mut self) -> Result<()> {
         let name = zero_ended(self.entry, self.entry)?;
         // SAFETY: the module is loaded until `self` is unloaded; the name ends in 0; the call
         // writes one handle.

@@ -8,11 +8,11 @@ use fusestep_launch::{
     NormedKernel, ROW_VALUES, WORKSPACE_BYTES, Workspace,
 };
 
-use crate::NAME;
 use crate::backend::CudaBackend;
 use crate::buffer::{Allocation, DeviceBuffer};
 use crate::entry::{BLOCK_THREADS, Entry, GRID_MAX};
 use crate::session::{Session, unavailable};
+use crate::{NAME, Result};
 
 /// Threads for one leaf, a lane each, as `kernels/normed.cuh` knows them.
 const LEAF_THREADS: u32 = 64;
@@ -67,7 +67,7 @@ impl Rows {
     }
 
     /// Reads the first bytes; waits for the device.
-    pub(crate) fn read(&self, bytes: &mut [u8]) -> Result<(), BackendError> {
+    pub(crate) fn read(&self, bytes: &mut [u8]) -> Result<()> {
         match &self.buffer {
             Some(buffer) => buffer.read(0, bytes),
             None => Ok(()),
@@ -75,7 +75,7 @@ impl Rows {
     }
 
     /// Writes the first bytes.
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), BackendError> {
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match &mut self.buffer {
             Some(buffer) => buffer.write(0, bytes),
             None => Ok(()),
@@ -117,7 +117,7 @@ pub(crate) fn launch(
     launch: &Launch<'_>,
     normed: &dyn NormedKernel,
     pack: &dyn Fn(&Batch, &mut [u8]),
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let rows = backend.rows(row_count(launch)?)?;
     let names = normed.sums_and_update();
     for name in [names.sums, names.update] {
@@ -137,7 +137,7 @@ pub(crate) fn enqueue(
     (name, batch): (&'static str, &Batch),
     workspace: Workspace,
     pack: &dyn Fn(&Batch, &mut [u8]),
-) -> Result<(), BackendError> {
+) -> Result<()> {
     if batch.chunks == 0 {
         return Ok(());
     }
@@ -151,7 +151,7 @@ pub(crate) fn enqueue(
 }
 
 /// Refuses batches that are not cut at the chunks of the sums.
-pub(crate) fn check_chunks(launch: &Launch<'_>) -> Result<(), BackendError> {
+pub(crate) fn check_chunks(launch: &Launch<'_>) -> Result<()> {
     if launch.limits.chunk_elements == CHUNK_ELEMENTS {
         return Ok(());
     }

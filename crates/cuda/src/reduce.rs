@@ -8,7 +8,7 @@ use fusestep_launch::{
 use crate::backend::CudaBackend;
 use crate::checks::check_records;
 use crate::entry::{BLOCK_THREADS, Entry, threads_for};
-use crate::{NAME, checks};
+use crate::{NAME, Result, checks};
 
 /// Enqueues the batches of a reduction, one launch each.
 pub(crate) fn reduce(
@@ -85,7 +85,7 @@ pub(crate) fn conclude(
 }
 
 /// Refuses a buffer that ends before `end` bytes.
-pub(crate) fn check_end(end: u64, found: usize) -> Result<(), BackendError> {
+pub(crate) fn check_end(end: u64, found: usize) -> Result<()> {
     if end <= found as u64 {
         return Ok(());
     }

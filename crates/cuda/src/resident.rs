@@ -21,7 +21,7 @@ use crate::reduce::{check_end, read_list};
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, workspaces_of_parts};
 use crate::update_sums::{PlacedSums, check_update_sums};
-use crate::{NAME, tensor_sums, update_sums};
+use crate::{NAME, Result, tensor_sums, update_sums};
 
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
@@ -222,11 +222,7 @@ fn launch_addresses(backend: &CudaBackend, launch: &Launch<'_>) -> Result<Vec<u6
     Ok(addresses)
 }
 
-pub(crate) fn set_lr(
-    backend: &CudaBackend,
-    table: &mut dyn ResidentTable,
-    lr: f64,
-) -> Result<(), BackendError> {
+pub(crate) fn set_lr(backend: &CudaBackend, table: &mut dyn ResidentTable, lr: f64) -> Result<()> {
     let table = table.as_any_mut().downcast_mut::<DeviceTable>();
     let table = table.ok_or(BackendError::ForeignTable { backend: NAME })?;
     for batch in &mut table.batches {

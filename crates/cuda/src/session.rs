@@ -10,7 +10,7 @@ use fusestep_launch::{ARGUMENT_BYTES_LARGE, BackendError};
 
 use crate::adopt::StreamHandle;
 use crate::status::{check, describe, wrapped};
-use crate::{DeviceInfo, NAME};
+use crate::{DeviceInfo, NAME, Result};
 
 /// The compute capability that the PTX is compiled for.
 const LEAST_COMPUTE_CAPABILITY: (u32, u32) = (7, 0);
@@ -52,7 +52,7 @@ impl Session {
 
     /// Makes the context the calling thread's. Every use of the driver starts with it: threads have
     /// no context of their own.
-    pub(crate) fn enter(&self) -> Result<(), BackendError> {
+    pub(crate) fn enter(&self) -> Result<()> {
         // SAFETY: the context is retained until `self.context` is dropped.
         let status = unsafe { sys::cuCtxSetCurrent(self.context.as_raw()) };
         check(status, || "entering the context".to_owned())
@@ -71,13 +71,13 @@ impl Session {
         &self,
         operation: impl FnOnce() -> String,
         call: impl FnOnce(CUstream) -> CUresult,
-    ) -> Result<(), BackendError> {
+    ) -> Result<()> {
         self.enter()?;
         check(call(self.stream()), operation)
     }
 
     /// Waits for everything enqueued.
-    pub(crate) fn synchronize(&self) -> Result<(), BackendError> {
+    pub(crate) fn synchronize(&self) -> Result<()> {
         let waiting = || "waiting for the device".to_owned();
         // SAFETY: the stream lives, and its context is current.
         self.call(waiting, |stream| unsafe { sys::cuStreamSynchronize(stream) })
@@ -97,7 +97,7 @@ pub(crate) fn unavailable(reason: String) -> BackendError {
 }
 
 /// Starts the driver.
-pub(crate) fn start() -> Result<(), BackendError> {
+pub(crate) fn start() -> Result<()> {
     // SAFETY: no precondition; 0 is the only value for the flags.
     let status = unsafe { sys::cuInit(0) };
     if status == CUresult::CUDA_SUCCESS {
@@ -112,7 +112,7 @@ pub(crate) fn start() -> Result<(), BackendError> {
 }
 
 /// Refuses a device that does not run the PTX.
-pub(crate) fn check_capability(info: &DeviceInfo) -> Result<(), BackendError> {
+pub(crate) fn check_capability(info: &DeviceInfo) -> Result<()> {
     if info.compute_capability >= LEAST_COMPUTE_CAPABILITY {
         return Ok(());
     }

@@ -7,14 +7,11 @@ use cust::error::CudaError;
 use cust::sys::{self, CUresult};
 use fusestep_launch::BackendError;
 
-use crate::NAME;
+use crate::{NAME, Result};
 
 /// An error with the driver's own code, name and text, unless the call succeeded. `operation` is
 /// what was being done.
-pub(crate) fn check(
-    status: CUresult,
-    operation: impl FnOnce() -> String,
-) -> Result<(), BackendError> {
+pub(crate) fn check(status: CUresult, operation: impl FnOnce() -> String) -> Result<()> {
     if status == CUresult::CUDA_SUCCESS {
         return Ok(());
     }

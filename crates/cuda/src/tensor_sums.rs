@@ -12,7 +12,7 @@ use crate::entry::Entry;
 use crate::normed::{ROW_BYTES, check_chunks, row_count};
 use crate::reduce::check_end;
 use crate::session::unavailable;
-use crate::{leaves, normed};
+use crate::{Result, leaves, normed};
 
 /// Records that one launch places the sums of; `kernels/tensor_sums.cu`: MOST_PLACES.
 const MOST_PLACES: usize = 2044;
@@ -46,7 +46,7 @@ pub(crate) fn enqueue_leaf_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     (rows, first): (&mut dyn Buffer, u64),
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let (normed, place) = check_leaf_sums(backend, launch, (rows, first))?;
     enqueue_parts(backend, launch, (normed.sums_and_update().sums, launch.batches), place)
 }
@@ -88,7 +88,7 @@ pub(crate) fn launch_with_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     (normed, sums): (&dyn NormedKernel, TensorSums<'_>),
-) -> Result<(), BackendError> {
+) -> Result<()> {
     check_chunks(launch)?;
     let chunks = row_count(launch)?;
     let rows = match sums {
@@ -158,7 +158,7 @@ pub(crate) fn pack_places(
 }
 
 /// Enqueues one of them.
-pub(crate) fn enqueue_places(backend: &CudaBackend, arguments: &[u8]) -> Result<(), BackendError> {
+pub(crate) fn enqueue_places(backend: &CudaBackend, arguments: &[u8]) -> Result<()> {
     let records = (arguments.len() - PLACES_HEAD_BYTES) / size_of::<RecordPlace>();
     let entry = Entry {
         stem: "tensor_sums",
@@ -176,7 +176,7 @@ pub(crate) fn enqueue_parts(
     launch: &Launch<'_>,
     (name, batches): (&'static str, &[Batch]),
     place: Place,
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let addresses = leaves::list_addresses(backend, launch)?;
     let addresses = Addresses {
         lists: &addresses[..launch.lists.len()],

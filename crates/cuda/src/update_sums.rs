@@ -7,6 +7,7 @@ use fusestep_launch::{
 };
 use fusestep_tensor::{DType, Role};
 
+use crate::Result;
 use crate::backend::CudaBackend;
 use crate::buffer::DeviceBuffer;
 use crate::entry::{Entry, threads_for};
@@ -98,11 +99,7 @@ pub(crate) fn place(
     }))
 }
 
-pub(crate) fn enqueue(
-    backend: &CudaBackend,
-    sums: &PlacedSums,
-    part: SumsPart,
-) -> Result<(), BackendError> {
+pub(crate) fn enqueue(backend: &CudaBackend, sums: &PlacedSums, part: SumsPart) -> Result<()> {
     let entry = Entry {
         stem: STEM,
         entry: match part {
@@ -167,7 +164,7 @@ fn value_of(launch: &Launch<'_>) -> Result<(Value, Vec<usize>), BackendError> {
 
 /// Refuses a launch that leaves sums and whose table is in its arguments: the copies of the values
 /// are made for tables in memory only.
-pub(crate) fn check_without_update_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
+pub(crate) fn check_without_update_sums(launch: &Launch<'_>) -> Result<()> {
     match launch.update_sums {
         None => Ok(()),
         Some(_) => Err(unavailable(format!(
@@ -180,7 +177,7 @@ pub(crate) fn check_without_update_sums(launch: &Launch<'_>) -> Result<(), Backe
 
 /// Refuses a launch whose chunks are not those of the sums, or that would leave one behind its
 /// rows.
-pub(crate) fn check_update_sums(launch: &Launch<'_>) -> Result<(), BackendError> {
+pub(crate) fn check_update_sums(launch: &Launch<'_>) -> Result<()> {
     let Some(sums) = &launch.update_sums else {
         return Ok(());
     };

@@ -16,7 +16,7 @@ use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::{Backend, BackendError, LaunchLimits, Objective, Precision, WeightDecay};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
-use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, Recorder, element_rules, outcome};
+use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, element_rules};
 
 #[test]
 fn every_element_wise_rule_gives_the_bits_of_the_host() {
@@ -52,10 +52,10 @@ fn every_option_and_dtype_gives_the_bits_of_the_host() {
 fn limits_change_the_launches_and_not_the_bits() {
     let case = Case::new((0..700).map(|i| i % 9 * 13), DType::F32).with_groups();
     let launches = |limits: LaunchLimits| {
-        let backend = Recorder::new(cuda().with_limits(limits));
+        let backend = cuda().with_limits(limits);
         let planner = Planner::new(Optimizer::Adam(Adam::default())).limits(limits);
-        outcome(&planner.plan(&case.params).unwrap(), &case, &backend);
-        backend.take().len() as u64 / case.steps
+        let plan = planner.plan(&case.params).unwrap();
+        plan.run(&mut plan.allocate(&backend).unwrap(), &backend).unwrap().launches
     };
     for (limits, expected) in
         [(LaunchLimits::default(), 1), (LaunchLimits::with_argument_bytes(4096), 8)]

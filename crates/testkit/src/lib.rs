@@ -4,7 +4,6 @@
 mod case;
 mod disk;
 mod normed_reference;
-mod recorder;
 mod reference;
 mod rules;
 mod runner;
@@ -13,7 +12,6 @@ mod ulp;
 
 pub use case::{Case, EDGE_NUMELS, Gradients};
 pub use disk::{Fault, SimulatedDisk};
-pub use recorder::{RecordedLaunch, Recorder};
 pub use rules::{ElementState, each_rule, element_rules, reference_step, rules};
 pub use runner::{backends, check, check_at, check_bits, outcome};
 pub use simulation::{Story, simulate};

@@ -6,7 +6,7 @@ use fusestep_launch::GroupValues;
 use fusestep_planner::Plan;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
-use crate::reference::{GRAD, Kept, join, unit, values};
+use crate::reference::{GRAD, Kept, Near, join, values};
 use crate::{Case, Gradients};
 
 /// Requires of every list the values of the LARS reference.
@@ -145,13 +145,8 @@ impl<'a> Scales<'a> {
         }
     }
 
-    /// Some roundings of the dtype apart, or apart by little of the scale.
     fn is_near(&self, role: Role, dtype: DType, found: f64, value: f64) -> bool {
         let Kept { param_error, state_error, steps, .. } = *self.kept;
-        let (relative, epsilon) = match dtype {
-            DType::F64 => (1e-13, 1e-16 + 1e-11 * self.update),
-            _ => (1e-5, 1e-8 + 1e-3 * self.update),
-        };
         let coarse = match role {
             // The rate follows the norms, which are off by as much as their elements.
             Role::Velocity => self.velocity * steps * (param_error + state_error),
@@ -159,12 +154,7 @@ impl<'a> Scales<'a> {
             Role::Moment2 => 0.0,
             _ => self.moved * steps * (param_error + 10.0 * state_error),
         };
-        approx::relative_eq!(
-            found,
-            value,
-            max_relative = relative + unit(dtype) * steps,
-            epsilon = epsilon + coarse
-        )
+        self.kept.is_near(dtype, found, Near { value, scale: self.update }, coarse)
     }
 }
 

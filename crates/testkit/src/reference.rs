@@ -30,9 +30,9 @@ struct Expected {
 
 /// A value, and what its rounding errors are proportional to.
 #[derive(Clone, Copy)]
-struct Near {
-    value: f64,
-    scale: f64,
+pub(crate) struct Near {
+    pub(crate) value: f64,
+    pub(crate) scale: f64,
 }
 
 /// Requires the values of the reference, up to rounding; `found` is laid out as by
@@ -146,9 +146,7 @@ impl Kept {
             steps,
         }
     }
-}
 
-impl Kept {
     /// The values of each list of a parameter, whose bytes are taken off the front of `rest`.
     pub(crate) fn columns(&self, rest: &mut &[u8], param: &ParamDesc) -> Vec<Vec<f64>> {
         let column = |&(_, dtype): &(Role, DType)| {
@@ -157,6 +155,21 @@ impl Kept {
             values(own, dtype)
         };
         self.lists.iter().map(column).collect()
+    }
+
+    /// Whether a value is some roundings of the dtype away, or as much as little of the scale, or
+    /// `coarse` more than that.
+    pub(crate) fn is_near(&self, dtype: DType, found: f64, near: Near, coarse: f64) -> bool {
+        let (relative, epsilon) = match dtype {
+            DType::F64 => (1e-13, 1e-16 + 1e-11 * near.scale),
+            _ => (1e-5, 1e-8 + 1e-3 * near.scale),
+        };
+        approx::relative_eq!(
+            found,
+            near.value,
+            max_relative = relative + unit(dtype) * self.steps,
+            epsilon = epsilon + coarse
+        )
     }
 }
 
@@ -179,13 +192,8 @@ impl Rounding {
         Self { kept, update, velocity, decayed }
     }
 
-    /// Some roundings of the dtype apart, or apart by little of the scale.
-    fn is_near(&self, role: Role, dtype: DType, found: f64, Near { value, scale }: Near) -> bool {
+    fn is_near(&self, role: Role, dtype: DType, found: f64, near: Near) -> bool {
         let Kept { param_error, state_error, steps, .. } = self.kept;
-        let (relative, epsilon) = match dtype {
-            DType::F64 => (1e-13, 1e-16 + 1e-11 * scale),
-            _ => (1e-5, 1e-8 + 1e-3 * scale),
-        };
         let coarse = match role {
             Role::Param | Role::Master | Role::Remainder | Role::Base if self.decayed > 0.0 => {
                 self.update * steps / 2.0
@@ -198,18 +206,13 @@ impl Rounding {
             Role::Velocity => self.velocity * (state_error + self.decayed / GRAD),
             _ => GRAD * self.decayed,
         };
-        approx::relative_eq!(
-            found,
-            value,
-            max_relative = relative + unit(dtype) * steps,
-            epsilon = epsilon + coarse
-        )
+        self.kept.is_near(dtype, found, near, coarse)
     }
 }
 
 /// One unit in the last place of a 16-bit type, relatively: rounding at random may cost a whole
 /// one.
-pub(crate) fn unit(dtype: DType) -> f64 {
+fn unit(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 128.0,
         DType::F16 => 1.0 / 1024.0,

@@ -50,14 +50,13 @@ const FIRST_LINE: usize = 21;
 struct Launch<'a> {
     grid: u32,
     block: u32,
-    together: bool,
     environment: &'a [(&'a str, &'a str)],
 }
 
 impl Launch<'_> {
     /// One block of so many threads.
     fn of(block: u32) -> Self {
-        Self { grid: 1, block, together: false, environment: &[] }
+        Self { grid: 1, block, environment: &[] }
     }
 }
 
@@ -79,9 +78,6 @@ fn run(body: &str, launch: Launch, memory: &[u64]) -> Ran {
     let mut command = Command::new(&probe.ptx_program);
     command.arg(&path);
     command.args([launch.grid.to_string(), launch.block.to_string()]);
-    if launch.together {
-        command.arg("together");
-    }
     command.env("LD_LIBRARY_PATH", &probe.libraries);
     command.env("FUSESTEP_EMULATOR_CODE", "ptx");
     command.envs(launch.environment.iter().copied());

@@ -26,18 +26,6 @@ ENTRY(block_sums, (1024), Arguments<64>, {
     if (threadIdx.x == 0) dialect::store(reinterpret_cast<unsigned long long*>(t.out) + blockIdx.x, sum);
 })
 
-// out[i] = sum of all of in, for each block i: partial sums, a grid-wide wait, and their sum.
-ENTRY(grid_sum, (1024), Arguments<64>, {
-    const Task& t = task(arguments);
-    unsigned long long* partial = reinterpret_cast<unsigned long long*>(t.out) + gridDim.x;
-    const unsigned long long sum = block_sum(first_of(t));
-    if (threadIdx.x == 0) dialect::store(partial + blockIdx.x, sum);
-    dialect::grid_sync();
-    unsigned long long total = 0;
-    for (unsigned block = 0; block < gridDim.x; ++block) total += dialect::load(partial + block);
-    if (threadIdx.x == 0) dialect::store(reinterpret_cast<unsigned long long*>(t.out) + blockIdx.x, total);
-})
-
 // Half of the threads leave before the barrier.
 ENTRY(half_leave, (1024), Arguments<64>, {
     if (threadIdx.x < blockDim.x / 2) return;

@@ -11,7 +11,7 @@ use crate::backend::CudaBackend;
 use crate::entry::{BLOCK_THREADS, Entry};
 use crate::tensor_sums::normed_of;
 use crate::update_sums::SumsPart;
-use crate::{NAME, tensor_sums, update_sums};
+use crate::{NAME, Result, tensor_sums, update_sums};
 
 pub(crate) fn enqueue(
     backend: &CudaBackend,
@@ -56,7 +56,7 @@ pub(crate) fn enqueue_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     table: &dyn ResidentTable,
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let table = own(table)?;
     begin_table(backend, launch, table, matches!(table.does, Does::SumLeaves))?;
     let sums = normed_of(launch)?.sums_and_update().sums;
@@ -72,7 +72,7 @@ fn begin_table(
     launch: &Launch<'_>,
     table: &DeviceTable,
     fits: bool,
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let addresses = launch_addresses(backend, launch)?;
     if table.addresses != addresses || table.entry != launch.kernel.entry() || !fits {
         return Err(BackendError::ForeignTable { backend: NAME });
@@ -91,7 +91,7 @@ fn enqueue_step_scalars(
     backend: &CudaBackend,
     (stem, entry): (&'static str, &'static str),
     batch: &PlacedBatch,
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let entry =
         Entry { stem, entry, threads: BLOCK_THREADS, blocks: batch.groups.div_ceil(BLOCK_THREADS) };
     entry.enqueue(backend, &mut |bytes| {
@@ -118,7 +118,7 @@ fn enqueue_placed(
     backend: &CudaBackend,
     (stem, entry): (&'static str, &'static str),
     batch: &PlacedBatch,
-) -> Result<(), BackendError> {
+) -> Result<()> {
     let entry = Entry { stem, entry, threads: batch.shape.threads, blocks: batch.shape.blocks };
     entry.enqueue_packed(backend, &batch.arguments)
 }

@@ -136,14 +136,12 @@ fn products_and_sums_are_rounded_once_each_and_fma_once() {
 }
 
 #[test]
-fn subnormals_are_kept_unless_flushed() {
+fn subnormals_are_kept() {
     let tiny = f32::from_bits(3);
     let case = singles([tiny, 0.5, 0.0]);
     assert_eq!(result("mul.rn.f32", &["f32"; 3], case), 2);
-    assert_eq!(result("mul.rn.ftz.f32", &["f32"; 3], case), 0);
     let least = f32::MIN_POSITIVE;
     assert_eq!(result("mul.rn.f32", &["f32"; 3], singles([least, -0.5, 0.0])), 0x8040_0000);
-    assert_eq!(result("mul.rn.ftz.f32", &["f32"; 3], singles([least, -0.5, 0.0])), 1 << 31);
 }
 
 #[test]
@@ -163,7 +161,6 @@ fn nan_fails_ordered_comparisons_and_loses_to_numbers() {
     assert_eq!(compare("eq", 0.0, -0.0), 1);
     let of = |name: &str, a: f32, b: f32| result(name, &["f32"; 3], singles([a, b, 0.0]));
     assert_eq!(of("max.f32", nan, 1.0), single(1.0));
-    assert_eq!(of("max.NaN.f32", nan, 1.0), 0x7fff_ffff);
     assert_eq!(of("min.f32", 0.0, -0.0), single(-0.0));
     // Results that are NaN have one form; moves and signs keep every bit.
     assert_eq!(of("add.rn.f32", f32::INFINITY, f32::NEG_INFINITY), 0x7fff_ffff);
@@ -177,10 +174,6 @@ fn conversions_to_integers_saturate() {
         |name: &str, to: &str, value: f32| result(name, &[to, "f32"], singles([value, 0.0, 0.0]));
     let low = |value: i32| u64::from(value as u32);
     assert_eq!(of("cvt.rzi.s32.f32", "s32", -2.7), low(-2));
-    assert_eq!(of("cvt.rmi.s32.f32", "s32", -2.2), low(-3));
-    assert_eq!(of("cvt.rpi.s32.f32", "s32", -2.7), low(-2));
-    assert_eq!(of("cvt.rni.s32.f32", "s32", 2.5), 2);
-    assert_eq!(of("cvt.rni.s32.f32", "s32", 3.5), 4);
     assert_eq!(of("cvt.rzi.s32.f32", "s32", 3e9), low(i32::MAX));
     assert_eq!(of("cvt.rzi.s32.f32", "s32", f32::NEG_INFINITY), low(i32::MIN));
     assert_eq!(of("cvt.rzi.u32.f32", "u32", -5.0), 0);
@@ -205,7 +198,6 @@ fn conversions_between_floats_and_from_integers_round_as_asked() {
     assert_eq!(narrow("rz", -middle), single(-1.0));
     let wide = |name: &str, from: &str, value: u64| result(name, &["f32", from], [value, 0, 0]);
     assert_eq!(wide("cvt.rn.f32.u32", "u32", 0xffff_ffff), single(4_294_967_296.0));
-    assert_eq!(wide("cvt.rz.f32.u32", "u32", 0xffff_ffff), single(4_294_967_040.0));
     assert_eq!(wide("cvt.rn.f32.s32", "s32", 0xffff_ffff), single(-1.0));
     let exact = result("cvt.f64.f32", &["f64", "f32"], singles([0.1, 0.0, 0.0]));
     assert_eq!(f64::from_bits(exact), f64::from(0.1f32));
@@ -225,20 +217,13 @@ fn halves_are_widened_exactly_and_rounded_as_the_format_says() {
             assert_eq!(again, if is_nan { 0x7fff } else { half }, "{half:x}");
         }
     }
-    let narrow = |rounding: &str, value: f32| {
-        result(&format!("cvt.{rounding}.f16.f32"), &["b16", "f32"], singles([value, 0.0, 0.0]))
-    };
-    assert_eq!(narrow("rn", 1.0 + 0.000_488_281_25), 0x3c00, "half-way, to even");
-    assert_eq!(narrow("rn", (1.0 + 0.000_488_281_25f32).next_up()), 0x3c01);
-    assert_eq!(narrow("rz", 1.0 + 0.000_976), 0x3c00);
-    assert_eq!(narrow("rn", 65_519.0), 0x7bff);
-    assert_eq!(narrow("rn", 65_520.0), 0x7c00);
-    assert_eq!(narrow("rz", 1e9), 0x7bff);
+    let narrow = |value: f32| result("cvt.rn.f16.f32", &["b16", "f32"], singles([value, 0.0, 0.0]));
+    assert_eq!(narrow(1.0 + 0.000_488_281_25), 0x3c00, "half-way, to even");
+    assert_eq!(narrow((1.0 + 0.000_488_281_25f32).next_up()), 0x3c01);
+    assert_eq!(narrow(65_519.0), 0x7bff);
+    assert_eq!(narrow(65_520.0), 0x7c00);
     // Subnormal: in units of 2^-24.
-    assert_eq!(narrow("rn", 2.5 * 2f32.powi(-24)), 2);
-    assert_eq!(narrow("rn", 2f32.powi(-25)), 0);
-    assert_eq!(narrow("rn", -2f32.powi(-25).next_up()), 0x8001);
-    let brain = result("cvt.rn.bf16.f32", &["b16", "f32"], [0x3f80_8000, 0, 0]);
-    assert_eq!(brain, 0x3f80, "half-way, to even");
-    assert_eq!(result("cvt.rn.bf16.f32", &["b16", "f32"], [0x3f80_8001, 0, 0]), 0x3f81);
+    assert_eq!(narrow(2.5 * 2f32.powi(-24)), 2);
+    assert_eq!(narrow(2f32.powi(-25)), 0);
+    assert_eq!(narrow(-2f32.powi(-25).next_up()), 0x8001);
 }

@@ -1,4 +1,4 @@
-//! Threads that wait for each other, exchange values, and count together.
+//! Threads that wait for each other and exchange values.
 
 use super::{Launch, words};
 
@@ -71,40 +71,12 @@ fn a_barrier_shows_all_threads_what_others_have_stored() {
 }
 
 #[test]
-fn atomics_lose_nothing() {
-    let body = "\
-	mov.u32 %r3, %r0;
-	cvt.u64.u32 %rd2, %r3;
-	atom.global.add.u64 %rd3, [%rd0], %rd2;
-	red.global.add.u32 [%rd0+8], 1;
-	atom.global.max.u32 %r4, [%rd0+16], %r3;
-	atom.global.min.s32 %r5, [%rd0+24], -5;
-	atom.global.or.b32 %r6, [%rd0+32], 6;
-	atom.global.exch.b64 %rd4, [%rd0+40], 77;
-AGAIN:
-	atom.global.cas.b32 %r7, [%rd0+48], %r3, %r0;
-	add.s32 %r8, %r3, 1;
-	atom.global.cas.b32 %r9, [%rd0+56], %r3, %r8;
-	setp.ne.s32 %p1, %r9, %r3;
-	@%p1 bra AGAIN;
-";
-    for seed in ["0", "9"] {
-        let launch = Launch { environment: &[("FUSESTEP_PTX_SEED", seed)], ..Launch::of(40) };
-        // The last word is a turnstile that every thread passes in its turn.
-        let found = words(body, launch, &[0, 0, 0, 9, 8, 0, u64::from(u32::MAX), 0]);
-        let sum = 39 * 40 / 2;
-        assert_eq!(found, [sum, 40, 39, 0xffff_fffb, 14, 77, u64::from(u32::MAX), 40], "{seed}");
-    }
-}
-
-#[test]
 fn every_seed_is_a_schedule_of_its_own_and_the_same_again() {
     // The last of 64 warps to write wins.
-    let body = "\
-	atom.global.exch.b32 %r2, [%rd0], %r0;
-";
+    let body = "\tst.global.u32 [%rd0], %r0;";
     let last = |seed: &str| {
-        let launch = Launch { environment: &[("FUSESTEP_PTX_SEED", seed)], ..Launch::of(1024) };
+        let environment = &[("FUSESTEP_PTX_SEED", seed), ("FUSESTEP_PTX_RACES", "0")];
+        let launch = Launch { environment, ..Launch::of(1024) };
         words(body, launch, &[0; 1])[0]
     };
     let seeds = ["1", "2", "3", "4", "5", "6"];
@@ -112,71 +84,6 @@ fn every_seed_is_a_schedule_of_its_own_and_the_same_again() {
     assert_eq!(found, seeds.map(last));
     assert!(found.iter().any(|winner| *winner != found[0]), "{found:?}");
     assert_eq!(last("0"), 1023, "in order");
-}
-
-/// Blocks that hand a value on by a flag: the first stores and releases, others wait and load.
-const HAND_OVER: &str = "\
-	mov.u32 %r1, %ctaid.x;
-	setp.ne.s32 %p1, %r1, 0;
-	@%p1 bra WAIT;
-	st.global.u64 [%rd0+8], 41;
-	st.release.gpu.global.u32 [%rd0], 1;
-	ret;
-WAIT:
-	ld.acquire.gpu.global.u32 %r2, [%rd0];
-	setp.eq.s32 %p2, %r2, 0;
-	@%p2 bra WAIT;
-	ld.global.u64 %rd2, [%rd0+8];
-	mul.wide.u32 %rd3, %r1, 8;
-	add.s64 %rd4, %rd0, %rd3;
-	st.global.u64 [%rd4+8], %rd2;
-";
-
-#[test]
-fn what_is_released_may_be_read_after_an_acquire() {
-    for seed in ["0", "1", "2"] {
-        let launch = Launch {
-            grid: 4,
-            together: true,
-            environment: &[("FUSESTEP_PTX_SEED", seed)],
-            ..Launch::of(1)
-        };
-        assert_eq!(words(HAND_OVER, launch, &[0; 5]), [1, 41, 41, 41, 41], "seed {seed}");
-        for (from, to) in
-            [("st.release.gpu", "st.relaxed.gpu"), ("ld.acquire.gpu", "ld.relaxed.gpu")]
-        {
-            let text = super::complaint(&HAND_OVER.replace(from, to), launch, &[0; 5], 719);
-            assert!(text.contains("race: load of 8 bytes at 0x"), "{text}");
-            assert!(text.contains("after a store by block 0 thread 0"), "{text}");
-        }
-    }
-}
-
-#[test]
-fn whoever_is_waited_for_gets_a_turn_in_every_schedule() {
-    // The first block waits for the last, and the first warp for the second.
-    let body = "\
-	mov.u32 %r1, %ctaid.x;
-	setp.eq.s32 %p1, %r1, 3;
-	@!%p1 bra WAIT;
-	setp.lt.u32 %p2, %r0, 32;
-	@%p2 bra WAIT;
-	atom.add.release.gpu.global.u32 %r2, [%rd0], 1;
-	ret;
-WAIT:
-	ld.acquire.gpu.global.u32 %r3, [%rd0];
-	setp.ne.s32 %p3, %r3, 32;
-	@%p3 bra WAIT;
-";
-    for seed in ["0", "1", "2"] {
-        let launch = Launch {
-            grid: 4,
-            together: true,
-            environment: &[("FUSESTEP_PTX_SEED", seed)],
-            ..Launch::of(64)
-        };
-        assert_eq!(words(body, launch, &[0; 1]), [32], "seed {seed}");
-    }
 }
 
 #[test]
@@ -198,7 +105,7 @@ fn entries_are_counted_instruction_by_instruction() {
     // Four instructions before the program's own and the return behind it.
     for part in [
         "\"entry\":\"probe\"",
-        "\"launches\":1,\"threads\":64,\"instructions\":768,\"barriers\":1",
+        "\"launches\":1,\"instructions\":768",
         "\"doubles\":64,\"divisions\":128",
         "\"load_sectors\":2,\"store_sectors\":3",
         "\"loads\":{\"16\":64},\"stores\":{\"4\":8}",
