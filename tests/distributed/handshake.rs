@@ -7,7 +7,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, GradientAccumulation, LocalSgd, LossScaling, PlanError,
-    Planner, Topology, ZeroStage,
+    Planner, State, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -154,5 +154,60 @@ fn values_are_compared_by_hash() {
         let different = different.unwrap();
         assert!(different.starts_with("values of `w`: expected hash "), "{different}");
         assert!(different.contains("on rank 1"), "{different}");
+    }
+}
+
+/// What each of two ranks hears by a handshake after `change` on rank 1.
+fn after_change_on_one(
+    zero: ZeroStage,
+    change: impl Fn(&mut State, &CpuBackend) + Sync,
+) -> Vec<String> {
+    let params = ["w", "b"].map(|name| ParamDesc::new(name, Shape::new([5]).unwrap(), DType::F32));
+    let ranks = run_ranks(2, &Options::default(), |mut comm| {
+        let planner = adam(0.1).with(fusestep_planner::Shard::new(zero));
+        let plan = planner.plan_for(&params, Topology::of(&comm)).unwrap();
+        let backend = CpuBackend::new(NonZeroUsize::MIN);
+        let mut state = plan.allocate(&backend).unwrap();
+        state.set_step(3);
+        let mut comms = Comms::direct(&mut comm);
+        plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+        if plan.topology().rank == 1 {
+            change(&mut state, &backend);
+        }
+        let met = plan.handshake(&state, &backend, &mut comms, &[]);
+        met.map_or_else(|error| error.to_string(), |()| "nothing".to_owned())
+    });
+    ranks.unwrap().into_iter().map(Result::unwrap).collect()
+}
+
+#[test]
+fn state_that_one_rank_alone_has_loaded_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("state");
+    let loaded = |state: &mut State, backend: &CpuBackend| {
+        let moment1 = [0.5f32; 5];
+        state.write(backend, Role::Moment1, "w", bytemuck::cast_slice(&moment1)).unwrap();
+        state.save(backend, &file).unwrap();
+        state.write(backend, Role::Moment1, "w", &[0; 20]).unwrap();
+        state.load(backend, &file).unwrap();
+    };
+    for told in after_change_on_one(ZeroStage::None, loaded) {
+        assert!(told.starts_with("state `moment1` of `w`: expected hash "), "{told}");
+        assert!(told.contains("on rank 1"), "{told}");
+    }
+    // There each rank has state of its own.
+    let written = |state: &mut State, backend: &CpuBackend| {
+        state.write(backend, Role::Moment1, "w", &[1; 20]).unwrap();
+    };
+    assert_eq!(after_change_on_one(ZeroStage::One, written), ["nothing"; 2]);
+}
+
+#[test]
+fn steps_that_a_parameter_has_missed_on_one_rank_alone_are_named() {
+    for zero in [ZeroStage::None, ZeroStage::Two] {
+        let behind = |state: &mut State, _: &CpuBackend| state.set_step_of("b", 1).unwrap();
+        for told in after_change_on_one(zero, behind) {
+            assert!(told.starts_with("steps of `b`: expected 3 as on rank 0, found 1"), "{told}");
+        }
     }
 }

@@ -130,3 +130,28 @@ fn weights_that_are_not_above_0_and_finite_are_refused_and_the_last_good_one_cou
     };
     assert!(run(&refused) == run(&[]));
 }
+
+#[test]
+fn a_weight_behind_the_first_gradient_of_a_micro_step_is_refused_and_changes_nothing() {
+    let case = case(Adam::default().into(), 1);
+    let run = |tries: bool| {
+        let plan = case.planner().plan(&case.params()).unwrap();
+        let (backend, mut solo) = (backend(), Solo::new());
+        let mut comms = Comms::direct(&mut solo);
+        let mut state = start(&case, &plan, &backend);
+        for step in 0..4 {
+            state.set_weight(3.0 + step as f64).unwrap();
+            push(&case, &plan, (&mut state, &backend), &mut comms, step);
+            if tries {
+                let error = state.set_weight(9.0).unwrap_err();
+                assert_eq!(error, PlanError::WeightLate { given: 4 });
+                let told = "expected before its first gradient, found behind 4 gradients; set it \
+                            when the micro-step begins";
+                assert!(error.to_string().ends_with(told), "{error}");
+            }
+            plan.step(&mut state, &backend, &mut comms).unwrap();
+        }
+        whole_params(&plan, &state, &backend, &mut comms)
+    };
+    assert!(run(true) == run(false));
+}

@@ -159,3 +159,29 @@ fn files_from_before_settings_were_in_them_are_read_under_any() {
         outcome.unwrap();
     }
 }
+
+#[test]
+fn a_rule_that_has_replaced_the_plans_is_the_one_that_files_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let adam = Adam { weight_decay: WeightDecay::L2(0.01), ..Adam::default() };
+    let adamw = Adam::default();
+    let file = folder.path().join("state");
+    let (plan, mut state, backend) = start(&Planner::new(adam.into()));
+    state.set_optimizer(adamw.into()).unwrap();
+    state.save(&backend, &file).unwrap();
+    let (mut rank, texts) = (Solo::default(), BTreeMap::new());
+    plan.save(&state, &backend, &mut Comms::direct(&mut rank), folder.path(), texts).unwrap();
+    assert_eq!(Manifest::read(folder.path()).unwrap().optimizer, "adamw");
+    // By a plan of it, and by one that has it by now.
+    for replaced in [false, true] {
+        let planned = if replaced { adam } else { adamw };
+        let (plan, mut state, backend) = start(&Planner::new(planned.into()));
+        if replaced {
+            let refused = plan.load(&mut state, &backend, folder.path()).unwrap_err().to_string();
+            assert!(refused.contains("`optimizer`: expected adam, found adamw"), "{refused}");
+            state.set_optimizer(adamw.into()).unwrap();
+        }
+        plan.load(&mut state, &backend, folder.path()).unwrap();
+        state.load(&backend, &file).unwrap();
+    }
+}

@@ -270,8 +270,13 @@ impl std::fmt::Display for BenchSummary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(
             f,
-            "{} on {} parameters, {} elements of {}; {} threads, {}",
-            self.optimizer, self.parameters, self.elements, self.dtype, self.threads, self.simd
+            "{} on {}, {} elements of {}; {}, {}",
+            self.optimizer,
+            counted(self.parameters as u64, "parameter"),
+            self.elements,
+            self.dtype,
+            counted(self.threads as u64, "thread"),
+            self.simd
         )?;
         let mut row = |what: &str, ns: f64, more: String| {
             writeln!(f, "  {what:<22} {:>10}  {more}", duration(ns))
@@ -286,8 +291,10 @@ impl std::fmt::Display for BenchSummary {
         }
         let ceiling_ns = self.bytes_per_step as f64 / self.ceiling_gb_per_s;
         let gb = format!(
-            "{:.1} GB/s, {} reads and {} writes",
-            self.ceiling_gb_per_s, self.ceiling_reads, self.ceiling_writes
+            "{:.1} GB/s, {} and {}",
+            self.ceiling_gb_per_s,
+            counted(self.ceiling_reads as u64, "read"),
+            counted(self.ceiling_writes as u64, "write")
         );
         row("memory bandwidth", ceiling_ns, gb)?;
         if let Some(candle) = &self.candle {

@@ -10,6 +10,7 @@ use fusestep_collective::{
     AllReduceRow, CollectiveError, Costs, Link, measure, measure_all_reduce, self_test,
 };
 use fusestep_simd::Level;
+use fusestep_tensor::counted;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
@@ -85,7 +86,7 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
     if args.json {
         return print_json(&tested);
     }
-    let mut text = format!("{} ranks, engine {}\n", tested.ranks, tested.engine);
+    let mut text = format!("{}, engine {}\n", counted(tested.ranks as u64, "rank"), tested.engine);
     for name in &tested.right {
         let _ = writeln!(text, "  right     {name}");
     }

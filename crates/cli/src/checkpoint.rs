@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
 use fusestep_planner::{MAX_SHARDS, Manifest};
-use fusestep_tensor::Quoted;
+use fusestep_tensor::{Quoted, counted};
 use serde::Serialize;
 
 use crate::output::{non_finite, print, print_json};
@@ -85,8 +85,11 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 let names = verified.non_finite.iter().map(String::as_str);
                 let told = non_finite(names).map_or_else(String::new, |told| format!("; {told}"));
                 print(&format!(
-                    "step {}: {} tensors ({} bytes) in {} files, all intact{told}\n",
-                    verified.step, verified.tensors, verified.bytes, verified.shards
+                    "step {}: {} ({} bytes) in {}, all intact{told}\n",
+                    verified.step,
+                    counted(verified.tensors as u64, "tensor"),
+                    verified.bytes,
+                    counted(verified.shards as u64, "file")
                 ))
             }
         }
@@ -121,13 +124,13 @@ fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
         return print_json(manifest);
     }
     let mut text = format!(
-        "{} version {}: {}, step {}, {} skipped, {} files\n",
+        "{} version {}: {}, step {}, {} skipped, {}\n",
         manifest.format,
         manifest.version,
         manifest.optimizer,
         manifest.step,
         manifest.skipped,
-        manifest.shards.len(),
+        counted(manifest.shards.len() as u64, "file"),
     );
     for (key, value) in &manifest.caller {
         text += &format!("{} = {}\n", Quoted(key), Quoted(value));

@@ -13,7 +13,7 @@ use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::Objective;
 use fusestep_planner::{Optimizer, Plan, html_page};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc, Quoted};
+use fusestep_tensor::{DType, ParamDesc, Quoted, counted};
 use fusestep_tensor_file::check_writable;
 use serde::{Deserialize, Serialize};
 
@@ -271,8 +271,12 @@ impl fmt::Display for PeerSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{} on {} parameters, {} elements of f32; {} threads, {}",
-            self.optimizer, self.parameters, self.elements, self.threads, self.simd
+            "{} on {}, {} elements of f32; {}, {}",
+            self.optimizer,
+            counted(self.parameters as u64, "parameter"),
+            self.elements,
+            counted(self.threads as u64, "thread"),
+            self.simd
         )?;
         for (name, ns, note) in self.rows() {
             writeln!(f, "  {name:<40} {:>10}  {note}", duration(ns))?;

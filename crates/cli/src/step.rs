@@ -11,7 +11,7 @@ use anyhow::{bail, ensure};
 use clap::Args;
 use fusestep_launch::Backend;
 use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport};
-use fusestep_tensor::{ParamDesc, Quoted, Role};
+use fusestep_tensor::{ParamDesc, Quoted, Role, counted};
 use fusestep_tensor_file::{
     Prepared, TensorBytes, TensorFile, check_writable_together, commit_together, finish_interrupted,
 };
@@ -171,8 +171,8 @@ fn run_steps(
     let tensors_skipped = backend.take_skipped()?;
     if tensors_skipped > 0 {
         eprintln!(
-            "warning: tensors were left as they were {tensors_skipped} times: their norms or \
-             rates are not finite"
+            "warning: tensors were left as they were {}: their norms or rates are not finite",
+            counted(tensors_skipped, "time")
         );
     }
     let (reports, norms) = match args.steps {

@@ -318,8 +318,11 @@ impl TrainSummary {
         let numbers = &self.ranks;
         write!(
             f,
-            "{} ranks ({}), zero stage {}: {} bytes of optimizer state each",
-            numbers.ranks, numbers.engine, numbers.zero, numbers.state_bytes_per_rank,
+            "{} ({}), zero stage {}: {} bytes of optimizer state each",
+            counted(numbers.ranks as u64, "rank"),
+            numbers.engine,
+            numbers.zero,
+            numbers.state_bytes_per_rank,
         )?;
         if !self.was_complete() {
             write!(

@@ -31,7 +31,8 @@ pub enum CollectiveError {
     },
     /// Ranks did not do the same thing; no data has moved.
     #[error("call {sequence}, {field}: expected `{expected}` as on rank {expected_rank}, found `{found}` on rank {found_rank}; \
-        all ranks must make the same calls in the same order (here {expected_operation} and {found_operation}{})", bucket_text(.bucket))]
+        all ranks must make the same calls in the same order (here {}{})",
+        here_text(.expected_operation, .found_operation), bucket_text(.bucket))]
     Mismatch {
         /// The first field that differs.
         field: Field,
@@ -194,6 +195,10 @@ impl CollectiveError {
     }
 }
 
+fn here_text(expected: &str, found: &str) -> String {
+    if expected == found { format!("all {found}") } else { format!("{expected} and {found}") }
+}
+
 fn bucket_text(bucket: &Option<u32>) -> String {
     bucket.map_or_else(String::new, |bucket| format!(", bucket {bucket}"))
 }
@@ -201,6 +206,26 @@ fn bucket_text(bucket: &Option<u32>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_operation_that_all_ranks_called_is_named_once() {
+        let told = |found_operation: &'static str| {
+            let error = CollectiveError::Mismatch {
+                field: Field::Numel,
+                sequence: 3,
+                bucket: Some(1),
+                expected_rank: 0,
+                expected: "8".to_owned(),
+                expected_operation: "send",
+                found_rank: 1,
+                found: "4".to_owned(),
+                found_operation,
+            };
+            error.to_string()
+        };
+        assert!(told("send").ends_with("(here all send, bucket 1)"));
+        assert!(told("barrier").ends_with("(here send and barrier, bucket 1)"));
+    }
 
     /// One error of every kind that carries a rank, all of this one.
     fn of_every_kind(rank: usize) -> Vec<CollectiveError> {

@@ -37,6 +37,21 @@ fn a_folder_that_is_spelt_in_two_ways_is_the_runs_own() {
 }
 
 #[test]
+fn a_save_to_an_empty_path_is_refused_before_anything_is_written() {
+    let current = || {
+        let names = std::fs::read_dir(".").unwrap().map(|entry| entry.unwrap().file_name());
+        names.collect::<std::collections::BTreeSet<_>>()
+    };
+    let before = current();
+    let refused = optimizer().save("", 1).unwrap_err().to_string();
+    let refused_every = optimizer().checkpoint_every(1, "", 0).unwrap_err().to_string();
+    let told = "checkpoint: `folder`: expected the path of one; `.` is the current folder, found \
+                an empty path";
+    assert_eq!([refused.as_str(), refused_every.as_str()], [told; 2]);
+    assert_eq!(current(), before);
+}
+
+#[test]
 fn a_step_that_has_been_done_is_no_error_of_a_save() {
     let root = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("save-behind");
     for zero in 0..=3 {

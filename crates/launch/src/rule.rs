@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use fusestep_tensor::DType;
+use fusestep_tensor::{DType, ParamDesc, short_number};
 
 use crate::{MultiTensorKernel, Precision};
 
@@ -164,16 +164,10 @@ pub fn check_width(rule: &dyn UpdateRule, dtype: DType) -> Result<(), RuleError>
     let beyond = |&(_, value): &(_, f64)| value.is_finite() && !(value as f32).is_finite();
     match rule.hyper_parameters().into_iter().find(beyond) {
         Some((what, found)) if dtype != DType::F64 => {
-            let expected = "at most 3.4e38, since parameters other than f64 are updated in f32";
-            Err(RuleError::Hyper { what, expected, found })
+            Err(RuleError::Hyper { what, expected: ParamDesc::MOST_IN_F32, found })
         }
         _ => Ok(()),
     }
-}
-
-/// A number with an exponent where its digits would fill a line.
-fn short(value: f64) -> String {
-    if value.is_finite() && value.abs() >= 1e21 { format!("{value:e}") } else { value.to_string() }
 }
 
 /// Why an update rule was refused; nothing has been written when it is returned.
@@ -181,7 +175,7 @@ fn short(value: f64) -> String {
 #[non_exhaustive]
 pub enum RuleError {
     /// A hyper-parameter is out of range.
-    #[error("{what}: expected {expected}, found {found}", found = short(*found))]
+    #[error("{what}: expected {expected}, found {found}", found = short_number(*found))]
     Hyper {
         /// The hyper-parameter.
         what: &'static str,

@@ -91,6 +91,7 @@ pub(crate) fn allocate_from<'a>(
         since_average: 0,
         adapting: Adapting::default(),
         params_version: 0,
+        written: 0,
         backend: backend.name(),
     })
 }

@@ -132,7 +132,7 @@ fn fmt_stage(plan: &Plan, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stag
             writeln!(f, "{calls} of parameters, {}", text_of_bucket(plan, gather.bucket))
         }
         Stage::Average(rule) => {
-            writeln!(f, "average parameters every {} steps", rule.every)
+            writeln!(f, "average parameters every {}", counted(rule.every.get(), "step"))
         }
     }
 }

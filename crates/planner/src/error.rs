@@ -71,7 +71,8 @@ pub enum PlanError {
     /// Some buckets of a step have been updated, and others would be by something else.
     #[error(
         "{what}: expected a state between two steps, found one whose step {step} has updated \
-         {updated} parameters in backward; end it by `step` first"
+         {} in backward; end it by `step` first",
+        counted(*updated as u64, "parameter")
     )]
     StepUnderWay {
         what: &'static str,
@@ -111,6 +112,16 @@ pub enum PlanError {
     /// A micro-step cannot be weighed so.
     #[error("weight of the micro-step: expected a number from 2e-38 to 3e38, found {found}")]
     Weight { found: f64 },
+    /// A micro-step is weighed when gradients of it have been added.
+    #[error(
+        "weight of the micro-step: expected before its first gradient, found behind {}; set it \
+         when the micro-step begins",
+        counted(*given as u64, "gradient")
+    )]
+    WeightLate {
+        /// Gradients that have been given.
+        given: usize,
+    },
     /// Ranks of one run differ in what decides its bits.
     #[error(
         "{field}: expected {expected} as on rank 0, found {found} on rank {rank}; start all ranks \
@@ -188,7 +199,8 @@ pub enum PlanError {
     /// Parameters have changed while copies of them were on their way.
     #[error(
         "parameters asked for ahead: expected none to change until they are there, found \
-         {changes} updates or writes since; wait for them first"
+         {} since; wait for them first",
+        counted(*changes, "change")
     )]
     StaleParams {
         /// Updates, averages and writes of parameters since they were asked for.
@@ -219,8 +231,9 @@ pub enum PlanError {
     StaleGraph,
     /// The host does not know yet what the device has decided.
     #[error(
-        "state: expected every step's outcome to be known, found {pending} steps enqueued and not \
-         read; call `settle`"
+        "state: expected every step's outcome to be known, found {} enqueued and not read; \
+         call `settle`",
+        counted(*pending, "step")
     )]
     Unsettled {
         /// Steps enqueued since the host last read.

@@ -89,6 +89,8 @@ pub(crate) fn broadcast_parameters(
             state.write(backend, Role::Param, name, &memory.bytes()[place(tensor)])?;
         }
     }
+    // Whatever was written before, all ranks have the same now.
+    state.written = 0;
     Ok(())
 }
 

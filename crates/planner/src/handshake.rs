@@ -6,19 +6,22 @@
 //! names the field and both values on every rank alike.
 //!
 //! In every step they tell each other that they update by the same rules, along with which
-//! gradients there are: a rate that one of them has changed would part their parameters in silence.
+//! gradients there are: a rate that one of them has changed, or a parameter that they have not
+//! written alike, would part their parameters in silence.
 
 use fusestep_amp::LossScale;
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
-use fusestep_tensor::{DType, ParamDesc, Role};
+use fusestep_tensor::{DType, ParamDesc, Role, counted};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::bucket::Caps;
 use crate::comms::Comms;
 use crate::exchange::{Scope, sum_over};
 use crate::passes::{Oversize, Ownership};
-use crate::{Plan, PlanError, Result, State, ZeroStage};
+use crate::stage::Extent;
+use crate::step::RankStep;
+use crate::{Plan, PlanError, Result, State};
 
 /// A field and this rank's value of it.
 pub(crate) type Field = (String, String);
@@ -45,6 +48,7 @@ pub(crate) fn settings(plan: &Plan, state: &State) -> Vec<Field> {
         // Options that are no numbers.
         add(&of("optimizer's settings"), format!("{rule:?}"));
     }
+    let averages = plan.local_sgd().is_some();
     let or_none = |text: Option<String>| text.unwrap_or_else(|| "none".to_owned());
     let schedule = plan.schedule().map(ToString::to_string);
     add("schedule", or_none(schedule));
@@ -74,24 +78,43 @@ pub(crate) fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     for (param, rule) in plan.params.iter().zip(plan.rule_of.iter()) {
         add(&format!("parameter `{}`", param.name), text_of(param, *rule));
     }
+    // Ranks that average leave out of a step what they have no gradient of themselves.
+    for (param, steps) in plan.params.iter().zip(state.steps()).filter(|_| !averages) {
+        add(&format!("steps of `{}`", param.name), steps.to_string());
+    }
     add("plan", format!("{:016x}", plan.hash));
     fields
 }
 
-/// A hash of each parameter that all ranks hold alike.
-pub(crate) fn values(plan: &Plan, state: &State, backend: &dyn Backend) -> Result<Vec<Field>> {
-    let alike =
-        plan.zero != ZeroStage::Three && (plan.local_sgd().is_none() || state.since_average == 0);
+/// A hash of each tensor in the roles asked for that all ranks hold alike, read one at a time.
+pub(crate) fn values(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    asked: fn(Role) -> bool,
+) -> Result<Vec<Field>> {
+    let averages = plan.local_sgd().is_some();
+    // Ranks that average have state of their own, and parameters of their own in between.
+    let alike = |role| !averages || role == Role::Param && state.since_average == 0;
     let mut fields = Vec::new();
-    for (param, desc) in plan.params.iter().enumerate().filter(|_| alike) {
+    for (param, desc) in plan.params.iter().enumerate() {
         let spec = &plan.storages[plan.places[param].0];
         if spec.distributed || desc.numel() == 0 {
             continue;
         }
-        let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
-        state.read(backend, Role::Param, &desc.name, &mut bytes)?;
-        let hash = format!("hash {:016x}", xxh3_64(&bytes));
-        fields.push((format!("values of `{}`", desc.name), hash));
+        for (list, extent) in spec.lists.iter().zip(&spec.extents) {
+            if !asked(list.role) || !alike(list.role) || *extent != Extent::Whole {
+                continue;
+            }
+            let mut bytes = vec![0; desc.numel() as usize * list.dtype.len_bytes()];
+            state.read(backend, list.role, &desc.name, &mut bytes)?;
+            let what = match list.role {
+                Role::Param => "values".to_owned(),
+                role => format!("state `{role}`"),
+            };
+            let hash = format!("hash {:016x}", xxh3_64(&bytes));
+            fields.push((format!("{what} of `{}`", desc.name), hash));
+        }
     }
     Ok(fields)
 }
@@ -106,7 +129,7 @@ fn text_of_buckets(caps: Option<&Caps>) -> String {
     };
     let count = match caps.count {
         usize::MAX => String::new(),
-        count => format!(" of at most {count} tensors"),
+        count => format!(" of at most {}", counted(count as u64, "tensor")),
     };
     let bytes = caps.bytes;
     format!("at most {bytes} bytes{count}, longer tensors {beyond}")
@@ -236,25 +259,21 @@ pub(crate) fn largest<const N: usize>(
     Ok(alike)
 }
 
-/// What ranks compare of their rules, with the base rates set since.
+/// What ranks compare in every step: their rules, with the base rates set since, and what callers
+/// have written to parameters since the step before.
 pub(crate) fn hash_of_rules(state: &mut State) -> u64 {
     let rules = &state.rules;
-    *state.rules_hash.get_or_insert_with(|| xxh3_64(format!("{rules:?}").as_bytes()))
+    let rules = || xxh3_64(format!("{rules:?}").as_bytes());
+    let hash = *state.rules_hash.get_or_insert_with(rules);
+    hash.wrapping_add(std::mem::take(&mut state.written))
 }
 
-/// Names the setting in which ranks differ, on all of them, if they have found that they do.
-pub(crate) fn check_rules(
-    plan: &Plan,
-    state: &State,
-    comms: &mut Comms<'_>,
-    is_alike: bool,
-) -> Result<()> {
+/// Names the setting or the parameter in which ranks differ, on all of them, if they have found
+/// that they may. Parameters that some have written and others not, or twice, can be alike.
+pub(crate) fn check_alike(step: &mut RankStep<'_, '_>, is_alike: bool) -> Result<()> {
     if is_alike {
         return Ok(());
     }
-    plan.compare_settings(state, comms)?;
-    Err(PlanError::Topology {
-        expected: "the same rules on all ranks".to_owned(),
-        found: "others; set rates on all ranks alike".to_owned(),
-    })
+    step.plan.compare_settings(step.state, step.comms)?;
+    step.plan.compare_parameters(step.state, step.backend, step.comms)
 }

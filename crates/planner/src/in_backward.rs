@@ -8,7 +8,6 @@
 //! Ranks make these calls in the order of buckets, in backward or in the step, so one that lacks a
 //! gradient is waited for and never met by another call.
 
-use crate::comms::Comms;
 use crate::run::{Begun, Executor};
 use crate::step::RankStep;
 use crate::{Plan, Result, State, StepReport, batches, handshake, reduce, run};
@@ -166,7 +165,7 @@ pub(crate) fn update_rest(step: &mut RankStep<'_, '_>) -> Result<StepReport> {
         update_unit(step, segment)?;
     }
     let rest = std::mem::take(&mut step.state.in_backward.rest);
-    let agreed = agree(step.plan, step.state, step.comms, &rest);
+    let agreed = agree(step, &rest);
     step.state.in_backward.rest = rest;
     agreed?;
     for unit in step.plan.segments.len()..step.state.in_backward.units.len() {
@@ -200,8 +199,7 @@ fn update_unit(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
     // Taken out, so that its stages can borrow the rest of the state.
     let mut unit = std::mem::take(&mut step.state.in_backward.units[index]);
     let is_segment = index < step.plan.segments.len();
-    let agreed =
-        if is_segment { agree(step.plan, step.state, step.comms, &unit.params) } else { Ok(()) };
+    let agreed = if is_segment { agree(step, &unit.params) } else { Ok(()) };
     let done = agreed.and_then(|()| run_unit(step, &unit));
     unit.updated = done.is_ok();
     step.state.in_backward.units[index] = unit;
@@ -252,19 +250,19 @@ fn leave_out(plan: &Plan, state: &mut State, unit: &Unit) -> Result<()> {
 }
 
 /// Hears from all ranks which of these parameters any of them has given a gradient, and leaves the
-/// others out of the step; fails on all ranks if their rules differ.
-fn agree(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, params: &[u32]) -> Result<()> {
-    let own = params.iter().map(|&param| state.arena.given[param as usize]);
+/// others out of the step; fails on all ranks if their rules or parameters differ.
+fn agree(step: &mut RankStep<'_, '_>, params: &[u32]) -> Result<()> {
+    let own = params.iter().map(|&param| step.state.arena.given[param as usize]);
     let mut given: Vec<u8> = own.map(|given| u8::from(given > 0)).collect();
-    if plan.reduces() && !given.is_empty() {
-        let rules = handshake::hash_of_rules(state);
-        let [rules] = handshake::largest(comms, &mut given, [rules])?;
-        handshake::check_rules(plan, state, comms, rules)?;
+    if step.plan.reduces() && !given.is_empty() {
+        let hash = handshake::hash_of_rules(step.state);
+        let [alike] = handshake::largest(step.comms, &mut given, [hash])?;
+        handshake::check_alike(step, alike)?;
     }
     for (&param, given) in params.iter().zip(given) {
-        state.in_backward.given[param as usize] = given;
+        step.state.in_backward.given[param as usize] = given;
         if given == 0 {
-            state.set_without_gradient_at(param as usize);
+            step.state.set_without_gradient_at(param as usize);
         }
     }
     Ok(())

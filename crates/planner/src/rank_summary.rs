@@ -71,8 +71,8 @@ impl std::fmt::Display for RankSummary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(
             f,
-            "{} ranks, zero stage {}: {} a step (naive: {}) and {}, {} sent, {}",
-            self.world,
+            "{}, zero stage {}: {} a step (naive: {}) and {}, {} sent, {}",
+            counted(self.world as u64, "rank"),
             self.zero,
             counted(self.collectives, "call"),
             self.naive_collectives,

@@ -212,20 +212,17 @@ fn to_shard(
 }
 
 /// For each parameter whether any rank has given a gradient; fails on all ranks if their rules
-/// differ, or if they have weighed micro-steps differently.
-pub(crate) fn agree_on_given(
-    plan: &Plan,
-    state: &mut State,
-    comms: &mut Comms<'_>,
-) -> Result<Vec<u8>> {
-    let given = state.arena.given.iter();
+/// or parameters differ, or if they have weighed micro-steps differently.
+pub(crate) fn agree_on_given(step: &mut RankStep<'_, '_>) -> Result<Vec<u8>> {
+    let plan = step.plan;
+    let given = step.state.arena.given.iter();
     let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
     if !plan.reduces() {
         return Ok(given);
     }
-    let values = [handshake::hash_of_rules(state), state.arena.weights_hash];
-    let [rules, weights] = handshake::largest(comms, &mut given, values)?;
-    handshake::check_rules(plan, state, comms, rules)?;
+    let values = [handshake::hash_of_rules(step.state), step.state.arena.weights_hash];
+    let [alike, weights] = handshake::largest(step.comms, &mut given, values)?;
+    handshake::check_alike(step, alike)?;
     if plan.reduces_each() && !weights {
         return Err(PlanError::Topology {
             expected: "the same weights of micro-steps on all ranks, since gradients are \

@@ -1,6 +1,7 @@
 //! One step: the only loop over a plan's stages.
 
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
+use fusestep_tensor::counted;
 
 use crate::comms::Comms;
 use crate::step::RankStep;
@@ -20,9 +21,9 @@ pub(crate) fn run_stages(
         return Err(PlanError::Topology {
             expected: "a plan of one rank and one micro-step for `run`".to_owned(),
             found: format!(
-                "{} ranks and {} micro-steps; use `step`",
-                plan.topology.world,
-                plan.micro_steps()
+                "{} and {}; use `step`",
+                counted(plan.topology.world as u64, "rank"),
+                counted(plan.micro_steps().into(), "micro-step"),
             ),
         });
     }

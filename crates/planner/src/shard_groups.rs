@@ -6,6 +6,7 @@ use fusestep_collective::{
     Aborter, Call, CallContext, CollectiveError, Communicator, DeviceCall, Membership, RankMemory,
     ReduceUpdate,
 };
+use fusestep_tensor::counted;
 
 /// The ranks that share shards with this one, and those that have the same shard in other groups.
 pub(crate) struct ShardGroups {
@@ -25,8 +26,8 @@ impl ShardGroups {
             rank,
             operation: "split",
             reason: format!(
-                "expected a world that is a multiple of a shard group's {group} ranks, found \
-                 {world} ranks"
+                "expected a world that is a multiple of a shard group's {group} ranks, found {}",
+                counted(world as u64, "rank")
             ),
         };
         if !world.is_multiple_of(group) {

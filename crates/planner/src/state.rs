@@ -7,7 +7,7 @@ use fusestep_launch::{Backend, Batch, ListBuffer, check_width};
 use fusestep_schedule::Schedule as LrSchedule;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
-use crate::arena::GradientArena;
+use crate::arena::{Given, GradientArena};
 use crate::average::Adapting;
 use crate::exchange::Exchange;
 use crate::group::ParameterGroups;
@@ -70,6 +70,8 @@ pub struct State {
     pub(crate) adapting: Adapting,
     /// How often parameters have been changed.
     pub(crate) params_version: u64,
+    /// What ranks compare of the parameters that were written since the last step.
+    pub(crate) written: u64,
     pub(crate) backend: &'static str,
 }
 
@@ -357,8 +359,13 @@ impl State {
     ///
     /// # Errors
     /// [`PlanError::Weight`] for one that is not above 0, or that f32, in which gradients are
-    /// added, has as 0 or infinite.
+    /// added, has as 0 or infinite; [`PlanError::WeightLate`] behind the first gradient. The weight
+    /// before stays.
     pub fn set_weight(&mut self, weight: f64) -> Result<()> {
+        let given = self.arena.now.iter().filter(|given| **given == Given::Pushed).count();
+        if given > 0 {
+            return Err(PlanError::WeightLate { given });
+        }
         if weight > 0.0 && (weight as f32).is_normal() {
             self.arena.weight = Some(weight);
             return Ok(());

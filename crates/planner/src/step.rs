@@ -155,7 +155,7 @@ pub(crate) fn update(
 }
 
 fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport> {
-    let given = reduce::agree_on_given(step.plan, step.state, step.comms)?;
+    let given = reduce::agree_on_given(step)?;
     if step.plan.reduces_each() {
         let how = Absorb { first: false, weight: None, last: Some(divisor) };
         each_reduced(step.plan, step.state, step.backend, how)?;

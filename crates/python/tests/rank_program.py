@@ -1,8 +1,10 @@
 """What a rank of `test_ranks.py` runs; the first argument names it, the second where it writes."""
 
+import copy
 import json
 import os
 import pathlib
+import pickle
 import signal
 import sys
 import threading
@@ -123,6 +125,8 @@ def kind_views():
     optimizer.step()
     # The optimizer has no state of its own.
     refused(optimizer.state_dict, "DataParallel")
+    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
+        refused(lambda copier=copier: copier(optimizer), "`save` of `DataParallel`", "`deepcopy`")
     refused(lambda: optimizer.add_param_group({"params": []}), "DataParallel")
     with torch.no_grad():
         model.first.weight.zero_()
@@ -143,6 +147,26 @@ def kind_views():
     del parallel, optimizer
     # A view outlives all else.
     assert torch.isfinite(first.sum())
+    write(model)
+
+
+def kind_replaced():
+    """Another one trains the model, first beside one that is open, then behind its `close`."""
+    model, optimizer, options = made(**OPTIONS)
+    first = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    train(first, optimizer, (0, 1))
+    another = fusestep.torch.AdamW(model.parameters(), lr=1e-2)
+    second = fusestep.torch.DataParallel(model, another, timeout=30, **options)
+    refused(optimizer.step, "moved", "`close()`")
+    train(second, another, (1, 2))
+    refused(lambda: train(second, another, (2, 3)), "second gradient", "`close()`")
+    second.close()
+    first.close()
+    again = fusestep.torch.AdamW(model.parameters(), lr=1e-2)
+    third = fusestep.torch.DataParallel(model, again, timeout=30, **options)
+    again.zero_grad()
+    train(third, again, (3, 5))
+    third.close()
     write(model)
 
 

@@ -139,6 +139,10 @@ def test_gradients_are_views_and_what_is_wrong_is_refused(tmp_path, options):
     run("views", tmp_path, **options)
 
 
+def test_a_model_that_another_one_trains_is_left_by_close(tmp_path):
+    assert same_models(*run("replaced", tmp_path))
+
+
 def test_gradients_are_written_where_ranks_read_them(tmp_path):
     assert same_models(*run("arriving", tmp_path, comm_streams=0))
 

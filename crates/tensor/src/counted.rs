@@ -17,6 +17,11 @@ pub fn counted_are(count: u64, what: &str) -> String {
     format!("{} {verb}", counted(count, what))
 }
 
+/// A number with an exponent where its digits would fill a line.
+pub fn short_number(value: f64) -> String {
+    if value.is_finite() && value.abs() >= 1e21 { format!("{value:e}") } else { value.to_string() }
+}
+
 /// Digits in groups of three: 25,557,032.
 pub fn grouped(value: u64) -> String {
     let digits = value.to_string();

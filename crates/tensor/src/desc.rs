@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::shape::{MAX_MODEL_NUMEL, MAX_NUMEL};
-use crate::{DType, Quoted, Shape};
+use crate::{DType, Quoted, Shape, short_number};
 
 /// A parameter as the planner sees it: name, shape, dtype and its own hyper-parameters, no data.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,6 +38,10 @@ pub enum Trust {
 }
 
 impl ParamDesc {
+    /// What is expected of a hyper-parameter that f32 has as infinite.
+    pub const MOST_IN_F32: &str =
+        "at most 3.4e38, since parameters other than f64 are updated in f32";
+
     /// A descriptor with the optimizer's own hyper-parameters.
     pub fn new(name: impl Into<String>, shape: Shape, dtype: DType) -> Self {
         Self { name: name.into(), shape, dtype, lr_scale: 1.0, weight_decay: None, trust: None }
@@ -51,15 +55,18 @@ impl ParamDesc {
     /// Checks the parameter's own hyper-parameters.
     ///
     /// # Errors
-    /// [`TensorError::Hyper`] if `lr_scale` or `weight_decay` is negative or not finite.
+    /// [`TensorError::Hyper`] if `lr_scale` or `weight_decay` is negative or not finite, in f32
+    /// where the parameter is not f64.
     pub fn validate(&self) -> Result<(), TensorError> {
         let checks = [("lr_scale", Some(self.lr_scale)), ("weight_decay", self.weight_decay)];
         for (what, value) in checks {
-            if let Some(value) = value
-                && !(value.is_finite() && value >= 0.0)
-            {
-                return Err(TensorError::Hyper { name: self.name.clone(), what, found: value });
-            }
+            let found = value.unwrap_or(0.0);
+            let expected = match found {
+                _ if !(found.is_finite() && found >= 0.0) => "a finite value of at least 0",
+                _ if self.dtype != DType::F64 && (found as f32).is_infinite() => Self::MOST_IN_F32,
+                _ => continue,
+            };
+            return Err(TensorError::Hyper { name: self.name.clone(), what, expected, found });
         }
         Ok(())
     }
@@ -128,12 +135,18 @@ pub enum TensorError {
         second: usize,
     },
     /// A per-parameter hyper-parameter is out of range.
-    #[error("{what} of `{name}`: expected a finite value of at least 0, found {found}", name = Quoted(name))]
+    #[error(
+        "{what} of `{name}`: expected {expected}, found {found}",
+        name = Quoted(name),
+        found = short_number(*found)
+    )]
     Hyper {
         /// The parameter.
         name: String,
         /// Which hyper-parameter.
         what: &'static str,
+        /// What it must be.
+        expected: &'static str,
         /// The value given.
         found: f64,
     },
@@ -183,5 +196,21 @@ mod tests {
             assert!(decayed.validate().is_err());
         }
         assert_eq!(param("a").validate(), Ok(()));
+    }
+
+    #[test]
+    fn hyper_parameters_that_f32_has_as_infinite_are_refused_unless_the_parameter_is_f64() {
+        for (dtype, taken) in [(DType::F32, false), (DType::BF16, false), (DType::F64, true)] {
+            let scaled = ParamDesc { dtype, lr_scale: 1e300, ..param("a") };
+            let decayed = ParamDesc { dtype, weight_decay: Some(1e300), ..param("a") };
+            for (desc, what) in [(scaled, "lr_scale"), (decayed, "weight_decay")] {
+                let checked = desc.validate();
+                assert_eq!(checked.is_ok(), taken, "{dtype} {what}");
+                let Err(error) = checked else { continue };
+                let error = error.to_string();
+                assert!(error.starts_with(&format!("{what} of `a`: expected at most 3.4e38")));
+                assert!(error.ends_with("found 1e300"), "{error}");
+            }
+        }
     }
 }

@@ -8,7 +8,7 @@ mod quoted;
 mod role;
 mod shape;
 
-pub use counted::{counted, counted_are, grouped};
+pub use counted::{counted, counted_are, grouped, short_number};
 pub use desc::{ParamDesc, TensorError, Trust, check_total_numel, check_unique_names};
 pub use dtype::{DType, Element};
 pub use quoted::{MAX_QUOTED_CHARS, Quoted, escaped, escaped_json};

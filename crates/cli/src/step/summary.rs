@@ -66,18 +66,17 @@ impl StepSummary {
             .map_or_else(String::new, |ns| format!(" {launches} and {} per step;", duration(ns)));
         let wrote = wrote.map(|path| path.display().to_string());
         print(&format!(
-            "{} {} steps on {} ({} parameters, {} elements):{each} wrote {}\n",
-            self.steps,
-            self.optimizer,
+            "{} on {} ({}, {}):{each} wrote {}\n",
+            counted(self.steps, &format!("{} step", self.optimizer)),
             self.backend,
-            self.parameters,
-            self.elements,
+            counted(self.parameters as u64, "parameter"),
+            counted(self.elements, "element"),
             wrote.collect::<Vec<_>>().join(", "),
         ))?;
         if let Some(norm) = self.grad_norm {
-            let skipped = self.skipped;
             print(&format!(
-                "norm of the gradients: {norm}; {skipped} steps skipped\n{}",
+                "norm of the gradients: {norm}; {} skipped\n{}",
+                counted(self.skipped, "step"),
                 culprits(self.gradients.as_deref().unwrap_or_default())
             ))?;
         }
@@ -104,7 +103,7 @@ fn culprits(gradients: &[Gradient]) -> String {
         );
     }
     if found.len() > NAMED {
-        text += &format!("and {} gradients more\n", found.len() - NAMED);
+        text += &format!("and {} more\n", counted((found.len() - NAMED) as u64, "gradient"));
     }
     text
 }
@@ -117,7 +116,8 @@ fn farthest(updates: &[Update]) -> String {
     let lines = lines.map(|update| format!("{:>14.6e}  {}\n", update.norm, Quoted(&update.name)));
     let mut text: String = lines.collect();
     if ranked.len() > NAMED {
-        text += &format!("and {} parameters that moved less\n", ranked.len() - NAMED);
+        let more = counted((ranked.len() - NAMED) as u64, "parameter");
+        text += &format!("and {more} that moved less\n");
     }
     text
 }

@@ -64,6 +64,19 @@ fn no_steps_have_no_launches_and_take_no_time() {
 }
 
 #[test]
+fn what_is_one_is_told_in_the_singular() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let out = folder.path("out");
+    let files = ["--params", text(&params), "--grads", text(&grads), "--out", text(&out)];
+    let printed = ok(&[&["step"], &files[..], &["--steps", "1", "--clip-norm", "1"]].concat());
+    assert!(printed.contains("1 adamw step on cpu ("), "{printed}");
+    assert!(printed.contains("; 0 steps skipped\n"), "{printed}");
+    let printed = ok(&["bench", text(&params), "--threads", "1", "--rounds", "1"]);
+    assert!(printed.contains("; 1 thread, "), "{printed}");
+}
+
+#[test]
 fn every_file_that_a_step_writes_is_named() {
     let folder = Folder::new();
     let (params, grads) = folder.model();

@@ -80,7 +80,7 @@ impl Default for Saves {
 }
 
 impl Saves {
-    /// Saves to the machine's file systems, written by a thread that the first save starts.
+    /// Saves to the machine's file systems, written by threads of their own.
     pub fn new() -> Self {
         Self::of(Arc::new(Disk), Writer::Thread(None))
     }

@@ -80,7 +80,7 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
     ]);
     let parameters = state.parameters_xxh3(backend)?;
     metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
-    let rules = Rules::of_state(state);
+    let rules = Rules::of(state);
     metadata.extend(rules_in_file(&rules));
     metadata.extend(rules.settings());
     if let Some(scale) = state.loss_scale() {
@@ -205,7 +205,7 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
 /// Compares the rules: state of another one has the same shapes and another meaning. Old files
 /// may not say.
 fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
-    let rules = Rules::of_state(state);
+    let rules = Rules::of(state);
     let own = rules_in_file(&rules);
     let of_rules = |key: &&String| {
         let of_param = key.strip_prefix(OPTIMIZER);

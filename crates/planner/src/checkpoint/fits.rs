@@ -11,7 +11,7 @@ use super::settings::Rules;
 use super::shards::WholeTensors;
 use super::values::{self, NonFinite};
 use super::{progress, save, settings};
-use crate::{Plan, Result};
+use crate::{Plan, Result, State};
 
 /// Tensors that a refusal names.
 const MOST_NAMED: usize = 9;
@@ -19,13 +19,19 @@ const MOST_NAMED: usize = 9;
 /// Steps in which schedules are compared; of schedules as long as may be, a few seconds of work.
 const MOST_COMPARED: u64 = 1 << 22;
 
-pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
-    let own = plan.optimizer().name();
+pub(super) fn check_manifest(
+    plan: &Plan,
+    state: &State,
+    manifest: &Manifest,
+    folder: &Path,
+) -> Result<()> {
+    let rules = Rules::of(state);
+    let own = rules.first.name();
     if manifest.optimizer != own {
         return Err(refuse(folder, "optimizer", own, Quoted(&manifest.optimizer)));
     }
     if manifest.has_checksum() {
-        check_rules(plan, manifest, folder)?;
+        check_rules(&rules, manifest, folder)?;
     }
     check_schedule(plan, manifest, folder)?;
     progress::check_open(plan, manifest, folder)?;
@@ -38,15 +44,18 @@ pub(super) fn check_manifest(plan: &Plan, manifest: &Manifest, folder: &Path) ->
         let others = differences[1..].iter();
         let others = others.map(|(name, ..)| Quoted(name).to_string());
         let others: Vec<String> = others.take(MOST_NAMED).collect();
-        found += &format!("; {} others differ too: {}", differences.len() - 1, others.join(", "));
+        let differ = match differences.len() - 1 {
+            1 => "1 other differs".to_owned(),
+            more => format!("{more} others differ"),
+        };
+        found += &format!("; {differ} too: {}", others.join(", "));
     }
     Err(refuse(folder, name, expected, found))
 }
 
 /// State of another rule may have the same shapes and mean something else.
-fn check_rules(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
+fn check_rules(rules: &Rules<'_>, manifest: &Manifest, folder: &Path) -> Result<()> {
     let none = "none of its own";
-    let rules = Rules::of_plan(plan);
     let (own, found) = (rules.objective(), &manifest.objective);
     if own != *found {
         let expected = own.as_deref().unwrap_or(none);

@@ -11,6 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::CheckpointFolder;
 use super::begun::Begun;
 use super::manifest::{Manifest, refuse, sync};
+use super::place::check_path;
 use crate::Result;
 
 /// Name of the mark in a generation's folder.
@@ -78,6 +79,7 @@ impl Generation {
     /// [`crate::PlanError::Checkpoint`] if the manifest there is not ours or damaged, or if both
     /// names are taken by folders that this checkpoint has not made; nothing has been changed then.
     pub(super) fn begin(folder: CheckpointFolder<'_>, step: u64) -> Result<Self> {
+        check_path(folder.path)?;
         make_folder(folder, folder.path)?;
         let previous = Manifest::read_if_any(folder)?;
         if previous.is_some() {

@@ -78,6 +78,15 @@ impl<'a> From<&'a PathBuf> for CheckpointFolder<'a> {
     }
 }
 
+/// Refuses an empty path, which stands for the current folder or for nothing, as calls have it.
+pub(super) fn check_path(folder: &Path) -> Result<()> {
+    if folder.as_os_str().is_empty() {
+        let expected = "the path of one; `.` is the current folder";
+        return Err(refuse(Path::new("checkpoint"), "folder", expected, "an empty path"));
+    }
+    Ok(())
+}
+
 /// Name of the file that is locked; it is empty and stays.
 const LOCK: &str = "lock";
 
@@ -97,6 +106,7 @@ impl FolderLock {
     /// # Errors
     /// [`PlanError::Checkpoint`] if another run has it, or the folder cannot be written.
     pub fn take(folder: &Path) -> Result<Self, PlanError> {
+        check_path(folder)?;
         let path = folder.join(LOCK);
         // Looked at before it is opened: opening a pipe waits for a reader.
         if let Ok(FileKind::Folder | FileKind::Other) = Disk.kind(&path) {

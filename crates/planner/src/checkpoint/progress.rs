@@ -10,7 +10,7 @@
 use std::path::Path;
 
 use fusestep_launch::Backend;
-use fusestep_tensor::{DType, Shape};
+use fusestep_tensor::{DType, Shape, counted};
 use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
@@ -154,7 +154,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
     let averages = found.and_then(|open| open.local_sgd);
     if own.is_some() != averages.is_some() {
         let text = |every: Option<u64>| match every {
-            Some(every) => format!("averages every {every} steps"),
+            Some(every) => format!("averages every {}", counted(every, "step")),
             None => "no averages of parameters".to_owned(),
         };
         return Err(refuse(folder, "local_sgd", text(own), text(averages)));
@@ -165,7 +165,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
     // Each rank has its counts among the tensors, so a damaged number cannot ask for more work
     // than the file is long.
     if !(1..=manifest.tensors.len()).contains(&open.ranks) {
-        let found = format!("{} ranks", open.ranks);
+        let found = counted(open.ranks as u64, "rank");
         return Err(refuse(folder, "ranks", "at least 1, and counts of each", found));
     }
     let Some(window) = open.window else {
@@ -192,7 +192,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
         None => "no merge".to_owned(),
     };
     let found = text(window.every, window.reduced);
-    let found = format!("{} micro-steps of {found}", window.micro_steps);
+    let found = format!("{} of {found}", counted(window.micro_steps.into(), "micro-step"));
     Err(refuse(folder, "accumulate", &expected, found))
 }
 
@@ -237,7 +237,8 @@ pub(crate) fn source_rank(
         }
     };
     let found = format!("{} ranks with {whose}, which differ in {different}; {way}", open.ranks);
-    Err(refuse(folder, what, format_args!("{world} ranks, as the plan has"), found))
+    let expected = format!("{}, as the plan has", counted(world as u64, "rank"));
+    Err(refuse(folder, what, expected, found))
 }
 
 /// This rank's counts, checked.

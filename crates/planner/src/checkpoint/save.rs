@@ -84,9 +84,9 @@ pub(crate) fn read_run(
     state.check_plan(plan)?;
     snapshot::check_borrowed(plan, params, place)?;
     let folder = place.path;
-    fits::check_manifest(plan, manifest, folder)?;
+    fits::check_manifest(plan, state, manifest, folder)?;
     let (manifest, (whole, noted)) = Manifest::read(place)?.read_newest(place)?;
-    fits::check_manifest(plan, &manifest, folder)?;
+    fits::check_manifest(plan, state, &manifest, folder)?;
     let from = progress::source_rank(plan, &manifest, &whole, folder)?;
     fits::check_values(plan, (&whole, &noted, from), folder)?;
     let progress = progress::counts(plan, (&manifest, from), &whole, folder)?;
@@ -169,14 +169,14 @@ pub(super) fn manifest_of(
         let differs = step != state.step && desc.numel() > 0;
         differs.then(|| (desc.name.clone(), step))
     });
-    let (scale, rules) = (state.loss_scale(), Rules::of_plan(plan));
+    let (scale, rules) = (state.loss_scale(), Rules::of(state));
     let open = progress::open_run(plan, state);
     Ok(Manifest {
         format: FORMAT.to_owned(),
         version: VERSION,
         xxh3: String::new(),
         checkpoint: String::new(),
-        optimizer: plan.optimizer().name().to_owned(),
+        optimizer: rules.first.name().to_owned(),
         objective: rules.objective(),
         optimizer_of: rules.own_names(),
         settings: rules.settings(),

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use fusestep_tensor::Quoted;
 
-use crate::{Optimizer, Plan, State};
+use crate::{Optimizer, State};
 
 /// The rule that most parameters have, and those of parameters with one of their own.
 pub(super) struct Rules<'a> {
@@ -15,24 +15,15 @@ pub(super) struct Rules<'a> {
 }
 
 impl<'a> Rules<'a> {
-    pub(super) fn of_plan(plan: &'a Plan) -> Self {
-        Self::of(
-            &plan.rules,
-            plan.params
-                .iter()
-                .map(|p| &*p.name)
-                .zip(plan.rule_of.iter().map(|&rule| rule as usize)),
-        )
-    }
-
-    pub(super) fn of_state(state: &'a State) -> Self {
+    /// Those of now, which may have replaced those of the plan.
+    pub(super) fn of(state: &'a State) -> Self {
         let rules = state.places.iter().map(|&(storage, _)| state.storages[storage].spec.rule);
-        Self::of(&state.rules, state.params.iter().map(|p| &*p.name).zip(rules))
-    }
-
-    fn of(rules: &'a [Optimizer], params: impl Iterator<Item = (&'a str, usize)>) -> Self {
+        let params = state.params.iter().map(|param| &*param.name).zip(rules);
         let own = params.filter(|(_, rule)| *rule != 0);
-        Self { first: &rules[0], own: own.map(|(name, rule)| (name, &rules[rule])).collect() }
+        Self {
+            first: &state.rules[0],
+            own: own.map(|(name, rule)| (name, &state.rules[rule])).collect(),
+        }
     }
 
     /// The direction of steps, where the rule offers both.

@@ -47,7 +47,8 @@ pub(super) fn check(role: Role, dtype: DType, bytes: &[u8], noted: u64) -> Resul
     if found == noted {
         return Ok(());
     }
-    let expected = format!("{noted} values that are not finite, as the file says");
+    let values = if noted == 1 { "value that is" } else { "values that are" };
+    let expected = format!("{noted} {values} not finite, as the file says");
     Err((expected, found.to_string()))
 }
 

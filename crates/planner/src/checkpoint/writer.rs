@@ -1,7 +1,6 @@
 //! Who writes files while training goes on: a thread, or the rank itself at a later call.
 
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use super::generation::Generation;
 use super::shards::Written;
@@ -22,115 +21,78 @@ pub(super) struct Done {
 }
 
 pub(super) enum Writer {
-    /// A thread, from the first job on.
-    Thread(Option<Thread>),
+    /// A thread of its own for each job: one that panics takes no other with it.
+    Thread(Option<JoinHandle<Outcome>>),
     /// The caller's thread, when it has looked so many times for each job.
     Turns { looks: u32, job: Option<(Job, u32)> },
-}
-
-pub(super) struct Thread {
-    jobs: Option<Sender<Job>>,
-    done: Receiver<Outcome>,
-    handle: Option<JoinHandle<()>>,
-    busy: bool,
 }
 
 impl Writer {
     /// Hands over a job; one that is still being done ends first, and nobody hears of it.
     pub(super) fn begin(&mut self, job: Job) -> Result<()> {
+        let _ = self.wait();
         match self {
             Writer::Thread(thread) => {
-                let thread = match thread {
-                    Some(thread) => thread,
-                    None => thread.insert(Thread::start()?),
-                };
-                if thread.busy {
-                    let _ = thread.done.recv();
-                }
-                let jobs = thread.jobs.as_ref();
-                let sent = jobs.is_some_and(|jobs| jobs.send(job).is_ok());
-                thread.busy = sent;
-                if sent { Ok(()) } else { Err(ended()) }
+                let spawned = Builder::new().name("fusestep-save".to_owned()).spawn(job);
+                *thread = Some(spawned.map_err(|error| refused(&error.to_string()))?);
             }
-            Writer::Turns { looks, job: own } => {
-                if let Some((before, _)) = own.take() {
-                    let _ = before();
-                }
-                *own = Some((job, *looks));
-                Ok(())
-            }
+            Writer::Turns { looks, job: own } => *own = Some((job, *looks)),
         }
+        Ok(())
     }
 
     /// What the job has come to, if it is over.
     pub(super) fn look(&mut self) -> Option<Outcome> {
-        match self {
-            Writer::Thread(thread) => {
-                let thread = thread.as_mut().filter(|thread| thread.busy)?;
-                let outcome = match thread.done.try_recv() {
-                    Ok(outcome) => outcome,
-                    Err(TryRecvError::Empty) => return None,
-                    Err(TryRecvError::Disconnected) => Err(ended()),
-                };
-                thread.busy = false;
-                Some(outcome)
-            }
+        let is_over = match self {
+            Writer::Thread(thread) => thread.as_ref()?.is_finished(),
             Writer::Turns { job, .. } => {
                 let (_, left) = job.as_mut()?;
                 *left = left.saturating_sub(1);
-                if *left > 0 {
-                    return None;
-                }
-                job.take().map(|(job, _)| job())
+                *left == 0
             }
-        }
+        };
+        if is_over { self.wait() } else { None }
     }
 
     /// Waits for the job; `None` if there is none.
     pub(super) fn wait(&mut self) -> Option<Outcome> {
         match self {
             Writer::Thread(thread) => {
-                let thread = thread.as_mut().filter(|thread| thread.busy)?;
-                thread.busy = false;
-                Some(thread.done.recv().unwrap_or_else(|_| Err(ended())))
+                let panicked = "one that panicked; standard error says why";
+                let ended = thread.take()?.join();
+                Some(ended.unwrap_or_else(|_| Err(refused(panicked))))
             }
             Writer::Turns { job, .. } => job.take().map(|(job, _)| job()),
         }
     }
 }
 
-impl Thread {
-    fn start() -> Result<Self> {
-        let (jobs, todo) = channel::<Job>();
-        let (tell, done) = channel();
-        let work = move || {
-            for job in todo {
-                // Nobody listens any more only where the optimizer is gone.
-                let _ = tell.send(job());
-            }
-        };
-        let name = "fusestep-save".to_owned();
-        let spawned = std::thread::Builder::new().name(name).spawn(work);
-        let handle = spawned.map_err(|error| refused(&error.to_string()))?;
-        Ok(Self { jobs: Some(jobs), done, handle: Some(handle), busy: false })
-    }
-}
-
-impl Drop for Thread {
-    /// Waits until what has been begun is on disk.
+impl Drop for Writer {
+    /// Waits until what a thread has begun is on disk.
     fn drop(&mut self) {
-        drop(self.jobs.take());
-        if let Some(handle) = self.handle.take() {
-            let _ = handle.join();
+        if matches!(self, Writer::Thread(_)) {
+            let _ = self.wait();
         }
     }
-}
-
-fn ended() -> PlanError {
-    refused("one that has ended")
 }
 
 fn refused(found: &str) -> PlanError {
     let expected = "a thread that saves; save in line";
     super::manifest::refuse("checkpoint".as_ref(), "writer", expected, found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_that_panics_is_told_of_once_and_the_next_one_is_done() {
+        let mut writer = Writer::Thread(None);
+        writer.begin(Box::new(|| panic!("on purpose"))).unwrap();
+        let told = writer.wait().unwrap().unwrap_err().to_string();
+        assert!(told.ends_with("found one that panicked; standard error says why"), "{told}");
+        assert!(writer.wait().is_none() && writer.look().is_none());
+        writer.begin(Box::new(|| Ok(Done::default()))).unwrap();
+        writer.wait().unwrap().unwrap();
+    }
 }

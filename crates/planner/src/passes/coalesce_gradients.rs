@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use fusestep_tensor::DType;
+use fusestep_tensor::{DType, counted};
 
 use super::Pass;
 use crate::{Optimize, Optimizer, Plan, Result, Stage, StorageSpec, Verdict, bucket};
@@ -62,8 +62,8 @@ impl Pass for CoalesceGradients {
         let padded: u64 = plan.storages.iter().map(|s| s.layout.total_numel()).sum();
         let elements = plan.elements();
         let reason = format!(
-            "tensors of {} storages lie in {} ({} of {padded} elements are padding of 256-byte slots)",
-            before.len(),
+            "tensors of {} lie in {} ({} of {padded} elements are padding of 256-byte slots)",
+            counted(before.len() as u64, "storage"),
             plan.storages.len(),
             padded - elements,
         );

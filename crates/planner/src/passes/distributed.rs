@@ -1,6 +1,7 @@
 //! Pass `distributed`: parameters of which every rank has a slice of its own.
 
 use fusestep_coalesce::{FlatLayout, LayoutOptions};
+use fusestep_tensor::counted_are;
 
 use super::{ActsOn, Pass, refuse_twice};
 use crate::stage::Optimize;
@@ -56,7 +57,8 @@ impl Pass for Distributed {
         }
         take_out(plan, &marked)?;
         bucket::make(plan)?;
-        let reason = format!("{count} parameters are slices that each rank has for itself");
+        let count = counted_are(count as u64, "parameter");
+        let reason = format!("{count} in slices that each rank has for itself");
         plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }

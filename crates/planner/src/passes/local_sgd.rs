@@ -3,6 +3,7 @@
 use std::fmt;
 use std::num::NonZeroU64;
 
+use fusestep_tensor::counted;
 use serde::Serialize;
 
 use super::{ActsOn, Pass, refuse_twice};
@@ -97,7 +98,8 @@ impl fmt::Display for LocalSgd {
             Interval::Adaptive => " at first, then as losses say",
         };
         let LocalSgd { every, begin, .. } = self;
-        write!(f, "{averaged} every {every} steps{interval}, each of the first {begin} steps")
+        let (every, begin) = (counted(every.get(), "step"), counted(*begin, "step"));
+        write!(f, "{averaged} every {every}{interval}, each of the first {begin}")
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 
+use fusestep_tensor::counted;
 use serde::Serialize;
 
 use super::{ActsOn, Pass, refuse_twice};
@@ -99,7 +100,7 @@ impl Pass for Shard {
         if among > world || !world.is_multiple_of(among) {
             return Err(PlanError::Topology {
                 expected: format!("a world that is a multiple of a shard group's {among} ranks"),
-                found: format!("{world} ranks"),
+                found: counted(world as u64, "rank"),
             });
         }
         (plan.zero, plan.ownership, plan.shard_group) = (self.zero, self.ownership, among);

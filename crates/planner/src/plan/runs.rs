@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use fusestep_launch::Backend;
+use fusestep_tensor::Role;
 
 use crate::averages::Values;
 use crate::checkpoint::save;
@@ -17,15 +18,16 @@ use crate::{Checkpoints, PlanError, Saves};
 
 impl Plan {
     /// Compares what decides the bits of a run over all ranks: rules and all their settings,
-    /// settings of parameters, passes, dtypes, steps and learning rates, initial values by
-    /// hash, and `caller`'s own fields, such as the seed and the size of batches. All ranks
-    /// call it before the first step and after a checkpoint has been loaded.
+    /// settings of parameters, passes, dtypes, steps and learning rates, by hash the parameters and
+    /// the optimizer's tensors that all ranks hold alike, and `caller`'s own fields, such as the
+    /// seed and the size of batches. All ranks call it before the first step and after a checkpoint
+    /// has been loaded.
     ///
     /// # Errors
     /// [`PlanError::RanksDiffer`] naming the field and both values, on all ranks;
     /// [`PlanError::Collective`], [`PlanError::Backend`].
     /// # Cost
-    /// One read of the parameters; three small calls.
+    /// One read of the parameters, and of the state that is not shared out; three small calls.
     pub fn handshake(
         &self,
         state: &State,
@@ -38,7 +40,7 @@ impl Plan {
         }
         let mut fields = handshake::settings(self, state);
         fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
-        fields.extend(handshake::values(self, state, backend)?);
+        fields.extend(handshake::values(self, state, backend, |role| role != Role::Grad)?);
         handshake::compare(comms, &fields)
     }
 
@@ -68,7 +70,8 @@ impl Plan {
         if self.topology.world == 1 {
             return Ok(());
         }
-        handshake::compare(comms, &handshake::values(self, state, backend)?)
+        let values = handshake::values(self, state, backend, |role| role == Role::Param)?;
+        handshake::compare(comms, &values)
     }
 
     /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,

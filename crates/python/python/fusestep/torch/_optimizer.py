@@ -143,6 +143,8 @@ class Fused(Optimizer):
         self._drop_plans()
 
     def __getstate__(self) -> Dict[str, Any]:
+        has_state = "`save` of `DataParallel`, whose ranks have the state"
+        self._refuse_ranks("deepcopy` or `pickle", has_state)
         state = dict(super().__getstate__())
         state["_options"] = self._saved_options()
         # By position, so that parameters of a copy find theirs.

@@ -117,7 +117,8 @@ class DataParallel(torch.nn.Module):
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Trains on from what was written to the parameters outside of a step, or from where they
-        have been moved: rank 0's values go to all. All ranks call it."""
+        have been moved: rank 0's values go to all. All ranks call it. A model that another
+        ``DataParallel`` is to train is left by :meth:`close` instead."""
         for tensor, value in zip(self._full, self._values):
             if (tensor.dtype, tensor.shape) != (value.dtype, value.shape):
                 name = self._members[self._index[id(tensor)]].name
@@ -167,7 +168,7 @@ class DataParallel(torch.nn.Module):
 
     def close(self) -> None:
         """Leaves the other ranks, once a checkpoint under way is complete. Parameters stay where and
-        as they are; a later step raises ``RuntimeError``."""
+        as they are, for another ``DataParallel`` too; a later step raises ``RuntimeError``."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -218,7 +219,8 @@ class DataParallel(torch.nn.Module):
         if index in self._given:
             raise RuntimeError(
                 f"gradient of `{name}`: expected `optimizer.step()` between two backward passes, "
-                "found a second gradient; the optimizer's `accumulate=` adds those of several"
+                "found a second gradient; the optimizer's `accumulate=` adds those of several, and "
+                "`close()` ends a DataParallel whose model another one trains"
             )
         Library.refuse(name, tensor, gradient)
         view = self._gradients.get(index)
@@ -249,18 +251,19 @@ class DataParallel(torch.nn.Module):
 
     def _refuse_written_parameters(self) -> None:
         """Ranks would go on from different values, or train memory that the model has left."""
-        for member, version in zip(self._members, self._versions):
-            if member.tensor._version != version:
-                raise RuntimeError(
-                    f"parameter `{member.name}`: expected the values of the last step, found it "
-                    "written since; call `follow_parameters()` on all ranks after that"
-                )
         for tensor, value in zip(self._full, self._values):
             if tensor.data_ptr() != value.data_ptr():
                 raise RuntimeError(
                     f"parameter `{self._members[self._index[id(tensor)]].name}`: expected the "
                     "memory of the ranks, found it moved to other memory since; call "
-                    "`follow_parameters()` on all ranks after that"
+                    "`follow_parameters()` on all ranks after that, or `close()` if another "
+                    "DataParallel trains the model now"
+                )
+        for member, version in zip(self._members, self._versions):
+            if member.tensor._version != version:
+                raise RuntimeError(
+                    f"parameter `{member.name}`: expected the values of the last step, found it "
+                    "written since; call `follow_parameters()` on all ranks after that"
                 )
 
     def _step(self) -> None:
