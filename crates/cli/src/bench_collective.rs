@@ -5,6 +5,7 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 use fusestep_collective::{AllReduceRow, measure_all_reduce};
 use fusestep_simd::Level;
+use fusestep_tensor::counted;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
@@ -107,9 +108,9 @@ pub(crate) fn run(
         return print_json(&summary);
     }
     let mut text = format!(
-        "{} of f32 between {} ranks, {}\n",
+        "{} of f32 between {}, {}\n",
         summary.collective,
-        summary.rows.first().map_or(args.ranks.count(), |row| row.ranks),
+        counted(summary.rows.first().map_or(args.ranks.count(), |row| row.ranks) as u64, "rank"),
         summary.engine
     );
     for row in &summary.rows {

@@ -123,7 +123,8 @@ impl Pass for Shard {
             1 => String::new(),
             groups => format!(", alike in {groups} groups"),
         };
-        let reason = format!("{what} shared out among {among} ranks{groups}");
+        let among = counted(among as u64, "rank");
+        let reason = format!("{what} shared out among {among}{groups}");
         plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
