@@ -260,8 +260,8 @@ pub(crate) fn largest<const N: usize>(
 }
 
 /// What ranks compare in every step: their rules, with the base rates set since, and what callers
-/// have written to parameters since the step before.
-pub(crate) fn hash_of_rules(state: &mut State) -> u64 {
+/// have written to parameters since the step before, which is taken.
+pub(crate) fn take_compared(state: &mut State) -> u64 {
     let rules = &state.rules;
     let rules = || xxh3_64(format!("{rules:?}").as_bytes());
     let hash = *state.rules_hash.get_or_insert_with(rules);

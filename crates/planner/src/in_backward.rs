@@ -255,7 +255,7 @@ fn agree(step: &mut RankStep<'_, '_>, params: &[u32]) -> Result<()> {
     let own = params.iter().map(|&param| step.state.arena.given[param as usize]);
     let mut given: Vec<u8> = own.map(|given| u8::from(given > 0)).collect();
     if step.plan.reduces() && !given.is_empty() {
-        let hash = handshake::hash_of_rules(step.state);
+        let hash = handshake::take_compared(step.state);
         let [alike] = handshake::largest(step.comms, &mut given, [hash])?;
         handshake::check_alike(step, alike)?;
     }

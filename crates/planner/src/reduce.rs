@@ -220,7 +220,7 @@ pub(crate) fn agree_on_given(step: &mut RankStep<'_, '_>) -> Result<Vec<u8>> {
     if !plan.reduces() {
         return Ok(given);
     }
-    let values = [handshake::hash_of_rules(step.state), step.state.arena.weights_hash];
+    let values = [handshake::take_compared(step.state), step.state.arena.weights_hash];
     let [alike, weights] = handshake::largest(step.comms, &mut given, values)?;
     handshake::check_alike(step, alike)?;
     if plan.reduces_each() && !weights {
