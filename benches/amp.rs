@@ -90,7 +90,9 @@ fn amp(criterion: &mut Criterion) {
             // A step that is skipped is the read of the gradients and nothing else.
             let mut skipped = Ready::new(&set, &clip(adamw()), 1.0, &backend);
             let first = &set.params[0].name;
-            skipped.state.grad_mut::<f32>(first).expect("a gradient")[0] = f32::NAN;
+            let mut grad = skipped.state.grad_mut::<f32>(first).expect("a gradient");
+            grad.as_mut_slice()[0] = f32::NAN;
+            drop(grad);
             group.throughput(Throughput::Bytes(4 * set.elements()));
             group.bench_function(BenchmarkId::new("norm", format!("t{threads}")), |b| {
                 b.iter(|| skipped.step(&backend));

@@ -5,7 +5,7 @@
 //                        MEAN    grads = sums / factor, rounded once
 //
 // TYPE is that of the gradients. Sums are of the same type, of f16 and bf16 in f32. The host's
-// version is crates/planner/src/absorb.rs, operation for operation.
+// version is crates/planner/src/run/memory/absorb.rs, operation for operation.
 #include "storage.cuh"
 
 namespace accumulate {

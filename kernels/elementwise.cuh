@@ -20,6 +20,27 @@ namespace elementwise {
 using multi_tensor::Lanes;
 using multi_tensor::u32;
 
+// Turns the gradient's sign; crates/elementwise/src/equation.rs.
+enum Flag : u32 { FLAG_MAXIMIZE = 1 };
+
+// What an update of one element reads; a kernel's `Update` derives from it.
+template <class ScalarsOfRule, class StepScalarsOfRule>
+struct Inputs {
+    typedef ScalarsOfRule Scalars;
+    typedef StepScalarsOfRule StepScalars;
+
+    Scalars scalars;
+    StepScalars step_scalars;
+    u32 flags;
+};
+
+// What a kernel's `Deriver` derives from.
+template <class ScalarsOfRule, class StepScalarsOfRule>
+struct Derived {
+    typedef ScalarsOfRule Scalars;
+    typedef StepScalarsOfRule StepScalars;
+};
+
 template <class Format, int STATES, class Update, bool AT_RANDOM>
 struct Body {
     typedef typename Format::Param Param;
@@ -154,3 +175,14 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }
 
 }  // namespace elementwise
+
+// The entries of a rule whose `Update<T>` has always as many tensors of state.
+#define ELEMENT_RULE(STEM, STATES)                                                        \
+    namespace STEM {                                                                      \
+    template <class Format>                                                               \
+    __device__ __forceinline__ void run(const unsigned char* arguments) {                 \
+        elementwise::run<Format, STATES, Update<typename Format::Compute>>(arguments);    \
+    }                                                                                     \
+    }                                                                                     \
+    EACH_FORMAT(UPDATE_ENTRIES, STEM)                                                     \
+    STEP_SCALARS_ENTRIES(STEM)

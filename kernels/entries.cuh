@@ -1,9 +1,9 @@
 // The entries of update rules, from one table.
 //
 // An entry is named by its rule and its format, `lion_bf16_m32`, and takes its table by value or
-// from global memory. A format has the name that `Format` of crates/launch/src/format.rs gives it:
-// the parameter's type, then m32 for a master in f32 or r16 for a remainder, then s16 for state in
-// bf16.
+// from global memory. A format has the name that `entry!` of crates/launch/src/precision.rs gives
+// it: the parameter's type, then m32 for a master in f32 or r16 for a remainder, then s16 for state
+// in bf16.
 #pragma once
 
 #include "resident.cuh"

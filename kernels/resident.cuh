@@ -57,9 +57,8 @@ __device__ __forceinline__ Pair multiply(const Pair& a, const Pair& b) {
     return {sum, low - (sum - high)};
 }
 
-// crates/elementwise/src/power.rs, operation for operation.
-__device__ __forceinline__ double integer_power(double x, u64 n) {
-    Pair base = {x, 0.0};
+// `Pair::power` of crates/elementwise/src/power.rs, operation for operation.
+__device__ __forceinline__ Pair power(Pair base, u64 n) {
     Pair product = {1.0, 0.0};
     for (u64 exponent = n; exponent > 0; exponent >>= 1) {
         if (exponent & 1) {
@@ -67,6 +66,12 @@ __device__ __forceinline__ double integer_power(double x, u64 n) {
         }
         base = multiply(base, base);
     }
+    return product;
+}
+
+// `integer_power` there.
+__device__ __forceinline__ double integer_power(double x, u64 n) {
+    const Pair product = power({x, 0.0}, n);
     return product.high + product.low;
 }
 

@@ -18,7 +18,7 @@ using multi_tensor::Lanes;
 using multi_tensor::u32;
 using multi_tensor::u64;
 
-// crates/launch/src/update_sums.rs: pack_update_sums. There are no step scalars.
+// crates/launch/src/pack.rs: pack_update_sums. There are no step scalars.
 struct Scalars {
     // Address of the storage's sums, eight of each chunk.
     u64 sums;

@@ -121,9 +121,9 @@ fn a_checkpoint_keeps_the_scale_and_its_counters() {
     let plan = planner().with(LossScaling::dynamic()).plan(&case.params).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
     plan.run(&mut state, &backend).unwrap();
-    state.grad_mut::<f32>("tensor.0").unwrap()[3] = f32::INFINITY;
+    state.grad_mut::<f32>("tensor.0").unwrap().as_mut_slice()[3] = f32::INFINITY;
     plan.run(&mut state, &backend).unwrap();
-    state.grad_mut::<f32>("tensor.0").unwrap()[3] = 0.0;
+    state.grad_mut::<f32>("tensor.0").unwrap().as_mut_slice()[3] = 0.0;
     plan.run(&mut state, &backend).unwrap();
     let folder = std::env::temp_dir().join(format!("fusestep-amp-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -136,7 +136,7 @@ fn a_checkpoint_keeps_the_scale_and_its_counters() {
     assert_eq!((loaded.skipped(), loaded.step()), (1, 2));
     assert_eq!(loaded.loss_scale(), state.loss_scale());
     // The device's block is the restored one, too: the next bad step halves it again.
-    loaded.grad_mut::<f32>("tensor.0").unwrap()[3] = f32::NAN;
+    loaded.grad_mut::<f32>("tensor.0").unwrap().as_mut_slice()[3] = f32::NAN;
     let report = plan.run(&mut loaded, &backend).unwrap();
     assert_eq!((report.loss_scale, loaded.skipped()), (Some(16_384.0), 2));
     let fixed = planner().with(LossScaling::fixed(8.0)).plan(&case.params).unwrap();

@@ -54,5 +54,9 @@ mod told;
 mod train;
 #[path = "distributed/uneven_leaves.rs"]
 mod uneven_leaves;
+#[path = "distributed/uneven_slices.rs"]
+mod uneven_slices;
 #[path = "distributed/views.rs"]
 mod views;
+#[path = "distributed/whole_plans.rs"]
+mod whole_plans;

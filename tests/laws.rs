@@ -13,6 +13,8 @@ use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, check, element_rules, outco
 
 #[path = "laws/gradients.rs"]
 mod gradients;
+#[path = "laws/settings.rs"]
+mod settings;
 #[path = "laws/updates.rs"]
 mod updates;
 

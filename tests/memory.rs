@@ -4,6 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -16,6 +17,7 @@ use fusestep_planner::{
     Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
+use fusestep_tensor_file::{TensorBytes, serialize};
 
 /// Passes every call on and keeps the sum of what is allocated, and the most that it has been.
 struct Summing;
@@ -224,4 +226,30 @@ fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
             within(mean, summary.mean_rank.memory_bytes, &text);
         }
     }
+}
+
+/// What is held at most, beside what was held before.
+fn most_of(work: impl FnOnce()) -> i64 {
+    let before = HELD.load(Ordering::SeqCst);
+    MOST.store(before, Ordering::SeqCst);
+    work();
+    MOST.load(Ordering::SeqCst) - before
+}
+
+#[test]
+fn a_file_of_many_small_tensors_takes_less_than_a_kilobyte_for_each_to_write() {
+    const COUNT: i64 = 5_000;
+    // What is made for the test counts in the others, too.
+    let _turn = TURN.lock().unwrap();
+    let name = |at: i64| format!("model.layers.{at}.weight@moment1");
+    let tensors: Vec<(String, TensorBytes<'static>)> = (0..COUNT)
+        .map(|at| {
+            let shape = Shape::new([2]).unwrap();
+            (name(at), TensorBytes::of(DType::F32, &shape, vec![0; 8].into()))
+        })
+        .collect();
+    let texts = (0..COUNT).map(|at| (format!("xxh3@{}", name(at)), "0123456789abcdef".to_owned()));
+    let texts = texts.collect();
+    let most = most_of(|| drop(serialize(Path::new("state"), &tensors, texts).unwrap()));
+    assert!(most < COUNT * 1_500, "{} bytes for each", most / COUNT);
 }

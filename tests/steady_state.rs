@@ -89,13 +89,14 @@ fn case(tensors: u64) -> Case {
     Case::new(numels, DType::F32).with_groups()
 }
 
-/// Work handed over to rayon is a small allocation, and every 63rd one more, the queue's block.
+/// Work handed over to rayon is three small allocations: what worker and caller share, the task,
+/// and rayon's own. Every 63rd is one more, the queue's block.
 ///
 /// One test, so that no other one allocates meanwhile.
 #[test]
 fn a_step_with_an_unchanged_plan_allocates_nothing_that_grows_with_it() {
-    /// Most pieces of work that any of the plans hands over in a step.
-    const MOST: u64 = 6;
+    /// Most allocations for the pieces of work that any of the plans hands over in a step.
+    const MOST: u64 = 18;
     let cases = [case(100), case(400)];
     for planner in planners() {
         let count = |threads| cases.each_ref().map(|case| allocations(&planner, case, threads));

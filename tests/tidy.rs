@@ -2,10 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/ceilings.rs"]
+mod ceilings;
 #[path = "tidy/dependencies.rs"]
 mod dependencies;
 #[path = "tidy/documents.rs"]
 mod documents;
+#[path = "tidy/features.rs"]
+mod features;
+#[path = "tidy/imports.rs"]
+mod imports;
 #[path = "tidy/lengths.rs"]
 mod lengths;
 #[path = "tidy/methods.rs"]
@@ -18,6 +24,8 @@ mod source;
 mod stems;
 #[path = "tidy/unsafety.rs"]
 mod unsafety;
+#[path = "tidy/weight.rs"]
+mod weight;
 #[path = "tidy/widths.rs"]
 mod widths;
 
@@ -74,6 +82,49 @@ fn dependencies_go_down_and_stay_where_they_belong() {
 }
 
 #[test]
+fn no_library_turns_on_what_changes_a_user_s_program() {
+    require(&["Cargo.toml"], |path, text| {
+        let folder = path.trim_end_matches("Cargo.toml").trim_end_matches('/');
+        if dependencies::is_outside(folder) {
+            return Vec::new();
+        }
+        features::violations(folder, text)
+    });
+}
+
+#[test]
+fn pages_tell_the_layers_counts_and_commands_of_the_code() {
+    let architecture = read("docs/ARCHITECTURE.md");
+    let (_, map) = architecture.split_once("## Map").unwrap();
+    let map = map.split("\n## ").next().unwrap();
+    let mut found = documents::wrong_layers("docs/ARCHITECTURE.md", map, &dependencies::layer);
+    let all = files();
+    let ptx = all.iter().filter(|path| path.starts_with("kernels/ptx/") && path.ends_with(".ptx"));
+    let entries = ptx.map(|path| read(path).matches(".entry").count()).sum();
+    for (page, word) in [("kernels/README.md", "has"), ("docs/gpu.md", "all")] {
+        found.extend(documents::wrong_counts(page, &read(page), word, entries));
+    }
+    let main = read("crates/cli/src/main.rs");
+    let (_, commands) = main.split_once("enum Command {\n").unwrap();
+    let commands = commands.split("\n}").next().unwrap().lines().filter_map(|line| {
+        let (name, _) = line.trim().split_once('(').filter(|_| !line.contains("//"))?;
+        Some(name.to_lowercase())
+    });
+    let of_program = map.lines().find(|line| line.contains("the program `fusestep`")).unwrap();
+    for command in commands {
+        if !of_program.contains(&command) {
+            found.push(format!("docs/ARCHITECTURE.md: expected the command {command}, found none"));
+        }
+    }
+    let readme = read("README.md");
+    let pages = all.iter().filter(|path| path.starts_with("docs/") && path.ends_with(".md"));
+    for page in pages.filter(|page| !readme.contains(&format!("]({page})"))) {
+        found.push(format!("README.md: expected a link to {page}, found none"));
+    }
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+}
+
+#[test]
 fn unsafe_code_is_confined_and_explained() {
     require(&[".rs"], unsafety::violations);
 }
@@ -119,6 +170,17 @@ fn a_type_has_its_methods_in_few_files() {
 }
 
 #[test]
+fn numbers_of_the_house_stay_below_their_ceilings() {
+    let paths = files();
+    let product = paths.iter().filter(|path| ceilings::is_product(path));
+    let product: Vec<(&str, String)> = product.map(|path| (path.as_str(), read(path))).collect();
+    let texts = product.iter().map(|(path, text)| (*path, ceilings::without_tests(text)));
+    let found = ceilings::violations(&texts.collect::<Vec<_>>());
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+    require(&["/mod.rs"], ceilings::violations_of_room);
+}
+
+#[test]
 fn branches_and_comments_are_plain() {
     require(&[".rs", ".cu", ".cuh", ".hpp", ".cpp"], sentences::violations);
 }
@@ -147,7 +209,7 @@ fn every_element_wise_rule_has_the_same_files() {
         let found: Vec<&str> = all
             .iter()
             .filter_map(|path| path.strip_prefix(folder)?.strip_prefix('/'))
-            .filter(|path| !path.starts_with("examples/"))
+            .filter(|path| !path.starts_with("examples/") && !path.starts_with("tests/"))
             .collect();
         assert_eq!(found, stems::RULE, "{folder}");
     }

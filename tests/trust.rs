@@ -28,6 +28,8 @@ mod settings;
 mod shards;
 #[path = "trust/states.rs"]
 mod states;
+#[path = "trust/writers.rs"]
+mod writers;
 
 /// A few of the seeds of `cargo xtask simulate`.
 #[test]
@@ -39,7 +41,7 @@ fn simulated_runs_end_in_the_bits_of_runs_without_faults() {
             Err(error) => panic!("seed {seed}: {error}"),
         }
     }
-    assert!(sum.faults > 100 && sum.resumes > 10, "{sum:?}");
+    assert!(sum.faults > 100 && sum.resumes > 10 && sum.writes > 1_000, "{sum:?}");
 }
 
 /// A seed is one run for ever, or a failing one could not be looked at.

@@ -15,7 +15,7 @@ use fusestep_tensor_file::serialize;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::targets::journal::example;
+use crate::targets::journal::{examples, pointer};
 use crate::targets::mark::list_of;
 use crate::targets::state::{params, plan};
 
@@ -37,7 +37,7 @@ pub(crate) fn write(root: &Path) -> Result<()> {
     put("state", "adam", &[&[0], &adam[..]].concat())?;
     put("tensor_file", "state", &adam)?;
     // One of version 1 has no checksums, so that changes get past them.
-    state.metadata.retain(|key, _| key == "step");
+    state.metadata.retain(|key, _| matches!(key.as_str(), "optimizer" | "step"));
     let old = serialize(path, &state.tensors, state.metadata)?;
     put("state", "old", &[&[0], &old[..]].concat())?;
     put("tensor_file", "empty", b"\x02\0\0\0\0\0\0\0{}")?;
@@ -67,7 +67,13 @@ pub(crate) fn write(root: &Path) -> Result<()> {
     let mark = folder.path().join(&manifest.generation).join("mark.json");
     put("mark", "own", &fs::read(mark)?)?;
     put("mark", "list", &list_of(&manifest))?;
-    put("journal", "two", &serde_json::to_vec(&example())?)?;
+    for (name, journal) in ["two", "folders"].iter().zip(examples()) {
+        put("journal", name, &serde_json::to_vec(&journal)?)?;
+    }
+    put("journal", "pointer", pointer().as_bytes())?;
+    // A path to a folder may have any number of these, and no message repeats them.
+    let slashes = "/".repeat(5_000);
+    put("journal", "slashes", pointer().replace("/.fusestep-p.journal", &slashes).as_bytes())?;
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     for target in ["plan", "packing"] {
         for (at, length) in [40, 200, 1_000].into_iter().enumerate() {

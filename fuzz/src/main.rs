@@ -175,11 +175,23 @@ mod tests {
 
     #[test]
     fn the_corpus_has_what_each_reader_accepts() {
+        const FINISHED: &str = "/d/p: an earlier step that was interrupted is finished\n";
+        const NO_POINTER: &str = "/f/.fusestep-d6b9d4d14ff6be13.pointer: expected the path of a \
+                                  journal, found something else; remove it";
+        const NO_JOURNAL: &str = "/d/.fusestep-p.journal: expected moves and their checksum, found \
+                                  others; look at the files it names and remove it\n";
+        // From the first file and from the second; once as it is, once with its checksum set right;
+        // and as a pointer. Nothing leads on from the second file of one folder.
+        let of_one = format!("{FINISHED}nothing to do\n").repeat(2) + NO_POINTER;
+        let of_two = FINISHED.repeat(4) + NO_POINTER;
+        let pointer = NO_JOURNAL.repeat(2) + FINISHED.trim_end();
         let whole = "whole\n";
         for (target, file, expected) in [
             ("manifest", "new.json", "whole"),
             ("manifest", "old.json", "whole"),
-            ("journal", "two", "moved\nmoved"),
+            ("journal", "two", of_one.as_str()),
+            ("journal", "folders", &of_two),
+            ("journal", "pointer", &pointer),
             ("state", "adam", "loaded"),
             ("state", "momentum_bf16", "loaded"),
             ("state", "lamb_f16", "loaded"),

@@ -9,7 +9,7 @@
 
 use miniz_oxide::inflate::decompress_to_vec_with_limit;
 
-/// What a bundle begins with.
+/// First line of a bundle.
 pub(crate) const MAGIC: &str = "fusestep machine code 1\n";
 
 /// One entry of a bundle, still packed.

@@ -12,7 +12,7 @@ const BUNDLES: [(Capability, &str, &[u8]); 3] = [
 /// Major and minor.
 type Capability = (u32, u32);
 
-/// What a driver loads as it is.
+/// Machine code of one entry, which a driver loads as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MachineCode {
     /// The device that it was assembled for, as `ptxas` names it: `sm_90`.
@@ -24,7 +24,7 @@ pub struct MachineCode {
 /// The machine code of one entry, such as `fused_adam_f32`, for a device of this compute capability
 /// (major and minor); none if there is no such entry or no code that runs there.
 ///
-/// Code runs on devices of its own major capability with the same minor one or a later one: that
+/// Code runs on devices of its own major capability with the same minor one or a later one: code
 /// for 8.0 on A100 (8.0), A10 (8.6) and RTX 4090 (8.9).
 ///
 /// # Cost

@@ -1,9 +1,9 @@
 //! One entry out of the text of a module.
 
-/// What an entry of a module begins with, at the start of a line.
+/// Beginning of an entry of a module, at the start of a line.
 const HEAD: &str = "\n.visible .entry ";
 
-/// What it ends with: the brace that closes its body, alone on its line as no inner one is.
+/// End of an entry: the brace that closes its body, alone on its line as no inner one is.
 const END: &str = "\n}\n";
 
 /// The module with `entry` alone: all that stands outside of entries but for comments, and that

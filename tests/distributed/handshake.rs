@@ -4,11 +4,14 @@ use std::num::NonZeroUsize;
 
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_fused_adam::Adam;
+use fusestep_fused_adam::{Adam, SecondMoment};
+use fusestep_fused_sgd::{Nesterov, Sgd};
+use fusestep_launch::WeightDecay;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, GradientAccumulation, LocalSgd, LossScaling, PlanError,
     Planner, State, Topology, ZeroStage,
 };
+use fusestep_rmsprop::RmsProp;
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
 use crate::run::Case;
@@ -83,6 +86,27 @@ fn the_field_and_both_values_are_named_on_every_rank() {
     assert_differs(all, "lr", ["0.1", "0.5"]);
     let all = outcomes(&|| adam(0.1), &|| adam(0.1), ["1", "2"]);
     assert_differs(all, "seed", ["1", "2"]);
+    // Options that are no numbers, by their own names.
+    let largest = || {
+        let second_moment = SecondMoment::Largest;
+        Planner::new(Adam { lr: 0.1, second_moment, ..Adam::default() }.into())
+            .with(FuseAllReduce::default())
+    };
+    let all = outcomes(&|| adam(0.1), &largest, ["1", "1"]);
+    assert_differs(all, "second_moment", ["running", "largest"]);
+    let nesterov = |nesterov| move || Planner::new(Sgd { nesterov, ..Sgd::with_momentum() }.into());
+    let all = outcomes(&nesterov(Nesterov::Plain), &nesterov(Nesterov::Nesterov), ["1", "1"]);
+    assert_differs(all, "nesterov", ["plain", "nesterov"]);
+    // Settings that a rule has a use for only where they are set.
+    let rms = |momentum| move || Planner::new(RmsProp { momentum, ..RmsProp::default() }.into());
+    let all = outcomes(&rms(0.0), &rms(0.9), ["1", "1"]);
+    assert_differs(all, "momentum", ["0.0", "0.9"]);
+    let all = outcomes(&rms(0.9), &rms(0.0), ["1", "1"]);
+    assert_differs(all, "momentum", ["0.9", "0.0"]);
+    let decay = |weight_decay| move || Planner::new(Sgd { weight_decay, ..Sgd::default() }.into());
+    let (l2, decoupled) = (WeightDecay::L2(0.5), WeightDecay::Decoupled(0.5));
+    let all = outcomes(&decay(l2), &decay(decoupled), ["1", "1"]);
+    assert_differs(all, "weight_decay", ["l2(0.5)", "decoupled(0.5)"]);
     let clipped = || adam(0.1).with(ClipByGlobalNorm::new(1.0));
     let other = || adam(0.1).with(ClipByGlobalNorm::new(2.0));
     assert_differs(outcomes(&clipped, &other, ["1", "1"]), "clip_by_global_norm", ["1", "2"]);
@@ -195,11 +219,101 @@ fn state_that_one_rank_alone_has_loaded_is_named() {
         assert!(told.starts_with("state `moment1` of `w`: expected hash "), "{told}");
         assert!(told.contains("on rank 1"), "{told}");
     }
-    // There each rank has state of its own.
-    let written = |state: &mut State, backend: &CpuBackend| {
-        state.write(backend, Role::Moment1, "w", &[1; 20]).unwrap();
-    };
-    assert_eq!(after_change_on_one(ZeroStage::One, written), ["nothing"; 2]);
+    // There each rank keeps a part of what is written.
+    for zero in [ZeroStage::One, ZeroStage::Three] {
+        let written = |state: &mut State, backend: &CpuBackend| {
+            state.write(backend, Role::Moment1, "w", &[1; 20]).unwrap();
+        };
+        for told in after_change_on_one(zero, written) {
+            let named = "state `moment1` of `w`: expected nothing written since the last step";
+            assert!(told.starts_with(named) && told.contains("on rank 1"), "{told}");
+        }
+    }
+}
+
+/// What ranks of a plan at ZeRO stage 3 hear that have begun with values of their own.
+#[test]
+fn first_values_that_differ_are_named_at_zero_3_or_brought_from_one_rank() {
+    for (world, group) in [(2, 2), (3, 3), (4, 2)] {
+        for dtype in [DType::F32, DType::BF16] {
+            let params =
+                ["w", "b"].map(|name| ParamDesc::new(name, Shape::new([5]).unwrap(), dtype));
+            let master = fusestep_planner::Precision {
+                master: fusestep_launch::Master::F32,
+                ..Default::default()
+            };
+            let precision =
+                if dtype == DType::BF16 { master } else { fusestep_planner::Precision::default() };
+            let group = std::num::NonZeroUsize::new(group).unwrap();
+            let ranks = run_ranks(world, &Options::default(), |mut comm| {
+                let shard = fusestep_planner::Shard::new(ZeroStage::Three).group(group);
+                let planner = adam(0.1).precision(precision).with(shard);
+                let plan = planner.plan_for(&params, Topology::of(&comm)).unwrap();
+                let backend = CpuBackend::new(NonZeroUsize::MIN);
+                let mut state = plan.allocate(&backend).unwrap();
+                let rank = comm.rank();
+                let own = |rank: usize| vec![rank as u8 + 1; 5 * dtype.len_bytes()];
+                state.write(&backend, Role::Param, "b", &own(0)).unwrap();
+                state.write(&backend, Role::Param, "w", &own(rank)).unwrap();
+                let mut comms = Comms::in_groups(&mut comm, group, 0).unwrap();
+                let met = plan.handshake(&state, &backend, &mut comms, &[]).unwrap_err();
+                // A program that has not met hears of it in the step.
+                for name in ["w", "b"] {
+                    let grad = vec![0; 5 * dtype.len_bytes()];
+                    plan.push_grad(&mut state, &backend, &mut comms, name, &grad).unwrap();
+                }
+                let stepped = plan.step(&mut state, &backend, &mut comms).unwrap_err();
+                let mut state = plan.allocate(&backend).unwrap();
+                state.write(&backend, Role::Param, "w", &own(rank)).unwrap();
+                plan.broadcast_parameters(&mut state, &backend, &mut comms, world - 1).unwrap();
+                plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+                assert_eq!(state.memory_bytes(), plan.memory_bytes());
+                let whole = plan.gather(&state, &backend, &mut comms, &["w", "b"]).unwrap();
+                assert!(whole.bytes(0) == own(world - 1));
+                assert!(whole.bytes(1).iter().all(|byte| *byte == 0));
+                [met.to_string(), stepped.to_string()]
+            });
+            for told in ranks.unwrap().into_iter().flat_map(Result::unwrap) {
+                assert!(told.starts_with("values of `w`: expected hash "), "{told}");
+                assert!(told.contains("on rank 1"), "{told}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_one_rank_alone_writes_at_zero_3_is_named_by_the_next_step() {
+    let params = ["w", "b"].map(|name| ParamDesc::new(name, Shape::new([5]).unwrap(), DType::F32));
+    for role in [Role::Param, Role::Moment2] {
+        let ranks = run_ranks(2, &Options::default(), |mut comm| {
+            let planner = adam(0.1).with(fusestep_planner::Shard::new(ZeroStage::Three));
+            let plan = planner.plan_for(&params, Topology::of(&comm)).unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
+            let mut state = plan.allocate(&backend).unwrap();
+            let rank = comm.rank();
+            let mut comms = Comms::direct(&mut comm);
+            let mut step = |state: &mut State| {
+                for name in ["w", "b"] {
+                    plan.push_grad(state, &backend, &mut comms, name, &[0; 20]).unwrap();
+                }
+                plan.step(state, &backend, &mut comms)
+            };
+            step(&mut state).unwrap();
+            // By all ranks alike, and in another order.
+            for name in if rank == 0 { ["w", "b"] } else { ["b", "w"] } {
+                state.write(&backend, role, name, &[1; 20]).unwrap();
+            }
+            step(&mut state).unwrap();
+            if rank == 1 {
+                state.write(&backend, role, "b", &[2; 20]).unwrap();
+            }
+            step(&mut state).unwrap_err().to_string()
+        });
+        for told in ranks.unwrap() {
+            let told = told.unwrap();
+            assert!(told.contains("of `b`: expected nothing written since"), "{told}");
+        }
+    }
 }
 
 #[test]

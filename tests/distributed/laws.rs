@@ -255,7 +255,7 @@ fn parameters_broadcast_by_their_owners_have_the_bits_of_gathered_ones() {
 
 #[test]
 fn parameters_of_one_rank_come_to_all() {
-    for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two] {
+    for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
         let case = Case { world: 3, zero, cap: Some(1_000), ..Case::default() };
         let outcomes = run_ranks(3, &Options::default(), |mut comm| {
             let plan = case.planner().plan_for(&case.params(), Topology::of(&comm)).unwrap();

@@ -207,8 +207,7 @@ fn calls_are_hidden_behind_a_backward_pass_and_drawn() {
     let params = params(&[("a", 1 << 20, DType::F32), ("b", 3 << 20, DType::F32)]);
     let plan = plan(&params, FuseAllReduce::of_bytes(1 << 20), 2);
     let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
-    let model =
-        |comm_streams| CostModel { backward_seconds: 0.1, comm_streams, ..CostModel::from(link) };
+    let model = |streams| CostModel { backward_seconds: 0.1, streams, ..CostModel::from(link) };
     let [after, beside, two] = [0, 1, 2].map(|streams| plan.rank_summary(model(streams)));
     // 16 calls of 1 MiB: latency and bytes of all of them, or of the last.
     let call = 1e-5 + f64::from(1 << 20) / 1e9;
@@ -294,12 +293,11 @@ fn segments_that_were_given_back_are_allocated_anew_and_fewer_with_streams() {
         let planner = planner.with(Shard::new(zero));
         planner.plan_for(&params, topology).unwrap()
     };
-    let model = |comm_streams| CostModel {
-        comm_streams,
+    let model = |streams| CostModel {
+        streams,
         ..CostModel::from(Link { alpha_seconds: 0.0, beta_bytes_per_second: 1e9 })
     };
-    let fresh =
-        |comm_streams| CostModel { fresh_bytes_per_second: Some(2e9), ..model(comm_streams) };
+    let fresh = |streams| CostModel { fresh_bytes_per_second: Some(2e9), ..model(streams) };
     let shared = plan(ZeroStage::Two);
     // 8 segments of 1 MiB: one that is being filled, and one for each stream.
     for (streams, mib) in [(0, 1.0), (1, 2.0), (2, 3.0), (9, 8.0)] {

@@ -15,7 +15,7 @@ use fusestep_planner::{
     State, Topology, WholeTensors, ZeroStage,
 };
 use fusestep_tensor::Role;
-use fusestep_tensor_file::{Disk, FileKind, Files};
+use fusestep_tensor_file::{Disk, FileKind, Files, Lock, Look};
 
 use crate::run::{Case, Mixed, whole_params};
 
@@ -217,6 +217,12 @@ impl Files for OneFails {
     }
     fn kind(&self, path: &Path) -> io::Result<FileKind> {
         Disk.kind(path)
+    }
+    fn look(&self, path: &Path) -> io::Result<Look> {
+        Disk.look(path)
+    }
+    fn lock(&self, path: &Path) -> io::Result<Lock> {
+        Disk.lock(path)
     }
     fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         match self.left.fetch_sub(1, Ordering::SeqCst) {

@@ -35,7 +35,8 @@ fn of_bucket(plan: &Plan, index: usize) -> String {
     format!("bucket {index} of storage {}, elements {:?}", bucket.storage, bucket.elements)
 }
 
-fn text_of(plan: &Plan, stage: &Stage) -> String {
+/// One stage in a line.
+pub(crate) fn text_of(plan: &Plan, stage: &Stage) -> String {
     let update = |what: &str, update: &Optimize| {
         let bucket = update.bucket.map_or(String::new(), |b| format!(" bucket {b},"));
         let names = names(plan, update);

@@ -1,102 +1,27 @@
-"""Writes fused_adam.safetensors: what PyTorch's Adam and AdamW make of seeded parameters and gradients.
+"""Writes fused_adam.safetensors, by PyTorch's Adam and AdamW; pytorch.py says how."""
 
-    python -m venv venv && venv/bin/pip install torch==2.7.1 numpy safetensors==0.8.0
-    venv/bin/python tests/golden/fused_adam.py
-
-PyTorch runs on the CPU, one tensor at a time, in the parameter's own dtype. All cases start from the same parameters and see
-the same gradients. Metadata: `versions`, `seed`, and each case's settings as JSON under `case.<name>`. Tensors:
-
-    <dtype>.<numel>.param.0             before the first step
-    <dtype>.<numel>.grad.<step>         gradient of step 1 ..= 10
-    <case>.<dtype>.<numel>.param.<step>    after 1, 2 and 10 steps
-    <case>.<dtype>.<numel>.moment1.10, .moment2.10 and, with AMSGrad, .max_moment2.10
-"""
-
-import json
-import platform
-from pathlib import Path
-
-import numpy
-import safetensors
 import torch
-from safetensors.numpy import save_file
-
-SEED = 20240229
-NUMELS = [0, 1, 17, 257]
-STEPS = 10
-KEPT = [1, 2, 10]
-DTYPES = {"f32": torch.float32, "f64": torch.float64}
-
-BASE = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01,
-        "decay": "decoupled", "amsgrad": False, "maximize": False}
-CASES = {
-    "adamw": {},
-    "adamw_strong_decay": {"lr": 1e-2, "weight_decay": 0.3},
-    "adamw_no_decay_large_eps": {"lr": 2e-3, "weight_decay": 0.0, "eps": 1e-3},
-    "adamw_amsgrad": {"amsgrad": True},
-    "adamw_maximize": {"maximize": True, "lr": 5e-3},
-    "adam": {"decay": "l2", "weight_decay": 0.0, "beta1": 0.78, "beta2": 0.836, "eps": 1e-4},
-    "adam_l2": {"decay": "l2", "weight_decay": 0.1},
-    "adam_l2_maximize_amsgrad": {"decay": "l2", "weight_decay": 0.05, "amsgrad": True, "maximize": True, "lr": 0.1, "eps": 1e-6},
-    "adam_no_momentum": {"decay": "l2", "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.99},
-}
+from pytorch import write
 
 
-def inputs():
-    """Parameters as after a usual initialisation; gradients whose sizes differ from element to element and step to step."""
-    rng = numpy.random.default_rng(SEED)
-    tensors = {}
-    for dtype, kind in (("f32", numpy.float32), ("f64", numpy.float64)):
-        for numel in NUMELS:
-            tensors[f"{dtype}.{numel}.param.0"] = (0.02 * rng.standard_normal(numel)).astype(kind)
-            spread = 10.0 ** rng.uniform(-5, 0, numel)
-            for step in range(1, STEPS + 1):
-                grad = spread * (0.3 + rng.standard_normal(numel))
-                grad[rng.random(numel) < 0.05] = 0.0
-                tensors[f"{dtype}.{numel}.grad.{step}"] = grad.astype(kind)
-    return tensors
+def make(params, decay, **settings):
+    return {"decoupled": torch.optim.AdamW, "l2": torch.optim.Adam}[decay](params, **settings)
 
 
-def optimizer(settings, param):
-    kinds = {"decoupled": torch.optim.AdamW, "l2": torch.optim.Adam}
-    return kinds[settings["decay"]](
-        [param], lr=settings["lr"], betas=(settings["beta1"], settings["beta2"]), eps=settings["eps"],
-        weight_decay=settings["weight_decay"], amsgrad=settings["amsgrad"], maximize=settings["maximize"], foreach=False,
-    )
-
-
-def run(name, settings, dtype, numel, tensors):
-    key = f"{dtype}.{numel}"
-    param = torch.nn.Parameter(torch.from_numpy(tensors[f"{key}.param.0"].copy()).to(DTYPES[dtype]))
-    rule = optimizer(settings, param)
-    for step in range(1, STEPS + 1):
-        param.grad = torch.from_numpy(tensors[f"{key}.grad.{step}"].copy())
-        rule.step()
-        if step in KEPT:
-            tensors[f"{name}.{key}.param.{step}"] = param.detach().numpy().copy()
-    state = rule.state[param]
-    tensors[f"{name}.{key}.moment1.{STEPS}"] = state["exp_avg"].numpy().copy()
-    tensors[f"{name}.{key}.moment2.{STEPS}"] = state["exp_avg_sq"].numpy().copy()
-    if settings["amsgrad"]:
-        tensors[f"{name}.{key}.max_moment2.{STEPS}"] = state["max_exp_avg_sq"].numpy().copy()
-
-
-def main():
-    torch.set_num_threads(1)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__,
-                "safetensors": safetensors.__version__}
-    print(versions)
-    tensors = inputs()
-    metadata = {"versions": json.dumps(versions), "seed": str(SEED)}
-    for name, changes in CASES.items():
-        settings = BASE | changes
-        metadata[f"case.{name}"] = json.dumps(settings)
-        for dtype in DTYPES:
-            for numel in NUMELS:
-                run(name, settings, dtype, numel, tensors)
-    path = Path(__file__).with_suffix(".safetensors")
-    save_file(tensors, path, metadata)
-    print(f"{path.name}: {len(tensors)} tensors, {path.stat().st_size} bytes")
-
-
-main()
+write(
+    __file__, make, seed=20240229,
+    lists={"moment1": "exp_avg", "moment2": "exp_avg_sq", "max_moment2": "max_exp_avg_sq"},
+    base={"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01,
+          "decay": "decoupled", "amsgrad": False, "maximize": False},
+    cases={
+        "adamw": {},
+        "adamw_strong_decay": {"lr": 1e-2, "weight_decay": 0.3},
+        "adamw_no_decay_large_eps": {"lr": 2e-3, "weight_decay": 0.0, "eps": 1e-3},
+        "adamw_amsgrad": {"amsgrad": True},
+        "adamw_maximize": {"maximize": True, "lr": 5e-3},
+        "adam": {"decay": "l2", "weight_decay": 0.0, "beta1": 0.78, "beta2": 0.836, "eps": 1e-4},
+        "adam_l2": {"decay": "l2", "weight_decay": 0.1},
+        "adam_l2_maximize_amsgrad": {"decay": "l2", "weight_decay": 0.05, "amsgrad": True, "maximize": True, "lr": 0.1, "eps": 1e-6},
+        "adam_no_momentum": {"decay": "l2", "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.99},
+    },
+)

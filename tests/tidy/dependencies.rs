@@ -31,6 +31,8 @@ const LAYERS: [&[&str]; 9] = [
         "lars-momentum",
         "lion",
         "adagrad",
+        "adamax",
+        "nadam",
         "rmsprop",
         "schedule-free",
         "amp",
@@ -51,7 +53,7 @@ const ONLY_IN: [(&str, &[&str]); 11] = [
     ("mpi", &["crates/collective-mpi"]),
     ("nccl*", &["crates/collective-nccl"]),
     ("libloading", &["crates/collective-nccl", "crates/python"]),
-    ("loom", &["crates/simd"]),
+    ("loom", &["crates/simd", "crates/collective"]),
     ("candle-*", &["crates/candle", "crates/cli", "crates/models"]),
     ("pyo3*", &["crates/python"]),
     ("criterion", &["benches"]),
@@ -98,7 +100,8 @@ pub(crate) fn violations(folder: &str, manifest: &str) -> Vec<String> {
     found
 }
 
-fn layer(short: &str) -> Option<usize> {
+/// The layer of a folder's package.
+pub(crate) fn layer(short: &str) -> Option<usize> {
     LAYERS.iter().position(|layer| layer.contains(&short))
 }
 

@@ -52,6 +52,47 @@ pub(crate) fn unknown_names(path: &str, text: &str, words: &HashSet<&str>) -> Ve
     found
 }
 
+/// Counts of all entries that a page tells behind a word and that are not `count`: `has 156
+/// entries`, `all 156 entries`. Others are of one kernel, or of another time.
+pub(crate) fn wrong_counts(path: &str, text: &str, word: &str, count: usize) -> Vec<String> {
+    let mut found = Vec::new();
+    for (at, line) in lines_of_prose(text) {
+        let words: Vec<&str> = line.split(' ').collect();
+        for told in words.windows(3).filter(|told| told[0] == word) {
+            let number = told[1].parse::<usize>();
+            if told[2].starts_with("entries") && number.is_ok_and(|number| number != count) {
+                let expected = format!("the {count} entries of kernels/ptx");
+                found.push(format!("{path}:{at}: expected {expected}, found {}", told[1]));
+            }
+        }
+    }
+    found
+}
+
+/// Folders that a map of layers puts elsewhere than `layer_of` does: a table whose first column has
+/// the layer, or nothing if it is that of the row before.
+pub(crate) fn wrong_layers(
+    path: &str,
+    map: &str,
+    layer_of: &dyn Fn(&str) -> Option<usize>,
+) -> Vec<String> {
+    let (mut found, mut layer) = (Vec::new(), None);
+    for (at, line) in lines_of_prose(map).filter(|(_, line)| line.starts_with("| ")) {
+        let mut columns = line.split('|').skip(1).map(str::trim);
+        let (Some(first), Some(folders)) = (columns.next(), columns.next()) else { continue };
+        layer = first.parse().ok().or(if first.is_empty() { layer } else { None });
+        let Some(layer) = layer else { continue };
+        for folder in folders.split("](").skip(1) {
+            let folder = folder.split(')').next().unwrap_or_default();
+            let short = folder.rsplit('/').next().unwrap_or_default();
+            if layer_of(short).is_some_and(|own| own != layer) {
+                found.push(format!("{path}:{at}: expected {short} in another layer than {layer}"));
+            }
+        }
+    }
+    found
+}
+
 /// The words of a source.
 pub(crate) fn words(text: &str) -> impl Iterator<Item = &str> {
     let words = text.split(|c: char| !(c.is_alphanumeric() || c == '_'));
@@ -97,4 +138,16 @@ fn dead_links_and_unknown_names_are_found() {
         ["docs/TOUR.md:1: expected a name of the code, found `Plan::run_lent`, which nothing has"]
     );
     assert_eq!(unknown_names("docs/kernels.md", page, &words).len(), 0);
+}
+
+#[test]
+fn stale_counts_and_layers_are_found() {
+    let page = "`ptx/` has 154 entries in 4 MB, all 156 entries, of 12 entries\n";
+    let found = wrong_counts("a.md", page, "has", 156);
+    assert_eq!(found, ["a.md:1: expected the 156 entries of kernels/ptx, found 154"]);
+    let map = "| Layer | Folder |\n|---|---|\n| 0 | [tensor](../crates/tensor) | x |\n\
+               | | [cli](../crates/cli), [cpu](../crates/cpu) | y |\n| 1 | [cli](../crates/cli) | z |\n";
+    let layer_of = |short: &str| ["tensor", "cli"].iter().position(|folder| *folder == short);
+    let found = wrong_layers("a.md", map, &layer_of);
+    assert_eq!(found, ["a.md:4: expected cli in another layer than 0"]);
 }

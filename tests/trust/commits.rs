@@ -62,10 +62,69 @@ fn an_error_anywhere_leaves_both_old() {
             write(&disk, "next").unwrap();
             assert_eq!(both(&disk).as_deref(), Some("next"));
             for place in PLACES {
-                assert!(!finish_interrupted_in(&disk, Path::new(place)).unwrap());
+                assert_eq!(finish_interrupted_in(&disk, Path::new(place)).unwrap(), None);
             }
         }
         assert!(refused >= 10, "{refused} calls were refused");
+    }
+}
+
+/// Faults of a commit: each call that changes something, and with it one of the next eight.
+fn pairs_of_faults() -> impl Iterator<Item = [u64; 2]> {
+    (0..45).flat_map(|first| (0..8).map(move |more| [first, first + more]))
+}
+
+#[test]
+fn errors_anywhere_leave_both_files_of_one_step() {
+    let (mut open, mut refused) = (0, 0);
+    for has_links in [true, false] {
+        for old in [true, false] {
+            for faults in pairs_of_faults() {
+                let disk = disk(1, old);
+                if !has_links {
+                    disk.refuse_links();
+                }
+                let calls = disk.calls();
+                for at in faults {
+                    disk.add_fault(calls + at, Fault::Error);
+                }
+                let outcome = write(&disk, "new");
+                disk.clear_faults();
+                for place in PLACES {
+                    finish_interrupted_in(&disk, Path::new(place))
+                        .unwrap_or_else(|error| panic!("{faults:?}: {outcome:?}, then {error}"));
+                }
+                let before = if old { "old" } else { "" };
+                let expected: &[&str] = match &outcome {
+                    Ok(()) => &["new"],
+                    Err(TensorFileError::Interrupted { .. }) => &[before, "new"],
+                    Err(_) => &[before],
+                };
+                let found = both(&disk).unwrap_or_else(|| panic!("{faults:?}: torn, {outcome:?}"));
+                assert!(expected.contains(&found.as_str()), "{faults:?}: {found}, {outcome:?}");
+                open += usize::from(matches!(outcome, Err(TensorFileError::Interrupted { .. })));
+                refused += usize::from(outcome.is_err());
+                write(&disk, "next").unwrap();
+                assert_eq!(both(&disk).as_deref(), Some("next"));
+            }
+        }
+    }
+    assert!(open > 20 && refused > 500, "{open} were left to the next, {refused} failed");
+}
+
+#[test]
+fn a_step_that_has_failed_does_not_come_back_with_a_loss_of_power() {
+    for at in 0..45 {
+        for seed in 0..100 {
+            let disk = disk(seed, true);
+            disk.add_fault(disk.calls() + at, Fault::Error);
+            let outcome = write(&disk, "new");
+            disk.clear_faults();
+            disk.restart();
+            finish_interrupted_in(&disk, Path::new(PLACES[0])).unwrap();
+            let expected = if outcome.is_ok() { "new" } else { "old" };
+            assert_eq!(both(&disk).as_deref(), Some(expected), "call {at}: {outcome:?}");
+        }
     }
 }
 
@@ -84,8 +143,10 @@ fn a_loss_of_power_anywhere_leaves_both_old_or_both_new() {
                     continue;
                 }
                 disk.restart();
-                finished +=
-                    usize::from(finish_interrupted_in(&disk, Path::new(PLACES[0])).unwrap());
+                // By whichever of the files the next one comes.
+                let place = Path::new(PLACES[seed as usize % 2]);
+                let outcome_of_next = finish_interrupted_in(&disk, place).unwrap();
+                finished += usize::from(outcome_of_next.is_some());
                 let found =
                     both(&disk).unwrap_or_else(|| panic!("call {at}, seed {seed}: torn apart"));
                 let expected: &[&str] = match (&outcome, old) {

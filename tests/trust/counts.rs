@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use fusestep_collective::Solo;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Comms, LossScaling, Plan, Planner, State, Topology};
+use fusestep_planner::{Comms, LossScaling, MAX_STEPS, Plan, Planner, State, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
 fn start() -> (Plan, State, CpuBackend) {
@@ -95,4 +95,39 @@ fn gradients_of_a_micro_step_under_way_are_not_lost_in_silence() {
     assert!(error.contains("end the micro-step"), "{error}");
     plan.step(state, backend, &mut comms).unwrap();
     plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+}
+
+#[test]
+fn counts_that_no_reader_takes_are_not_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, file) = (folder.path().join("checkpoint"), folder.path().join("state"));
+    let mut comm = Solo::new();
+    let mut comms = Comms::direct(&mut comm);
+    let mut run = start();
+    run.1.set_step(MAX_STEPS - 1);
+    for last in [true, false] {
+        give(&mut run, &mut comms, "a", 1.0);
+        let (plan, state, backend) = &mut run;
+        plan.step(state, backend, &mut comms).unwrap();
+        let saves = [
+            plan.save(state, backend, &mut comms, &path, BTreeMap::new()),
+            state.save(backend, &file),
+        ];
+        for saved in saves {
+            if last {
+                saved.unwrap();
+                continue;
+            }
+            let error = saved.unwrap_err().to_string();
+            assert!(error.contains("9007199254740992 at most"), "{error}");
+            assert!(error.contains("found 9007199254740993"), "{error}");
+        }
+        // What was saved last is what there is to go on from.
+        let (plan, mut state, backend) = start();
+        plan.load(&mut state, &backend, &path).unwrap();
+        assert_eq!(state.step(), MAX_STEPS);
+        let (_, mut state, backend) = start();
+        state.load(&backend, &file).unwrap();
+        assert_eq!(state.step(), MAX_STEPS);
+    }
 }

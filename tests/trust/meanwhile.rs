@@ -12,7 +12,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{CheckpointFolder, Comms, LocalSgd, Manifest, Planner, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
-use fusestep_tensor_file::{FileKind, Files};
+use fusestep_tensor_file::{FileKind, Files, Lock, Look};
 use fusestep_testkit::SimulatedDisk;
 
 use super::folders::{FOLDER, expect_saved, step_and_save};
@@ -53,6 +53,12 @@ impl Files for Shared<'_> {
             return Err(ErrorKind::NotFound.into());
         }
         self.disk.kind(path)
+    }
+    fn look(&self, path: &Path) -> io::Result<Look> {
+        self.disk.look(path)
+    }
+    fn lock(&self, path: &Path) -> io::Result<Lock> {
+        self.disk.lock(path)
     }
     fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         self.disk.write_new(path, bytes)

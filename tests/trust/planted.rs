@@ -9,7 +9,9 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use fusestep_planner::FolderLock;
-use fusestep_tensor_file::{Files, Prepared, finish_interrupted_in, remove_abandoned};
+use fusestep_tensor_file::{
+    Disk, Files, Prepared, commit_together, finish_interrupted_in, remove_abandoned,
+};
 use fusestep_testkit::SimulatedDisk;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -43,6 +45,65 @@ fn pipes_and_devices_named_like_journals_are_not_waited_for() {
     let error = at_once(move || fusestep_tensor_file::finish_interrupted(&path).unwrap_err());
     assert!(error.to_string().contains("at most"), "{error}");
     assert_eq!(fs::read(at("p")).unwrap(), b"p");
+}
+
+#[test]
+fn what_lies_in_the_journal_s_place_is_named_and_stays() {
+    let kinds: [fn(&Path); 3] =
+        [pipe, |path| symlink("elsewhere", path).unwrap(), |path| fs::create_dir(path).unwrap()];
+    for make in kinds {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let journal = at(".fusestep-p.journal");
+        make(&journal);
+        let kind = fs::symlink_metadata(&journal).unwrap().file_type();
+        let files = ["p", "s"].map(|name| Prepared::bytes(&at(name), b"new").unwrap());
+        let error = commit_together(files.into()).unwrap_err().to_string();
+        assert!(error.contains(".fusestep-p.journal") && error.contains("move it"), "{error}");
+        assert_eq!(fs::symlink_metadata(&journal).unwrap().file_type(), kind);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}
+
+#[test]
+fn a_long_journal_beside_thousands_of_files_keeps_nobody_waiting() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at(".fusestep-x.journal"), vec![b'.'; 1 << 20]).unwrap();
+    for number in 0..20_000 {
+        fs::write(at(&format!("a-file-with-a-name-of-its-own-{number}")), b"").unwrap();
+    }
+    let path = folder.path().to_owned();
+    at_once(move || remove_abandoned(&path));
+}
+
+#[test]
+fn names_that_hidden_files_have_and_names_of_folders_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, told) in [
+        (".fusestep-p.journal", "expected another name than `.fusestep-…`"),
+        (".FUSESTEP-p.journal", "expected another name than `.fusestep-…`"),
+        ("new/", "a path that ends as a folder's does"),
+        ("new/.", "a path that ends as a folder's does"),
+    ] {
+        let path = folder.path().join(name);
+        let error = fusestep_tensor_file::check_writable(&path).unwrap_err().to_string();
+        assert!(error.contains(told), "{error}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn files_that_are_not_as_long_as_they_say_are_refused() {
+    for path in ["/proc/self/pagemap", "/proc/self/status", "/proc/self/maps"] {
+        let path = Path::new(path);
+        let error = at_once(move || Disk.read(path).unwrap_err().to_string());
+        assert!(error.contains("said to be empty and is not"), "{error}");
+    }
+    let error = Disk.read(Path::new("/sys/kernel/mm/transparent_hugepage/enabled"));
+    let told = error.unwrap_err().to_string();
+    assert!(told.contains("as long as it is said to be") || told.contains("No such"), "{told}");
 }
 
 #[test]
@@ -98,7 +159,7 @@ fn a_journal_moves_only_what_a_commit_can_have_written() {
         let before = disk.files();
         let outcome = finish_interrupted_in(&disk, Path::new("/run/p"));
         if finishes {
-            assert!(outcome.unwrap());
+            assert!(outcome.unwrap().is_some());
             continue;
         }
         let error = outcome.expect_err(&format!("{moves:?}")).to_string();
@@ -125,7 +186,7 @@ fn right_moves_under_a_wrong_checksum_are_not_made() {
     assert!(finish_interrupted_in(&disk, Path::new(to)).is_err());
     disk.remove_file(path).unwrap();
     disk.write_new(path, right.as_bytes()).unwrap();
-    assert!(finish_interrupted_in(&disk, Path::new(to)).unwrap());
+    assert!(finish_interrupted_in(&disk, Path::new(to)).unwrap().is_some());
     assert_eq!(disk.read(Path::new(to)).unwrap(), b"new");
 }
 
@@ -133,8 +194,8 @@ fn right_moves_under_a_wrong_checksum_are_not_made() {
 fn a_newer_journal_says_that_a_newer_fusestep_wrote_it() {
     let disk = SimulatedDisk::new(1, []);
     disk.create_folder(Path::new("/run")).unwrap();
-    let text = br#"{"format":"fusestep-journal","version":2,"steps":[]}"#;
+    let text = br#"{"format":"fusestep-journal","version":3,"steps":[]}"#;
     disk.write_new(Path::new("/run/.fusestep-p.journal"), text).unwrap();
     let error = finish_interrupted_in(&disk, Path::new("/run/p")).unwrap_err().to_string();
-    assert!(error.contains("newer fusestep") && error.contains("version 2"), "{error}");
+    assert!(error.contains("newer fusestep") && error.contains("version 3"), "{error}");
 }

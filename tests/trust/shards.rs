@@ -1,5 +1,6 @@
 //! Shards whose checksums are right and whose values no run can have.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -62,5 +63,34 @@ fn values_that_no_run_can_have_are_refused_whatever_their_checksums_say() {
             }
             (outcome, _) => panic!("{tensor} = {value}: {outcome:?}"),
         }
+    }
+}
+
+#[test]
+fn counts_that_do_not_fit_the_state_are_refused() {
+    let counts = |change: &dyn Fn(&mut Manifest)| {
+        let folder = tempfile::tempdir().unwrap();
+        expect_saved(step_and_save(folder.path().into()));
+        let mut manifest = Manifest::read(folder.path()).unwrap();
+        change(&mut manifest);
+        sign(manifest, folder.path());
+        load(folder.path().into()).unwrap_err().to_string()
+    };
+    let none = counts(&|manifest| manifest.step = 0);
+    assert!(none.contains("@moment") && none.contains("zeros, since no step"), "{none}");
+    let of_b = |count: u64| BTreeMap::from([("b".to_owned(), count)]);
+    let none_of_b = counts(&|manifest| manifest.steps_of.extend(of_b(0)));
+    assert!(none_of_b.contains("`b@moment"), "{none_of_b}");
+    let ahead = counts(&|manifest| manifest.steps_of.extend(of_b(99)));
+    assert!(ahead.contains("steps of `b`"), "{ahead}");
+    for count in ["-1", "NaN", "1.5"] {
+        let folder = tempfile::tempdir().unwrap();
+        expect_saved(step_and_save(folder.path().into()));
+        let path = folder.path().join("manifest.json");
+        let text = fs::read_to_string(&path).unwrap();
+        let at = text.find("\"step\": ").unwrap() + 8;
+        let end = at + text[at..].find(',').unwrap();
+        fs::write(&path, format!("{}{count}{}", &text[..at], &text[end..])).unwrap();
+        assert!(load(folder.path().into()).is_err(), "{count}");
     }
 }

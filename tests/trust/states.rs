@@ -1,12 +1,13 @@
 //! State files: whose they are, whether they are whole, and whether a run can have left such state
 //! behind.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
 use fusestep_adagrad::Adagrad;
+use fusestep_collective::Solo;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
@@ -15,9 +16,10 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
     Backend, BackendError, Launch, LaunchReport, Objective, Reduce, WeightDecay,
 };
-use fusestep_planner::{Lender, Optimizer, Plan, PlanError, Planner, State, Tensors};
+use fusestep_planner::{Comms, Lender, Optimizer, Plan, PlanError, Planner, State, Tensors};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
+use fusestep_testkit::each_rule;
 
 fn params() -> Vec<ParamDesc> {
     let desc = |name, numel| ParamDesc::new(name, Shape::new([numel]).unwrap(), DType::F32);
@@ -173,6 +175,13 @@ fn changed_counts_and_newer_or_foreign_files_are_refused() {
         let error = load(rule.into(), &path).unwrap_err().to_string();
         assert!(error.contains(named), "{key} = {value}: {error}");
     }
+    for key in ["format", "version", "xxh3"] {
+        save(rule.into(), &path);
+        rewrite(&path, |_, _| {}, |texts| drop(texts.remove(key)));
+        let error = load(rule.into(), &path).unwrap_err().to_string();
+        let said = "expected metadata of a whole state";
+        assert!(error.contains(key) && error.contains(said), "{key}: {error}");
+    }
     save(rule.into(), &path);
     rewrite(
         &path,
@@ -227,6 +236,67 @@ fn files_of_the_first_version_are_read_and_impossible_values_refused() {
     }
 }
 
+#[test]
+fn state_of_parameters_that_have_taken_no_step_is_zero() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let rms = fusestep_rmsprop::RmsProp { momentum: 0.5, ..Default::default() };
+    let amsgrad = Adam { second_moment: fusestep_fused_adam::SecondMoment::Largest, ..l2() };
+    let others: [Optimizer; 2] = [amsgrad.into(), rms.into()];
+    for rule in each_rule().into_iter().chain(others) {
+        for (key, value) in
+            [("step", "0"), ("step@a", "0"), ("step", "-1"), ("step", "NaN"), ("step", "1.0")]
+        {
+            save(rule, &path);
+            for old in [true, false] {
+                rewrite(
+                    &path,
+                    |_, _| {},
+                    |texts| {
+                        if old {
+                            without_checksums(texts);
+                        }
+                        texts.insert(key.to_owned(), value.to_owned());
+                        if !old {
+                            sign(texts);
+                        }
+                    },
+                );
+                let error = load(rule, &path).unwrap_err().to_string();
+                let named = match value {
+                    "0" => "expected zeros, since no step has been taken",
+                    _ => "a count of steps",
+                };
+                assert!(error.contains(named), "{rule:?} {key} {value}: {error}");
+                save(rule, &path);
+            }
+        }
+        // A tensor that is missing, and a file that does not say of which rule it is.
+        let file = TensorFile::read(&path).unwrap();
+        for left_out in file.entries().keys() {
+            let kept = file.entries().iter().filter(|(name, _)| *name != left_out);
+            let tensors = kept
+                .map(|(name, entry)| (name.clone(), entry.with_bytes(file.bytes(name).unwrap())));
+            let mut texts = file.metadata().clone();
+            without_checksums(&mut texts);
+            let other = folder.path().join("other");
+            write_atomically(&other, &tensors.collect::<Vec<_>>(), texts).unwrap();
+            let error = load(rule, &other).unwrap_err().to_string();
+            assert!(error.contains(left_out) && error.contains("no such tensor"), "{error}");
+        }
+        rewrite(&path, |_, _| {}, |texts| texts.retain(|key, _| key == "step"));
+        let error = load(rule, &path).unwrap_err().to_string();
+        assert!(error.contains("`optimizer`") && error.contains("found none"), "{error}");
+    }
+}
+
+/// Writes the checksum of a file's other metadata.
+fn sign(texts: &mut HashMap<String, String>) {
+    texts.remove("xxh3");
+    let sum = super::settings::sum_of(texts);
+    texts.insert("xxh3".to_owned(), sum);
+}
+
 /// Runs no launch, and fails once.
 struct FailsOnce(CpuBackend, bool);
 
@@ -270,4 +340,38 @@ fn what_a_failed_step_was_to_leave_out_is_no_concern_of_the_step_behind_a_load()
     state.load(lender.backend(), &path).unwrap();
     assert_eq!(plan.run_borrowed(&mut state, lender).unwrap().without_gradient, 0);
     assert_eq!(state.step_of("b").unwrap(), 1);
+}
+
+#[test]
+fn a_save_that_nobody_could_load_is_refused_and_names_the_tensor() {
+    let folder = tempfile::tempdir().unwrap();
+    let params = ["a", "b"].map(|name| ParamDesc::new(name, Shape::new([4]).unwrap(), DType::F32));
+    let plan = Planner::new(Adam::default().into()).plan(&params).unwrap();
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
+    let mut state = plan.allocate(&backend).unwrap();
+    let moment: [f32; 4] = [0.0, 0.5, 0.0, 0.0];
+    let bytes: &[u8] = bytemuck::cast_slice(&moment);
+    state.write(&backend, Role::Moment1, "b", bytes).unwrap();
+    let file = folder.path().join("state");
+    let checkpoint = folder.path().join("checkpoint");
+    let save = |state: &State| {
+        let (mut rank, texts) = (Solo::default(), BTreeMap::new());
+        let mut comms = Comms::direct(&mut rank);
+        let saved = plan.save(state, &backend, &mut comms, &checkpoint, texts);
+        [state.save(&backend, &file), saved]
+    };
+    for steps in [[0, 0], [3, 0]] {
+        state.set_steps(steps.into_iter());
+        for outcome in save(&state) {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("b@moment1") && error.contains("set_step"), "{error}");
+        }
+        assert!(!file.exists() && plan.load(&mut state, &backend, &checkpoint).is_err());
+    }
+    state.set_steps([0, 3].into_iter());
+    for outcome in save(&state) {
+        outcome.unwrap();
+    }
+    state.load(&backend, &file).unwrap();
+    plan.load(&mut state, &backend, &checkpoint).unwrap();
 }

@@ -11,7 +11,7 @@ use fusestep_cuda_emulator::{Options, build};
 use crate::commands::{Program, built, cargo, output, succeed};
 use crate::emulate::SUITE;
 use crate::folders::{self, files_below};
-use crate::{parallel, ptxas, workspace_root};
+use crate::{parallel, ptxas, target_folder, workspace_root};
 
 /// Most bytes of the folder.
 const MOST_BYTES: u64 = 64 << 20;
@@ -78,7 +78,7 @@ pub(crate) fn pack(folder: &Path) -> Result<()> {
 /// finds the real one there.
 fn build_programs() -> Result<Vec<Program>> {
     let root = workspace_root();
-    let library = root.join("target/emulator");
+    let library = target_folder().join("emulator");
     build(&root.join("kernels"), &library, &Options::default())?;
     let suite = format!("test --no-run {SUITE}");
     let mut programs = built(cargo(&suite).env("CUDA_LIBRARY_PATH", &library))?;

@@ -9,7 +9,7 @@ use fusestep_cuda_emulator::{Options, build};
 
 use crate::commands::{cargo, must, succeed};
 use crate::emulate::split;
-use crate::{ptxas, workspace_root};
+use crate::{ptxas, target_folder, workspace_root};
 
 /// CUDA's libraries that candle is linked with, beside the driver.
 const LIBRARIES: [&str; 5] = ["cublas", "cublasLt", "curand", "nvrtc", "cudart"];
@@ -19,9 +19,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let (own, test_arguments) = split(arguments);
     ensure!(own.is_empty(), "expected `candle-cuda [-- TEST ARGUMENTS]`, found {own:?}");
     let root = workspace_root();
-    let emulator = root.join("target/emulator");
+    let emulator = target_folder().join("emulator");
     build(&root.join("kernels"), &emulator, &Options::default())?;
-    let toolkit = root.join("target/candle-toolkit");
+    let toolkit = target_folder().join("candle-toolkit");
     make_toolkit(&root.join("crates/candle/tests/toolkit"), &toolkit)?;
     let libraries = [emulator.join("lib64"), toolkit.join("lib64")];
     let command = "test --release --package fusestep-candle --features cuda --test cuda --";

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use fusestep_cuda_emulator::{Options, Sanitize, build};
 
 use crate::commands::{cargo, host, must};
-use crate::workspace_root;
+use crate::{target_folder, workspace_root};
 
 /// Builds the emulator into `target/emulator` and runs the CUDA tests on it.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
@@ -23,7 +23,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         Sanitize::Off => "emulator",
         Sanitize::AddressAndUndefined => "emulator-sanitized",
     };
-    let folder = root.join("target").join(name);
+    let folder = target_folder().join(name);
     let options = Options { sanitize, ..Options::default() };
     let library = build(&root.join("kernels"), &folder, &options)?;
     println!("emulator: {}", library.display());

@@ -12,7 +12,7 @@ use fusestep_cuda_emulator::{Options, build};
 
 use crate::commands::{Program, built, cargo, must, named};
 use crate::emulate::{SUITE, split};
-use crate::workspace_root;
+use crate::{target_folder, workspace_root};
 
 /// Tests of a program, by parts of their names; none for all of them.
 type Tests = (&'static str, &'static [&'static str]);
@@ -60,9 +60,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let (own, tests) = split(arguments);
     let request = Request::parse(own)?;
     let root = workspace_root();
-    let folder = root.join("target/emulator");
+    let folder = target_folder().join("emulator");
     build(&root.join("kernels"), &folder, &Options::default())?;
-    let counts = root.join("target/execute-ptx-counts.jsonl");
+    let counts = target_folder().join("execute-ptx-counts.jsonl");
     let suite = Suite::build(&folder, &counts, request.seed)?;
     if request.mutants {
         return mutants::run(&suite, &root);

@@ -2,14 +2,16 @@
 //! file, one after the other.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::commands::{cargo, must};
-use crate::folders::{copy, empty};
-use crate::workspace_root;
+use crate::folders::{copy, empty, files_below};
+use crate::{target_folder, workspace_root};
 
 /// What happens at a call.
 const KINDS: [&str; 4] = ["EIO", "ENOSPC", "DEATH", "DEATH_AFTER"];
@@ -26,6 +28,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let mut all = 0;
     for (name, scenario) in [
         ("step", step as fn(&Bench) -> Result<Scenario>),
+        ("step in two folders, then days and others", step_then_days),
+        ("step, then one on a file alone", step_then_alone),
+        ("step, then a backup", step_then_backup),
         ("save", save),
         ("resume", resume),
         ("reshard", reshard),
@@ -77,7 +82,7 @@ const HERE: &str = "@";
 
 impl Bench {
     fn prepare() -> Result<Self> {
-        let root = workspace_root().join("target/faults");
+        let root = target_folder().join("faults");
         empty(&root)?;
         must(&mut cargo("build --release -p fusestep-cli"), "the command does not build")?;
         let library = root.join("faults.so");
@@ -89,7 +94,7 @@ impl Bench {
             .arg("-ldl");
         must(&mut compiler, "the library of faults does not build")?;
         Ok(Self {
-            program: workspace_root().join("target/release/fusestep"),
+            program: target_folder().join("release/fusestep"),
             library,
             root: root.canonicalize()?,
         })
@@ -185,18 +190,55 @@ fn tensor_file(path: &Path, values: &[f32]) -> Result<()> {
     Ok(fs::write(path, [&length[..], header.as_bytes(), &bytes].concat())?)
 }
 
+/// What happens in a folder between a step that has failed and the next one.
+type Meanwhile = fn(&Bench, &Path) -> Result<()>;
+
 /// Parameters and state replaced in place: both old or both new, and an error means old.
 fn step(bench: &Bench) -> Result<Scenario> {
-    let template = bench.empty("step")?;
+    step_with(bench, "s", |_, _| Ok(()))
+}
+
+/// A step in two folders; days pass, and others write into both before the next step comes.
+fn step_then_days(bench: &Bench) -> Result<Scenario> {
+    step_with(bench, "there/s", |bench, folder| {
+        let two_days = Duration::from_secs(2 * 24 * 60 * 60);
+        for path in hidden(folder)? {
+            // A second name of a file that was there before has that file's age.
+            if fs::metadata(&path)?.nlink() == 1 {
+                let file = fs::File::options().write(true).open(&path)?;
+                file.set_modified(SystemTime::now() - two_days)?;
+            }
+        }
+        for out in ["@/n", "@/there/n"] {
+            let beside = format!("step --params @/q --grads @/g --lr 0.01 --out {out}");
+            bench.must(folder, &split(&beside)).context("a step beside the files")?;
+        }
+        Ok(())
+    })
+}
+
+/// The command's hidden files in a folder and below.
+fn hidden(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = files_below(folder)?;
+    files.retain(|path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(".fusestep-"))
+    });
+    Ok(files)
+}
+
+/// [`step`] with the state in such a file, and what happens before the next step.
+fn step_with(bench: &Bench, state: &'static str, meanwhile: Meanwhile) -> Result<Scenario> {
+    let template = bench.empty(&format!("step of {}", state.replace('/', " ")))?;
+    fs::create_dir_all(template.join("there"))?;
     let values: Vec<f32> = (0..500).map(|at| at as f32 / 64.0 - 3.0).collect();
-    for name in ["p", "g"] {
+    for name in ["p", "g", "q"] {
         tensor_file(&template.join(name), &values)?;
     }
-    let base = "step --params @/p --grads @/g --lr 0.01 --out @/p --state-out @/s";
-    bench.must(&template, &split(base))?;
-    let again = split(&format!("{base} --state @/s"));
-    let pair = |folder: &Path| -> Result<[Vec<u8>; 2]> {
-        Ok([fs::read(folder.join("p"))?, fs::read(folder.join("s"))?])
+    let base = format!("step --params @/p --grads @/g --lr 0.01 --out @/p --state-out @/{state}");
+    bench.must(&template, &split(&base))?;
+    let again = split(&format!("{base} --state @/{state}"));
+    let pair = move |folder: &Path| -> Result<[Vec<u8>; 2]> {
+        Ok([fs::read(folder.join("p"))?, fs::read(folder.join(state))?])
     };
     // The folder after no, one and two steps more.
     let mut after = vec![pair(&template)?];
@@ -207,6 +249,7 @@ fn step(bench: &Bench) -> Result<Scenario> {
     }
     let arguments = again.clone();
     let judge: Judge = Box::new(move |bench, folder, output| {
+        meanwhile(bench, folder)?;
         // Whoever comes next finishes what was begun, if it counts.
         bench.must(folder, &again).context("the next step")?;
         let found = pair(folder)?;
@@ -220,8 +263,65 @@ fn step(bench: &Bench) -> Result<Scenario> {
             steps.is_some_and(|steps| possible.contains(&steps)),
             "expected {possible:?} steps in parameters and state alike, found {steps:?}"
         );
-        let left: Vec<_> = fs::read_dir(folder)?.flatten().map(|entry| entry.file_name()).collect();
-        ensure!(left.len() == 3, "left behind: {left:?}");
+        let left = hidden(folder)?;
+        ensure!(left.is_empty(), "left behind: {left:?}");
+        Ok(())
+    });
+    Ok(Scenario { template, arguments, judge })
+}
+
+/// A step on both files, and the same on one of them alone: what the second one has written stays
+/// there, whatever was left to finish.
+fn step_then_alone(bench: &Bench) -> Result<Scenario> {
+    let Scenario { template, arguments, .. } = step(bench)?;
+    let alone = split("step --params @/p --grads @/g --lr 0.01 --out @/p");
+    let of_state = split(
+        "step --params @/p --grads @/g --lr 0.01 --state @/s --any-parameters --out @/o \
+         --state-out @/s",
+    );
+    // The parameters after no or one step with state, and one without.
+    let folder = bench.fresh("run", &template)?;
+    let mut possible = Vec::new();
+    for _ in 0..2 {
+        let p = folder.join("p");
+        let before = fs::read(&p)?;
+        bench.must(&folder, &alone)?;
+        possible.push(fs::read(&p)?);
+        fs::write(&p, before)?;
+        bench.must(&folder, &arguments)?;
+    }
+    let judge: Judge = Box::new(move |bench, folder, output| {
+        bench.must(folder, &alone).context("a step on the parameters alone")?;
+        let written = fs::read(folder.join("p"))?;
+        let steps = possible.iter().position(|found| *found == written);
+        let right = match output.status.code() {
+            Some(0) => steps == Some(1),
+            Some(_) => steps == Some(0),
+            None => steps.is_some(),
+        };
+        ensure!(right, "expected one step more than there were, found {steps:?}");
+        bench.must(folder, &of_state).context("a step on the state alone")?;
+        ensure!(fs::read(folder.join("p"))? == written, "an acknowledged step was taken back");
+        Ok(())
+    });
+    Ok(Scenario { template, arguments, judge })
+}
+
+/// A step on both files, which are put back from a backup then: the next step goes on from there.
+fn step_then_backup(bench: &Bench) -> Result<Scenario> {
+    let Scenario { template, arguments, .. } = step(bench)?;
+    let folder = bench.fresh("run", &template)?;
+    bench.must(&folder, &arguments)?;
+    let pair = |folder: &Path| -> Result<[Vec<u8>; 2]> {
+        Ok([fs::read(folder.join("p"))?, fs::read(folder.join("s"))?])
+    };
+    let (old, new, again) = (pair(&template)?, pair(&folder)?, arguments.clone());
+    let judge: Judge = Box::new(move |bench, folder, _| {
+        for (name, bytes) in ["p", "s"].iter().zip(&old) {
+            fs::write(folder.join(name), bytes)?;
+        }
+        bench.must(folder, &again).context("the next step")?;
+        ensure!(pair(folder)? == new, "expected one step from the backup, found another end");
         Ok(())
     });
     Ok(Scenario { template, arguments, judge })

@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::commands::{cargo, must};
-use crate::{parallel, workspace_root};
+use crate::{parallel, target_folder};
 
 /// Seconds for each target without a number given.
 const SECONDS: u64 = 60;
@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         &mut cargo("build --release -q --bin fusestep-fuzz -p fusestep-fuzz -p fusestep-cli"),
         "the targets do not build",
     )?;
-    let program = workspace_root().join("target/release/fusestep-fuzz");
+    let program = target_folder().join("release/fusestep-fuzz");
     let kept = parallel::map_on(AT_A_TIME, &TARGETS, |target| {
         Ok(fuzzed(&program, target, seconds, seed).unwrap_or(false))
     })?;

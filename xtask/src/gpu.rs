@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::commands::must;
 use crate::emulate::split;
-use crate::{bundle, folders, workspace_root};
+use crate::{bundle, folders, target_folder};
 
 /// Where drivers put their library; the last one is WSL's.
 const LIBRARY_FOLDERS: [&str; 7] = [
@@ -56,7 +56,7 @@ fn run_here(script_arguments: &[String]) -> Result<()> {
     )?;
     println!("driver: {}", library.display());
     println!("{}", probe(&library)?);
-    let folder = workspace_root().join("target/gpu");
+    let folder = target_folder().join("gpu");
     folders::empty(&folder)?;
     bundle::pack(&folder)?;
     let mut search: Vec<PathBuf> = library.parent().map(Path::to_path_buf).into_iter().collect();
@@ -65,7 +65,7 @@ fn run_here(script_arguments: &[String]) -> Result<()> {
     script
         .arg(folder.join("run.sh"))
         .arg("--out")
-        .arg(workspace_root().join("target/gpu-results"))
+        .arg(target_folder().join("gpu-results"))
         .args(script_arguments)
         .env("LD_LIBRARY_PATH", std::env::join_paths(search)?);
     must(&mut script, "the proof failed; its table says where")

@@ -2,10 +2,15 @@
 //! pinned compilers.
 #![forbid(unsafe_code)]
 
-use std::{env, path::PathBuf, process::ExitCode};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::{env, fs, process::ExitCode};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
 
+mod arm;
+mod benches;
 mod bundle;
 mod candle_cuda;
 mod commands;
@@ -45,6 +50,7 @@ const USAGE: &str =
     the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU
   cargo xtask waves   what the last blocks of a launch cost on an H100, for several lengths of \
     chunks; counts only
+  cargo xtask benches   every command of benches that headers and pages name, each function once
   cargo xtask gpu [--bundle DIR] [-- RUN.SH ARGUMENTS]   the proof on this machine's GPU: tests, \
     sanitizers, times; or pack it for another one
   cargo xtask mpi [--bench]   run the collectives' tests between processes under mpirun, or time \
@@ -67,6 +73,8 @@ const USAGE: &str =
     seeds, sanitizers, features, licences, mutants
   cargo xtask package [--candle VERSION | --semver]   pack every public crate as for a registry, \
     and run programs that depend on nothing but what was packed
+  cargo xtask arm [--short] [-- TEST ARGUMENTS]   run the tests of loops and rules, and of what \
+    puts them together, built for ARM on an emulated processor
   cargo xtask sanitize thread|address [-- TEST ARGUMENTS]   run the tests of what threads share \
     under a sanitizer of the compiler";
 
@@ -85,15 +93,18 @@ fn dispatch(arguments: &[String]) -> Result<()> {
     let Some((name, rest)) = arguments.split_first() else {
         bail!("a command is missing; there are\n{USAGE}");
     };
+    find_target_folder()?;
     match name.as_str() {
         "help" | "--help" | "-h" => {
             println!("{USAGE}");
             Ok(())
         }
+        "arm" => arm::run(rest),
         "ptx" => ptx::run(rest),
         "emulate" => emulate::run(rest),
         "candle-cuda" => candle_cuda::run(rest),
         "execute-ptx" => execute_ptx::run(rest),
+        "benches" => benches::run(rest),
         "waves" => waves::run(rest),
         "gpu" => gpu::run(rest),
         "mpi" => mpi::run(rest),
@@ -115,4 +126,23 @@ fn dispatch(arguments: &[String]) -> Result<()> {
 fn workspace_root() -> PathBuf {
     let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     package.parent().expect("xtask lies one folder below the workspace").to_path_buf()
+}
+
+/// Where cargo builds, which variables and settings of the machine may say.
+static TARGET: OnceLock<PathBuf> = OnceLock::new();
+
+/// Asks cargo where it builds, and makes that folder.
+fn find_target_folder() -> Result<()> {
+    let text = commands::cargo("metadata --no-deps --offline --format-version 1").output()?;
+    let metadata: Value = serde_json::from_slice(&text.stdout)
+        .context("cargo tells nothing of this workspace; `cargo metadata` says why")?;
+    let folder = metadata["target_directory"].as_str().context("cargo names no target folder")?;
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {folder}"))?;
+    let _ = TARGET.set(folder.into());
+    Ok(())
+}
+
+/// The folder that cargo builds into, in which all that is made here lies, too.
+fn target_folder() -> &'static Path {
+    TARGET.get().expect("every command begins by asking cargo for it")
 }

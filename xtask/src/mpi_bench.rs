@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::commands::{must, named};
 use crate::mpi::{Ended, Job, build};
 use crate::waves::numels;
-use crate::workspace_root;
+use crate::{target_folder, workspace_root};
 
 /// Bytes of each rank's buffer.
 const SIZES: [u64; 5] = [4 << 10, 1 << 20, 25 << 20, 64 << 20, 256 << 20];
@@ -28,7 +28,7 @@ pub(crate) fn run() -> Result<()> {
     let root = workspace_root();
     let built = build("build", &["--bin=fusestep"])?;
     let fusestep = named(&built, "fusestep")?;
-    let folder = root.join("target/mpi");
+    let folder = target_folder().join("mpi");
     std::fs::create_dir_all(&folder)?;
     let peer = folder.join("mpi_all_reduce");
     must(

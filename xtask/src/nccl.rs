@@ -8,7 +8,7 @@ use fusestep_cuda_emulator::{Nccl, Options, Sanitize, build, build_nccl};
 
 use crate::commands::{cargo, named, output};
 use crate::mpi;
-use crate::{parallel, workspace_root};
+use crate::{parallel, target_folder, workspace_root};
 
 /// GPUs of the emulated machine, and so the largest world.
 const DEVICES: &str = "4";
@@ -20,7 +20,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     ensure!(own.is_empty(), "expected `nccl [-- TEST ARGUMENTS]`, found {own:?}");
     let root = workspace_root();
     let options = Options { sanitize: Sanitize::Off, ..Options::default() };
-    let target = root.join("target");
+    let target = target_folder();
     let driver = build(&root.join("kernels"), &target.join("emulator"), &options)?;
     let stand_in = |name: &str, nccl: Nccl| build_nccl(&target.join(name), nccl, &options);
     let libraries: [(&str, PathBuf); 4] = [
@@ -56,7 +56,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 
 /// Whole steps of ranks with a device each: a program that is linked with the emulated driver.
 fn device_ranks() -> Command {
-    let folder = workspace_root().join("target/emulator");
+    let folder = target_folder().join("emulator");
     let package = "--package fusestep-cli --features cuda,nccl";
     let mut command = cargo(&format!("test --release {package} --test device_ranks --"));
     command

@@ -1,14 +1,13 @@
 //! `nightly`: what takes longer than a change may wait for, one after the other, and a table of how
 //! each ended.
 
-use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::commands::{cargo, must};
-use crate::workspace_root;
+use crate::{target_folder, workspace_root};
 
 /// A check: its name, the tools of cargo that it needs, variables and the command.
 struct Check {
@@ -97,6 +96,7 @@ const CHECKS: &[Check] = &[
         variables: &[],
         command: "cargo deny --workspace check",
     },
+    Check { name: "loops and rules on an emulated ARM", command: "cargo xtask arm", ..PLAIN },
     Check { name: "candle on the emulated device", command: "cargo xtask candle-cuda", ..PLAIN },
     // Candle's only feature is `cuda`, whose kernels take nvcc: `cargo xtask candle-cuda` builds it
     // beside a toolkit of its own, and every other check builds the crate without it.
@@ -118,7 +118,7 @@ const CHECKS: &[Check] = &[
         name: "mutants of the passes",
         needs: &["cargo-mutants", "cargo-nextest"],
         variables: &[],
-        command: "cargo mutants --profile mutants --package fusestep-planner --file crates/planner/src/passes/*.rs --test-package fusestep-tests --baseline skip --timeout 300 --test-tool nextest --output target/mutants-passes --no-shuffle -- --test plans --test amp --test distributed",
+        command: "cargo mutants --profile mutants --package fusestep-planner --file crates/planner/src/plan/passes/*.rs --test-package fusestep-tests --baseline skip --timeout 300 --test-tool nextest --output target/mutants-passes --no-shuffle -- --test plans --test amp --test distributed",
     },
 ];
 
@@ -159,7 +159,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 fn ended(check: &Check) -> Result<()> {
     let root = workspace_root();
     for tool in check.needs {
-        install(&root, tool)?;
+        install(tool)?;
     }
     for (variable, compiler) in check.variables {
         if *variable == COMPILER {
@@ -168,7 +168,7 @@ fn ended(check: &Check) -> Result<()> {
     }
     let mut words = check.command.split(' ');
     let program = words.next().context("no command")?;
-    let tools = root.join("target/tools/bin");
+    let tools = target_folder().join("tools/bin");
     let path = std::env::var("PATH").unwrap_or_default();
     let status = Command::new(program)
         .args(words)
@@ -182,8 +182,8 @@ fn ended(check: &Check) -> Result<()> {
 }
 
 /// Builds a tool once, beside what is built here.
-fn install(root: &Path, tool: &str) -> Result<()> {
-    let tools = root.join("target/tools");
+fn install(tool: &str) -> Result<()> {
+    let tools = target_folder().join("tools");
     if tools.join("bin").join(tool).exists() {
         return Ok(());
     }

@@ -1,6 +1,7 @@
 //! `package`: the crates as a registry would serve them, and programs outside of the workspace that
 //! are built from them and run.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,14 +9,29 @@ use std::process::Command;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::commands::{cargo, must};
-use crate::{folders, workspace_root};
+use crate::commands::{cargo, must, output};
+use crate::{folders, target_folder, workspace_root};
 
 /// The most bytes of a packed crate that crates.io takes.
 const MAX_PACKED_BYTES: u64 = 10 << 20;
 
 /// Programs of `tests/consumer`, by package.
-const CONSUMERS: [&str; 3] = ["consumer-one-kernel", "consumer-facade", "consumer-with-candle"];
+const CONSUMERS: [&str; 4] =
+    ["consumer-one-kernel", "consumer-facade", "consumer-with-candle", "consumer-json"];
+
+/// Programs of `tests/consumer` that differ by a dependency on us, and the features that it may add
+/// to what both stand on, each with its crate.
+const PAIRS: [(&str, &str, &[&str]); 2] = [
+    // Modules of `rustix`, by which files are claimed; candle's own use of it sees none of them.
+    ("consumer-candle-alone", "consumer-with-candle", &["linux-raw-sys/prctl", "rustix/process"]),
+    // For programs without the standard library's allocator, and `Result` as a value that `serde`
+    // can write.
+    (
+        "consumer-json-alone",
+        "consumer-json",
+        &["serde_core/alloc", "serde_core/result", "serde_json/alloc"],
+    ),
+];
 
 /// A crate that is for publication.
 struct Public {
@@ -42,8 +58,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         ["--semver"] => return semver(&root, &crates),
         _ => bail!("expected `package [--candle VERSION | --semver]`, found {arguments:?}"),
     };
-    let packed = pack(&root, &crates)?;
-    let unpacked = unpack(&root, &packed, &crates)?;
+    let packed = pack(&crates)?;
+    let unpacked = unpack(&packed, &crates)?;
     let consumer = place_consumer(&root, &unpacked, &crates)?;
     for package in candle.iter().flat_map(|_| ["candle-core", "candle-nn"]) {
         let version = candle.unwrap_or_default();
@@ -52,13 +68,17 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             &format!("{package} cannot be of version {version}"),
         )?;
     }
+    for (alone, beside, additive) in PAIRS {
+        let found = added(&features(&consumer, alone)?, &features(&consumer, beside)?, additive);
+        ensure!(found.is_empty(), "{beside} changes crates that {alone} has\n{}", found.join("\n"));
+    }
     // A stranger's first build is one without `--release`, and it takes a third of the time.
     for program in CONSUMERS {
         must(
             cargo(&format!("run -q -p {program}"))
                 .current_dir(&consumer)
                 .env("CARGO_PROFILE_DEV_DEBUG", "none")
-                .env("CARGO_TARGET_DIR", root.join("target/consumer-build")),
+                .env("CARGO_TARGET_DIR", target_folder().join("consumer-build")),
             &format!("{program} does not run on the packed crates"),
         )?;
     }
@@ -123,11 +143,11 @@ fn gaps(package: &Value) -> impl Iterator<Item = String> {
 }
 
 /// Packs the crates and returns the folder of their files; prints the size of each.
-fn pack(root: &Path, crates: &[Public]) -> Result<PathBuf> {
+fn pack(crates: &[Public]) -> Result<PathBuf> {
     // What is not committed is packed too, so that a change can be tried before it is one.
     let mut command = cargo("package -q --no-verify --allow-dirty");
     must(command.args(named(crates)), "cargo package fails")?;
-    let folder = root.join("target/package");
+    let folder = target_folder().join("package");
     let mut too_large = Vec::new();
     for public in crates {
         let len_bytes = fs::metadata(folder.join(public.stem() + ".crate"))?.len();
@@ -143,8 +163,8 @@ fn pack(root: &Path, crates: &[Public]) -> Result<PathBuf> {
 }
 
 /// Unpacks every crate into an empty folder and returns it.
-fn unpack(root: &Path, packed: &Path, crates: &[Public]) -> Result<PathBuf> {
-    let folder = root.join("target/unpacked");
+fn unpack(packed: &Path, crates: &[Public]) -> Result<PathBuf> {
+    let folder = target_folder().join("unpacked");
     folders::empty(&folder)?;
     for public in crates {
         let mut tar = Command::new("tar");
@@ -161,7 +181,7 @@ fn unpack(root: &Path, packed: &Path, crates: &[Public]) -> Result<PathBuf> {
 /// Copies `tests/consumer` out of the workspace's reach, with the unpacked crates in the place of
 /// the registry's and the workspace's versions of everything else.
 fn place_consumer(root: &Path, unpacked: &Path, crates: &[Public]) -> Result<PathBuf> {
-    let folder = root.join("target/consumer");
+    let folder = target_folder().join("consumer");
     folders::copy(&root.join("tests/consumer"), &folder)?;
     fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let manifest = folder.join("Cargo.toml");
@@ -175,10 +195,66 @@ fn place_consumer(root: &Path, unpacked: &Path, crates: &[Public]) -> Result<Pat
     Ok(folder)
 }
 
+/// A crate of a program, by name and version, with its features.
+type Features = BTreeMap<String, BTreeSet<String>>;
+
+/// The crates that a program is built from.
+fn features(consumer: &Path, program: &str) -> Result<Features> {
+    let mut tree =
+        cargo(&format!("tree -p {program} -e normal,build --prefix none -f {{p}};{{f}}"));
+    let found = output(tree.current_dir(consumer).args(["--quiet"]))?;
+    Ok(parse_features(&found))
+}
+
+/// Reads lines of `name version;feature,feature`, several for a crate that is built several times.
+fn parse_features(tree: &str) -> Features {
+    let mut crates = Features::new();
+    for (name, features) in tree.lines().filter_map(|line| line.split_once(';')) {
+        let features = features.trim_end_matches(" (*)").split(',');
+        let features = features.filter(|feature| !feature.is_empty());
+        crates.entry(name.to_owned()).or_default().extend(features.map(str::to_owned));
+    }
+    crates
+}
+
+/// Features that a program has with us and not alone, but for those of `additive`, which add items
+/// only.
+fn added(alone: &Features, beside: &Features, additive: &[&str]) -> Vec<String> {
+    let shared = alone.iter().filter_map(|(name, own)| Some((name, own, beside.get(name)?)));
+    let lines = shared.filter_map(|(name, own, beside)| {
+        let of = name.split(' ').next().unwrap_or(name);
+        let is_more = |more: &&String| !additive.contains(&&*format!("{of}/{more}"));
+        let more = beside.difference(own).filter(is_more);
+        let more: Vec<&str> = more.map(String::as_str).collect();
+        (!more.is_empty()).then(|| format!("{name}: expected no more features, found {more:?}"))
+    });
+    lines.collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn features_that_a_program_has_only_with_us_are_found() {
+        let alone = parse_features(
+            "json v0.1.0 (/a);\nserde v1.0.2;default,std\nserde v1.0.2;default,std (*)\n",
+        );
+        let beside = parse_features("serde v1.0.2;alloc,default,rc,std\nours v0.2.0;order\n");
+        let found = added(&alone, &beside, &["serde/alloc", "json/rc"]);
+        assert_eq!(found, [r#"serde v1.0.2: expected no more features, found ["rc"]"#]);
+        assert!(added(&alone, &beside, &["serde/alloc", "serde/rc"]).is_empty());
+        assert!(added(&beside, &alone, &[]).is_empty());
+    }
+
+    #[test]
+    fn features_of_all_builds_of_a_crate_count() {
+        let alone = parse_features("libc v0.2.1;std\n");
+        let beside = parse_features("libc v0.2.1;extra,std\nlibc v0.2.1;std\n");
+        let found = added(&alone, &beside, &[]);
+        assert_eq!(found, [r#"libc v0.2.1: expected no more features, found ["extra"]"#]);
+    }
 
     #[test]
     fn what_a_registry_asks_for_is_looked_for() {

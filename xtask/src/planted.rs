@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 
 use self::bugs::BUGS;
 use self::loads::LOADS;
-use crate::workspace_root;
+use crate::{target_folder, workspace_root};
 
 /// A change of one place that breaks a promise.
 struct Bug {
@@ -100,7 +100,7 @@ fn bugs() -> impl Iterator<Item = &'static Bug> {
 
 /// Plants every bug, or those whose name contains one of the words.
 pub(crate) fn run(words: &[String]) -> Result<()> {
-    let copy = workspace_root().join("target/planted");
+    let copy = target_folder().join("planted");
     copy_sources(&copy)?;
     let wanted = |bug: &&Bug| words.is_empty() || words.iter().any(|word| bug.name.contains(word));
     let bugs: Vec<&Bug> = bugs().filter(wanted).collect();

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 mod single_entry;
 
 use crate::{
-    commands, machine_code, parallel, ptxas,
+    commands, machine_code, parallel, ptxas, target_folder,
     wheels::{self, NVRTC},
     workspace_root,
 };
@@ -63,7 +63,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let root = workspace_root();
     let kernels = root.join("kernels");
     let checked_in = kernels.join("ptx");
-    let fresh = root.join("target/ptx");
+    let fresh = target_folder().join("ptx");
     for folder in [&checked_in, &fresh] {
         fs::create_dir_all(folder)?;
     }
@@ -90,7 +90,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     }
     let folder = fresh.join("entries");
     let entries = split_entries(&fresh, &stems, &folder)?;
-    let registers = ptxas::report(&root, &folder, &entries)?;
+    let registers = ptxas::report(&folder, &entries)?;
     let bundles = kernels.join("machine_code");
     let differences = machine_code::bundle(mode, &bundles, &folder, &entries)?;
     if !differences.is_empty() {
@@ -150,7 +150,7 @@ impl Compiler {
     fn fetch(root: &Path) -> Result<Self> {
         Ok(Self {
             driver: root.join("xtask/nvrtc.py"),
-            library: wheels::file_below(&NVRTC.unpacked(root)?, "libnvrtc.so.12")?,
+            library: wheels::file_below(&NVRTC.unpacked()?, "libnvrtc.so.12")?,
             include_folder: root.join("kernels"),
         })
     }

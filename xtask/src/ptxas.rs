@@ -28,10 +28,10 @@ struct Entry {
 /// # Errors
 /// If an entry spills, or keeps anything on a stack: its argument block was copied to local memory,
 /// or an array index is not constant. As [`sass::count`].
-pub(crate) fn report(root: &Path, folder: &Path, entries: &[String]) -> Result<String> {
-    let assembler = wheels::file_below(&PTXAS.unpacked(root)?, "ptxas")?;
+pub(crate) fn report(folder: &Path, entries: &[String]) -> Result<String> {
+    let assembler = wheels::file_below(&PTXAS.unpacked()?, "ptxas")?;
     make_executable(&assembler)?;
-    let disassembler = wheels::file_below(&NVDISASM.unpacked(root)?, "nvdisasm")?;
+    let disassembler = wheels::file_below(&NVDISASM.unpacked()?, "nvdisasm")?;
     make_executable(&disassembler)?;
     let wide_heads = sass::DEVICES.map(|device| format!("16-byte loads, stores on {device}"));
     let mut table = format!("| entry | {} | {} |\n", DEVICES.join(" | "), wide_heads.join(" | "));

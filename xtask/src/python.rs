@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::commands::{cargo, must, python, succeed};
 use crate::folders::copy;
-use crate::workspace_root;
+use crate::{target_folder, workspace_root};
 
 /// Builds wheels.
 const MATURIN: &str = "maturin==1.16.0";
@@ -43,7 +43,7 @@ pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
     println!("{}", built.wheel.display());
     println!("{}", built.sources.display());
     if from_sources {
-        let out = workspace_root().join("target/python/from-sdist");
+        let out = target_folder().join("python/from-sdist");
         let mut pip = built.environment.python();
         pip.args(["-m", "pip", "wheel", "--no-deps", "-w"])
             .args([out.as_os_str(), built.sources.as_os_str()]);
@@ -61,26 +61,27 @@ fn bare() -> Result<()> {
         &mut cargo("build --release -q -p fusestep-python -p fusestep-cli"),
         "the extension module does not build",
     )?;
-    let package = root.join("target/python/bare/fusestep");
+    let package = target_folder().join("python/bare/fusestep");
     // Anew: what is no longer there must not be imported.
     copy(&root.join(SOURCES), &package)?;
-    let library = root.join("target/release/lib_fusestep.so");
+    let library = target_folder().join("release/lib_fusestep.so");
     fs::copy(&library, package.join("_fusestep.abi3.so"))
         .with_context(|| format!("{} is not there", library.display()))?;
     must(
         python()
             .args(["-m", "unittest", "-v", "test_bare"])
-            .env("PYTHONPATH", root.join("target/python/bare"))
+            .env("PYTHONPATH", target_folder().join("python/bare"))
             .current_dir(root.join("crates/python/tests")),
         FAILED,
     )
 }
 
-/// Installs a wheel of these features beside the pinned PyTorch, checks types and runs tests.
+/// Installs a wheel of these features beside the pinned PyTorch, checks types and runs tests. It is
+/// built of what other tests are built of.
 fn full(features: &[&str], arguments: &[&str]) -> Result<()> {
     let root = workspace_root();
-    let built = Built::new(features)?;
-    let environment = Environment::new("target/python/test")?;
+    let built = Built::new(&[&["--features", "beside"], features].concat())?;
+    let environment = Environment::new("python/test")?;
     let tests = root.join("crates/python/tests");
     environment.install(&["-r".as_ref(), tests.join("requirements.txt").as_os_str()])?;
     let again = ["--force-reinstall", "--no-deps"].map(OsStr::new);
@@ -112,13 +113,13 @@ struct Built {
 
 impl Built {
     fn new(features: &[&str]) -> Result<Self> {
-        let environment = Environment::new("target/python/build")?;
+        let environment = Environment::new("python/build")?;
         environment.install(&[MATURIN.as_ref()])?;
         let root = workspace_root();
-        let out = root.join("target/python/wheels");
+        let out = target_folder().join("python/wheels");
         let manifest = root.join("crates/python/Cargo.toml");
         // A wheel that takes this machine's MPI is for this machine.
-        let here: &[&str] = if features.is_empty() { &[] } else { &["--auditwheel", "skip"] };
+        let here: &[&str] = if features.contains(&"mpi") { &["--auditwheel", "skip"] } else { &[] };
         let build = [&["build", "--release"], features, here].concat();
         for command in [&build[..], &["sdist"]] {
             let mut maturin = environment.python();
@@ -139,7 +140,7 @@ struct Environment(PathBuf);
 
 impl Environment {
     fn new(folder: &str) -> Result<Self> {
-        let folder = workspace_root().join(folder);
+        let folder = target_folder().join(folder);
         if !folder.join("bin/python").exists() {
             succeed(python().args(["-m", "venv"]).arg(&folder))?;
         }

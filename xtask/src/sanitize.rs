@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 
 use crate::commands::{cargo, host, must, output};
-use crate::workspace_root;
+use crate::target_folder;
 
 /// What runs under both sanitizers, as cargo's arguments: whatever threads share, and the
 /// collectives between them whole.
@@ -35,9 +35,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         require_sources()?;
     }
     // Beside the ordinary build, whose crates carry no sanitizer.
-    let target =
-        std::env::var_os("CARGO_TARGET_DIR").map_or(workspace_root().join("target"), PathBuf::from);
-    let target = target.join(format!("sanitize-{sanitizer}"));
+    let target = target_folder().join(format!("sanitize-{sanitizer}"));
     let more = (sanitizer == "address").then_some(MEMORY);
     for suite in SHARED.into_iter().chain(more) {
         let begun = Instant::now();

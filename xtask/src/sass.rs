@@ -98,13 +98,15 @@ fn missing(name: &str, wide: Wide) -> Option<&'static str> {
 type Way = (u32, u32);
 
 /// The ways through the kernels that write tensors.
-const WAYS: [(&str, &[Way]); 8] = [
+const WAYS: [(&str, &[Way]); 10] = [
     ("adagrad_", &[(1, 3)]),
+    ("adamax_", &[(2, 1)]),
     ("fused_adam_", &[(2, 1), (3, 1)]),
     ("fused_sgd_", &[(0, 3), (1, 3)]),
     ("lamb_update_", &[(2, 1)]),
     ("lars_momentum_update_", &[(1, 1)]),
     ("lion_", &[(1, 3)]),
+    ("nadam_", &[(2, 1)]),
     ("rmsprop_", &[(1, 3), (2, 1), (3, 1)]),
     ("schedule_free_", &[(2, 1)]),
 ];

@@ -5,7 +5,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::commands::{cargo, must};
-use crate::workspace_root;
+use crate::{target_folder, workspace_root};
 
 /// Seeds without a number given.
 const SEEDS: u64 = 10_000;
@@ -27,7 +27,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let build = "build --release -q --bin simulate -p fusestep-testkit -p fusestep-cli";
     must(&mut cargo(build), "the simulator does not build")?;
     must(
-        Command::new(root.join("target/release/simulate"))
+        Command::new(target_folder().join("release/simulate"))
             .args([&first, &count])
             .current_dir(&root),
         "a promise was broken",

@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 
 use crate::commands::{python, succeed};
 use crate::folders::files_below;
+use crate::target_folder;
 
 /// A wheel at the one version that results may depend on.
 #[derive(Clone, Copy, Debug)]
@@ -33,8 +34,8 @@ pub(crate) const NVDISASM: Wheel = Wheel { name: "nvidia-cuda-nvdisasm", version
 
 impl Wheel {
     /// The folder the wheel is unpacked in; fetches it first if it is not there.
-    pub(crate) fn unpacked(self, root: &Path) -> Result<PathBuf> {
-        let wheels = root.join("target/wheels");
+    pub(crate) fn unpacked(self) -> Result<PathBuf> {
+        let wheels = target_folder().join("wheels");
         let folder = wheels.join(format!("{}-{}", self.name, self.version));
         if folder.is_dir() {
             return Ok(folder);

@@ -1,18 +1,18 @@
-//! The definition: f64, scalar, one element at a time.
+//! The definition of Adagrad: f64, scalar, one element at a time.
 //!
 //! ```text
 //! g ← −g if maximize;  g ← g + λ·p
 //! s ← s + g²                                              s starts at the initial value
 //! p ← p − lr / (1 + (t − 1)·lr_decay) · g / (√s + ε)
 //! ```
-//! Duchi, Hazan & Singer 2011, with the diagonal of their matrix; ε, the decay of lr and the
-//! initial value as in PyTorch 2.7.
+//! Duchi, Hazan & Singer 2011, with the diagonal of their matrix. ε, the decay of lr and the
+//! initial value are as in PyTorch 2.7.
 
 use fusestep_launch::Objective;
 
 use crate::Adagrad;
 
-/// One element's parameter and state.
+/// The parameter and the state of one element.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Element {
     /// p.

@@ -1,11 +1,11 @@
-//! The loss scale as a value, and the limit of the norm.
+//! The loss scale and its policy, and the limit of the norm.
 
 use std::fmt;
 
-/// The largest loss scale: its reciprocal is a normal f32, and so is it.
+/// Largest loss scale: both the scale and its reciprocal are normal f32 values.
 const LARGEST_SCALE: f64 = 8.507_059_173_023_462e37;
 
-/// What the finite check found in the gradients of one step.
+/// Outcome of the finite check on the gradients of one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finding {
     /// Every element is finite, and so is the norm.
@@ -14,7 +14,7 @@ pub enum Finding {
     NonFinite,
 }
 
-/// When and how a loss scale changes; all factors and bounds are powers of two.
+/// Policy by which a loss scale changes; all factors and bounds are powers of two.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ScalePolicy {
@@ -67,7 +67,7 @@ impl Default for ScalePolicy {
     }
 }
 
-/// The factor that a loss is multiplied with, so that 16-bit gradients do not vanish, with the
+/// Loss scale: the factor on a loss that keeps 16-bit gradients from vanishing. It also holds the
 /// counters that decide its next value.
 ///
 /// # Source
@@ -82,12 +82,12 @@ pub struct LossScale {
 }
 
 impl LossScale {
-    /// 65,536, with the default policy.
+    /// A scale of 65,536 with the default policy.
     pub fn dynamic() -> Self {
         Self { scale: 65_536.0, good_steps: 0, bad_steps: 0, policy: ScalePolicy::default() }
     }
 
-    /// 1, and it never changes.
+    /// A scale of 1 that never changes.
     pub fn unscaled() -> Self {
         Self {
             scale: 1.0,
@@ -104,7 +104,7 @@ impl LossScale {
         Self::with_policy(scale, Self::unscaled().policy)
     }
 
-    /// A scale with a policy of one's own.
+    /// A scale with the caller's policy.
     ///
     /// # Errors
     /// [`AmpError::PowerOfTwo`] or [`AmpError::Interval`] naming the first value out of range.
@@ -126,8 +126,8 @@ impl LossScale {
         Ok(Self { scale, good_steps: 0, bad_steps: 0, policy })
     }
 
-    /// This policy at a scale and counters from a checkpoint; a counter may be above its interval.
-    /// A scale that never changes stays what it is.
+    /// This policy with a scale and counters from a checkpoint; a counter may be above its
+    /// interval. A scale that never changes keeps its value.
     ///
     /// # Errors
     /// [`AmpError::PowerOfTwo`] if `scale` is no power of two between the policy's floor and
@@ -156,12 +156,12 @@ impl LossScale {
         self.bad_steps
     }
 
-    /// When and how it changes.
+    /// The policy by which the scale changes.
     pub fn policy(&self) -> ScalePolicy {
         self.policy
     }
 
-    /// The scale after a step: the only transition there is.
+    /// The scale after a step; no other function changes a scale.
     ///
     /// ```text
     /// non-finite   good ← 0, bad ← bad + 1;
@@ -195,7 +195,7 @@ impl LossScale {
     }
 }
 
-/// The largest norm that gradients keep.
+/// Largest norm of gradients; gradients with a larger norm are scaled down.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MaxNorm(f64);
 
@@ -203,10 +203,10 @@ impl MaxNorm {
     /// No limit: the clip factor is 1.
     pub const UNLIMITED: MaxNorm = MaxNorm(f64::INFINITY);
 
-    /// A limit.
+    /// A limit of the norm.
     ///
     /// # Errors
-    /// [`AmpError::MaxNorm`] unless it is finite and above 0.
+    /// [`AmpError::MaxNorm`] unless `max_norm` is finite and above 0.
     pub fn new(max_norm: f64) -> Result<Self, AmpError> {
         if max_norm.is_finite() && max_norm > 0.0 {
             return Ok(Self(max_norm));
@@ -229,7 +229,7 @@ impl MaxNorm {
     }
 }
 
-/// Added to the norm before dividing by it, as PyTorch does.
+/// Summand to the norm before the division by it, as in PyTorch.
 const CLIP_EPS: f64 = 1e-6;
 
 fn power_of_two(what: &'static str, found: f64, bounds: (f64, f64)) -> Result<(), AmpError> {
@@ -241,35 +241,35 @@ fn power_of_two(what: &'static str, found: f64, bounds: (f64, f64)) -> Result<()
     Err(AmpError::PowerOfTwo { what, least: bounds.0, most: bounds.1, found })
 }
 
-/// Why a loss scale or a limit was refused.
+/// Error of a loss scale or a limit of the norm.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AmpError {
     /// A value that must be a power of two in a range is not.
     #[error("{what}: expected a power of two from {least:e} to {most:e}, found {found}")]
     PowerOfTwo {
-        /// Which value.
+        /// Name of the value.
         what: &'static str,
-        /// The smallest allowed.
+        /// The smallest allowed value.
         least: f64,
-        /// The largest allowed.
+        /// The largest allowed value.
         most: f64,
-        /// What was given.
+        /// The value given.
         found: f64,
     },
     /// An interval of 0 steps.
     #[error("{what}: expected at least 1 step, found 0")]
     Interval {
-        /// Which interval.
+        /// Name of the interval.
         what: &'static str,
     },
-    /// A limit of the norm that is no limit.
+    /// A limit of the norm that is not finite or not above 0.
     #[error(
         "max_norm: expected a finite value above 0, found {found}; leave the pass out to clip \
          nothing"
     )]
     MaxNorm {
-        /// What was given.
+        /// The value given.
         found: f64,
     },
 }

@@ -1,4 +1,4 @@
-//! The sums and the conclusion on the host.
+//! The sums of squares, and the conclusion from them, on the host.
 
 use std::marker::PhantomData;
 
@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use crate::device::{FINISH_ENTRY, FinishScalars, STEM, list, norm_entry};
 use crate::{Finding, LossScale, MaxNorm};
 
-/// Sums of squares and non-finite counts of gradients in `P`, read through `C`.
+/// Kernel for sums of squares and non-finite counts of gradients in `P`, read through `C`.
 ///
 /// # Cost
 /// One read of the gradients: 4 bytes of memory traffic per f32 element.
@@ -50,7 +50,7 @@ where
 /// The kernel for gradients of this dtype.
 ///
 /// # Errors
-/// [`RuleError::DType`] for a dtype there is no kernel for.
+/// [`RuleError::DType`] for a dtype without a kernel.
 pub fn norm_kernel(dtype: DType) -> Result<Box<dyn MultiTensorReduction>, RuleError> {
     match dtype {
         DType::F32 => Ok(Box::new(NormKernel::<f32, f32>::default())),
@@ -65,7 +65,8 @@ pub fn norm_kernel(dtype: DType) -> Result<Box<dyn MultiTensorReduction>, RuleEr
     }
 }
 
-/// What a step concludes from its gradients: clip factor, finite check, next loss scale.
+/// Rule by which a step draws its conclusions from its gradients: clip factor, finite check, next
+/// loss scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradientRule {
     /// The limit of the norm.
@@ -75,7 +76,7 @@ pub struct GradientRule {
 }
 
 impl GradientRule {
-    /// The block before the first step, or after a checkpoint.
+    /// The control block before the first step, or after a checkpoint.
     pub fn first_block(loss_scale: LossScale) -> ControlBlock {
         ControlBlock {
             loss_scale: loss_scale.scale(),
@@ -85,20 +86,20 @@ impl GradientRule {
         }
     }
 
-    /// The block of a step whose squares sum up to `total`, in which the loss was multiplied with
-    /// the scale of `before`.
+    /// The control block of a step whose squares sum up to `total`. The step's loss was multiplied
+    /// with the scale of `before`.
     ///
-    /// Operation for operation that of `kernels/amp.cu`.
+    /// The operations are those of `kernels/amp.cu`, in the same order.
     pub fn conclude(&self, total: SquareSum, before: ControlBlock) -> ControlBlock {
         let grad_norm = total.sum.sqrt() / before.loss_scale;
-        // The sum of finite f64 gradients may overflow; there is no factor for that either.
+        // The sum of finite f64 gradients may overflow; no factor can repair that either.
         let found = if total.non_finite == 0 && grad_norm.is_finite() {
             Finding::Finite
         } else {
             Finding::NonFinite
         };
-        // The block holds what an earlier one of this rule wrote, or what a checkpoint was checked
-        // for.
+        // An earlier step of this rule wrote the block, or it was checked when a checkpoint was
+        // loaded.
         let scale = LossScale::restored(
             self.loss_scale,
             before.loss_scale,

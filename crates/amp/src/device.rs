@@ -1,21 +1,22 @@
-//! What `kernels/amp.cu` reads: entries, list and settings.
+//! Inputs of `kernels/amp.cu`: entries, list and settings.
 
 use fusestep_launch::{Access, TensorList};
 use fusestep_tensor::{DType, Role};
 
 use crate::{LossScale, MaxNorm, ScalePolicy};
 
-/// The system's stem.
+/// Stem of the kernel file.
 pub(crate) const STEM: &str = "amp";
 
-/// The entry that draws the conclusion, one block.
+/// Entry of the kernel that draws the conclusion, run as one block.
 pub(crate) const FINISH_ENTRY: &str = "amp_finish";
 
-/// Settings of the conclusion, behind the header, three addresses and the tensor count.
+/// Settings of the conclusion; in the arguments they follow the header, three addresses and the
+/// tensor count.
 #[derive(Clone, Copy, Debug, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct FinishScalars {
-    /// The limit of the norm; infinite for none.
+    /// The limit of the norm; infinite if there is none.
     pub max_norm: f64,
     /// [`ScalePolicy::growth`].
     pub growth: f64,
@@ -49,7 +50,7 @@ impl FinishScalars {
     }
 }
 
-/// The entry that sums gradients of this dtype, without its argument suffix.
+/// The entry of the kernel that sums gradients of this dtype, without its argument suffix.
 pub(crate) fn norm_entry(dtype: DType) -> &'static str {
     match dtype {
         DType::F64 => "amp_norm_f64",
@@ -59,7 +60,7 @@ pub(crate) fn norm_entry(dtype: DType) -> &'static str {
     }
 }
 
-/// The gradients, read only.
+/// The list of gradients, which the kernel only reads.
 pub(crate) fn list(dtype: DType) -> TensorList {
     TensorList { role: Role::Grad, dtype, access: Access::Read }
 }

@@ -1,5 +1,5 @@
-//! The equations in f64, one element and one step at a time, as PyTorch states them; tests trust
-//! only this.
+//! The equations in f64, one element and one step at a time, as PyTorch states them. Tests trust
+//! only this file.
 
 /// The norm of all elements of all tensors: √(Σ g²), summed one after the other.
 pub fn grad_norm(tensors: &[&[f64]]) -> f64 {
@@ -28,11 +28,11 @@ pub struct Scaler {
     pub bad: u32,
 }
 
-/// `update_loss_scaling`, with thresholds that a restored counter cannot step over, a floor and a
-/// ceiling.
+/// PyTorch's `update_loss_scaling`, with a floor and a ceiling, and with thresholds that a restored
+/// counter cannot step over.
 ///
-/// `(factor, interval, bound)` are those of growth and of backoff; `found_inf` is 1 for a bad step,
-/// else 0.
+/// Each `(factor, interval, bound)` belongs to growth or to backoff. `found_inf` is 1 for a bad
+/// step, else 0.
 pub fn update_scale(
     scaler: Scaler,
     found_inf: u32,

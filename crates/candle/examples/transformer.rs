@@ -9,7 +9,6 @@
 //! `cargo run --release -p fusestep-candle --example transformer [-- STEPS]`
 
 use std::error::Error;
-use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Var};
@@ -68,8 +67,7 @@ fn with_ours(task: &Text, steps: usize, comm: &mut dyn Communicator) -> Outcome<
     let named: Vec<(String, Var)> = names.zip(vars.iter().cloned()).collect();
     let (rank, world) = (comm.rank(), comm.world_size());
     let micro = PARTS / world;
-    let options =
-        Options { accumulate: NonZeroU32::new(micro as u32), zero: 1, ..Options::default() };
+    let options = Options { accumulate: micro as u32, zero: 1, ..Options::default() };
     let mut optimizer = AdamW::with_options(named, params(), &options)?.on(comm)?;
     let (begun, mut of_steps) = (Instant::now(), Duration::ZERO);
     let mut losses = Vec::new();

@@ -1,4 +1,4 @@
-//! One checkpoint of model, optimizer, position and what the caller wants remembered.
+//! Checkpoints of model, optimizer, position in the run and texts that the caller wants remembered.
 
 use std::path::Path;
 
@@ -8,13 +8,13 @@ use crate::lend::KeptByCandle;
 use crate::{AdapterError, Fused, Params, Ranked, Solo};
 
 impl<P: Params> Fused<P> {
-    /// Goes on from the folder's checkpoint, of however many ranks: variables, the optimizer's
-    /// state and what was remembered; returns how many steps the caller had done, 0 if there is no
-    /// checkpoint.
+    /// Resumes from the folder's checkpoint, which any number of ranks may have saved: variables,
+    /// the optimizer's state and remembered texts. Returns the number of steps that the caller had
+    /// done, 0 if there is no checkpoint.
     ///
     /// # Errors
-    /// An [`AdapterError`]: no names, or a checkpoint that is damaged or of another model or rule,
-    /// named tensor by tensor; nothing has changed then.
+    /// An [`AdapterError`]: variables without names, or a checkpoint that is damaged or of another
+    /// model or rule. Nothing has changed then. The error names the tensors that differ.
     pub fn resume(&mut self, folder: impl AsRef<Path>) -> candle_core::Result<usize> {
         self.names.check()?;
         let mut solo = Solo::new();
@@ -28,17 +28,16 @@ impl<P: Params> Fused<P> {
         Ok(resumed.map_err(AdapterError::from)?.unwrap_or(0))
     }
 
-    /// Begins a save after every so many steps; `step` counts from 0 and has just been done. Says
-    /// whether it has begun one.
+    /// Begins a save after every `every` steps; `step` counts from 0 and has just been done.
+    /// Returns whether it has begun a save.
     ///
-    /// Variables and state are copied before it returns, and written while training goes on. What
-    /// goes wrong then is the next call's error: of a step, of a save, or of
-    /// [`Fused::finish_saves`].
+    /// Variables and state are copied before it returns, and written while training goes on. The
+    /// next call returns an error of writing: a step, a save, or [`Fused::finish_saves`].
     ///
     /// # Errors
-    /// As [`Fused::save_checkpoint`]; that of the save before; [`AdapterError::SaveEvery0`].
+    /// As [`Fused::save_checkpoint`]; the error of the save before; [`AdapterError::SaveEvery0`].
     /// # Cost
-    /// One copy of variables and state; until the save before is complete, if it is not.
+    /// One copy of variables and state, after a wait for the save before if that is not complete.
     pub fn checkpoint_every(
         &mut self,
         every: usize,
@@ -52,13 +51,13 @@ impl<P: Params> Fused<P> {
         Ok(true)
     }
 
-    /// Saves variables, state, what is remembered and that the caller has done `steps` steps, and
-    /// waits for it. The checkpoint before stays until this one is complete; the model is
-    /// `model.safetensors` in the folder that `manifest.json` names as its generation.
+    /// Saves variables, state, remembered texts and `steps`, the number of steps that the caller
+    /// has done, and waits for the save. The checkpoint before stays until this one is complete.
+    /// The model is `model.safetensors` in the folder that `manifest.json` names as its generation.
     ///
     /// # Errors
-    /// An [`AdapterError`]: no names, another run that saves to the folder, or a disk that does not
-    /// take it; the checkpoint before is as it was then.
+    /// An [`AdapterError`]: variables without names, another run that saves to the folder, or a
+    /// failed write. The checkpoint before is as it was then.
     pub fn save_checkpoint(
         &mut self,
         folder: impl AsRef<Path>,
@@ -68,7 +67,7 @@ impl<P: Params> Fused<P> {
         self.finish_saves()
     }
 
-    /// Waits until nothing is being saved.
+    /// Waits until no save is in flight.
     ///
     /// # Errors
     /// That of the save.
@@ -79,13 +78,14 @@ impl<P: Params> Fused<P> {
         Ok(())
     }
 
-    /// Keeps a text in every checkpoint from the next one on, such as a serialized random
+    /// Stores a text in every checkpoint from the next one on, such as a serialized random
     /// generator.
     pub fn remember(&mut self, name: impl Into<String>, text: impl Into<String>) {
         self.checkpoints.remembered_mut().set(name, text);
     }
 
-    /// A text that was remembered: here, or in the checkpoint that was resumed.
+    /// A text that [`remember`](Self::remember) has set, or that the resumed checkpoint has
+    /// brought.
     pub fn remembered(&self, name: &str) -> Option<&str> {
         self.checkpoints.remembered().get(name)
     }
@@ -106,7 +106,7 @@ impl<P: Params> Fused<P> {
         Ok(begun.map_err(AdapterError::from)?)
     }
 
-    /// Hears of a save that has failed.
+    /// Advances the save in flight and returns its error, if it has failed.
     pub(crate) fn look_after_saves(&mut self) -> candle_core::Result<()> {
         if self.checkpoints.in_flight() {
             let mut solo = Solo::new();
@@ -120,7 +120,7 @@ impl<P: Params> Fused<P> {
 
 /// Checkpoints, which all ranks save and resume together.
 impl<P: Params> Ranked<'_, P> {
-    /// As [`Fused::resume`], at the number of ranks that the checkpoint has or another one.
+    /// Resumes as [`Fused::resume`] does. The checkpoint may be of another number of ranks.
     ///
     /// # Errors
     /// As [`Fused::resume`].
@@ -148,8 +148,9 @@ impl<P: Params> Ranked<'_, P> {
         }
     }
 
-    /// As [`Fused::checkpoint_every`]; every rank copies what it keeps, and writes it behind. An
-    /// error comes on all ranks in the same call.
+    /// Begins a save after every `every` steps, as [`Fused::checkpoint_every`] does. Every rank
+    /// copies its own shard and writes it while training goes on. All ranks return an error in the
+    /// same call.
     ///
     /// # Errors
     /// As [`Fused::checkpoint_every`].
@@ -166,7 +167,7 @@ impl<P: Params> Ranked<'_, P> {
         Ok(true)
     }
 
-    /// As [`Fused::save_checkpoint`].
+    /// Saves a checkpoint and waits for it, as [`Fused::save_checkpoint`] does.
     ///
     /// # Errors
     /// As [`Fused::save_checkpoint`].
@@ -179,7 +180,7 @@ impl<P: Params> Ranked<'_, P> {
         self.finish_saves()
     }
 
-    /// Waits until nothing is being saved on any rank.
+    /// Waits until no save is in flight on any rank.
     ///
     /// # Errors
     /// That of the save.
@@ -188,13 +189,14 @@ impl<P: Params> Ranked<'_, P> {
         self.note(finished.map(drop).map_err(AdapterError::from))
     }
 
-    /// As [`Fused::remember`]; each rank has texts of its own. They come back on as many ranks, and
-    /// on another number only if they were the same on all.
+    /// Stores a text in every checkpoint, as [`Fused::remember`] does; each rank has texts of its
+    /// own. They come back on as many ranks, and on another number of ranks only if all had the
+    /// same.
     pub fn remember(&mut self, name: impl Into<String>, text: impl Into<String>) {
         self.checkpoints.remembered_mut().set(name, text);
     }
 
-    /// As [`Fused::remembered`].
+    /// A text of this rank that was remembered, as [`Fused::remembered`].
     pub fn remembered(&self, name: &str) -> Option<&str> {
         self.checkpoints.remembered().get(name)
     }
@@ -208,7 +210,7 @@ impl<P: Params> Ranked<'_, P> {
     }
 }
 
-/// How many steps are done if that calls for a save, once `step`, counted from 0, has been.
+/// The number of steps done after `step`, which counts from 0, if a save is due then.
 fn due(every: usize, step: usize) -> Result<Option<usize>, AdapterError> {
     if every == 0 {
         return Err(AdapterError::SaveEvery0);

@@ -1,14 +1,14 @@
 //! Variables and gradients on a CUDA device, updated where candle keeps them.
 //!
-//! candle works on one stream, by default the calling thread's own. Ours is another one beside it,
-//! or where candle has made a stream, that one. Three things keep what is enqueued in order:
+//! candle works on one stream, by default the calling thread's own. The optimizer works on another,
+//! or on candle's if candle has made a stream. Three things keep the work of both in order:
 //!
-//! - events between the two streams: the update waits for the backward pass, and what candle
-//!   enqueues next waits for the update; the host waits for neither.
-//! - cudarc's guards, which let candle's stream wait for other streams that use a tensor, and
-//!   others for ours. They do something only once the context has several streams.
-//! - candle's locks: the storages are locked for reading while addresses are in use, so nobody
-//!   replaces one, and its memory is freed behind what the stream has been given.
+//! - events between the two streams: the update waits for the backward pass, and candle's next work
+//!   waits for the update; the host waits for neither.
+//! - cudarc's guards, by which candle's stream and other streams that use a tensor wait for each
+//!   other. They do something only once the context has several streams.
+//! - candle's locks: storages are locked for reading while addresses are in use, so none is
+//!   replaced. Their memory is freed behind the work enqueued on the stream.
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{
@@ -26,11 +26,11 @@ use fusestep_tensor::Role;
 use crate::lend::bytes_mut;
 use crate::{AdapterError, Options};
 
-/// The backend beside candle on one device.
+/// Backend that updates candle's variables on one CUDA device.
 #[derive(Debug)]
 pub(crate) struct OnCuda {
     backend: CudaBackend,
-    /// Declared behind the backend, whose stream it may keep.
+    /// Device of candle; declared behind the backend, which may use this device's stream.
     device: CudaDevice,
 }
 
@@ -49,7 +49,7 @@ impl OnCuda {
             let DeviceLocation::Cuda { gpu_id } = device.location() else {
                 return Err(AdapterError::Candle("a CUDA device without a number".to_owned()));
             };
-            // The primary context, as candle's.
+            // The primary context, which candle uses, too.
             CudaBackend::open(u32::try_from(gpu_id).unwrap_or(u32::MAX))?
         } else {
             let context = ContextHandle(stream.context().cu_ctx().cast());
@@ -68,7 +68,7 @@ impl OnCuda {
         matches!(device, Device::Cuda(other) if other.same_device(&self.device))
     }
 
-    /// One step; see the [module](self).
+    /// Runs one step; see the [module](self).
     pub(crate) fn step(
         &self,
         (plan, state): (&Plan, &mut State),
@@ -96,7 +96,7 @@ impl OnCuda {
         // SAFETY: candle's stream, in the context of the backend.
         unsafe { self.backend.wait_for(handle) }.map_err(AdapterError::from)?;
         let report = plan.run_borrowed(state, &mut lender);
-        // Whatever came of it: some of it may be enqueued.
+        // After a failed step, too: some of its work may be enqueued.
         // SAFETY: as above.
         let waits = unsafe { self.backend.make_wait(handle) };
         drop(places);
@@ -127,7 +127,7 @@ fn lock<'a>(((_, var), grad): (&'a (String, Var), &'a Option<Tensor>)) -> Option
     Some(Locked { param: var.storage_and_layout(), grad: grad.storage_and_layout() })
 }
 
-/// Where a variable and its gradient lie, with cudarc's guards of both.
+/// Addresses of a variable and its gradient, with cudarc's guards of both.
 struct Place<'a> {
     param: DeviceTensor,
     grad: DeviceTensor,
@@ -144,7 +144,7 @@ impl Locked<'_> {
     }
 }
 
-/// Where the elements of a contiguous tensor lie.
+/// Address of a contiguous tensor's elements, with cudarc's guard.
 fn place_of<'a>(
     storage: &'a Storage,
     layout: &Layout,
@@ -183,7 +183,7 @@ fn elements<'a, T>(
     Ok((tensor, guard))
 }
 
-/// Lends places by position.
+/// Lender of variables and gradients by their position in the plan.
 struct BorrowedOnCuda<'a, 'b> {
     backend: &'a CudaBackend,
     places: &'a [Option<Place<'b>>],
@@ -216,7 +216,8 @@ impl Lender for BorrowedOnCuda<'_, '_> {
     }
 }
 
-/// Lets candle's stream wait for others that use a variable, and others from now on for it.
+/// Makes candle's stream wait for other streams that use a variable, and later users of the
+/// variable wait for candle's stream.
 fn announce(var: &Var, stream: &CudaStream) -> candle_core::Result<()> {
     if var.elem_count() == 0 {
         return Ok(());
@@ -247,7 +248,7 @@ impl InplaceOp1 for Announce<'_> {
     }
 }
 
-/// Where a tensor's memory begins; `None` if it is empty or not floating point.
+/// Address at which a tensor's storage begins; `None` if it is empty or not floating point.
 pub(crate) fn address(storage: &CudaStorage) -> Option<usize> {
     let stream = storage.device.cuda_stream();
     let at = |address: u64, len: usize| (len > 0).then_some(address as usize);
@@ -283,6 +284,6 @@ pub(crate) fn write_through_host(
         (CudaStorageSlice::BF16(to), CpuStorage::BF16(from)) => device.memcpy_htod(from, to),
         _ => candle_core::bail!("expected f32, f64, f16 or bf16, found another dtype"),
     }?;
-    // The copy may read host memory that goes with this call.
+    // The copy may read host memory that is freed when this call returns.
     device.synchronize()
 }

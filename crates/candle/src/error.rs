@@ -29,11 +29,14 @@ pub enum AdapterError {
     Device {
         /// The variable.
         name: String,
-        /// Where it has to be.
+        /// The place that it has to be in.
         expected: &'static str,
-        /// Where it is.
+        /// The place that it is in.
         found: String,
     },
+    /// A launcher has started several processes, and this one steps as if it were the only one.
+    #[error(transparent)]
+    TakenForWhole(#[from] fusestep_collective::TakenForWhole),
     /// One variable was given twice.
     #[error(
         "variable `{name}`: expected each variable once, found the same one as `{first}`; drop \
@@ -45,6 +48,12 @@ pub enum AdapterError {
         /// The first place.
         first: String,
     },
+    /// There is nothing to train.
+    #[error(
+        "variables: expected at least one of floating point, found none; build the model from the \
+         VarMap before its optimizer"
+    )]
+    NoVariables,
     /// A save after every 0 steps.
     #[error(
         "checkpoint_every: expected a save after every 1 step or more, found 0; leave the call out \
@@ -85,21 +94,49 @@ pub enum AdapterError {
     Option {
         /// Its name.
         option: &'static str,
-        /// What works.
+        /// Values that work.
         expected: &'static str,
-        /// What was given.
+        /// The value given.
         found: String,
     },
-    /// An option needs gradients in memory of the optimizer's own.
+    /// A setting out of range, without effect, or against another one.
+    #[error(transparent)]
+    Setting(#[from] fusestep::OptionError),
+    /// A layer is split over other ranks than the optimizer has.
     #[error(
-        "option `{option}` of {found}: expected an optimizer on a communicator, found one that \
-         borrows candle's memory; build it with `.on(comm)`, `Solo` for one process"
+        "variable `{name}`: expected an optimizer on the {expected} ranks that its layer is split \
+         over, found one on {found}; split layers over all ranks of `.on(comm)`, or train on the \
+         communicator of the layer's group"
     )]
-    NeedsRanks {
-        /// Its name.
-        option: &'static str,
-        /// Its value.
-        found: String,
+    SplitOver {
+        /// The variable.
+        name: String,
+        /// Ranks of the layer's group.
+        expected: usize,
+        /// Ranks of the optimizer.
+        found: usize,
+    },
+    /// A layer that is split over ranks was built of a variable once the optimizer had it as a
+    /// whole.
+    #[error(
+        "variable `{name}`: expected one that every rank has whole, found a slice of a layer that \
+         was built behind the optimizer; build layers first, or name it in `Options::distributed`"
+    )]
+    SplitLate {
+        /// The variable.
+        name: String,
+    },
+    /// A setting takes whole tensors, and the optimizer of one process has a slice.
+    #[error(
+        "variable `{name}`: expected an optimizer on the ranks that its layer is split over, since \
+         {what} takes all gradients of whole tensors, found one of this rank alone; build it with \
+         `.on(comm)`"
+    )]
+    SliceAlone {
+        /// The variable.
+        name: String,
+        /// The option or rule.
+        what: &'static str,
     },
     /// There is no such parameter group.
     #[error("group {found}: expected one of the {count} of `Options::groups`, counted from 0")]

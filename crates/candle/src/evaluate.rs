@@ -1,4 +1,4 @@
-//! Variables as a model is evaluated with them, for a while.
+//! Evaluation of a model, for which variables may have other values for a while.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,22 +8,22 @@ use crate::lend::{copy, with_bytes, write_in_place};
 use crate::{AdapterError, Fused, Params, Ranked};
 
 impl<P: Params> Fused<P> {
-    /// Runs `work` while the variables are what a model is evaluated with: under
-    /// [`crate::ScheduleFree`] the average, as after `optimizer.eval()` of its authors' package,
-    /// under any other rule what they are anyway. Then they have the bits they had, so training
-    /// does not notice, whether `work` succeeds, fails or panics; what it writes to a variable is
-    /// lost. Within such a `work` another one finds the variables as they are.
+    /// Runs `work` while the variables have the values for evaluation. Under
+    /// [`crate::ScheduleFree`] these are the averages, as after `optimizer.eval()` of its authors'
+    /// package. Under any other rule the variables keep their values. Afterwards the averaged
+    /// variables have their old bits, whether `work` succeeds, fails or panics, and writes of
+    /// `work` to them are lost. A nested call changes nothing.
     ///
     /// # Errors
     /// That of `work`; an [`AdapterError`] if a variable is not contiguous in host memory any more.
     /// # Cost
-    /// Nothing where the variables stay; else a copy of them for as long as `work` runs, and a pass
-    /// over the optimizer's state.
+    /// None if the variables keep their values; else a copy of them for as long as `work` runs, and
+    /// a pass over the optimizer's state.
     pub fn evaluate<R>(
         &self,
         work: impl FnOnce() -> candle_core::Result<R>,
     ) -> candle_core::Result<R> {
-        // The average of what is an average already would be another one.
+        // Variables that are averages already must not be averaged again.
         if !self.state.averages() || self.evaluating.swap(true, Ordering::Relaxed) {
             return work();
         }
@@ -38,7 +38,8 @@ impl<P: Params> Fused<P> {
 }
 
 impl<P: Params> Ranked<'_, P> {
-    /// As [`Fused::evaluate`]; all ranks call it, and each runs `work`.
+    /// Runs `work` on every rank with the values for evaluation, as [`Fused::evaluate`] does; all
+    /// ranks call it.
     ///
     /// # Errors
     /// As [`Fused::evaluate`], and for a call between ranks.
@@ -57,7 +58,7 @@ impl<P: Params> Ranked<'_, P> {
     }
 }
 
-/// Set until this is dropped, by a panic, too.
+/// Guard that clears the flag of an evaluation when dropped, by a panic, too.
 struct Evaluating<'a>(&'a AtomicBool);
 
 impl Drop for Evaluating<'_> {
@@ -66,7 +67,7 @@ impl Drop for Evaluating<'_> {
     }
 }
 
-/// Runs `work` while variables have the values that `change` makes of their own.
+/// Runs `work` while variables have the values that `change` makes of their old ones.
 fn with_values<R>(
     vars: &[(String, Var)],
     work: impl FnOnce() -> candle_core::Result<R>,
@@ -83,7 +84,7 @@ fn with_values<R>(
     result
 }
 
-/// What variables were while they are something else; they are that again when this is dropped.
+/// Values of variables before they were changed for a while. Dropping it writes them back.
 struct Trained<'a>(Vec<(&'a Var, Vec<u8>)>);
 
 impl<'a> Trained<'a> {
@@ -104,7 +105,7 @@ impl<'a> Trained<'a> {
 
 impl Drop for Trained<'_> {
     fn drop(&mut self) {
-        // Empty after a restoring that went well; nobody is left to tell of another.
+        // `restore` has emptied the list if it succeeded; an error here cannot be returned.
         while !self.0.is_empty() {
             let _ = self.restore();
         }

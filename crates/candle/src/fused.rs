@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var, WithDType};
 use candle_nn::Optimizer;
+use fusestep_collective::require_alone;
 use fusestep_planner::{Checkpoints, Plan, State, StepReport};
 use fusestep_tensor::{Element, Role};
 use half::bf16;
@@ -15,8 +16,9 @@ use crate::gradients::{Addresses, Gradients};
 use crate::group::{self, GroupRules};
 use crate::lend;
 use crate::memory::Memory;
+use crate::planning::Settings;
 use crate::variables::{Names, Variables};
-use crate::{AdapterError, Fusion, IntoVariables, Options, Params};
+use crate::{AdapterError, IntoVariables, OptionError, Options, Params};
 
 /// An update rule on candle variables: one planned step over all of them, in place, on all threads.
 ///
@@ -29,19 +31,20 @@ pub struct Fused<P> {
     pub(crate) addresses: Addresses,
     pub(crate) params: P,
     pub(crate) options: Options,
+    /// The setting that a step without ranks refuses.
+    needs_ranks: Option<OptionError>,
     pub(crate) group_rules: GroupRules,
     pub(crate) plan: Plan,
     pub(crate) state: State,
     /// Behind the state, whose memory it gave.
     pub(crate) memory: Memory,
-    pub(crate) unmatched: Vec<String>,
     report: Report,
     pub(crate) checkpoints: Checkpoints,
     /// Whether the variables are what a model is evaluated with.
     pub(crate) evaluating: AtomicBool,
 }
 
-/// What the last step did.
+/// Report of the last step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Report {
     /// Steps run.
@@ -65,6 +68,9 @@ pub struct Report {
     /// Whether the step was skipped because of them: no variable, no state and no step count has
     /// changed.
     pub skipped: bool,
+    /// Micro-steps whose gradients went with the skipped step: one, or all whose gradients were
+    /// added for it.
+    pub dropped_micro_steps: u32,
 }
 
 impl Report {
@@ -79,6 +85,7 @@ impl Report {
             update_norm: report.update_norm,
             non_finite: report.non_finite,
             skipped: report.skipped,
+            dropped_micro_steps: report.skipped.into(),
         }
     }
 }
@@ -89,7 +96,7 @@ impl<P: Params> Fused<P> {
     /// # Errors
     /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of
     /// another dtype than f32, f64, f16 or bf16, or that is neither on the CPU nor, with the
-    /// feature `cuda`, on the CUDA device of the others, or one given twice.
+    /// feature `cuda`, on the CUDA device of the others, or one given twice; no variables at all.
     pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
         Self::with_options(vars, params, &Options::default())
     }
@@ -117,7 +124,7 @@ impl<P: Params> Fused<P> {
         params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
-        let options = Options { threads: Some(threads), ..Options::default() };
+        let options = Options { threads: Some(threads.get()), ..Options::default() };
         Self::with_options(vars, params, &options)
     }
 
@@ -130,8 +137,8 @@ impl<P: Params> Fused<P> {
         params: P,
         threads: NonZeroUsize,
     ) -> candle_core::Result<Self> {
-        let options =
-            Options { threads: Some(threads), fusion: Fusion::Naive, ..Options::default() };
+        let threads = Some(threads.get());
+        let options = Options { threads, naive: true, ..Options::default() };
         Self::with_options(vars, params, &options)
     }
 
@@ -139,8 +146,8 @@ impl<P: Params> Fused<P> {
     /// of [`Options`].
     ///
     /// # Errors
-    /// As [`Fused::new`], and for an option out of range or a precision that a variable cannot
-    /// have.
+    /// As [`Fused::new`], and for an option out of range, a precision that a variable cannot have,
+    /// and a text of [`Options::exclude`] or [`Options::groups`] that is in no variable's name.
     pub fn with_options(
         vars: impl IntoVariables,
         params: P,
@@ -149,11 +156,9 @@ impl<P: Params> Fused<P> {
         let variables = vars.into_variables().floating_point();
         let memory = Memory::of(&variables.vars, options)?;
         let backend = memory.backend();
-        let mut unmatched = Vec::new();
-        let descriptors = variables.descriptors(options, &memory, &mut unmatched)?;
-        let mut names = variables.vars.iter().map(|(name, _)| name.as_str());
-        let planner = options.planner(params.rule(), backend, &mut names);
-        let planner = options.borrowing(planner);
+        let descriptors = variables.descriptors(options, &memory)?;
+        let planner = options.borrowing_planner(params.rule(), &descriptors, backend.limits());
+        let planner = planner.map_err(AdapterError::from)?;
         let plan = planner.plan(&descriptors).map_err(AdapterError::from)?;
         let state = plan.allocate(backend).map_err(AdapterError::from)?;
         let Variables { vars, names } = variables;
@@ -163,11 +168,14 @@ impl<P: Params> Fused<P> {
             names,
             params,
             options: options.clone(),
+            // Names that are known to be slices change nothing of a rank's own step.
+            needs_ranks: Options { distributed: Vec::new(), ..options.clone() }
+                .check_borrowed()
+                .err(),
             group_rules: GroupRules::of(&options.groups, state.rules()),
             plan,
             state,
             memory,
-            unmatched,
             report: Report::default(),
             checkpoints: Checkpoints::default(),
             evaluating: AtomicBool::new(false),
@@ -190,12 +198,6 @@ impl<P: Params> Fused<P> {
             })?;
         }
         Ok(())
-    }
-
-    /// Texts of [`Options::exclude`] and [`Options::groups`] that are part of no variable's name:
-    /// likely a mistake.
-    pub fn unmatched_excludes(&self) -> &[String] {
-        &self.unmatched
     }
 
     /// The factor to multiply the next loss with before `backward`; 1 without
@@ -247,7 +249,7 @@ impl<P: Params> Fused<P> {
         &self.plan
     }
 
-    /// What the last step did.
+    /// Report of the last step.
     pub fn report(&self) -> Report {
         self.report
     }
@@ -306,6 +308,17 @@ impl<P: Params> Fused<P> {
         Ok(saved.map_err(AdapterError::from)?)
     }
 
+    /// Files of other settings are loaded and resumed from now on ([`State::any_settings`]), also
+    /// by the optimizer of many ranks that [`Fused::on`] makes of it.
+    pub fn any_settings(&mut self) {
+        self.state.any_settings();
+    }
+
+    /// Files of other settings are refused from now on, as at first ([`State::same_settings`]).
+    pub fn same_settings(&mut self) {
+        self.state.same_settings();
+    }
+
     /// Reads what [`Fused::save`] wrote.
     ///
     /// # Errors
@@ -330,12 +343,17 @@ impl<P: Params> Optimizer for Fused<P> {
     ///
     /// # Errors
     /// An [`AdapterError`] naming the variable whose gradient does not fit, or a hyper-parameter
-    /// out of range; nothing has been written then.
+    /// out of range; nothing has been written then. In a process of a launcher that has joined none
+    /// of the others [`AdapterError::TakenForWhole`].
     /// # Cost
     /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one lock at a
     /// time on each thread.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
-        self.options.check_borrowed()?;
+        require_alone().map_err(AdapterError::from)?;
+        if let Some(refused) = &self.needs_ranks {
+            return Err(AdapterError::from(refused.clone()).into());
+        }
+        self.options.check_slices(&self.vars, self.state.rules())?;
         self.look_after_saves()?;
         let gradients = Gradients::take(&self.vars, &self.addresses, grads)?;
         let rule = self.params.rule();

@@ -1,4 +1,4 @@
-//! Gradients made ready: checked, and copied only where they must be.
+//! Gradients prepared for a step: checked, and copied only if they must be.
 
 use std::collections::HashSet;
 
@@ -11,7 +11,7 @@ use crate::lend::bytes;
 /// One gradient for each variable, contiguous and in memory of its own; `None` where there is none.
 pub(crate) struct Gradients {
     pub(crate) of_var: Vec<Option<Tensor>>,
-    /// How many had to be copied.
+    /// Number of gradients that had to be copied.
     pub(crate) copied: u64,
 }
 
@@ -66,7 +66,7 @@ impl Gradients {
     }
 }
 
-/// Where a tensor's storage begins.
+/// Address at which a tensor's storage begins.
 fn address(tensor: &Tensor) -> Option<usize> {
     let (storage, _) = tensor.storage_and_layout();
     match &*storage {

@@ -1,46 +1,26 @@
 //! Variables with a rule and settings of their own.
 
+use fusestep::OwnRule;
 use fusestep_planner::{Optimizer as Rule, State};
 
 use crate::{AdapterError, Params};
 
-/// Variables with a rule and settings of their own: those whose name contains one of some texts
-/// and that no group before this one has.
-///
-/// Groups that are given equal rules have one in common from then on, and one that is given the
-/// optimizer's own rule follows the optimizer's settings.
+/// Variables with a rule and settings of their own, for [`crate::Options::groups`]: those whose
+/// name contains one of some texts and that no group before this one has.
 ///
 /// ```
-/// use fusestep_candle::{Options, ParamGroup, ParamsLion};
+/// use fusestep_candle::{Options, ParamsLion, group};
 ///
 /// let options = Options {
-///     groups: vec![ParamGroup::of(["embedding"], ParamsLion::default())],
+///     groups: vec![group(["embedding"], ParamsLion::default())],
 ///     ..Options::default()
 /// };
 /// ```
-#[derive(Clone, Debug, PartialEq)]
-pub struct ParamGroup {
-    pub(crate) contains: Vec<String>,
-    pub(crate) rule: Rule,
-}
-
-impl ParamGroup {
-    /// Variables whose name contains one of these, with these hyper-parameters.
-    pub fn of(contains: impl IntoIterator<Item = impl Into<String>>, params: impl Params) -> Self {
-        Self { contains: contains.into_iter().map(Into::into).collect(), rule: params.rule() }
-    }
-
-    /// The rule.
-    pub fn rule(&self) -> Rule {
-        self.rule
-    }
-
-    /// The group that a name is in.
-    pub(crate) fn find(groups: &[ParamGroup], name: &str) -> Option<usize> {
-        let has =
-            |group: &ParamGroup| group.contains.iter().any(|part| name.contains(part.as_str()));
-        groups.iter().position(has)
-    }
+pub fn group<N: Into<String>>(
+    contains: impl IntoIterator<Item = N>,
+    params: impl Params,
+) -> OwnRule {
+    OwnRule::containing(contains, params.rule())
 }
 
 /// The planner's number of each group's rule: groups of equal rules are one to it, and number 0 is
@@ -49,8 +29,8 @@ impl ParamGroup {
 pub(crate) struct GroupRules(Vec<usize>);
 
 impl GroupRules {
-    pub(crate) fn of(groups: &[ParamGroup], rules: &[Rule]) -> Self {
-        let number = |group: &ParamGroup| rules.iter().position(|rule| *rule == group.rule);
+    pub(crate) fn of(groups: &[OwnRule], rules: &[Rule]) -> Self {
+        let number = |group: &OwnRule| rules.iter().position(|rule| *rule == group.rule);
         Self(groups.iter().filter_map(number).collect())
     }
 

@@ -1,4 +1,5 @@
-//! Variables and gradients as memory that candle guards: one lock at a time on each thread.
+//! Borrowed tensors: variables and gradients in memory that candle locks. A thread holds one lock
+//! at a time.
 
 use std::cell::{Cell, RefCell};
 
@@ -56,8 +57,8 @@ fn failed(what: &str, name: &str, error: &candle_core::Error) -> BackendError {
     }
 }
 
-/// Does `work` on the bytes of a contiguous tensor: where it lies in host memory, or on a copy
-/// from a device, which is waited for.
+/// Runs `work` on the bytes of a contiguous tensor, in host memory or as a copy from a device.
+/// Waits for the copy.
 pub(crate) fn with_bytes<R>(
     tensor: &Tensor,
     work: impl FnOnce(&[u8]) -> candle_core::Result<R>,
@@ -89,7 +90,7 @@ pub(crate) fn bytes_of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core
     }
 }
 
-/// A dtype that is planned and summed, as the planner calls it.
+/// The planner's dtype for a floating-point dtype of candle; `None` for any other.
 pub(crate) fn dtype_of(dtype: DType) -> Option<fusestep_tensor::DType> {
     Some(match dtype {
         DType::F32 => fusestep_tensor::DType::F32,
@@ -121,7 +122,7 @@ pub(crate) fn bytes_mut(storage: &mut CpuStorage) -> Option<&mut [u8]> {
     })
 }
 
-/// Lets candle lock one variable and its gradient and updates the variable in place.
+/// Updates a variable in place, while candle holds the locks of the variable and its gradient.
 fn lend(
     (name, var): &(String, Var),
     grad: &Tensor,
@@ -132,7 +133,8 @@ fn lend(
     done.map_err(|error| failed("updating", name, &error))
 }
 
-/// The update as an in-place operation of candle; taken out of its cell when candle calls it, once.
+/// An update as an in-place operation of candle, which takes the update out of its cell and calls
+/// it once.
 struct Update<'a>(Cell<Option<BorrowedPiece<'a>>>);
 
 impl InplaceOp2 for Update<'_> {
@@ -168,13 +170,13 @@ impl InplaceOp2 for Update<'_> {
     }
 }
 
-/// Does `work` on a variable's elements where they lie.
+/// Runs `work` on a variable's elements in place.
 pub(crate) fn write_in_place(
     var: &Var,
     work: &mut dyn FnMut(&mut [u8]) -> candle_core::Result<()>,
 ) -> candle_core::Result<()> {
     if var.elem_count() == 0 {
-        // candle takes a stride of 0 for elements that lie on each other.
+        // An empty variable may have a stride of 0, which candle takes for overlapping elements.
         return work(&mut []);
     }
     let write = InPlace(RefCell::new(work));
@@ -229,7 +231,7 @@ impl BorrowedParams for KeptByCandle<'_> {
     }
 }
 
-/// Copies elements between places of one length.
+/// Copies bytes between slices, which must have the same length.
 pub(crate) fn copy(from: &[u8], to: &mut [u8]) -> candle_core::Result<()> {
     if from.len() != to.len() {
         candle_core::bail!("expected {} bytes, found {}", to.len(), from.len());

@@ -1,4 +1,6 @@
-//! Where variables lie, and the backend that updates them there.
+//! Memory of variables, and the backend that updates them there.
+
+use std::num::NonZeroUsize;
 
 use candle_core::{Device, Var};
 use fusestep_cpu::CpuBackend;
@@ -20,13 +22,13 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
-    /// That of the first variable; [`Memory::check`] looks at the others.
+    /// The memory of the first variable; [`Memory::check`] looks at the others.
     pub(crate) fn of(vars: &[(String, Var)], options: &Options) -> Result<Self, AdapterError> {
         match vars.first().map(|(_, var)| var.device()) {
             #[cfg(feature = "cuda")]
             Some(Device::Cuda(device)) => Ok(Self::Cuda(OnCuda::of(device, options)?)),
             _ => Ok(Self::Cpu(match options.threads {
-                Some(threads) => CpuBackend::new(threads),
+                Some(threads) => CpuBackend::new(at_least_1(threads)),
                 None => CpuBackend::with_all_threads(),
             })),
         }
@@ -71,6 +73,11 @@ impl Memory {
             Self::Cuda(on) => on.step((plan, state), vars, grads),
         }
     }
+}
+
+/// A number of threads; ranges of settings are checked where a plan is made.
+pub(crate) fn at_least_1(threads: usize) -> NonZeroUsize {
+    NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN)
 }
 
 /// Refuses variables that ranks cannot share out: they work in host memory.

@@ -7,13 +7,9 @@ use fusestep_fused_adam::Adam;
 use fusestep_launch::WeightDecay;
 use fusestep_planner::Optimizer as Rule;
 
-use crate::{
-    ParamsAdagrad, ParamsLamb, ParamsLars, ParamsLion, ParamsRmsProp, ParamsScheduleFree, ParamsSgd,
-};
-
 /// Hyper-parameters of an update rule, as [`crate::Fused`] takes them.
 ///
-/// A [`Rule`] is such hyper-parameters itself, for programs that choose the rule as they run.
+/// A [`Rule`] implements this trait itself, for programs that choose the rule as they run.
 pub trait Params: Clone + fmt::Debug {
     /// The rule.
     fn rule(&self) -> Rule;
@@ -42,31 +38,6 @@ impl Params for ParamsAdamW {
     fn set_lr(&mut self, lr: f64) {
         self.lr = lr;
     }
-}
-
-/// Hyper-parameters that a kernel crate has under the names of its rule.
-macro_rules! params_of_rule {
-    ($($params:ty => $rule:ident),* $(,)?) => {$(
-        impl Params for $params {
-            fn rule(&self) -> Rule {
-                Rule::$rule(*self)
-            }
-
-            fn set_lr(&mut self, lr: f64) {
-                self.lr = lr;
-            }
-        }
-    )*};
-}
-
-params_of_rule! {
-    ParamsSgd => Sgd,
-    ParamsLion => Lion,
-    ParamsAdagrad => Adagrad,
-    ParamsRmsProp => RmsProp,
-    ParamsScheduleFree => ScheduleFree,
-    ParamsLars => Lars,
-    ParamsLamb => Lamb,
 }
 
 impl Params for Rule {

@@ -1,116 +1,92 @@
-//! From options to a plan.
+//! From settings to a plan.
 
-use fusestep_launch::Backend;
-use fusestep_planner::{
-    ClipByGlobalNorm, Comms, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, LocalSgd,
-    LossScaling, Optimizer as Rule, Planner, Reach, Shard, Tensors, Topology, UpdateNorms,
-    ZeroStage,
-};
+use std::collections::BTreeSet;
 
-use crate::{AdapterError, Fusion, Options, ParamGroup};
+use candle_core::Var;
+use fusestep::{OptionError, StepOptions};
+use fusestep_launch::LaunchLimits;
+use fusestep_planner::{Optimizer as Rule, Planner, Tensors, Topology};
+use fusestep_tensor::ParamDesc;
 
-/// Bytes of a MiB.
-const MIB: f64 = 1_048_576.0;
+use crate::AdapterError;
+use crate::parallel::slices;
 
-impl Options {
-    /// The passes that both ways of running a step have, and the groups.
-    pub(crate) fn planner(
+/// Settings of an optimizer on candle variables.
+pub(crate) trait Settings {
+    /// The planner of these settings with another rule.
+    fn planner_of(&self, rule: Rule, params: &[ParamDesc], on: On) -> Result<Planner, OptionError>;
+
+    /// The planner of a step on tensors that candle lends, without what needs ranks.
+    fn borrowing_planner(
         &self,
         rule: Rule,
-        backend: &dyn Backend,
-        names: &mut dyn Iterator<Item = &str>,
-    ) -> Planner {
-        let mut planner = Planner::new(rule).limits(backend.limits()).precision(self.precision);
-        let mut of_group = vec![Vec::new(); self.groups.len()];
-        for name in names {
-            if let Some(group) = ParamGroup::find(&self.groups, name) {
-                of_group[group].push(name.to_owned());
-            }
-        }
-        for (names, group) in of_group.into_iter().zip(&self.groups) {
-            planner = planner.group(names, group.rule);
-        }
-        if self.fusion == Fusion::Naive {
-            planner = planner.naive();
-        }
-        if let Some(schedule) = &self.schedule {
-            planner = planner.schedule(schedule.clone());
-        }
-        if let Some(scale) = self.loss_scale {
-            planner = planner.with(LossScaling::from(scale));
-        }
-        if let Some(norm) = self.clip_norm {
-            planner = planner.with(ClipByGlobalNorm::new(norm));
-        }
-        if self.update_norms {
-            planner = planner.with(UpdateNorms);
-        }
-        planner
+        params: &[ParamDesc],
+        limits: LaunchLimits,
+    ) -> Result<Planner, OptionError>;
+
+    /// These settings with the variables of which each of `world` ranks has a slice.
+    fn with_slices(&self, vars: &[(String, Var)], world: usize) -> Result<Self, AdapterError>
+    where
+        Self: Sized;
+
+    /// Refuses what takes whole tensors where a step of one rank alone has a slice of one.
+    fn check_slices(&self, vars: &[(String, Var)], rules: &[Rule]) -> Result<(), AdapterError>;
+}
+
+/// Ranks and limits that a plan is made for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct On {
+    pub(crate) topology: Topology,
+    pub(crate) limits: LaunchLimits,
+}
+
+impl Settings for StepOptions {
+    fn planner_of(&self, rule: Rule, params: &[ParamDesc], on: On) -> Result<Planner, OptionError> {
+        let options = Self { rule, ..self.clone() };
+        options.planner(params, on.topology, on.limits)
     }
 
-    /// Lends variables and gradients for each step.
-    pub(crate) fn borrowing(&self, planner: Planner) -> Planner {
-        planner.tensors(Tensors::Borrowed)
-    }
-
-    /// Adds what ranks do together, and micro-steps.
-    pub(crate) fn on_ranks(
+    fn borrowing_planner(
         &self,
-        mut planner: Planner,
-        topology: Topology,
-    ) -> Result<Planner, AdapterError> {
-        if let Some(every) = self.accumulate {
-            planner = planner.with(GradientAccumulation::every(every));
-        }
-        if let Some(every) = self.local_sgd {
-            planner = planner.with(LocalSgd::every(every));
-        }
-        let zero = ZeroStage::of(self.zero).ok_or_else(|| AdapterError::Option {
-            option: "zero",
-            expected: "a stage from 0 to 3",
-            found: self.zero.to_string(),
-        })?;
-        if zero != ZeroStage::None {
-            planner = planner.with(Shard::new(zero));
-        }
-        if topology.world == 1 || self.fusion == Fusion::Naive {
-            return Ok(planner);
-        }
-        let cap_bytes = match self.bucket_cap_mib {
-            None => FuseAllReduce::DEFAULT_CAP_BYTES,
-            Some(mib) if mib > 0.0 && mib.is_finite() => (mib * MIB) as u64,
-            Some(mib) => {
-                return Err(AdapterError::Option {
-                    option: "bucket_cap_mib",
-                    expected: "more than 0",
-                    found: mib.to_string(),
-                });
+        rule: Rule,
+        params: &[ParamDesc],
+        limits: LaunchLimits,
+    ) -> Result<Planner, OptionError> {
+        let topology = Topology::SOLO;
+        self.check(topology.world)?;
+        let planner = self.borrowing().planner_of(rule, params, On { topology, limits })?;
+        Ok(planner.tensors(Tensors::Borrowed))
+    }
+
+    fn with_slices(&self, vars: &[(String, Var)], world: usize) -> Result<Self, AdapterError> {
+        let mut names: BTreeSet<String> = self.distributed.iter().cloned().collect();
+        for (name, var) in vars {
+            match slices::ranks_of(var) {
+                None => {}
+                Some(ranks) if ranks == world => {
+                    names.insert(name.clone());
+                }
+                Some(expected) => {
+                    let name = name.clone();
+                    return Err(AdapterError::SplitOver { name, expected, found: world });
+                }
             }
-        };
-        planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
-        Ok(match self.streams(topology) {
-            0 => planner.with(FuseReduceIntoUpdate),
-            _ => planner,
-        })
+        }
+        Ok(Self { distributed: names.into_iter().collect(), ..self.clone() })
     }
 
-    /// Communication streams of a rank.
-    pub(crate) fn streams(&self, topology: Topology) -> usize {
-        let default = match topology.reach {
-            Reach::SharedMemory => 0,
-            Reach::Calls => Comms::DEFAULT_STREAMS,
+    fn check_slices(&self, vars: &[(String, Var)], rules: &[Rule]) -> Result<(), AdapterError> {
+        let normed = |rule: &Rule| matches!(rule, Rule::Lars(_) | Rule::Lamb(_));
+        let rule = || rules.iter().find(|rule| normed(rule)).map(Rule::name);
+        let Some(what) = self.takes_all_gradients().or_else(rule) else {
+            return Ok(());
         };
-        self.comm_streams.unwrap_or(default)
-    }
-
-    /// Refuses a step on borrowed tensors that these options have no meaning for.
-    pub(crate) fn check_borrowed(&self) -> Result<(), AdapterError> {
-        let asked = match (self.accumulate, self.local_sgd) {
-            (Some(every), _) if every.get() > 1 => ("accumulate", every.to_string()),
-            (_, Some(every)) => ("local_sgd", every.to_string()),
-            _ if self.zero > 0 => ("zero", self.zero.to_string()),
-            _ => return Ok(()),
-        };
-        Err(AdapterError::NeedsRanks { option: asked.0, found: asked.1 })
+        let mut names = vars.iter().filter(|(name, var)| {
+            self.distributed.contains(name) || slices::ranks_of(var).is_some()
+        });
+        match names.next() {
+            Some((name, _)) => Err(AdapterError::SliceAlone { name: name.clone(), what }),
+            None => Ok(()),
+        }
     }
 }

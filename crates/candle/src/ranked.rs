@@ -1,18 +1,22 @@
 //! The optimizer of one rank of many.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
-use fusestep_collective::{Buffers, Call, Communicator, Operation};
+use candle_core::{DType, Tensor, Var};
+use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Checkpoints, Comms, Plan, Reach, State, Topology};
+use fusestep_launch::Backend;
+use fusestep_planner::{Checkpoints, Comms, Interval, Plan, Reach, State, Topology};
 use fusestep_simd::Pool;
 use fusestep_tensor::Role;
 
 use crate::gradients::{Addresses, Gradients};
 use crate::group::{self, GroupRules};
 use crate::lend::{bytes_of, copy, write_in_place};
+use crate::parallel::slices;
+use crate::planning::{On, Settings};
 use crate::variables::Names;
 use crate::{AdapterError, Fused, Initial, Options, Params, Report, memory};
 
@@ -33,8 +37,9 @@ pub struct Ranked<'c, P: Params> {
     pub(crate) state: State,
     pub(crate) backend: CpuBackend,
     pub(crate) comms: Comms<'c>,
-    unmatched: Vec<String>,
     report: Report,
+    /// Variables of which every rank has a slice.
+    slices: BTreeSet<String>,
     /// Whether ranks have compared what decides their bits.
     pub(crate) met: bool,
     /// Whether a call has failed that other ranks may not know of.
@@ -46,6 +51,10 @@ impl<P: Params> Fused<P> {
     /// This optimizer as one rank of `comm`, before its first step. Ranks compare their options
     /// and, unless [`Options::initial`] says otherwise, take over the variables of rank 0. All
     /// ranks call it.
+    ///
+    /// Slices of layers that are split over these ranks ([`crate::parallel`]) stay each rank's own,
+    /// and so do variables that [`Options::distributed`] names: no rank gets another's values or
+    /// gradients of them, and norms are those of the whole tensors.
     ///
     /// # Errors
     /// An [`AdapterError`]: options out of range or that contradict each other, ranks that differ
@@ -65,20 +74,26 @@ impl<P: Params> Fused<P> {
     fn ranked(self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
         let topology = Topology::of(comm);
         let backend = CpuBackend::new(threads(&self.options, topology));
-        let mut names = self.vars.iter().map(|(name, _)| name.as_str());
         // As they were given: rules that have become equal since stay two.
         let given = *self.plan.optimizer();
-        let planner = self.options.planner(given, &backend, &mut names);
-        let planner = self.options.on_ranks(planner, topology)?;
-        let plan = planner.plan_for(self.plan.params(), topology)?;
-        let streams = self.options.streams(topology);
-        Comms::direct(comm).compare(&[("comm_streams", streams.to_string())])?;
+        let options = self.options.with_slices(&self.vars, topology.world)?;
+        let on = On { topology, limits: backend.limits() };
+        let params = self.plan.params();
+        let mut planner = options.planner_of(given, params, on)?;
+        options.compare(comm)?;
+        if let Some(slices) = options.slices(params, comm)? {
+            planner = planner.with(slices);
+        }
+        let plan = planner.plan_for(params, topology)?;
         let mut state = plan.allocate_on(&backend, comm)?;
         for (rule, now) in self.state.rules().iter().enumerate().skip(1) {
             state.set_lr_of(rule, now.lr())?;
         }
         state.set_optimizer(self.params.rule())?;
-        let comms = Comms::with_streams(comm, streams)?.reducing_when_full();
+        if self.state.takes_any_settings() {
+            state.any_settings();
+        }
+        let comms = options.comms(comm)?;
         let mut ranked = Ranked {
             vars: self.vars,
             names: self.names,
@@ -89,19 +104,21 @@ impl<P: Params> Fused<P> {
             state,
             backend,
             comms,
-            unmatched: self.unmatched,
             report: Report::default(),
+            slices: options.distributed.into_iter().collect(),
             met: false,
             failed: true,
             checkpoints: self.checkpoints,
         };
+        ranked.follow()?;
         if topology.world > 1 {
-            ranked.plan.compare_settings(&ranked.state, &mut ranked.comms)?;
-            if self.options.initial == Initial::OfRankZero {
-                ranked.broadcast(0)?;
+            let (plan, state) = (&ranked.plan, &mut ranked.state);
+            plan.compare_settings(state, &mut ranked.comms)?;
+            if options.initial == Initial::OfRankZero {
+                plan.broadcast_parameters(state, &ranked.backend, &mut ranked.comms, 0)?;
+                ranked.set_variables()?;
             }
         }
-        ranked.follow()?;
         ranked.failed = false;
         Ok(ranked)
     }
@@ -113,7 +130,7 @@ fn threads(options: &Options, topology: Topology) -> NonZeroUsize {
         Reach::SharedMemory => topology.world,
         Reach::Calls => 1,
     };
-    let all = options.threads.map_or_else(|| Pool::current().threads(), NonZeroUsize::get);
+    let all = options.threads.unwrap_or_else(|| Pool::current().threads());
     NonZeroUsize::new(all.div_ceil(sharing.max(1))).unwrap_or(NonZeroUsize::MIN)
 }
 
@@ -126,6 +143,10 @@ impl<P: Params> Ranked<'_, P> {
     /// As [`Ranked::step`].
     pub fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
         let grads = loss.backward()?;
+        if self.plan.averaging().is_some_and(|rule| rule.interval == Interval::Adaptive) {
+            let scaled = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+            self.set_loss(scaled / self.loss_scale());
+        }
         self.step(&grads)
     }
 
@@ -141,7 +162,7 @@ impl<P: Params> Ranked<'_, P> {
     /// of range, a save behind that has failed: nothing has been written then. A call between ranks
     /// that failed, and the optimizer refuses further steps.
     pub fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
-        let gradients = self.check_devices().and_then(|()| {
+        let gradients = self.check_devices().and_then(|()| self.check_slices()).and_then(|()| {
             let taken = Gradients::take(&self.vars, &self.addresses, grads);
             taken.map_err(AdapterError::from_candle)
         });
@@ -198,7 +219,10 @@ impl<P: Params> Ranked<'_, P> {
         let Some(update) = ended.update else {
             return Ok(());
         };
-        self.report = Report::of(&update, self.report.copied_gradients);
+        self.report = Report {
+            dropped_micro_steps: ended.dropped_micro_steps,
+            ..Report::of(&update, self.report.copied_gradients)
+        };
         if update.skipped && !ended.averaged {
             return Ok(());
         }
@@ -237,28 +261,6 @@ impl<P: Params> Ranked<'_, P> {
         Ok(())
     }
 
-    /// Sets the variables of all ranks to those of rank `root`.
-    fn broadcast(&mut self, root: usize) -> Result<(), AdapterError> {
-        let operation = Operation::Broadcast { root };
-        for ((_, var), desc) in self.vars.iter().zip(self.plan.params()) {
-            if desc.numel() == 0 {
-                continue;
-            }
-            let comm = self.comms.communicator();
-            let sent = write_in_place(var, &mut |own| {
-                let call = Call {
-                    operation,
-                    dtype: desc.dtype,
-                    counts: None,
-                    buffers: Buffers::InPlace(own),
-                };
-                comm.execute(call).map_err(candle_core::Error::wrap)
-            });
-            sent.map_err(AdapterError::from_candle)?;
-        }
-        Ok(())
-    }
-
     /// Compares what decides the bits of a run over all ranks, once.
     pub(crate) fn meet(&mut self) -> Result<(), AdapterError> {
         if !self.met {
@@ -272,6 +274,17 @@ impl<P: Params> Ranked<'_, P> {
     /// A variable moved since the optimizer was built would be read where it is no more.
     fn check_devices(&self) -> Result<(), AdapterError> {
         memory::check_host(&self.vars)
+    }
+
+    /// A variable that has become a slice since would get other ranks' gradients.
+    fn check_slices(&self) -> Result<(), AdapterError> {
+        let is_late = |(name, var): &&(String, Var)| {
+            slices::ranks_of(var).is_some() && !self.slices.contains(name)
+        };
+        match self.vars.iter().find(is_late) {
+            Some((name, _)) => Err(AdapterError::SplitLate { name: name.clone() }),
+            None => Ok(()),
+        }
     }
 
     /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint comes on all of
@@ -301,6 +314,12 @@ impl<P: Params> Ranked<'_, P> {
         scale.map_or(1.0, |scale| scale.scale())
     }
 
+    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD;
+    /// [`Ranked::backward_step`] tells its own.
+    pub fn set_loss(&mut self, loss: f64) {
+        self.state.set_loss(loss);
+    }
+
     /// The weight of the micro-step under way, whose gradients are the mean over fewer examples
     /// than the others'; 1 unless it is set.
     ///
@@ -326,7 +345,7 @@ impl<P: Params> Ranked<'_, P> {
         self.params.lr()
     }
 
-    /// As [`Fused::scheduled_rate`].
+    /// The learning rate of the next step ([`Fused::scheduled_rate`]).
     pub fn scheduled_rate(&self) -> f64 {
         self.params.lr() * self.state.lr_factor()
     }
@@ -336,7 +355,7 @@ impl<P: Params> Ranked<'_, P> {
         self.params.set_lr(lr);
     }
 
-    /// As [`Fused::set_group_learning_rate`]; all ranks set the same.
+    /// Sets a group's learning rate ([`Fused::set_group_learning_rate`]); all ranks set the same.
     ///
     /// # Errors
     /// As [`Fused::set_group_learning_rate`].
@@ -345,12 +364,22 @@ impl<P: Params> Ranked<'_, P> {
         Ok(group::set_lr(&mut self.state, rule, lr)?)
     }
 
+    /// Files of other settings are taken from now on ([`State::any_settings`]); all ranks call it.
+    pub fn any_settings(&mut self) {
+        self.state.any_settings();
+    }
+
+    /// Files of other settings are refused again ([`State::same_settings`]); all ranks call it.
+    pub fn same_settings(&mut self) {
+        self.state.same_settings();
+    }
+
     /// The plan of a step.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// What the last update did; launches and elements are this rank's.
+    /// Report of the last update; launches and elements are this rank's.
     pub fn report(&self) -> Report {
         self.report
     }
@@ -368,11 +397,6 @@ impl<P: Params> Ranked<'_, P> {
     /// The variables with their names, in plan order.
     pub fn variables(&self) -> impl Iterator<Item = (&str, &Var)> {
         self.vars.iter().map(|(name, var)| (name.as_str(), var))
-    }
-
-    /// As [`Fused::unmatched_excludes`].
-    pub fn unmatched_excludes(&self) -> &[String] {
-        &self.unmatched
     }
 }
 

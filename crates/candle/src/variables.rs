@@ -11,8 +11,8 @@ use crate::lend::dtype_of;
 use crate::memory::Memory;
 use crate::{AdapterError, Options};
 
-/// What [`crate::Fused::new`] takes: a [`VarMap`] or its data (sorted by name), named variables, or
-/// a bare list.
+/// Variables for [`crate::Fused::new`]: a [`VarMap`] or its data (sorted by name), named variables,
+/// or a bare list.
 ///
 /// A bare list, such as `varmap.all_vars()`, trains alike but has no names: its state can be
 /// neither saved nor loaded, because its order is a hash map's.
@@ -84,15 +84,15 @@ impl Variables {
     }
 
     /// The variables as the planner sees them.
-    ///
-    /// Of the texts that names are looked for by, `unmatched` gets those that are in no name.
     pub(crate) fn descriptors(
         &self,
         options: &Options,
         memory: &Memory,
-        unmatched: &mut Vec<String>,
     ) -> Result<Vec<ParamDesc>, AdapterError> {
-        let exclude = &options.exclude;
+        // Such as those of a VarMap that no model has been built from yet.
+        if self.vars.is_empty() {
+            return Err(AdapterError::NoVariables);
+        }
         let mut seen = HashMap::new();
         let mut descriptors = Vec::with_capacity(self.vars.len());
         for (name, var) in &self.vars {
@@ -107,16 +107,9 @@ impl Variables {
                 .ok_or_else(|| AdapterError::DType { name: name.clone(), found: var.dtype() })?;
             let dims: Vec<u64> = var.dims().iter().map(|&dim| dim as u64).collect();
             let shape = Shape::new(dims).map_err(fusestep_planner::PlanError::from)?;
-            let mut descriptor = ParamDesc::new(name, shape, dtype);
-            if exclude.iter().any(|part| name.contains(part.as_str())) {
-                descriptor.weight_decay = Some(0.0);
-            }
-            descriptors.push(descriptor);
+            descriptors.push(ParamDesc::new(name, shape, dtype));
         }
-        let is_unmatched = |part: &&String| !self.vars.iter().any(|(name, _)| name.contains(*part));
-        let of_groups = options.groups.iter().flat_map(|group| &group.contains);
-        let all = exclude.iter().chain(of_groups);
-        unmatched.extend(all.filter(is_unmatched).cloned());
+        options.describe(&mut descriptors)?;
         Ok(descriptors)
     }
 }

@@ -81,7 +81,7 @@ fn the_adapter_has_the_bits_of_a_planned_state() {
     for step in 1..=3 {
         for (index, param) in descs.iter().enumerate() {
             let values = values(param.numel() as usize, 1000 * step + index as u64);
-            let view = state.grad_mut::<f32>(&param.name).unwrap();
+            let mut view = state.grad_mut::<f32>(&param.name).unwrap();
             view.copy_from_slice(&values);
         }
         plan.run(&mut state, &backend).unwrap();
@@ -249,10 +249,15 @@ fn what_does_not_fit_is_named_and_nothing_changes() {
 }
 
 #[test]
-fn integer_variables_are_left_out_and_no_variable_at_all_is_fine() {
+fn integer_variables_are_left_out_and_no_variable_at_all_is_refused() {
     let count = Var::zeros(3, DType::U32, &Device::Cpu).unwrap();
-    let mut optimizer = AdamW::new(vec![("n".to_owned(), count)], params()).unwrap();
-    assert_eq!(optimizer.variables().count(), 0);
+    let weight = Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
+    let vars = vec![("n".to_owned(), count.clone()), ("w".to_owned(), weight)];
+    let mut optimizer = AdamW::new(vars, params()).unwrap();
+    assert_eq!(optimizer.variables().count(), 1);
     optimizer.step(&GradStore::default()).unwrap();
     assert_eq!(optimizer.report().launches, 0);
+    let refused = AdamW::new(vec![("n".to_owned(), count)], params());
+    let error = refused.expect_err("nothing to train").to_string();
+    assert!(error.contains("expected at least one of floating point"), "{error}");
 }

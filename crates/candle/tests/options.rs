@@ -7,8 +7,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::{
-    AdamW, Fusion, Lars, LossScale, Master, Options, Params, ParamsLars, Precision, Rounding,
-    Schedule, StateDType,
+    AdamW, Lars, LossScale, Master, Options, OwnRule, Params, ParamsLars, Precision, Rounding,
+    Schedule, StateDType, group,
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, UpdateNorms};
@@ -134,9 +134,8 @@ fn has_the_bits_of_a_planned_state(options: &Options, dtypes: &[usize]) {
     for &(dtype, of_plan) in dtypes.iter().map(|&dtype| &DTYPES[dtype]) {
         let (expected, norms) = planned(&params, options, (dtype, of_plan));
         for threads in [1, 2, 3] {
-            for fusion in [Fusion::Fused, Fusion::Naive] {
-                let options =
-                    Options { threads: NonZeroUsize::new(threads), fusion, ..options.clone() };
+            for naive in [false, true] {
+                let options = Options { threads: Some(threads), naive, ..options.clone() };
                 let vars = vars(dtype);
                 let mut optimizer =
                     AdamW::with_options(vars.clone(), params.clone(), &options).unwrap();
@@ -259,23 +258,60 @@ fn a_step_with_a_gradient_that_is_not_finite_changes_nothing_and_halves_the_scal
 }
 
 #[test]
-fn excluded_names_have_no_decay_and_names_that_match_nothing_are_told() {
-    let shrink = |exclude: &[&str]| {
+fn excluded_names_have_no_decay_and_names_that_match_nothing_are_refused() {
+    let with = |exclude: &[&str], groups: Vec<OwnRule>| {
         let vars = vars(DType::F32);
         let options = Options {
             exclude: exclude.iter().map(|part| (*part).to_owned()).collect(),
+            groups,
             ..Options::default()
         };
         let params = ParamsLars { lr: 1.0, weight_decay: 0.5, ..ParamsLars::default() };
-        let mut optimizer = Lars::with_options(vars.clone(), params, &options).unwrap();
-        optimizer.step(&grads(&vars, 1)).unwrap();
-        (bits(&vars), optimizer.unmatched_excludes().to_vec())
+        let optimizer = Lars::with_options(vars.clone(), params, &options);
+        optimizer.map(|optimizer| (vars, optimizer)).map_err(|error| error.to_string())
     };
-    let (plain, none) = shrink(&[]);
-    let (excluded, unmatched) = shrink(&["v3", "bias"]);
-    assert!(none.is_empty());
-    assert_eq!(unmatched, ["bias"]);
+    let shrink = |exclude: &[&str]| {
+        let (vars, mut optimizer) = with(exclude, Vec::new()).unwrap();
+        optimizer.step(&grads(&vars, 1)).unwrap();
+        bits(&vars)
+    };
+    let (plain, excluded) = (shrink(&[]), shrink(&["v3"]));
     assert!(plain[3] != excluded[3] && plain[4] == excluded[4]);
+    let error = with(&["v3", "bias"], Vec::new()).err().unwrap();
+    assert!(error.contains("exclude: expected") && error.contains("found `bias`"), "{error}");
+    assert!(error.contains("such as `v0`"), "{error}");
+    let norms = group(["norm"], ParamsLars::default());
+    let error = with(&[], vec![norms]).err().unwrap();
+    assert!(error.contains("groups: expected") && error.contains("found `norm`"), "{error}");
+}
+
+#[test]
+fn an_optimizer_of_nothing_is_refused() {
+    let empty = candle_nn::VarMap::new();
+    for error in [
+        AdamW::new(&empty, ParamsAdamW::default()).err().unwrap(),
+        AdamW::new(Vec::<Var>::new(), ParamsAdamW::default()).err().unwrap(),
+    ] {
+        let error = error.to_string();
+        assert!(error.contains("expected at least one of floating point, found none"), "{error}");
+    }
+}
+
+#[test]
+fn options_of_ranks_are_refused_where_there_are_none() {
+    let refused = |options: Options| {
+        let vars = vars(DType::F32);
+        let optimizer = AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options);
+        optimizer.unwrap().step(&grads(&vars, 1)).unwrap_err().to_string()
+    };
+    for (options, name) in [
+        (Options { zero: 2, ..Options::default() }, "zero"),
+        (Options { bucket_cap_mib: Some(1.0), ..Options::default() }, "bucket_cap_mib"),
+        (Options { comm_streams: Some(2), ..Options::default() }, "comm_streams"),
+    ] {
+        let error = refused(options);
+        assert!(error.starts_with(&format!("{name} of ")) && error.contains(".on("), "{error}");
+    }
 }
 
 #[test]
@@ -285,7 +321,7 @@ fn options_out_of_range_name_the_option_or_the_variable() {
         made.unwrap_err().to_string()
     };
     let error = refused(Options { clip_norm: Some(-1.0), ..Options::default() });
-    assert!(error.contains("max_norm: expected a finite value above 0, found -1"));
+    assert!(error.contains("clip_norm: expected a finite number above 0, found `-1`"));
     let error = refused(Options {
         precision: Precision { master: Master::Remainder, ..Precision::default() },
         ..Options::default()

@@ -8,6 +8,8 @@ mod errors;
 mod layers;
 #[path = "parallel/operations.rs"]
 mod operations;
+#[path = "parallel/training.rs"]
+mod training;
 
 use candle_core::{DType, Device, Tensor, Var};
 use fusestep_candle::parallel::Group;

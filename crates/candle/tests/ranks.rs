@@ -9,8 +9,8 @@ mod errors;
 mod kills;
 #[path = "ranks/laws.rs"]
 mod laws;
-
-use std::num::NonZeroU32;
+#[path = "ranks/settings/mod.rs"]
+mod settings;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -126,7 +126,7 @@ fn step_whole<P: Params>(
 
 /// These options for that many micro-steps and that stage.
 fn sharing(options: &Options, shared: Shared) -> Options {
-    Options { zero: shared.zero, accumulate: NonZeroU32::new(shared.micro), ..options.clone() }
+    Options { zero: shared.zero, accumulate: shared.micro, ..options.clone() }
 }
 
 /// What every rank returns.

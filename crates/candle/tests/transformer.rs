@@ -1,7 +1,6 @@
 //! A tiny transformer learns a text: with the same bits on ranks as on one process that adds as
 //! many micro-steps, at every ZeRO stage, and when it is gone on from a checkpoint.
 
-use std::num::NonZeroU32;
 use std::path::Path;
 
 use candle_core::{DType, Var};
@@ -50,7 +49,7 @@ fn train(
     let micro = shared.parts / world;
     let options = Options {
         zero: shared.zero,
-        accumulate: NonZeroU32::new(micro as u32),
+        accumulate: micro as u32,
         schedule: Some("warmup:3,cosine:40".parse().unwrap()),
         clip_norm: Some(1.0),
         ..Options::default()

@@ -6,9 +6,11 @@ use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
 use clap::{Args, Id, ValueEnum};
+use fusestep::StepOptions;
+use fusestep_coalesce::{CoalesceError, zeroed_bytes};
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::Precision;
-use fusestep_planner::{Optimizer, Plan, Planner, State};
+use fusestep_launch::{LaunchLimits, Precision};
+use fusestep_planner::{Plan, State, TableKind, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{DType, ParamDesc, Role, counted};
 use half::{bf16, f16};
@@ -19,19 +21,18 @@ use crate::bench_ranks;
 use crate::ceiling::Ceiling;
 use crate::engine::Engine;
 use crate::inputs::read_model;
-use crate::options::{
-    GradientArgs, PlanningArgs, PrecisionArgs, param_dtype, parse_threads, pool, threads,
-};
+use crate::options::{param_dtype, parse_threads, pool, threads};
 use crate::output::{duration, show};
 use crate::peers::{self, CandlePair, CandleTimes};
-use crate::ranks::{RankArgs, whole};
+use crate::ranks::whole;
 use crate::rules::OptimizerArgs;
+use crate::settings::{self, Settings, ids_of_ranks, planner};
 use crate::timer::Timer;
 
 /// Most rounds.
 const MOST_ROUNDS: u64 = 1_000_000;
 
-/// What the help calls flags that only some of what is timed knows.
+/// Headings in the help, for flags that only some of the timed steps know.
 const OF_COLLECTIVES: &str = "Options of --collective, without a model";
 const OF_ALL_RANKS: &str =
     "Options of ranks, with --ranks or --engine: of their steps and of --collective";
@@ -40,19 +41,13 @@ const OF_STEPS_OF_RANKS: &str =
 const OF_ONE_PROCESS: &str =
     "Options of steps of one process, without --ranks and other options of ranks";
 
-/// Flags of [`RankArgs`] that no step here knows; `bench` refuses them and says so.
-const REFUSED: [&str; 6] =
-    ["shard_group", "update_in_backward", "accumulate", "reduce_each", "local_sgd", "adaptive"];
-
-/// Says in the help of `bench` which flags go together, and leaves out what is refused in any case.
+/// Groups the flags of `bench` in its help by what they go together with.
 pub(crate) fn with_headings(command: clap::Command) -> clap::Command {
     let command = headed(command, ids::<CollectiveArgs>(), OF_ALL_RANKS);
     let command = headed(command, ["collective", "sizes"].map(Id::from).into(), OF_COLLECTIVES);
-    let command = headed(command, ids::<RankArgs>(), OF_STEPS_OF_RANKS);
+    let command = headed(command, ids_of_ranks::<settings::Bench>(), OF_STEPS_OF_RANKS);
     let command = headed(command, ids::<peers::PeerArgs>(), OF_ONE_PROCESS);
-    let command = headed(command, [Id::from("peer")].into(), OF_ONE_PROCESS);
-    let hide = |command: clap::Command, flag| command.mut_arg(flag, |arg| arg.hide(true));
-    REFUSED.into_iter().fold(command, hide)
+    headed(command, [Id::from("peer")].into(), OF_ONE_PROCESS)
 }
 
 fn ids<A: Args>() -> Vec<Id> {
@@ -68,28 +63,23 @@ fn headed(command: clap::Command, flags: Vec<Id>, heading: &'static str) -> clap
 /// Flags of `bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// A model (.safetensors) or its shapes (.json)
+    /// A model (.safetensors, or the .safetensors.index.json of several files), or its shapes
+    /// (.json)
     #[arg(required_unless_present = "collective", conflicts_with = "collective")]
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) collective: CollectiveArgs,
     #[command(flatten)]
-    pub(crate) rank_args: RankArgs,
-    #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten)]
-    pub(crate) gradients: GradientArgs,
-    #[command(flatten)]
-    pub(crate) precision: PrecisionArgs,
-    #[command(flatten)]
-    pub(crate) planning: PlanningArgs,
+    pub(crate) settings: Settings<settings::Bench>,
     /// Threads, of all ranks together, 256 at most [default: RAYON_NUM_THREADS, which is held to
     /// the same; all processors if it is not set, empty or 0]
     #[arg(long, value_parser = parse_threads)]
     threads: Option<NonZeroUsize>,
-    /// Element type of shapes that state none
-    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
-    pub(crate) dtype: DType,
+    /// Element type of shapes that state none [default: f32]
+    #[arg(long, value_parser = param_dtype())]
+    pub(crate) dtype: Option<DType>,
     /// Rounds; each times everything in turn, and the best of each counts
     #[arg(long, value_name = "N", default_value = "5", value_parser = whole::<usize, 1, MOST_ROUNDS>)]
     pub(crate) rounds: usize,
@@ -104,7 +94,7 @@ pub(crate) struct BenchArgs {
 }
 
 impl BenchArgs {
-    /// What carries calls between ranks, if there are any.
+    /// The engine that carries calls between ranks, if there are any.
     pub(crate) fn engine(&self) -> Option<Engine> {
         let calls = self.collective.collective.is_some() || self.of_ranks();
         calls.then(|| self.collective.engine.unwrap_or_default())
@@ -114,23 +104,14 @@ impl BenchArgs {
     fn of_ranks(&self) -> bool {
         let CollectiveArgs { ranks, engine, .. } = &self.collective;
         let asked = ranks.ranks.is_some() || ranks.meet() || engine.is_some();
-        asked || self.rank_args.any() || self.rank_args.separate
+        asked || self.settings.asks_for_ranks()
     }
 
-    /// Refuses flags that what is timed knows nothing of.
+    /// Refuses flags that the timed steps do not know.
     fn check(&self) -> anyhow::Result<()> {
-        let ranks = &self.rank_args;
-        ensure!(
-            ranks.accumulate.is_none()
-                && ranks.local_sgd.is_none()
-                && ranks.shard_group.is_none()
-                && !ranks.update_in_backward,
-            "--accumulate, --local-sgd, --shard-group, --update-in-backward: expected none of \
-             them, found one; whole steps of all ranks are timed"
-        );
         if self.of_ranks() {
             if let Some(count) = self.collective.ranks.ranks {
-                ranks.require_several(Some(count), "--ranks")?;
+                self.settings.require_several(Some(count), "--ranks")?;
             }
             ensure!(
                 self.peer.is_none() && !self.peers.peers,
@@ -143,7 +124,7 @@ impl BenchArgs {
     }
 
     /// The threads asked for, or all of the machine.
-    pub(crate) fn threads(&self) -> NonZeroUsize {
+    pub(crate) fn threads(&self) -> anyhow::Result<NonZeroUsize> {
         threads(self.threads)
     }
 }
@@ -155,12 +136,12 @@ enum Peer {
     Candle,
 }
 
-/// What `--json` prints. Times are the best of all rounds.
+/// The result that `--json` prints. Times are the best of all rounds.
 #[derive(Debug, Serialize)]
 struct BenchSummary {
     parameters: usize,
     elements: u64,
-    /// Those of the parameters.
+    /// Dtypes of the parameters.
     dtype: String,
     optimizer: &'static str,
     simd: &'static str,
@@ -169,17 +150,17 @@ struct BenchSummary {
     naive_launches: usize,
     ns_per_step: f64,
     naive_ns_per_step: f64,
-    /// The rule on parameters and state of f32, in the same run; absent if that is what was asked
+    /// Time of the rule on parameters and state of f32, in the same run; absent if these were asked
     /// for.
     #[serde(skip_serializing_if = "Option::is_none")]
     f32_ns_per_step: Option<f64>,
-    /// This step's time over that of f32.
+    /// This step's time over that of the f32 step.
     #[serde(skip_serializing_if = "Option::is_none")]
     times_f32_step: Option<f64>,
     /// Memory traffic of a step.
     bytes_per_step: u64,
     gb_per_s: f64,
-    /// The best stream over as many bytes in this run.
+    /// The best bandwidth of a stream of as many bytes in this run.
     ceiling_gb_per_s: f64,
     ceiling_prefetch_bytes: usize,
     /// Arrays that the ceiling's stream reads and writes: as many as the step has lists.
@@ -198,24 +179,26 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let model =
         args.model.as_deref().context("a model, which the flags require without a collective")?;
     let mut params = read_model(model, args.dtype)?.params;
-    args.optimizer.exclude(&mut params);
+    args.optimizer.require_excluded(args.settings.exclude())?;
     let rule = args.optimizer.rule()?;
+    let options = args.settings.of_model(rule, &mut params)?;
     if args.peer.is_some() {
         peers::plain_adamw(args, rule, "--peer candle")?;
     }
     if args.of_ranks() {
-        return bench_ranks::run(args, rule, &params);
+        return bench_ranks::run(args, &options, &params);
     }
     if args.peers.peers {
-        return peers::run(args, rule, &params);
+        return peers::run(args, &options, &params);
     }
-    bench_one(args, rule, &params)
+    bench_one(args, &options, &params)
 }
 
 /// Times a step of one rank.
-fn bench_one(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
-    let backend = CpuBackend::in_pool(pool(args.threads)?).with_limits(args.planning.limits());
-    let plans = Plans::new(args, rule, params)?;
+fn bench_one(args: &BenchArgs, options: &StepOptions, params: &[ParamDesc]) -> anyhow::Result<()> {
+    let (rule, limits) = (options.rule, args.settings.limits());
+    let backend = CpuBackend::in_pool(pool(args.threads)?).with_limits(limits);
+    let plans = Plans::new(options, params, limits)?;
     let plan = &plans.fused;
     let mut ours = Subject::new(plan, &backend)?;
     let mut unfused = Subject::new(&plans.naive, &backend)?;
@@ -319,7 +302,7 @@ impl<'a> Subject<'a> {
         let mut state = plan.allocate(backend)?;
         for param in plan.params() {
             for (role, value) in [(Role::Param, 0.1), (Role::Grad, 0.01)] {
-                let bytes = filled(param, value);
+                let bytes = filled(param, value)?;
                 state.write(backend, role, &param.name, &bytes)?;
             }
         }
@@ -341,27 +324,34 @@ impl<'a> Subject<'a> {
 struct Plans {
     fused: Plan,
     naive: Plan,
-    /// With all in f32, to show what 16 bits save; none if that is what was asked for.
+    /// The plan with all in f32, to show what 16 bits save; `None` if that was asked for.
     wide: Option<Plan>,
 }
 
 impl Plans {
-    fn new(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Self> {
-        let limits = args.planning.limits();
-        let planned = |planner| {
-            let planner = args.optimizer.scheduled(planner);
-            let planner = args.precision.planner(planner, params);
-            args.gradients.passes(planner).plan(params)
+    fn new(
+        options: &StepOptions,
+        params: &[ParamDesc],
+        limits: LaunchLimits,
+    ) -> anyhow::Result<Self> {
+        let planned = |options: &StepOptions, params: &[ParamDesc]| -> anyhow::Result<Plan> {
+            Ok(planner(options, params, Topology::SOLO, limits)?.plan(params)?)
         };
-        let fused = planned(args.planning.planner(rule, limits))?;
-        let naive = planned(Planner::new(rule).limits(limits).naive())?;
+        let fused = planned(options, params)?;
+        let of_launches = StepOptions { tables: TableKind::default(), ..options.clone() };
+        let naive = planned(&StepOptions { naive: true, ..of_launches.clone() }, params)?;
         let compared = fused.precision(DType::F32) != Precision::default()
             || params.iter().any(|param| param.dtype != DType::F32);
         let wide = if compared {
-            let wide = args.optimizer.scheduled(Planner::new(rule).limits(limits));
-            let params = params.iter().cloned();
-            let params = params.map(|param| ParamDesc { dtype: DType::F32, ..param });
-            Some(args.gradients.passes(wide).plan(&params.collect::<Vec<_>>())?)
+            let in_f32 = params.iter().cloned();
+            let in_f32 = in_f32.map(|param| ParamDesc { dtype: DType::F32, ..param });
+            let options = StepOptions {
+                naive: false,
+                precision: Precision::default(),
+                precision_of: Vec::new(),
+                ..of_launches
+            };
+            Some(planned(&options, &in_f32.collect::<Vec<_>>())?)
         } else {
             None
         };
@@ -369,23 +359,31 @@ impl Plans {
     }
 }
 
-/// The names of the parameters' dtypes; of none, that which they would have.
+/// The names of the parameters' dtypes; without parameters, the dtype that they would have.
 pub(crate) fn dtypes(args: &BenchArgs, params: &[ParamDesc]) -> String {
     let mut names: Vec<&str> = params.iter().map(|param| param.dtype.name()).collect();
     names.sort_unstable();
     names.dedup();
-    if names.is_empty() { args.dtype.name().to_owned() } else { names.join(" and ") }
+    if names.is_empty() {
+        args.dtype.unwrap_or(DType::F32).name().to_owned()
+    } else {
+        names.join(" and ")
+    }
 }
 
 /// A parameter's bytes, every element `value`.
-pub(crate) fn filled(param: &ParamDesc, value: f64) -> Vec<u8> {
-    let numel = param.numel() as usize;
-    match param.dtype {
-        DType::F64 => value.to_le_bytes().repeat(numel),
-        DType::F16 => f16::from_f64(value).to_le_bytes().repeat(numel),
-        DType::BF16 => bf16::from_f64(value).to_le_bytes().repeat(numel),
-        _ => (value as f32).to_le_bytes().repeat(numel),
+pub(crate) fn filled(param: &ParamDesc, value: f64) -> Result<Vec<u8>, CoalesceError> {
+    let mut bytes = zeroed_bytes(param.numel() as usize * param.dtype.len_bytes())?;
+    let element: &[u8] = match param.dtype {
+        DType::F64 => &value.to_le_bytes(),
+        DType::F16 => &f16::from_f64(value).to_le_bytes(),
+        DType::BF16 => &bf16::from_f64(value).to_le_bytes(),
+        _ => &(value as f32).to_le_bytes(),
+    };
+    for place in bytes.chunks_exact_mut(element.len()) {
+        place.copy_from_slice(element);
     }
+    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -413,6 +411,8 @@ mod tests {
         let other = match arg.get_id().as_str() {
             "sizes" => "4KiB",
             "schedule" => "constant",
+            "lr_scale" | "weight_decay_of" => "w=1",
+            "trust_of" => "w=plain",
             _ => "1",
         };
         let value = possible.map_or(other.to_owned(), |value| value.get_name().to_owned());
@@ -422,8 +422,6 @@ mod tests {
             "python" | "report" | "svg" => &["--peers"],
             "meet" => &["--rank", "1"],
             "rank" | "gpu" => &["--meet", "folder", "--rank", "1"],
-            "reduce_each" => &["--accumulate", "2"],
-            "adaptive" => &["--local-sgd", "2"],
             _ => &[],
         };
         let with = with.chunks(if with == ["--peers"] { 1 } else { 2 });
@@ -453,6 +451,7 @@ mod tests {
             let expected = match arg.get_help_heading() {
                 _ if arg.is_hide_set() => (false, false, false),
                 Some(OF_COLLECTIVES) => (false, false, true),
+                Some(settings::HEADING) => (true, true, false),
                 Some(OF_ALL_RANKS) => (found.0, true, true),
                 Some(OF_STEPS_OF_RANKS) => (true, true, false),
                 Some(OF_ONE_PROCESS) => (true, false, found.2),

@@ -11,6 +11,7 @@ use serde::Serialize;
 use crate::engine::{Engine, Ranks};
 use crate::options::name_of;
 use crate::output::{duration, print, print_json};
+use crate::settings;
 
 /// Flags of `bench --collective`.
 #[derive(Debug, Args)]
@@ -20,17 +21,17 @@ pub(crate) struct CollectiveArgs {
         long,
         value_enum,
         conflicts_with_all = [
-            "RankArgs", "OptimizerArgs", "GradientArgs", "PrecisionArgs", "PlanningArgs",
-            "PeerArgs", "peer", "dtype", "threads", "rounds"
+            settings::GROUP, "OptimizerArgs", "RuleFlags", "PeerArgs", "peer", "dtype", "threads",
+            "rounds"
         ]
     )]
     pub(crate) collective: Option<Collective>,
-    /// What carries it, or steps between ranks [default: thread]
+    /// Engine that carries the collective, or steps between ranks [default: thread]
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,
     #[command(flatten)]
     pub(crate) ranks: Ranks,
-    /// Bytes of each rank's buffer, with units; of whole elements of 4
+    /// Bytes of each rank's buffer, with units; rounded down to whole elements of 4 bytes
     #[arg(
         long,
         value_delimiter = ',',
@@ -41,7 +42,7 @@ pub(crate) struct CollectiveArgs {
     sizes: Vec<Size>,
 }
 
-/// Bytes of one element of it.
+/// Bytes of one element of a buffer.
 const LEAST_BYTES: u64 = size_of::<f32>() as u64;
 
 /// Most bytes of each rank's buffer.
@@ -77,7 +78,7 @@ impl FromStr for Size {
     }
 }
 
-/// What `--json` prints.
+/// The result that `--json` prints.
 #[derive(Serialize)]
 struct Summary {
     collective: &'static str,

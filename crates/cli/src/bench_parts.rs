@@ -1,32 +1,32 @@
-//! What `fusestep bench --ranks` times on every rank: whole steps, and their parts alone.
+//! Work that `fusestep bench --ranks` times on every rank: whole steps, and their parts alone.
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Part, Plan, Reduced, Stage, State, ZeroStage};
+use fusestep_planner::{Comms, Part, Plan, Reduced, Stage, State};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
 use crate::bench::{Subject, filled};
 use crate::ceiling::Ceiling;
 
-/// What every gradient is.
+/// The value of every element of a gradient.
 const GRADIENT: f64 = 0.01;
 
-/// What is timed in turn.
+/// Work that is timed in turn.
 pub(crate) trait Work {
-    /// What comes before every call, off the clock.
+    /// Prepares every call, off the clock.
     fn prepare(&mut self) -> anyhow::Result<()> {
         Ok(())
     }
 
-    /// What is timed, on all ranks at once.
+    /// Does the work that is timed, on all ranks at once.
     fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()>;
 }
 
-/// What this rank updates, as parameters of their own.
+/// The part of the model that this rank updates, as parameters of their own.
 pub(crate) fn own_params(plan: &Plan) -> Vec<ParamDesc> {
     let mut own = Vec::new();
     for spec in plan.storages() {
@@ -51,7 +51,6 @@ pub(crate) struct Step<'a> {
     plan: &'a Plan,
     backend: &'a CpuBackend,
     state: State,
-    filled: bool,
     /// Most bytes of gradients that a step has copied.
     pub(crate) copied_bytes: u64,
 }
@@ -64,26 +63,24 @@ impl<'a> Step<'a> {
     ) -> anyhow::Result<Self> {
         let mut state = plan.allocate_on(backend, comm)?;
         for param in plan.params() {
-            state.write(backend, Role::Param, &param.name, &filled(param, 0.1))?;
+            state.write(backend, Role::Param, &param.name, &filled(param, 0.1)?)?;
         }
-        Ok(Self { plan, backend, state, filled: false, copied_bytes: 0 })
+        Ok(Self { plan, backend, state, copied_bytes: 0 })
     }
 }
 
 impl Work for Step<'_> {
-    /// Gives all gradients. They lie where they are, unless the stage gives their memory back.
+    /// Gives all gradients.
     fn prepare(&mut self) -> anyhow::Result<()> {
-        let fill = !self.filled || self.plan.zero() >= ZeroStage::Two;
         for param in self.plan.params() {
             let (state, name) = (&mut self.state, param.name.as_str());
             match param.dtype {
-                DType::F64 => fill_if(fill, state.grad_mut(name)?, GRADIENT),
-                DType::F16 => fill_if(fill, state.grad_mut(name)?, f16::from_f64(GRADIENT)),
-                DType::BF16 => fill_if(fill, state.grad_mut(name)?, bf16::from_f64(GRADIENT)),
-                _ => fill_if(fill, state.grad_mut(name)?, GRADIENT as f32),
+                DType::F64 => state.grad_mut(name)?.fill(GRADIENT),
+                DType::F16 => state.grad_mut(name)?.fill(f16::from_f64(GRADIENT)),
+                DType::BF16 => state.grad_mut(name)?.fill(bf16::from_f64(GRADIENT)),
+                _ => state.grad_mut(name)?.fill(GRADIENT as f32),
             }
         }
-        self.filled = true;
         Ok(())
     }
 
@@ -94,13 +91,7 @@ impl Work for Step<'_> {
     }
 }
 
-fn fill_if<T: Copy>(fill: bool, view: &mut [T], value: T) {
-    if fill {
-        view.fill(value);
-    }
-}
-
-/// One operation on a bucket of a plan.
+/// One operation on a bucket of a plan, with the memory for it.
 pub(crate) struct BucketCall {
     operation: Operation,
     dtype: DType,
@@ -156,7 +147,7 @@ impl Work for Vec<BucketCall> {
     }
 }
 
-/// The update of one rank, alone.
+/// The update of one rank by itself.
 impl Work for Subject<'_> {
     fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
         self.run()?;
@@ -177,8 +168,8 @@ impl Work for Streamed<'_> {
     }
 }
 
-/// Waits for the last rank, as whole steps do: of ranks that share a core, each would otherwise
-/// tell what it took by itself.
+/// Waits for the last rank, as whole steps do. Without that, each rank of several on one core would
+/// tell only its own time.
 fn until_all_have(comms: &mut Comms<'_>) -> anyhow::Result<()> {
     Ok(comms.communicator().barrier()?)
 }

@@ -3,9 +3,11 @@
 
 use std::time::Instant;
 
+use fusestep::StepOptions;
 use fusestep_collective::{Collectives, Communicator, ReduceOp};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Optimizer, Plan, Planner, Topology};
+use fusestep_launch::LaunchLimits;
+use fusestep_planner::{Comms, Plan, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{ParamDesc, Role, counted};
 use serde::Serialize;
@@ -15,17 +17,17 @@ use crate::bench_parts::{BucketCall, Step, Streamed, Work, calls_of, own_params}
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
 use crate::output::{duration, show};
-use crate::ranks::RankArgs;
+use crate::settings::planner;
 use crate::timer::{MIN_SAMPLE_NS, Timer};
 
-/// Most bytes that the ceiling's arrays have on all ranks together; longer steps are scaled from
-/// them.
+/// Most bytes that the ceiling's arrays have on all ranks together. Ceilings of longer steps are
+/// scaled from this size.
 const MOST_CEILING_BYTES: u64 = 1 << 30;
 
 /// Most calls of a sample.
 const MOST_CALLS: u32 = 1 << 12;
 
-/// What `--json` prints. Times are those of the slowest rank, the best of all rounds.
+/// The result that `--json` prints. Times are those of the slowest rank, the best of all rounds.
 #[derive(Debug, Serialize)]
 struct Summary {
     parameters: usize,
@@ -39,15 +41,15 @@ struct Summary {
     threads: usize,
     /// A whole step, from gradients that lie in their views to updated parameters.
     ns_per_step: f64,
-    /// These buckets, reduced by the communicator alone.
+    /// Time of the communicator alone to reduce the buckets of gradients.
     reduce_ns: f64,
-    /// The updates alone, of all ranks at once.
+    /// Time of the updates alone, of all ranks at once.
     update_ns: f64,
-    /// The parameters gathered by the communicator alone.
+    /// Time of the communicator alone to gather the parameters.
     gather_ns: f64,
     /// Bytes that all ranks together read and write for each element of the model.
     bytes_per_element: u64,
-    /// As many bytes streamed by all ranks at once.
+    /// Time of all ranks at once to stream as many bytes.
     ceiling_ns: f64,
     share_of_ceiling: f64,
     /// Bytes of gradients that a step copies from one place to another.
@@ -55,12 +57,16 @@ struct Summary {
 }
 
 /// Times steps of ranks and prints what rank 0 has found.
-pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
+pub(crate) fn run(
+    args: &BenchArgs,
+    options: &StepOptions,
+    params: &[ParamDesc],
+) -> anyhow::Result<()> {
     let found = args
         .collective
         .engine
         .unwrap_or_default()
-        .run(&args.collective.ranks, |comm| measure(args, rule, params, comm))?;
+        .run(&args.collective.ranks, |comm| measure(args, options, params, comm))?;
     found.map_or(Ok(()), |summary| show(args.json, &summary))
 }
 
@@ -100,6 +106,11 @@ impl std::fmt::Display for Summary {
 
 /// Times work by the slowest rank; all ranks call it, with the same work.
 fn sample(timer: &mut Timer, comms: &mut Comms<'_>, work: &mut dyn Work) -> anyhow::Result<()> {
+    // All ranks have timed as much, so all of them agree on this call, too.
+    if timer.is_cold() {
+        work.prepare()?;
+        work.call(comms)?;
+    }
     loop {
         let mut nanoseconds = 0.0;
         for _ in 0..timer.calls {
@@ -125,45 +136,38 @@ struct Plans {
     whole: Plan,
     /// The plan without stages that do several things at once.
     separate: Plan,
-    /// What this rank updates, alone.
+    /// The plan of this rank's part of the model, alone.
     own: Plan,
 }
 
 impl Plans {
     fn new(
-        args: &BenchArgs,
-        rule: Optimizer,
+        options: &StepOptions,
         params: &[ParamDesc],
         topology: Topology,
+        limits: LaunchLimits,
     ) -> anyhow::Result<Self> {
-        let local = || -> Planner {
-            let planner = args.planning.planner(rule, args.planning.limits());
-            let planner = args.optimizer.scheduled(planner);
-            args.gradients.passes(args.precision.planner(planner, params))
+        let plan_of = |options: &StepOptions| -> anyhow::Result<Plan> {
+            Ok(planner(options, params, topology, limits)?.plan_for(params, topology)?)
         };
-        let plan_of = |ranks: &RankArgs| -> anyhow::Result<Plan> {
-            let planner = ranks.passes(local(), args.planning.naive, topology)?;
-            Ok(planner.plan_for(params, topology)?)
-        };
-        let separate = plan_of(&RankArgs { separate: true, ..args.rank_args })?;
-        Ok(Self {
-            whole: plan_of(&args.rank_args)?,
-            own: local().plan(&own_params(&separate))?,
-            separate,
-        })
+        let separate = plan_of(&options.in_parts())?;
+        let own = own_params(&separate);
+        let alone = planner(&options.borrowing(), &own, Topology::SOLO, limits)?;
+        Ok(Self { whole: plan_of(options)?, own: alone.plan(&own)?, separate })
     }
 }
 
 fn measure(
     args: &BenchArgs,
-    rule: Optimizer,
+    options: &StepOptions,
     params: &[ParamDesc],
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Summary> {
     let topology = Topology::of(comm);
-    let of_rank = args.threads().get().div_ceil(topology.world);
-    let backend = CpuBackend::new(of_rank.try_into()?).with_limits(args.planning.limits());
-    let plans = Plans::new(args, rule, params, topology)?;
+    let of_rank = args.threads()?.get().div_ceil(topology.world);
+    let limits = args.settings.limits();
+    let backend = CpuBackend::new(of_rank.try_into()?).with_limits(limits);
+    let plans = Plans::new(options, params, topology, limits)?;
     let plan = &plans.whole;
     let mut step = Step::new(plan, &backend, comm)?;
     let mut reduce = calls_of(&plans.separate, comm, Role::Grad)?;
@@ -173,7 +177,7 @@ fn measure(
     let most = MOST_CEILING_BYTES / topology.world as u64;
     let mut stream =
         Streamed { ceiling: Ceiling::new(&backend, &plans.own, bytes.min(most))?, index: 0 };
-    let mut comms = args.rank_args.comms(comm, args.planning.naive)?;
+    let mut comms = options.comms(comm)?;
     let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| Timer::new());
     let mut streams = PREFETCH_DISTANCES.map(|_| Timer::new());
     for _ in 0..args.rounds {
@@ -198,7 +202,7 @@ fn measure(
         parameters: params.len(),
         elements: plan.elements(),
         dtype: dtypes(args, params),
-        optimizer: rule.name(),
+        optimizer: options.rule.name(),
         ranks: topology.world,
         engine: name_of(args.collective.engine.unwrap_or_default()),
         zero: plan.zero().number(),

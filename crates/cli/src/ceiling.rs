@@ -1,4 +1,5 @@
-//! The memory bandwidth that a step is held against: a stream of as many arrays and as many bytes.
+//! The ceiling: the memory bandwidth that a step is held against, of a stream of as many arrays and
+//! bytes.
 
 use std::convert::Infallible;
 
@@ -16,13 +17,13 @@ pub(crate) struct Ceiling<'a> {
     read: HostMemory,
     written: Vec<HostMemory>,
     numel: usize,
-    /// One for each prefetch distance.
+    /// Timers, one for each prefetch distance.
     timers: Vec<Timer>,
 }
 
 impl<'a> Ceiling<'a> {
-    /// As many arrays as the lists that the plan's first kernel has, together with this much
-    /// traffic.
+    /// A ceiling with as many arrays as the plan's first kernel has lists, and with `len_bytes`
+    /// bytes of traffic.
     pub(crate) fn new(
         backend: &'a CpuBackend,
         plan: &Plan,
@@ -107,7 +108,7 @@ impl<'a> Ceiling<'a> {
     }
 }
 
-/// Bytes that one element of a stream with so many written arrays moves.
+/// Bytes that one element moves in a stream with this number of written arrays.
 fn bytes_per_element(writes: usize) -> u64 {
     (2 * writes + 1) as u64 * size_of::<f32>() as u64
 }

@@ -1,4 +1,4 @@
-//! `fusestep check`: what this machine offers and what is missing.
+//! `fusestep check`: parts that this machine offers, and parts that are missing.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -39,16 +39,16 @@ pub(crate) struct CheckArgs {
     json: bool,
 }
 
-/// One thing a machine may have.
+/// One part that a machine may have.
 #[derive(Debug, Serialize)]
 struct Finding {
     part: &'static str,
     present: bool,
-    /// What there is, or what is missing and what it would take.
+    /// The part that was found, or the missing part and how to get it.
     detail: String,
 }
 
-/// What a test of collectives prints with `--json`.
+/// The result that a test of collectives prints with `--json`.
 #[derive(Debug, Serialize)]
 struct Tested {
     engine: String,
@@ -56,7 +56,7 @@ struct Tested {
     right: Vec<&'static str>,
     /// An all-reduce on memory that no cache has.
     link: Link,
-    /// What `plan` predicts a step from.
+    /// Costs that `plan` predicts a step from.
     costs: Costs,
     rows: Vec<AllReduceRow>,
 }
@@ -114,8 +114,8 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
     print(&text)
 }
 
-/// What a call costs that moves next to nothing: the intercept of a line through measured times,
-/// which may pass through zero.
+/// The cost of a call that moves next to nothing, in words. It is the intercept of a line through
+/// measured times, which may pass through zero.
 fn cost_of_call(nanoseconds: f64) -> String {
     if nanoseconds < 1.0 {
         return "less than the clock tells".to_owned();
@@ -154,11 +154,11 @@ fn simd() -> Finding {
 }
 
 fn thread_count() -> Finding {
-    Finding {
-        part: "threads",
-        present: true,
-        detail: format!("{} in use unless --threads says otherwise", threads(None)),
-    }
+    let (present, detail) = match threads(None) {
+        Ok(all) => (true, format!("{all} in use unless --threads says otherwise")),
+        Err(error) => (false, error.to_string()),
+    };
+    Finding { part: "threads", present, detail }
 }
 
 #[cfg(feature = "cuda")]
@@ -190,7 +190,7 @@ fn mpi() -> Finding {
     let used = if cfg!(feature = "mpi") {
         "`mpirun -n 4 fusestep check --engine mpi` tests it"
     } else {
-        "this build leaves it out; build with the feature `mpi`"
+        "this build leaves it out; `cargo install --path crates/cli --features mpi` builds it in"
     };
     located("mpi", found, missing, used)
 }
@@ -206,7 +206,7 @@ fn nccl() -> Finding {
     let used = if cfg!(feature = "nccl") {
         "`fusestep check --engine nccl --ranks N` tests it on N GPUs"
     } else {
-        "this build leaves it out; build with the feature `nccl`"
+        "this build leaves it out; `cargo install --path crates/cli --features nccl` builds it in"
     };
     located("nccl", found, missing, used)
 }

@@ -1,5 +1,5 @@
-//! `fusestep checkpoint`: what is in a checkpoint, whether it is intact, and the same for another
-//! number of files.
+//! `fusestep checkpoint`: the contents of a checkpoint, whether it is intact, and the same tensors
+//! in another number of files.
 
 use std::path::PathBuf;
 
@@ -37,8 +37,8 @@ enum Action {
         /// An empty or new folder
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
-        /// Average what ranks have for themselves (a LocalSGD run, sums of an open merge window),
-        /// so that any number can go on
+        /// Average tensors that each rank has for itself (LocalSGD, an open window of micro-steps);
+        /// any number of ranks can go on then
         #[arg(long)]
         average: bool,
     },
@@ -53,7 +53,7 @@ struct FolderArgs {
     json: bool,
 }
 
-/// What `verify --json` prints.
+/// The result that `verify --json` prints.
 #[derive(Debug, Serialize)]
 struct Verified {
     intact: bool,
@@ -111,7 +111,8 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 manifest.reshard(from, out, count)
             };
             if written.is_err() && is_new {
-                // What else is in it by now stays; why nothing was written counts.
+                // Other files that are in the folder by now stay; the reason that nothing was
+                // written counts.
                 let _ = std::fs::remove_dir(out);
             }
             inspect(folder, &written?)

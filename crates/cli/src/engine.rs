@@ -1,16 +1,20 @@
-//! What carries collectives, and who runs them.
+//! Engines of collectives, and how a command runs on their ranks.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
-use fusestep_collective::{Communicator, Options, run_ranks};
-use fusestep_collective_mpi::{Compare, MpiOptions, Reduction, launched_ranks};
-use fusestep_collective_processes::{ProcessCommunicator, launched_processes};
+use fusestep_collective::{
+    ALONE_REMEDY, Carrier, Communicator, Options, alone_on_purpose, run_ranks, started_together,
+    thread_ranks,
+};
+use fusestep_collective_mpi::{Compare, MpiOptions, Reduction};
+use fusestep_collective_processes::{ProcessCommunicator, ProcessError, launched_processes};
 
 use crate::options::name_of;
 use crate::ranks::{MOST_RANKS, whole};
+use crate::settings::expected_several;
 use crate::{launch, outcomes};
 
 #[cfg(feature = "nccl")]
@@ -41,20 +45,20 @@ pub(crate) enum Engine {
     NcclNative,
 }
 
-/// How ranks look after each other.
+/// Flags of how ranks look after each other.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct Watch {
     /// Seconds that a rank waits for others before the run ends and names them [default: 60]
     #[arg(long, value_name = "SECONDS", value_parser = parse_timeout)]
     timeout: Option<Duration>,
-    /// Where each rank writes its last calls if the run ends in an error or is ended by its
-    /// launcher [default: nowhere]
+    /// Folder that each rank writes its last calls to, if the run ends in an error or its launcher
+    /// ends it [default: none]
     #[arg(long, value_name = "FOLDER")]
     flight_recorder: Option<PathBuf>,
 }
 
 /// Seconds above zero, a day at most.
-fn parse_timeout(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok();
     let timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     timeout
@@ -73,7 +77,20 @@ impl Watch {
         Ok(())
     }
 
-    /// For ranks that are threads, or processes of this machine.
+    /// Refuses `--timeout` of one rank; without a number of ranks `--flight-recorder`, too.
+    pub(crate) fn require_several(&self, ranks: Option<usize>) -> anyhow::Result<()> {
+        if ranks.is_none() {
+            return self.require_none("--ranks");
+        }
+        ensure!(
+            self.timeout.is_none(),
+            "--timeout: {}; one rank waits for nobody",
+            expected_several(ranks, "--ranks")
+        );
+        Ok(())
+    }
+
+    /// Options for ranks that are threads, or processes of this machine.
     fn of_machine(&self) -> Options {
         let default = Options::default();
         Options {
@@ -83,7 +100,7 @@ impl Watch {
         }
     }
 
-    /// For processes that mpirun has started.
+    /// Options for processes that mpirun has started.
     fn of_processes(&self, reduction: Reduction, compare: Compare) -> MpiOptions {
         let default = MpiOptions::default();
         MpiOptions {
@@ -96,23 +113,23 @@ impl Watch {
     }
 }
 
-/// How many ranks there are, and how they find and look after each other.
+/// Number of ranks, and how they find and look after each other.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Ranks {
     /// Ranks that are threads, 2 by default; mpirun says how many processes there are
     #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     pub(crate) ranks: Option<usize>,
-    /// How many if nothing says so.
+    /// Number of ranks where nothing tells one.
     #[arg(skip = 2usize)]
     default: usize,
     /// Processes with a GPU each that were not started by mpirun meet in this folder, new for
     /// every run (engines nccl, nccl-native)
     #[arg(long, value_name = "FOLDER", requires = "rank")]
     meet: Option<PathBuf>,
-    /// Which of --ranks processes this one is, from 0
+    /// Number of this process among the processes of --ranks, from 0
     #[arg(long, requires = "meet", value_parser = whole::<usize, 0, { u64::MAX }>)]
     rank: Option<usize>,
-    /// This process's GPU; by default the one of its rank's number
+    /// This process's GPU; by default the GPU whose number is the rank
     #[arg(long, requires = "meet", value_parser = whole::<usize, 0, { u64::MAX }>)]
     gpu: Option<usize>,
     #[command(flatten)]
@@ -120,12 +137,12 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
-    /// So many; one if neither they nor a launcher are given.
+    /// Ranks of this number; one rank if neither the number nor a launcher is given.
     pub(crate) fn new(ranks: Option<usize>, watch: Watch) -> Self {
         Self { ranks, default: 1, meet: None, rank: None, gpu: None, watch }
     }
 
-    /// How many there are.
+    /// Number of ranks that the flags ask for.
     pub(crate) fn count(&self) -> usize {
         self.ranks.unwrap_or(self.default)
     }
@@ -142,7 +159,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// Whether a folder is given in which they meet.
+    /// Whether a folder is given in which the processes meet.
     pub(crate) fn meet(&self) -> bool {
         self.meet.is_some()
     }
@@ -158,12 +175,26 @@ impl Ranks {
 }
 
 impl Engine {
-    /// Runs `body` on every rank; returns what rank 0 has found, on rank 0 only.
+    /// Whether the flags, where no launcher counts the ranks, ask for one rank.
+    pub(crate) fn is_one(self, ranks: &Ranks) -> bool {
+        let is_counted = match self {
+            Engine::Thread => false,
+            Engine::Processes => !is_own_launcher(),
+            Engine::Mpi | Engine::MpiNative => true,
+            Engine::Nccl | Engine::NcclNative => !ranks.meet() && started_together().is_some(),
+        };
+        if is_counted { ranks.ranks == Some(1) } else { ranks.count() == 1 }
+    }
+
+    /// Runs `body` on every rank; returns the result of rank 0, on rank 0 only.
     pub(crate) fn run<T: Send, E: Into<anyhow::Error> + Send>(
         self,
         ranks: &Ranks,
         body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
     ) -> anyhow::Result<Option<T>> {
+        if self.is_one(ranks) {
+            ranks.watch.require_several(ranks.ranks)?;
+        }
         ensure!(
             ranks.meet.is_none() || matches!(self, Engine::Nccl | Engine::NcclNative),
             "expected --engine nccl or nccl-native with --meet, found {}; a folder carries what \
@@ -171,6 +202,12 @@ impl Engine {
             name_of(self)
         );
         let (reduction, compare) = match self {
+            // The only rank takes no thread of its own.
+            Engine::Thread if ranks.count() == 1 => {
+                let only = thread_ranks(1, &ranks.watch.of_machine()).pop();
+                let mut comm = only.context("expected one rank, found none")?;
+                return body(&mut comm).map(Some).map_err(Into::into);
+            }
             Engine::Thread => {
                 let outcomes = run_ranks(ranks.count(), &ranks.watch.of_machine(), |mut comm| {
                     body(&mut comm).map_err(Into::into)
@@ -178,31 +215,27 @@ impl Engine {
                 return outcomes::first(outcomes.context("cannot start a thread for each rank")?);
             }
             Engine::Processes => {
-                // Is the launcher if there is none.
-                if std::env::var_os("RANK").is_none() {
+                if is_own_launcher() {
                     return launch::again(ranks.count()).map(|()| None);
                 }
                 let mut comm = ProcessCommunicator::world(&ranks.watch.of_machine())?;
                 return on_process(ranks, &mut comm, body);
             }
             Engine::Mpi => (Reduction::Reproducible, Compare::EveryCall),
-            // As little as can be between the caller and MPI: whoever asks for its sums asks for
+            // The fewest steps between the caller and MPI: a user who asks for MPI's sums asks for
             // its speed.
             Engine::MpiNative => (Reduction::Engine, Compare::FirstOfEach),
             Engine::Nccl => return on_gpus(ranks, Reduction::Reproducible, body),
             Engine::NcclNative => return on_gpus(ranks, Reduction::Engine, body),
         };
         let mut world = mpi_world(&ranks.watch.of_processes(reduction, compare))?;
-        let launched = launched_processes().filter(|_| world.world_size() == 1);
-        if let Some(launched) = launched {
-            bail!(
-                "{launched} processes were started together, and MPI knows of one; expected \
-                 mpirun to start them, or --engine processes, found --engine {}",
-                name_of(self)
-            );
-        }
         on_process(ranks, world.as_mut(), body)
     }
+}
+
+/// Whether a command of the engine `processes` starts its ranks itself, since no launcher has.
+fn is_own_launcher() -> bool {
+    std::env::var_os("RANK").is_none() || alone_on_purpose()
 }
 
 /// Runs `body` on this rank of those that a launcher has started.
@@ -217,7 +250,7 @@ fn on_process<T, E: Into<anyhow::Error>>(
     Ok((comm.rank() == 0).then_some(found))
 }
 
-/// Says what this build lacks.
+/// Refuses to run: this build has no NCCL.
 #[cfg(not(feature = "nccl"))]
 fn on_gpus<T, E>(
     _: &Ranks,
@@ -225,8 +258,8 @@ fn on_gpus<T, E>(
     _: impl Fn(&mut dyn Communicator) -> Result<T, E>,
 ) -> anyhow::Result<Option<T>> {
     anyhow::bail!(
-        "nccl: this build leaves NCCL out; build with the feature `nccl` (it takes nothing more \
-         to build), or use ranks that are threads"
+        "nccl: this build leaves NCCL out; build it with `cargo install --path crates/cli --features \
+         nccl` (it takes nothing more to build), or use ranks that are threads"
     )
 }
 
@@ -236,43 +269,46 @@ pub(crate) fn mpi_world(options: &MpiOptions) -> anyhow::Result<Box<dyn Communic
     Ok(Box::new(fusestep_collective_mpi::MpiCommunicator::world(options)?))
 }
 
-/// Says what this build lacks, and how many processes wait for it.
+/// Refuses to run: this build has no MPI. Says how many processes wait for it.
 #[cfg(not(feature = "mpi"))]
 pub(crate) fn mpi_world(_: &MpiOptions) -> anyhow::Result<Box<dyn Communicator>> {
-    let launched = launched_ranks().map_or_else(String::new, |ranks| {
-        format!(
-            "; {ranks} processes were started together, and each would take itself for the whole"
-        )
+    let launched = started_together().map_or_else(String::new, |started| {
+        format!("; {started}, and each would take itself for the whole")
     });
     anyhow::bail!(
-        "mpi: this build leaves MPI out; build with the feature `mpi` (it takes an MPI with mpicc, \
-         and libclang), or use ranks that are threads{launched}"
+        "mpi: this build leaves MPI out; build it with `cargo install --path crates/cli --features \
+         mpi` (it takes an MPI with mpicc, and libclang), or use ranks that are threads{launched}"
     )
 }
 
-/// Refuses to be one of several processes that know nothing of each other: each would take itself
-/// for the whole. `meets`: whether a folder is given in which they find each other.
+/// Refuses to be one of several processes that know nothing of each other, since each would take
+/// itself for the whole. `meets` says whether a folder is given in which they find each other.
 pub(crate) fn require_engine(engine: Option<Engine>, meets: bool) -> anyhow::Result<()> {
-    let (by_mpirun, by_others) = (launched_ranks(), launched_processes());
-    let Some(launched) = by_mpirun.or(by_others) else {
+    let Some(started) = started_together() else {
         return Ok(());
     };
+    let on_processes = launched_processes();
     let finds_others = match engine {
         None | Some(Engine::Thread) => false,
-        // mpirun tells nobody where memory is that ranks share.
-        Some(Engine::Processes) => by_others.is_some(),
-        Some(Engine::Nccl | Engine::NcclNative) => by_mpirun.is_some() || meets,
+        Some(Engine::Processes) => match &on_processes {
+            Ok(_) => true,
+            // The engine that works is named below.
+            Err(ProcessError::OtherLauncher { .. }) => false,
+            Err(error) => return Err(error.clone().into()),
+        },
+        Some(Engine::Nccl | Engine::NcclNative) => started.carrier == Carrier::Mpi || meets,
         Some(Engine::Mpi | Engine::MpiNative) => true,
     };
-    let (launcher, works) = match by_others {
-        Some(_) => ("a launcher", "processes"),
-        None => ("mpirun", "mpi"),
+    let works = match (on_processes, started.carrier) {
+        (Ok(_), _) => "--engine processes",
+        (_, Carrier::Mpi) => "--engine mpi",
+        (_, Carrier::Addresses) => "mpirun in place of this launcher and --engine mpi",
     };
     ensure!(
         finds_others,
-        "{launched} processes were started together by {launcher}, and each would take itself for \
-         the whole; expected --engine {works} (check, train, bench), found {}; or start one \
-         process without {launcher}, whose ranks are those of --ranks",
+        "{started}, and each would take itself for the whole; expected {works} (check, train, \
+         bench), found {}; or start one process without the launcher, whose ranks are those of \
+         --ranks; or {ALONE_REMEDY}",
         engine.map_or("none".to_owned(), name_of)
     );
     Ok(())

@@ -1,17 +1,20 @@
 //! Parameter descriptors from files.
 
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fmt;
 use std::path::Path;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, anyhow, bail, ensure};
 use fusestep_tensor::{DType, ParamDesc, Quoted, Shape};
-use fusestep_tensor_file::{Disk, Files, TensorFile, TensorFileError};
+use fusestep_tensor_file::{Disk, Files, TensorFile, TensorFileError, object_entries};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// One entry of a shapes file: `[{"name": "fc.weight", "shape": [10, 64]}, …]`.
+/// One entry of a shapes file: `[{"name": "fc.weight", "shape": [10, 64]}, …]`, or of a map
+/// `{"fc.weight": [10, 64], …}`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ShapeEntry {
@@ -20,7 +23,7 @@ struct ShapeEntry {
     dtype: Option<String>,
 }
 
-/// An entry that is an object: what is derived takes its values in an array, too.
+/// An entry that must be an object: a derived `Deserialize` takes the values in an array, too.
 #[derive(Debug)]
 struct Object(ShapeEntry);
 
@@ -44,7 +47,7 @@ impl<'de> Visitor<'de> for ObjectVisitor {
     }
 }
 
-/// Parameters of a model, and what else was in its file.
+/// Parameters of a model, and the other tensors of its file.
 #[derive(Debug)]
 pub(crate) struct Model {
     pub(crate) params: Vec<ParamDesc>,
@@ -52,22 +55,95 @@ pub(crate) struct Model {
     pub(crate) buffers: Vec<String>,
 }
 
-/// Reads a `.json` file of shapes or a safetensors file; `dtype` is that of shapes without their
-/// own.
-pub(crate) fn read_model(path: &Path, dtype: DType) -> anyhow::Result<Model> {
-    if path.extension().and_then(OsStr::to_str) == Some("json") {
+/// Reads a `.json` file of shapes, a safetensors file, or the files that an index names. `dtype` is
+/// for shapes that state none.
+///
+/// # Errors
+/// The fault of a file; a `dtype` where every tensor has its own.
+pub(crate) fn read_model(path: &Path, dtype: Option<DType>) -> anyhow::Result<Model> {
+    let (model, takes_dtype) = if path.extension().and_then(OsStr::to_str) == Some("json") {
         let named = || path.display().to_string();
-        let params = parse_shapes(path, &Disk.read(path).with_context(named)?, dtype)?;
-        return Ok(Model { params, buffers: Vec::new() });
-    }
-    let file = TensorFile::read(path).map_err(|error| match error {
-        // What a text looks like to whoever expects a header's length.
-        TensorFileError::HeaderTooLong { .. } | TensorFileError::Length { .. } => {
-            anyhow!("{error}; shapes are read from a file whose name ends in .json")
+        let text = Disk.read(path).with_context(named)?;
+        match files_of_index(path, &text)? {
+            Some(files) => (model_of_index(path, &files)?, false),
+            None => {
+                let read = parse_shapes(path, &text, dtype.unwrap_or(DType::F32))?;
+                (Model { params: read.params, buffers: Vec::new() }, read.takes_dtype)
+            }
         }
-        error => error.into(),
+    } else {
+        let file = TensorFile::read(path).map_err(|error| match error {
+            // A text looks like this to a reader that expects a header's length.
+            TensorFileError::HeaderTooLong { .. } | TensorFileError::Length { .. } => {
+                anyhow!("{error}; shapes are read from a file whose name ends in .json")
+            }
+            error => error.into(),
+        })?;
+        (model_of(&file)?, false)
+    };
+    if let Some(dtype) = dtype.filter(|_| !takes_dtype) {
+        bail!(
+            "--dtype: expected shapes without a dtype of their own, found one for every tensor in \
+             {}; leave --dtype {dtype} out",
+            path.display()
+        );
+    }
+    Ok(model)
+}
+
+/// The tensors of each file that a safetensors index names; `None` if the text is no index.
+fn files_of_index(
+    path: &Path,
+    text: &[u8],
+) -> anyhow::Result<Option<BTreeMap<String, BTreeSet<String>>>> {
+    let entries = std::str::from_utf8(text).ok().and_then(object_entries).unwrap_or_default();
+    // A tensor of this name has a list.
+    let map = entries.iter().find(|(name, map)| name == "weight_map" && map.starts_with('{'));
+    let Some((_, map)) = map else {
+        return Ok(None);
+    };
+    let map: BTreeMap<String, String> = serde_json::from_str(map).map_err(|error| {
+        let error = error.to_string();
+        let (path, error) = (path.display(), Quoted(&error));
+        anyhow!("{path}: weight_map: expected {{\"tensor\": \"file\", …}}: {error}")
     })?;
-    model_of(&file)
+    let mut files = BTreeMap::<String, BTreeSet<String>>::new();
+    for (name, file) in map {
+        ensure!(
+            Path::new(&file).file_name() == Some(OsStr::new(&file)),
+            "{}: `{}`: expected the name of a file beside the index, found `{}`",
+            path.display(),
+            Quoted(&name),
+            Quoted(&file)
+        );
+        files.entry(file).or_default().insert(name);
+    }
+    Ok(Some(files))
+}
+
+/// The descriptors of all files that an index names, in name order.
+fn model_of_index(
+    path: &Path,
+    files: &BTreeMap<String, BTreeSet<String>>,
+) -> anyhow::Result<Model> {
+    let (mut params, mut buffers) = (Vec::new(), Vec::new());
+    for (file, names) in files {
+        let file = TensorFile::read(&path.with_file_name(file))?;
+        if let Some(name) = names.iter().find(|name| !file.entries().contains_key(*name)) {
+            bail!(
+                "{}: `{}`: expected the tensor in {}, found none of this name there",
+                path.display(),
+                Quoted(name),
+                file.path().display()
+            );
+        }
+        let of_file = model_of(&file)?;
+        params.extend(of_file.params.into_iter().filter(|param| names.contains(&param.name)));
+        buffers.extend(of_file.buffers.into_iter().filter(|name| names.contains(name)));
+    }
+    params.sort_by(|a, b| a.name.cmp(&b.name));
+    buffers.sort();
+    Ok(Model { params, buffers })
 }
 
 /// The descriptors of a file's tensors, in name order.
@@ -97,27 +173,42 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
     Ok(Model { params, buffers })
 }
 
-/// An element type that parameters can have.
+/// Reads an element type that parameters can have.
 fn parameter_dtype(name: &str) -> Option<DType> {
     let found = name.parse().ok();
     found.filter(|dtype| matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16))
 }
 
-/// Checks the text of a shapes file that was read from `path`.
-pub(crate) fn parse_shapes(
-    path: &Path,
-    text: &[u8],
-    dtype: DType,
-) -> anyhow::Result<Vec<ParamDesc>> {
-    let parsed: Result<Vec<Object>, _> = serde_json::from_slice(text);
-    let entries = parsed.map_err(|error| {
-        // Its text quotes what it found, of any length.
-        let (path, error) = (path.display(), error.to_string());
-        let error = Quoted(&error);
-        anyhow!("{path}: expected [{{\"name\": …, \"shape\": […]}}, …]: {error}")
-    })?;
+/// Contents of a shapes file.
+#[derive(Debug)]
+pub(crate) struct Shapes {
+    pub(crate) params: Vec<ParamDesc>,
+    /// Whether there are no tensors, or one of them has no dtype of its own.
+    takes_dtype: bool,
+}
+
+/// Checks the text of a shapes file that was read from `path`: a list of named shapes, or a map of
+/// names to extents, each in the text's order.
+pub(crate) fn parse_shapes(path: &Path, text: &[u8], dtype: DType) -> anyhow::Result<Shapes> {
+    let entries = match std::str::from_utf8(text).ok().and_then(object_entries) {
+        Some(entries) => shapes_of_map(path, entries)?,
+        None => {
+            let parsed: Result<Vec<Object>, _> = serde_json::from_slice(text);
+            let parsed = parsed.map_err(|error| {
+                // The error's text quotes its input, of any length.
+                let (path, error) = (path.display(), error.to_string());
+                let error = Quoted(&error);
+                anyhow!(
+                    "{path}: expected [{{\"name\": …, \"shape\": […]}}, …] or {{\"name\": […], \
+                     …}}: {error}"
+                )
+            })?;
+            parsed.into_iter().map(|Object(entry)| entry).collect()
+        }
+    };
+    let takes_dtype = entries.is_empty() || entries.iter().any(|entry| entry.dtype.is_none());
     let mut params = Vec::with_capacity(entries.len());
-    for Object(entry) in entries {
+    for entry in entries {
         let shape = Shape::new(entry.shape)
             .with_context(|| format!("{}: `{}`", path.display(), Quoted(&entry.name)))?;
         let dtype = match &entry.dtype {
@@ -133,5 +224,21 @@ pub(crate) fn parse_shapes(
         };
         params.push(ParamDesc::new(entry.name, shape, dtype));
     }
-    Ok(params)
+    Ok(Shapes { params, takes_dtype })
+}
+
+/// The entries of a map of names to extents.
+fn shapes_of_map(path: &Path, map: Vec<(Cow<'_, str>, &str)>) -> anyhow::Result<Vec<ShapeEntry>> {
+    let entries = map.into_iter().map(|(name, value)| {
+        let shape: Vec<u64> = serde_json::from_str(value).map_err(|_| {
+            anyhow!(
+                "{}: `{}`: expected a list of extents such as [10, 64], found {}",
+                path.display(),
+                Quoted(&name),
+                Quoted(value)
+            )
+        })?;
+        Ok(ShapeEntry { name: name.into_owned(), shape, dtype: None })
+    });
+    entries.collect()
 }

@@ -1,20 +1,26 @@
 //! `fusestep launch`: a program as several ranks of this machine.
 
 use std::ffi::OsString;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use fusestep_collective_mpi::launched_ranks;
-use fusestep_collective_processes::{LaunchOptions, Launched, launch, launched_processes};
+use fusestep_collective::{ALONE_REMEDY, started_together};
+use fusestep_collective_processes::{LaunchOptions, Launched, launch};
 
+use crate::engine::parse_timeout;
 use crate::ranks::{MOST_RANKS, whole};
 
 /// Flags of `launch`.
 #[derive(Debug, Args)]
 pub(crate) struct LaunchArgs {
-    /// How many processes
+    /// Number of processes
     #[arg(short = 'n', long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     ranks: usize,
+    /// Seconds that ranks have to end after SIGINT, SIGTERM, SIGHUP or SIGQUIT, which are passed on
+    /// to them, before they are killed; what ranks have started has as long from their end on
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_timeout)]
+    patience: Duration,
     /// The program and its arguments, behind `--`
     #[arg(required = true, last = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
@@ -22,42 +28,43 @@ pub(crate) struct LaunchArgs {
 
 /// Refuses to be started by a launcher: each of its ranks would start ranks of its own.
 pub(crate) fn require_first() -> anyhow::Result<()> {
-    let by_mpirun = launched_ranks().filter(|ranks| *ranks > 1);
-    let launcher = if by_mpirun.is_some() { "mpirun" } else { "RANK and WORLD_SIZE" };
-    let Some(ranks) = by_mpirun.or_else(launched_processes) else {
+    let Some(started) = started_together() else {
         return Ok(());
     };
     bail!(
-        "launch: expected no launcher around `fusestep launch`, found that of {ranks} ranks, as \
-         {launcher} say, of which each would start ranks of its own; start the program itself \
-         there, or `fusestep launch` without the other launcher"
+        "launch: expected no launcher around `fusestep launch`, found that {started}, and each \
+         would start ranks of its own; start the program itself there, or `fusestep launch` \
+         without the other launcher, or {ALONE_REMEDY}"
     );
 }
 
-/// Starts all ranks and waits for them; the exit code is that of the first that fails.
+/// Starts all ranks and waits for them; the exit code is that of the first rank that fails.
 pub(crate) fn run(args: &LaunchArgs) -> anyhow::Result<()> {
     let Some((program, arguments)) = args.program.split_first() else {
         bail!("expected a program behind `--`, found none");
     };
-    let options =
-        LaunchOptions { arguments: arguments.to_vec(), ..LaunchOptions::new(args.ranks, program) };
-    start(&options)
+    let options = LaunchOptions {
+        arguments: arguments.to_vec(),
+        patience: args.patience,
+        ..LaunchOptions::new(args.ranks, program)
+    };
+    start(options)
 }
 
-/// Starts this very command as so many ranks, and does in its name what they do.
+/// Starts this very command as `ranks` processes, and ends as they end.
 pub(crate) fn again(ranks: usize) -> anyhow::Result<()> {
     let own = std::env::current_exe().context("cannot find this program to start it as ranks")?;
     let options = LaunchOptions {
         arguments: std::env::args_os().skip(1).collect(),
         ..LaunchOptions::new(ranks, own)
     };
-    start(&options)
+    start(options)
 }
 
-fn start(options: &LaunchOptions) -> anyhow::Result<()> {
-    let program = options.program.to_string_lossy();
-    let ended = launch(options).with_context(|| format!("cannot start {program}"))?;
-    match ended {
+fn start(options: LaunchOptions) -> anyhow::Result<()> {
+    // This program itself, whatever lies at its path by now.
+    let guard = Some("/proc/self/exe".into());
+    match launch(&LaunchOptions { guard, ..options })? {
         Launched { failed: None, .. } => Ok(()),
         // The ranks have said why.
         Launched { code, .. } => std::process::exit(i32::from(code)),

@@ -1,4 +1,4 @@
-//! The `fusestep` command: plan, step, train, bench, check, checkpoint.
+//! The `fusestep` command: plan, step, train, launch, bench, checkpoint, check.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -19,7 +19,9 @@ mod places;
 mod plan;
 mod ranks;
 mod report;
+mod rule_flags;
 mod rules;
+mod settings;
 mod shadow;
 mod step;
 mod tasks;
@@ -37,7 +39,7 @@ use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use fusestep_collective_mpi::launched_ranks;
+use fusestep_collective::{Carrier, started_together};
 use fusestep_tensor::{Quoted, escaped};
 
 /// The tail of a training step, fused: everything between the end of backward and the next forward.
@@ -59,7 +61,8 @@ enum Command {
     /// Start a program as several ranks of this machine, for the engine `processes`
     ///
     /// When a rank fails, the others have 2 seconds to say so and end. Then they get SIGTERM, and 5
-    /// seconds later those that have not ended of it are killed.
+    /// seconds later those that have not ended of it are killed. What ranks have started ends with
+    /// them, however this command ends.
     Launch(launch::LaunchArgs),
     /// Time a step against the naive plan and the memory bandwidth of this machine
     Bench(bench::BenchArgs),
@@ -69,11 +72,13 @@ enum Command {
     Check(check::CheckArgs),
 }
 
-/// How long a rank of mpirun's stays once it has told its error: the job ends with the first
-/// process that fails, and what others were about to say would be lost.
+/// How long a rank of mpirun's stays once it has told its error. The job ends with the first
+/// process that fails, and errors that others are about to tell would be lost.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
 fn main() -> ExitCode {
+    // Does the work of a guard, if this process stands beside a launcher as one.
+    fusestep_collective_processes::guard();
     #[cfg(target_os = "linux")]
     let _ = outlive_file_size_limit();
     // Usage errors end here with exit code 2 and clap's own message.
@@ -87,7 +92,7 @@ fn main() -> ExitCode {
             let error = in_one_line(format!("{error:#}"), std::env::args_os());
             let line = format!("error: {}\n", escaped(&error));
             let _ = std::io::stderr().write_all(line.as_bytes());
-            if launched_ranks().is_some_and(|ranks| ranks > 1) {
+            if started_together().is_some_and(|started| started.carrier == Carrier::Mpi) {
                 std::thread::sleep(LAST_WORDS);
             }
             ExitCode::FAILURE
@@ -95,9 +100,9 @@ fn main() -> ExitCode {
     }
 }
 
-/// Has a write beyond `ulimit -f` fail, as one to a full disk does: the system ends a program there
-/// without a word, and what it was writing is left behind. Programs that are started from here have
-/// what they would have had.
+/// Makes a write beyond `ulimit -f` fail, as a write to a full disk does. Otherwise the system ends
+/// the program there without a word, and leaves an unfinished file behind. Programs that are
+/// started from here have the signal's default action.
 #[cfg(target_os = "linux")]
 fn outlive_file_size_limit() -> std::io::Result<signal_hook::SigId> {
     let heard = Arc::new(AtomicBool::new(false));
@@ -107,6 +112,7 @@ fn outlive_file_size_limit() -> std::io::Result<signal_hook::SigId> {
 /// Reads the command line; ends the program where it asks for help or cannot be understood.
 fn parse() -> Cli {
     let command = Cli::command().mut_subcommand("bench", bench::with_headings);
+    let command = command.mut_subcommand("train", train::with_own_rates);
     let mut command = with_negative_numbers(command);
     let matches = command.try_get_matches_from_mut(std::env::args_os());
     let cli = matches.and_then(|matches| {
@@ -124,11 +130,11 @@ fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command.mut_subcommands(with_negative_numbers)
 }
 
-/// An error in which what was typed is quoted short, with nothing a terminal would obey.
+/// An error that quotes typed text short, with nothing that a terminal would obey.
 fn quoted(mut error: clap::Error) -> clap::Error {
     let quoted = |(kind, value): (ContextKind, &ContextValue)| match value {
         ContextValue::String(text) => Some((kind, ContextValue::String(Quoted(text).to_string()))),
-        // Advice that repeats it.
+        // Advice that repeats typed text.
         ContextValue::StyledStrs(all) => {
             let is_safe = |text: String| Quoted(&text).to_string() == text;
             let safe = all.iter().all(|text| is_safe(text.to_string()));
@@ -142,7 +148,7 @@ fn quoted(mut error: clap::Error) -> clap::Error {
     error
 }
 
-/// A message in which names that were typed break no line; lines of its own stay.
+/// A message in which typed names break no line; lines of its own stay.
 fn in_one_line(mut message: String, typed: impl Iterator<Item = OsString>) -> String {
     for argument in typed {
         let argument = argument.to_string_lossy();

@@ -1,21 +1,18 @@
 //! Flags that several subcommands share, spelled the same in each.
 
-use std::fmt;
 use std::num::NonZeroUsize;
-use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType};
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner, TableKind, UpdateNorms};
-use fusestep_simd::{MAX_THREADS, Pool};
-use fusestep_tensor::{DType, ParamDesc, Quoted};
+use fusestep_launch::Backend;
+use fusestep_simd::{MAX_THREADS, Pool, start_workers};
+use fusestep_tensor::{DType, Quoted};
 use rayon::ThreadPoolBuilder;
 
-use crate::ranks::whole;
+use crate::settings::{Settings, Step};
 
 /// The name that a flag's value has on the command line.
 pub(crate) fn name_of(value: impl ValueEnum) -> String {
@@ -23,7 +20,7 @@ pub(crate) fn name_of(value: impl ValueEnum) -> String {
     value.map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
-/// Reads one of these values by its name; the texts are for `--help`.
+/// Reads one of the values by its name; the texts are for `--help`.
 pub(crate) fn named<T: Copy + Send + Sync + 'static, const N: usize>(
     values: [(&'static str, T, &'static str); N],
 ) -> impl TypedValueParser<Value = T> {
@@ -34,127 +31,7 @@ pub(crate) fn named<T: Copy + Send + Sync + 'static, const N: usize>(
     })
 }
 
-/// How exactly parameters and state are kept.
-#[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct PrecisionArgs {
-    /// What f16 and bf16 parameters have beside them
-    #[arg(long, default_value = "none", value_parser = named([
-        ("none", Master::None, "Nothing"),
-        ("f32", Master::F32, "An f32 copy, which is updated"),
-        ("remainder", Master::Remainder, "16 bits that make a bf16 parameter an f32 again"),
-    ]))]
-    pub(crate) master_weights: Master,
-    /// Element type of optimizer state
-    #[arg(long, default_value = "f32", value_parser = named([
-        ("f32", StateDType::Compute, "f32, or f64 for f64 parameters"),
-        ("bf16", StateDType::Bf16, "bf16"),
-    ]))]
-    pub(crate) state_dtype: StateDType,
-    /// How bf16 state, and bf16 parameters without master weights, are rounded
-    #[arg(long, default_value = "nearest", value_parser = named([
-        ("nearest", Rounding::Nearest, "To nearest, ties to even"),
-        (
-            "stochastic",
-            Rounding::Stochastic { seed: 0 },
-            "At random, with the exact value as the mean",
-        ),
-    ]))]
-    pub(crate) rounding: Rounding,
-    /// Start of the random numbers of stochastic rounding
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 0,
-        value_parser = whole::<u64, 0, { u64::MAX }>
-    )]
-    pub(crate) rounding_seed: u64,
-}
-
-impl PrecisionArgs {
-    /// The precision asked for.
-    pub(crate) fn precision(&self) -> Precision {
-        Precision {
-            master: self.master_weights,
-            state: self.state_dtype,
-            rounding: match self.rounding {
-                Rounding::Nearest => Rounding::Nearest,
-                Rounding::Stochastic { .. } => Rounding::Stochastic { seed: self.rounding_seed },
-            },
-        }
-    }
-
-    /// The planner for these parameters. In a model of 16-bit and wider parameters only the former
-    /// have master weights, and only what is bf16 is rounded at random; a model without 16-bit
-    /// parameters that asks for them is left to the planner's refusal.
-    pub(crate) fn planner(&self, planner: Planner, params: &[ParamDesc]) -> Planner {
-        let asked = self.precision();
-        let planner = planner.precision(asked);
-        let narrow = |param: &ParamDesc| matches!(param.dtype, DType::F16 | DType::BF16);
-        if !params.iter().any(narrow) {
-            return planner;
-        }
-        let wide = Precision {
-            master: Master::None,
-            rounding: match asked.state {
-                StateDType::Compute => Rounding::Nearest,
-                StateDType::Bf16 => asked.rounding,
-            },
-            ..asked
-        };
-        [DType::F32, DType::F64]
-            .into_iter()
-            .fold(planner, |planner, dtype| planner.precision_of(dtype, wide))
-    }
-}
-
-/// How tensors are put into launches; none of it changes a result.
-#[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct PlanningArgs {
-    /// Bytes of arguments one launch may carry: at most 32764 on a CUDA device
-    /// [default: the backend's]
-    #[arg(long, value_name = "BYTES", value_parser = whole::<usize, 1, { u64::MAX }>)]
-    pub(crate) argument_bytes: Option<usize>,
-    /// Where the tables of a device's launches lie; the cpu has none
-    #[arg(long, default_value = "arguments", value_parser = named([
-        (
-            "auto",
-            TableKind::Auto,
-            "In the arguments where each stage fits into one launch, else resident",
-        ),
-        (
-            "arguments",
-            TableKind::Arguments,
-            "In the arguments, as many tensors as fit; the host derives the scalars of a step",
-        ),
-        (
-            "resident",
-            TableKind::Resident,
-            "In the device's memory, any number of tensors; the device derives the scalars",
-        ),
-    ]))]
-    pub(crate) table: TableKind,
-    /// One launch per tensor, no pass
-    #[arg(long)]
-    pub(crate) naive: bool,
-}
-
-impl PlanningArgs {
-    /// The limits asked for, else the default ones.
-    pub(crate) fn limits(&self) -> LaunchLimits {
-        let default = LaunchLimits::default();
-        LaunchLimits {
-            argument_bytes: self.argument_bytes.unwrap_or(default.argument_bytes),
-            ..default
-        }
-    }
-
-    pub(crate) fn planner(&self, rule: Optimizer, limits: LaunchLimits) -> Planner {
-        let planner = Planner::new(rule).limits(limits).table(self.table);
-        if self.naive { planner.naive() } else { planner }
-    }
-}
-
-/// Where a step runs.
+/// Backend that a step runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackendName {
     /// Host memory, SIMD and threads
@@ -164,7 +41,7 @@ pub(crate) enum BackendName {
 }
 
 impl BackendName {
-    /// Refuses what this build leaves out.
+    /// Refuses a backend that this build leaves out.
     pub(crate) fn is_built(self) -> anyhow::Result<()> {
         match self {
             #[cfg(not(feature = "cuda"))]
@@ -173,7 +50,17 @@ impl BackendName {
         }
     }
 
-    /// That of one rank, of so many threads, or on the GPU that its engine gives it.
+    /// Refuses a number of threads on a backend whose steps run on none.
+    pub(crate) fn require_threads(self, asked: Option<NonZeroUsize>) -> anyhow::Result<()> {
+        ensure!(
+            self == BackendName::Cpu || asked.is_none(),
+            "--threads: expected --backend cpu, found cuda, whose steps run on a device"
+        );
+        Ok(())
+    }
+
+    /// The backend of one rank: on the cpu with this many threads, or on the GPU that its engine
+    /// gives it.
     pub(crate) fn of_rank(
         self,
         threads: usize,
@@ -189,10 +76,10 @@ impl BackendName {
     }
 }
 
-/// Where a step runs.
+/// Flags of the backend that a step runs on.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct BackendArgs {
-    /// Where the step runs
+    /// Backend that the step runs on
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) backend: BackendName,
     /// Threads of the cpu backend, 256 at most [default: RAYON_NUM_THREADS, which is held to the
@@ -203,28 +90,30 @@ pub(crate) struct BackendArgs {
 
 impl BackendArgs {
     /// The backend with the limits asked for, or why there is none.
-    pub(crate) fn open(&self, planning: &PlanningArgs) -> anyhow::Result<Box<dyn Backend>> {
+    pub(crate) fn open(&self, settings: &Settings<Step>) -> anyhow::Result<Box<dyn Backend>> {
+        self.backend.require_threads(self.threads)?;
         match self.backend {
             BackendName::Cpu => {
                 let cpu = CpuBackend::in_pool(pool(self.threads)?);
-                Ok(Box::new(cpu.with_limits(planning.limits())))
+                Ok(Box::new(cpu.with_limits(settings.limits())))
             }
-            BackendName::Cuda => cuda(0, planning.argument_bytes),
+            BackendName::Cuda => cuda(0, settings.argument_bytes()),
         }
     }
 }
 
-/// What a build without CUDA says.
+/// The error of a build without CUDA.
 #[cfg(not(feature = "cuda"))]
 pub(crate) const NO_CUDA: &str = "cuda: device 0 cannot be opened: this build leaves CUDA out; \
-                                  build with the feature `cuda`, or use the cpu backend";
+                                  build it with `cargo install --path crates/cli --features cuda` \
+                                  (it takes a libcuda.so.1), or use the cpu backend";
 
 #[cfg(not(feature = "cuda"))]
 fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
     anyhow::bail!(NO_CUDA)
 }
 
-/// A device, with the limit asked for as far as it has it.
+/// A device, with the limit that was asked for, if the device has as much.
 #[cfg(feature = "cuda")]
 fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
     let cuda = fusestep_cuda::CudaBackend::open(index)?;
@@ -235,7 +124,8 @@ fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Bac
         "--argument-bytes: expected at most {} on this device, found {argument_bytes}",
         most.argument_bytes
     );
-    Ok(Box::new(cuda.with_limits(LaunchLimits { argument_bytes, ..most })))
+    let limits = fusestep_launch::LaunchLimits { argument_bytes, ..most };
+    Ok(Box::new(cuda.with_limits(limits)))
 }
 
 /// Reads a number of threads that a pool can have.
@@ -246,18 +136,19 @@ pub(crate) fn parse_threads(text: &str) -> Result<NonZeroUsize, String> {
         .ok_or_else(|| format!("expected a number of threads from 1 to {MAX_THREADS}"))
 }
 
-/// Where rayon looks for its pool's threads, one after the other.
+/// Variables in which rayon looks for its pool's threads, one after the other.
 const RAYON: [&str; 2] = ["RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"];
 
-/// Refuses numbers of threads in the environment that --threads would refuse: rayon takes any,
-/// and starts as many, or ignores without a word what is no number.
+/// Refuses numbers of threads in the environment that --threads would refuse. Rayon takes any
+/// number and starts as many threads, and ignores text that is no number.
 pub(crate) fn require_threads_of_environment() -> anyhow::Result<()> {
     for variable in RAYON {
         let Some(value) = std::env::var_os(variable) else {
             continue;
         };
         let value = value.to_string_lossy();
-        // As rayon documents it, 0 is as many as there are processors; so is nothing.
+        // As rayon documents it, 0 stands for as many threads as there are processors; so does an
+        // empty text.
         ensure!(
             matches!(&*value, "" | "0") || parse_threads(&value).is_ok(),
             "{variable}: expected a number of threads from 1 to {MAX_THREADS}, or 0 for all \
@@ -268,20 +159,83 @@ pub(crate) fn require_threads_of_environment() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The threads asked for, or as many as rayon's pool has.
-pub(crate) fn threads(asked: Option<NonZeroUsize>) -> NonZeroUsize {
-    let all = || NonZeroUsize::new(rayon::current_num_threads());
-    asked.or_else(all).unwrap_or(NonZeroUsize::MIN)
+/// Remedies where the system gives no more threads.
+const FEWER_THREADS: &str = "use --threads 1 and one rank, set RAYON_NUM_THREADS to fewer, or \
+                             allow more processes (ulimit -u, a container's limit on pids)";
+
+/// Number of threads of rayon's pool, which runs from here on.
+fn all_threads() -> anyhow::Result<usize> {
+    let started = start_workers();
+    started.map_err(|error| {
+        anyhow!(
+            "expected a thread for each processor, found that the system starts fewer ({error}); \
+             {FEWER_THREADS}"
+        )
+    })?;
+    Ok(rayon::current_num_threads())
 }
 
-/// So many threads: those of rayon's pool, or of one of its own if more are asked for.
+/// The threads that were asked for, otherwise as many as rayon's pool has.
+pub(crate) fn threads(asked: Option<NonZeroUsize>) -> anyhow::Result<NonZeroUsize> {
+    let all = || all_threads().map(|all| NonZeroUsize::new(all).unwrap_or(NonZeroUsize::MIN));
+    asked.map_or_else(all, Ok)
+}
+
+/// A pool of the threads that were asked for: those of rayon's pool, or of a pool of its own if
+/// more are asked for. One thread is the caller's, and no other is started.
 pub(crate) fn pool(asked: Option<NonZeroUsize>) -> anyhow::Result<Pool> {
-    let threads = threads(asked);
-    if threads.get() <= rayon::current_num_threads() {
+    let threads = threads(asked)?;
+    if threads == NonZeroUsize::MIN || threads.get() <= all_threads()? {
         return Ok(Pool::new(threads));
     }
-    let own = ThreadPoolBuilder::new().num_threads(threads.get());
-    Ok(Pool::of(Arc::new(own.build().context("--threads")?)))
+    let own = ThreadPoolBuilder::new().num_threads(threads.get()).build();
+    let own = own.map_err(|error| {
+        anyhow!(
+            "--threads: expected {threads} threads, found that the system starts fewer ({error}); \
+             {FEWER_THREADS}"
+        )
+    })?;
+    Ok(Pool::of(Arc::new(own)))
+}
+
+/// Starts the threads that models compute with. Where --threads asks for one thread and the system
+/// gives no more, the caller's thread takes their place.
+pub(crate) fn start_compute_threads(asked: Option<NonZeroUsize>) -> anyhow::Result<()> {
+    if asked == Some(NonZeroUsize::MIN) && !can_start_threads() {
+        let own = ThreadPoolBuilder::new().num_threads(1).use_current_thread();
+        return own.build_global().context("--threads");
+    }
+    all_threads().map(|_| ())
+}
+
+/// Requires that candle can start the threads that some of its work has of its own, since it would
+/// panic otherwise.
+pub(crate) fn require_candle_threads() -> anyhow::Result<()> {
+    let told = |name| std::env::var(name).ok()?.parse::<usize>().ok().filter(|&n| n > 0);
+    let told = told("CANDLE_NUM_THREADS").or_else(|| told("RAYON_NUM_THREADS"));
+    ensure!(
+        told == Some(1) || can_start_threads(),
+        "expected a thread of candle's for each processor, found that the system starts fewer; set \
+         RAYON_NUM_THREADS=1, or allow more processes (ulimit -u, a container's limit on pids)"
+    );
+    Ok(())
+}
+
+/// Whether the system gives as many threads as rayon's pool would have.
+fn can_start_threads() -> bool {
+    let told = RAYON.iter().find_map(|name| std::env::var(name).ok()?.parse().ok());
+    let all = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let wanted = told.filter(|&threads| threads > 0).unwrap_or(all);
+    // All threads run at once, as in a pool: none ends before the last was started.
+    let hold = Mutex::new(());
+    let held = hold.lock();
+    std::thread::scope(|scope| {
+        let wait = || drop(hold.lock());
+        let start = |_| std::thread::Builder::new().spawn_scoped(scope, wait).is_ok();
+        let all_started = (0..wanted).all(start);
+        drop(held);
+        all_started
+    })
 }
 
 /// Reads an element type that parameters can have.
@@ -292,81 +246,4 @@ pub(crate) fn param_dtype() -> impl TypedValueParser<Value = DType> {
         ("f16", DType::F16, "IEEE 754 binary16"),
         ("bf16", DType::BF16, "The upper half of a binary32"),
     ])
-}
-
-/// Clipping, loss scaling, and norms of updates.
-#[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct GradientArgs {
-    /// Largest norm of all gradients together; larger ones are scaled down to it
-    #[arg(long, value_name = "NORM", allow_hyphen_values = true, value_parser = parse_norm)]
-    pub(crate) clip_norm: Option<f64>,
-    /// Factor that the loss was multiplied with, a power of two, or `dynamic`; a step with a
-    /// gradient that is not finite is skipped
-    #[arg(long, value_name = "SCALE|dynamic", allow_hyphen_values = true)]
-    pub(crate) loss_scale: Option<ScaleArg>,
-    /// Measure how far each parameter moves in a step, ‖new − old‖, as the update writes it
-    #[arg(long)]
-    pub(crate) update_norms: bool,
-}
-
-impl GradientArgs {
-    /// Whether no flag was given.
-    pub(crate) fn none(&self) -> bool {
-        self.clip_norm.is_none() && self.loss_scale.is_none() && !self.update_norms
-    }
-
-    /// The planner with the passes asked for; their values are checked when a plan is made.
-    pub(crate) fn passes(&self, mut planner: Planner) -> Planner {
-        if let Some(max_norm) = self.clip_norm {
-            planner = planner.with(ClipByGlobalNorm::new(max_norm));
-        }
-        if self.update_norms {
-            planner = planner.with(UpdateNorms);
-        }
-        match self.loss_scale {
-            Some(ScaleArg::Dynamic) => planner.with(LossScaling::dynamic()),
-            Some(ScaleArg::Fixed(scale)) => planner.with(LossScaling::fixed(scale)),
-            None => planner,
-        }
-    }
-}
-
-/// Reads a norm that gradients can be held to.
-fn parse_norm(text: &str) -> Result<f64, String> {
-    let norm = text.parse::<f64>().ok();
-    norm.filter(|norm| norm.is_finite() && *norm > 0.0).ok_or_else(|| {
-        "expected a finite number above 0; leave the flag out to clip nothing".to_owned()
-    })
-}
-
-/// A loss scale as it is given on the command line.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum ScaleArg {
-    /// Starts at 65,536 and follows the steps.
-    Dynamic,
-    /// Stays.
-    Fixed(f64),
-}
-
-impl FromStr for ScaleArg {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "dynamic" {
-            return Ok(ScaleArg::Dynamic);
-        }
-        match text.parse() {
-            Ok(scale) => Ok(ScaleArg::Fixed(scale)),
-            Err(_) => bail!("expected a power of two or `dynamic`, found \"{}\"", Quoted(text)),
-        }
-    }
-}
-
-impl fmt::Display for ScaleArg {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ScaleArg::Dynamic => f.write_str("dynamic"),
-            ScaleArg::Fixed(scale) => scale.fmt(f),
-        }
-    }
 }

@@ -1,10 +1,10 @@
-//! What many ranks end with, told as one: the first cause first, then every other rank's own error.
+//! Outcomes of many ranks, told as one: the first cause first, then every other rank's own error.
 
 use anyhow::{Error, anyhow};
 use fusestep_collective::CollectiveError;
 use fusestep_planner::PlanError;
 
-/// What rank 0 has found, unless a rank has failed.
+/// The result of rank 0, unless a rank has failed.
 ///
 /// # Panics
 /// With a rank's own panic, which has been printed.
@@ -19,7 +19,7 @@ pub(crate) fn first<T>(
             Err(error) => errors.push((rank, error)),
         }
     }
-    // Ranks that were only left alone say less than the one that failed by itself.
+    // Ranks that were only left alone say less than a rank that failed by itself.
     errors.sort_by_key(|(_, error)| is_consequence(error));
     let mut errors = errors.into_iter();
     let Some((rank, cause)) = errors.next() else {
@@ -29,7 +29,7 @@ pub(crate) fn first<T>(
     let mut others = String::new();
     for (rank, error) in errors {
         let error = format!("{error:#}");
-        // Equal on all ranks, or another rank's, passed on.
+        // Equal errors of all ranks, or another rank's error that was passed on, are told once.
         if !error.contains(&cause) {
             others += &format!("\nrank {rank}: {error}");
         }

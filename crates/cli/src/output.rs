@@ -1,4 +1,4 @@
-//! What goes to standard output.
+//! Output: text, JSON and pages.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -6,11 +6,11 @@ use std::path::Path;
 
 use anyhow::Context;
 use fusestep_tensor::{Quoted, escaped, escaped_json};
-use fusestep_tensor_file::Prepared;
+use fusestep_tensor_file::{Prepared, commit_together};
 use serde::Serialize;
 
-/// Prints text, without what a terminal would obey: names come from files. A reader that closed the
-/// pipe is no error.
+/// Prints text, without characters that a terminal would obey, since names come from files. A
+/// reader that closed the pipe is no error.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     write_out(&escaped(text))
 }
@@ -23,7 +23,8 @@ fn write_out(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Prints one JSON object, likewise: a program that reads it finds every name as it is.
+/// Prints one JSON object, without characters that a terminal would obey; a program that reads it
+/// finds every name as it is.
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     let text = serde_json::to_string(value).context("cannot form JSON")?;
     write_out(&format!("{}\n", escaped_json(&text)))
@@ -34,20 +35,21 @@ pub(crate) fn show(json: bool, result: &(impl Serialize + Display)) -> anyhow::R
     if json { print_json(result) } else { print(&result.to_string()) }
 }
 
-/// Says something on standard error, in one piece: ranks that are processes may say it at once.
+/// Prints a text on standard error, in one piece: ranks that are processes may print at once.
 pub(crate) fn warn(text: &str) {
-    // Nobody is there to be told that nobody could be told.
+    // If the text cannot be printed, nobody is there to be told.
     let _ = std::io::stderr().write_all(format!("{text}\n").as_bytes());
 }
 
 /// Writes a page, all or nothing, and says so on standard error.
 pub(crate) fn write_page(path: &Path, page: &str) -> anyhow::Result<()> {
-    Prepared::bytes(path, page.as_bytes())?.commit()?;
+    commit_together(vec![Prepared::bytes(path, page.as_bytes())?])?;
     eprintln!("wrote {}", path.display());
     Ok(())
 }
 
-/// What there is to say of tensors of state with values that are infinite or NaN.
+/// A sentence about tensors of state with values that are infinite or NaN; `None` without such
+/// tensors.
 pub(crate) fn non_finite<'n>(names: impl IntoIterator<Item = &'n str>) -> Option<String> {
     let mut names = names.into_iter();
     let first = Quoted(names.next()?);
@@ -58,7 +60,7 @@ pub(crate) fn non_finite<'n>(names: impl IntoIterator<Item = &'n str>) -> Option
     })
 }
 
-/// Warns that state with such values has been saved.
+/// Warns that state with infinite or NaN values has been saved.
 pub(crate) fn warn_non_finite<'n>(place: &Path, names: impl IntoIterator<Item = &'n str>) {
     if let Some(told) = non_finite(names) {
         warn(&format!(

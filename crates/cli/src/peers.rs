@@ -1,4 +1,4 @@
-//! `fusestep bench --peers`: a step of AdamW beside those of other implementations that this
+//! `fusestep bench --peers`: a step of AdamW beside steps of other implementations that this
 //! machine has, all in turns in one run.
 
 use std::fmt;
@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use anyhow::{bail, ensure};
 use clap::Args;
+use fusestep::{Section, StepOptions};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::Objective;
-use fusestep_planner::{Optimizer, Plan, html_page};
+use fusestep_planner::{Optimizer, Plan, Topology, html_page};
 use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{DType, ParamDesc, Quoted, counted};
 use fusestep_tensor_file::check_writable;
@@ -22,6 +23,7 @@ use crate::ceiling::Ceiling;
 use crate::options::pool;
 use crate::output::{duration, show, write_page};
 use crate::places::require_apart;
+use crate::settings::planner;
 use worker::{Request, Shaped, Turn, Worker};
 
 mod candle;
@@ -30,8 +32,11 @@ mod worker;
 
 pub(crate) use candle::{CandlePair, CandleTimes};
 
-/// A pause between turns, in which the threads of the last one stop to spin.
+/// A pause between turns, in which the threads of the last turn stop to spin.
 const PAUSE: Duration = Duration::from_millis(20);
+
+/// The name that rows of our own times begin with.
+const OUR_NAME: &str = "fusestep";
 
 /// Flags of `bench` on peers.
 #[derive(Debug, Args)]
@@ -50,7 +55,7 @@ pub(crate) struct PeerArgs {
     svg: Option<PathBuf>,
 }
 
-/// What `--json` prints. Times are the best of all rounds.
+/// The result that `--json` prints. Times are the best of all rounds.
 #[derive(Debug, Serialize)]
 struct PeerSummary {
     parameters: usize,
@@ -59,20 +64,20 @@ struct PeerSummary {
     simd: &'static str,
     threads: usize,
     ns_per_step: f64,
-    /// As many bytes streamed, in the same run.
+    /// Time to stream as many bytes, in the same run.
     ceiling_ns: f64,
     share_of_ceiling: f64,
     peers: Vec<PeerTime>,
     absent: Vec<Absent>,
 }
 
-/// How long a peer takes.
+/// The time of a peer.
 #[derive(Debug, Serialize)]
 struct PeerTime {
     name: String,
     version: String,
     ns_per_step: f64,
-    /// Its time over ours.
+    /// The peer's time over ours.
     times_ours: f64,
 }
 
@@ -81,7 +86,7 @@ struct PeerTime {
 struct Absent {
     name: String,
     reason: String,
-    /// What would add it.
+    /// How to add the peer.
     help: String,
 }
 
@@ -102,7 +107,7 @@ impl Timed {
         peers.collect()
     }
 
-    /// Its best time beside ours.
+    /// The peer's best time beside ours.
     fn time(&self, workers: &[Worker], our_ns: f64) -> PeerTime {
         let found = workers[self.worker].found[self.number].clone();
         PeerTime {
@@ -114,12 +119,17 @@ impl Timed {
     }
 }
 
-/// Times ours, the memory's ceiling and every peer in turns.
+/// Times our step, the memory's ceiling and every peer in turns.
 ///
 /// # Errors
 /// Another rule than AdamW, parameters that are not f32, gradients that are clipped or scaled; a
 /// peer that ends or whose parameters are not those of AdamW.
-pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<()> {
+pub(crate) fn run(
+    args: &BenchArgs,
+    options: &StepOptions,
+    params: &[ParamDesc],
+) -> anyhow::Result<()> {
+    let rule = options.rule;
     let request = request(args, rule, params)?;
     let written = [("--report", args.peers.report.as_ref()), ("--svg", args.peers.svg.as_ref())];
     require_apart(("the model", args.model.as_ref()), &written)?;
@@ -127,11 +137,11 @@ pub(crate) fn run(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> an
     for path in [&args.peers.svg, &args.peers.report].into_iter().flatten() {
         check_writable(path)?;
     }
-    let backend = CpuBackend::in_pool(pool(Some(args.threads()))?);
-    let plan = args.planning.planner(rule, args.planning.limits()).plan(params)?;
+    let backend = CpuBackend::in_pool(pool(Some(args.threads()?))?);
+    let plan = planner(options, params, Topology::SOLO, args.settings.limits())?.plan(params)?;
     let mut ours = Subject::new(&plan, &backend)?;
     let mut ceiling = Ceiling::new(&backend, &plan, plan.traffic_bytes())?;
-    let mut candle = CandlePair::new(params, rule, Some(args.threads()))?;
+    let mut candle = CandlePair::new(params, rule, Some(args.threads()?))?;
     let mut absent = Vec::new();
     let python = Worker::python(&args.peers.python, &request, &mut absent);
     let burn = Worker::burn(&request, &mut absent);
@@ -196,25 +206,25 @@ fn shown(args: &BenchArgs, summary: &PeerSummary, plan: &Plan) -> anyhow::Result
     show(args.json, summary)
 }
 
-/// The rule, if it and what is done around it are a step that every peer can make.
+/// The rule, if it and the other flags make a step that every peer can make.
 pub(crate) fn plain_adamw(args: &BenchArgs, rule: Optimizer, flag: &str) -> anyhow::Result<Adam> {
     let adamw = match rule {
         Optimizer::Adam(adam) if rule.name() == "adamw" => adam,
         _ => bail!("{flag}: expected --optimizer adamw, found {}; leave {flag} out", rule.name()),
     };
-    let asked = [
+    let of_rule = [
         ("--amsgrad", adamw.second_moment == SecondMoment::Largest),
         ("--maximize", adamw.objective == Objective::Maximize),
-        ("--clip-norm", args.gradients.clip_norm.is_some()),
-        ("--loss-scale", args.gradients.loss_scale.is_some()),
     ];
-    match asked.iter().find(|(_, is_asked)| *is_asked) {
-        Some((asked, _)) => bail!("{flag}: expected a plain step, found {asked}; leave it out"),
+    let of_rule = of_rule.iter().find(|(_, is_asked)| *is_asked).map(|(flag, _)| flag.to_string());
+    let asked = args.settings.changed_beyond(&[Section::Launches]);
+    match of_rule.or(asked) {
+        Some(asked) => bail!("{flag}: expected a plain step, found {asked}; leave it out"),
         None => Ok(adamw),
     }
 }
 
-/// What peers are asked to do.
+/// The request that all peers are sent.
 fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Request> {
     let adamw = plain_adamw(args, rule, "--peers")?;
     for param in params {
@@ -229,7 +239,7 @@ fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::R
         |param: &ParamDesc| Shaped { name: param.name.clone(), shape: param.shape.dims().to_vec() };
     Ok(Request {
         params: params.iter().map(shaped).collect(),
-        threads: args.threads().get(),
+        threads: args.threads()?.get(),
         lr: adamw.lr,
         beta1: adamw.beta1,
         beta2: adamw.beta2,
@@ -239,7 +249,7 @@ fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::R
 }
 
 /// Refuses a peer whose parameters are not where AdamW's are after as many steps on the same
-/// gradients: its time would be that of something else.
+/// gradients. Its time would be that of another step.
 fn check(name: &str, request: &Request, turn: Turn) -> anyhow::Result<()> {
     let Some(found) = turn.value else {
         return Ok(());
@@ -293,13 +303,13 @@ impl fmt::Display for PeerSummary {
 }
 
 impl PeerSummary {
-    /// Name, nanoseconds and a note for everything that was timed.
+    /// Name, nanoseconds and a note for each time.
     fn rows(&self) -> Vec<(String, f64, String)> {
         let share = format!("{:.2} of the memory bandwidth", self.share_of_ceiling);
-        let bytes = "the same bytes streamed".to_owned();
+        let bytes = "the memory bandwidth, as a plain loop has it".to_owned();
         let mut rows = vec![
-            ("memory bandwidth".to_owned(), self.ceiling_ns, bytes),
-            ("fusestep".to_owned(), self.ns_per_step, share),
+            ("as many bytes streamed".to_owned(), self.ceiling_ns, bytes),
+            (OUR_NAME.to_owned(), self.ns_per_step, share),
         ];
         rows.extend(self.peers.iter().map(|peer| {
             let name = format!("{} ({})", peer.name, peer.version);

@@ -1,4 +1,4 @@
-//! Files to be written that would take the place of something else, and folders that are made.
+//! Places of files and folders: outputs that would replace another file, and folders that are made.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -10,7 +10,7 @@ use fusestep_tensor_file::same_file;
 /// A flag, and the file that it names if it was given.
 pub(crate) type Place<'a> = (&'a str, Option<&'a PathBuf>);
 
-/// Refuses files to be written that would take the place of each other or of one that is read.
+/// Refuses outputs that would take the place of each other or of an input.
 pub(crate) fn require_apart(read: Place<'_>, written: &[Place<'_>]) -> anyhow::Result<()> {
     for (at, (flag, path)) in written.iter().enumerate() {
         let Some(path) = path else { continue };
@@ -25,7 +25,7 @@ pub(crate) fn require_apart(read: Place<'_>, written: &[Place<'_>]) -> anyhow::R
     Ok(())
 }
 
-/// Refuses a file to be written that is the checkpoint's folder, or one of its own files there.
+/// Refuses an output that is the checkpoint's folder, or one of the checkpoint's own files there.
 pub(crate) fn require_beside(
     (flag, path): (&str, &Path),
     (other, folder): (&str, &Path),
@@ -41,17 +41,17 @@ pub(crate) fn require_beside(
     Ok(())
 }
 
-/// Whether a checkpoint has something of this name in its folder.
+/// Whether a checkpoint has a file or folder of this name in its folder.
 fn is_own(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let begins = ["step-", ".fusestep-"];
     name == "manifest.json" || name == "lock" || begins.iter().any(|own| name.starts_with(own))
 }
 
-/// Makes a folder and those above it, unless it is there.
+/// Makes a folder and its parents, unless it is there.
 ///
 /// # Errors
-/// What is in its way, after the flag that gives it.
+/// The obstacle at the folder's place, after the flag that gives it.
 pub(crate) fn make_folder(flag: &str, folder: &Path) -> anyhow::Result<()> {
     let Err(error) = fs::create_dir_all(folder) else {
         return Ok(());
@@ -63,7 +63,7 @@ pub(crate) fn make_folder(flag: &str, folder: &Path) -> anyhow::Result<()> {
     )
 }
 
-/// What lies where a folder or one above it should.
+/// The obstacle where a folder or one of its parents should be, in words.
 fn obstacle(folder: &Path) -> Option<String> {
     let (path, kind) = folder.ancestors().find_map(|path| {
         let kind = fs::symlink_metadata(path).ok()?.file_type();

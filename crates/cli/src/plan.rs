@@ -8,30 +8,28 @@ use fusestep_tensor::{DType, Quoted};
 use serde::Serialize;
 
 use crate::inputs::read_model;
-use crate::options::{GradientArgs, PlanningArgs, PrecisionArgs, param_dtype};
+use crate::options::param_dtype;
 use crate::output::{print, print_json, write_page};
 use crate::places::require_apart;
 use crate::ranks::WorldArgs;
 use crate::rules::OptimizerArgs;
+use crate::settings::{self, Settings, planner};
 
 /// Flags of `plan`.
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// A model (.safetensors) or its shapes (.json: [{"name": "fc.weight", "shape": [10, 64]}, …])
+    /// A model (.safetensors, or the .safetensors.index.json of several files), or its shapes
+    /// (.json: [{"name": "fc.weight", "shape": [10, 64]}, …] or {"fc.weight": [10, 64], …})
     model: PathBuf,
     #[command(flatten)]
     optimizer: OptimizerArgs,
     #[command(flatten)]
-    gradients: GradientArgs,
-    #[command(flatten)]
-    precision: PrecisionArgs,
-    #[command(flatten)]
-    planning: PlanningArgs,
+    settings: Settings<settings::Plan>,
     #[command(flatten)]
     world: WorldArgs,
-    /// Element type of shapes that state none
-    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
-    dtype: DType,
+    /// Element type of shapes that state none [default: f32]
+    #[arg(long, value_parser = param_dtype())]
+    dtype: Option<DType>,
     /// Print the plan's numbers as one JSON object
     #[arg(long)]
     json: bool,
@@ -47,16 +45,12 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let written = [("--html", args.html.as_ref()), ("--svg", args.svg.as_ref())];
     require_apart(("the model", Some(&args.model)), &written)?;
     let mut model = read_model(&args.model, args.dtype)?;
-    args.optimizer.exclude(&mut model.params);
-    let planner = args.planning.planner(args.optimizer.rule()?, args.planning.limits());
-    let planner = args.optimizer.scheduled(planner);
-    let planner = args.precision.planner(planner, &model.params);
-    let planner = args.gradients.passes(planner);
-    let (naive, topology) = (args.planning.naive, args.world.topology()?);
-    args.world.ranks.require_several(args.world.world, "--world")?;
-    let of_ranks = args.world.world.is_some() || args.world.ranks.any();
-    let planner =
-        if of_ranks { args.world.ranks.passes(planner, naive, topology)? } else { planner };
+    args.optimizer.require_excluded(args.settings.exclude())?;
+    args.settings.require_several(args.world.world, "--world")?;
+    let options = args.settings.of_model(args.optimizer.rule()?, &mut model.params)?;
+    let topology = args.world.topology()?;
+    let of_ranks = args.world.world.is_some() || args.settings.asks_for_ranks();
+    let planner = planner(&options, &model.params, topology, args.settings.limits())?;
     let plan = planner.plan_for(&model.params, topology)?;
     if !model.buffers.is_empty() {
         let (count, more) = match model.buffers.len() {
@@ -68,7 +62,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
             Quoted(&model.buffers[0])
         );
     }
-    let costs = of_ranks.then(|| args.world.cost_model(naive)).transpose()?;
+    let costs = of_ranks.then(|| args.world.cost_model(&options)).transpose()?;
     if let Some(path) = &args.html {
         let page = costs.map_or_else(|| plan.to_html(), |costs| plan.ranks_to_html(&costs));
         write_page(path, &page)?;
@@ -85,8 +79,8 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     print(&format!("{plan}{ranks}"))
 }
 
-/// What `--json` prints: the numbers of rank 0's own launches, and those of the calls between ranks
-/// where there are several.
+/// The result that `--json` prints: the numbers of rank 0's own launches, and the numbers of the
+/// calls between ranks where there are several.
 #[derive(Debug, Serialize)]
 struct Summary {
     #[serde(flatten)]

@@ -52,7 +52,7 @@ pub(crate) fn report_page(summary: &TrainSummary, plan: &Plan) -> String {
     html_page("fusestep train", &body)
 }
 
-/// What ranks reduce, in the order of the calls; nothing on one rank.
+/// The buckets that ranks reduce, in the order of the calls; empty on one rank.
 fn buckets(plan: &Plan) -> String {
     /// Rows of the table; a naive plan has one for each tensor.
     const MOST: usize = 64;

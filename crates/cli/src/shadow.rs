@@ -1,4 +1,4 @@
-//! candle's own AdamW on the gradients of a run: what its steps would have cost.
+//! A shadow of a run: candle's own AdamW on its gradients, to time candle's steps.
 
 use std::time::Instant;
 
@@ -13,12 +13,12 @@ use fusestep_planner::Optimizer;
 pub(crate) struct Shadow {
     vars: Vec<Var>,
     optimizer: candle_nn::AdamW,
-    /// Time of all its steps, in nanoseconds.
+    /// Time of all steps, in nanoseconds.
     pub(crate) ns: f64,
 }
 
 impl Shadow {
-    /// None unless the rule is candle's AdamW too.
+    /// A shadow of the run; `None` unless the rule is candle's AdamW too.
     pub(crate) fn new(vars: &[Var], rule: Optimizer) -> candle_core::Result<Option<Self>> {
         let Optimizer::Adam(Adam {
             weight_decay: WeightDecay::Decoupled(weight_decay),
@@ -39,7 +39,7 @@ impl Shadow {
         Ok(Some(Self { optimizer: candle_nn::AdamW::new(vars.clone(), params)?, vars, ns: 0.0 }))
     }
 
-    /// Takes a step of this rate with the gradients of `vars`.
+    /// Takes a step at this learning rate with the gradients of `vars`.
     pub(crate) fn step(
         &mut self,
         vars: &[Var],

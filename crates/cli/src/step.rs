@@ -9,20 +9,22 @@ use std::time::Instant;
 
 use anyhow::{bail, ensure};
 use clap::Args;
+use fusestep_coalesce::zeroed_bytes;
 use fusestep_launch::Backend;
-use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport};
+use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport, Topology};
 use fusestep_tensor::{ParamDesc, Quoted, Role, counted};
 use fusestep_tensor_file::{
-    Prepared, TensorBytes, TensorFile, check_writable_together, commit_together, finish_interrupted,
+    Claim, Prepared, TensorBytes, TensorFile, Versions, check_writable_together,
 };
 
 use self::summary::{Gradient, StepSummary, Update};
 use crate::inputs::{Model, model_of};
-use crate::options::{BackendArgs, GradientArgs, PlanningArgs, PrecisionArgs};
+use crate::options::BackendArgs;
 use crate::output::{print_json, warn_non_finite};
 use crate::places::{Place, require_apart};
 use crate::ranks::whole;
 use crate::rules::OptimizerArgs;
+use crate::settings::{self, Settings, planner};
 
 /// Most steps of a run.
 const MOST_STEPS: u64 = 1_000_000_000;
@@ -42,30 +44,30 @@ pub(crate) struct StepArgs {
     /// Take the state although it was saved with other parameters than these
     #[arg(long, requires = "state")]
     any_parameters: bool,
+    /// Take the state although it was saved under other settings, as far as it means the same:
+    /// another momentum, decay or clipping, other parameters excluded
+    #[arg(long, requires = "state")]
+    any_settings: bool,
     #[command(flatten)]
     optimizer: OptimizerArgs,
-    #[command(flatten)]
-    precision: PrecisionArgs,
     /// Steps to apply, each with the same gradients
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = whole::<usize, 0, MOST_STEPS>)]
     steps: usize,
-    /// Where the parameters go; an existing file, or the one a link leads to, is replaced once the
-    /// new one is complete
+    /// File for the parameters; an existing file, or the file that a link leads to, is replaced
+    /// once the new one is complete
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Where the optimizer state goes; parameters and state are replaced together or not at all
+    /// File for the optimizer state; parameters and state are replaced together or not at all
     #[arg(long, value_name = "FILE")]
     state_out: Option<PathBuf>,
-    /// Where the parameters go as a model is evaluated with them, along with the others: averages
-    /// under schedule-free, under any other rule what --out has
+    /// File for the parameters as a model is evaluated with them: averages under schedule-free,
+    /// otherwise the same as --out; written along with the other files
     #[arg(long, value_name = "FILE")]
     average_out: Option<PathBuf>,
     #[command(flatten)]
-    gradients: GradientArgs,
+    settings: Settings<settings::Step>,
     #[command(flatten)]
     backend: BackendArgs,
-    #[command(flatten)]
-    planning: PlanningArgs,
     /// Print what was done as one JSON object
     #[arg(long)]
     json: bool,
@@ -95,37 +97,42 @@ fn outputs(args: &StepArgs) -> [Place<'_>; 3] {
     ]
 }
 
-/// Those that are asked for.
+/// Files that are asked for and written.
 fn written(args: &StepArgs) -> impl Iterator<Item = &Path> {
     outputs(args).into_iter().filter_map(|(_, path)| path.map(PathBuf::as_path))
 }
 
-/// Finishes what an earlier run that was killed had committed for any of the files.
-fn finish_earlier(args: &StepArgs) -> anyhow::Result<()> {
-    let inputs = [Some(args.params.as_path()), args.state.as_deref()];
-    for path in inputs.into_iter().flatten().chain(written(args)) {
-        if finish_interrupted(path)? {
-            eprintln!("finished an earlier step that was interrupted: {}", path.display());
-        }
+/// Files that are read.
+fn read(args: &StepArgs) -> impl Iterator<Item = &Path> {
+    [&args.params, &args.grads].into_iter().chain(&args.state).map(PathBuf::as_path)
+}
+
+/// Keeps other steps from the outputs until they are written. Finishes outputs and inputs that an
+/// earlier step had committed before it was killed.
+fn claim(args: &StepArgs) -> anyhow::Result<Claim<'static>> {
+    let outputs: Vec<&Path> = written(args).collect();
+    // An output that cannot be written is refused before any work.
+    check_writable_together(&outputs)?;
+    let claim = Claim::with_inputs(&outputs, &read(args).collect::<Vec<_>>())?;
+    for finished in claim.finished() {
+        eprintln!("{finished}");
     }
-    Ok(())
+    Ok(claim)
 }
 
 pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     check_places(args)?;
-    finish_earlier(args)?;
-    let backend = args.backend.open(&args.planning)?;
+    let backend = args.backend.open(&args.settings)?;
+    let claim = claim(args)?;
+    let versions = Versions::of(&read(args).collect::<Vec<_>>())?;
     let params = TensorFile::read(&args.params)?;
     let grads = TensorFile::read(&args.grads)?;
     let mut model = model_of(&params)?;
-    args.optimizer.exclude(&mut model.params);
-    let planner = args.planning.planner(args.optimizer.rule()?, backend.limits());
-    let planner = args.optimizer.scheduled(planner);
-    let planner = args.precision.planner(planner, &model.params);
-    let plan = args.gradients.passes(planner).plan(&model.params)?;
+    args.optimizer.require_excluded(args.settings.exclude())?;
+    let options = args.settings.of_model(args.optimizer.rule()?, &mut model.params)?;
+    let planner = planner(&options, &model.params, Topology::SOLO, backend.limits())?;
+    let plan = planner.plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;
-    // Whatever cannot be written is refused before any work.
-    check_writable_together(&written(args).collect::<Vec<_>>())?;
 
     let mut state = plan.allocate(backend.as_ref())?;
     for param in &model.params {
@@ -137,7 +144,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     drop(grads);
     if let Some(path) = &args.state {
         load_state(args, path, &mut state, backend.as_ref())?;
-        // No file of more could be read again.
+        // A state file of more steps could not be read again.
         let (taken, more) = (state.step(), args.steps as u64);
         ensure!(
             taken + more <= MAX_STEPS,
@@ -146,8 +153,14 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
             path.display()
         );
     }
+    // All inputs must be versions of one time.
+    versions.require_same()?;
     let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
-    write_files(args, &params, &model, &state, backend.as_ref())?;
+    let prepared = prepare_files(args, &params, &model, &state, backend.as_ref())?;
+    claim.commit(prepared.files)?;
+    if let Some(path) = &args.state_out {
+        warn_non_finite(path, prepared.non_finite.iter().map(String::as_str));
+    }
     if args.json { print_json(&summary) } else { summary.print(written(args)) }
 }
 
@@ -210,13 +223,16 @@ fn run_steps(
     })
 }
 
-/// Reads the state, which must be of these parameters.
+/// Reads the state, which must belong to these parameters.
 fn load_state(
     args: &StepArgs,
     path: &Path,
     state: &mut State,
     backend: &dyn Backend,
 ) -> anyhow::Result<()> {
+    if args.any_settings {
+        state.any_settings();
+    }
     let expected = state.load(backend, path)?;
     let found = state.parameters_xxh3(backend)?;
     if let (Some(expected), Some(found)) = (expected, found)
@@ -234,7 +250,7 @@ fn load_state(
     Ok(())
 }
 
-/// Requires a gradient of equal shape and dtype for every parameter and none besides.
+/// Requires a gradient of equal shape and dtype for every parameter, and no other gradient.
 fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> anyhow::Result<()> {
     let path = grads.path().display();
     for ParamDesc { name, shape, dtype, .. } in &model.params {
@@ -275,7 +291,7 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
     Ok(())
 }
 
-/// What a file of parameters has: the values that `read` gives, and the model's buffers.
+/// Tensors of a file of parameters: the values that `read` gives, and the model's buffers.
 fn params<'a>(
     input: &'a TensorFile,
     model: &Model,
@@ -284,7 +300,7 @@ fn params<'a>(
     let mut tensors = Vec::with_capacity(input.entries().len());
     for param in &model.params {
         let len_bytes = input.bytes(&param.name).map_or(0, <[u8]>::len);
-        let mut bytes = vec![0; len_bytes];
+        let mut bytes = zeroed_bytes(len_bytes)?;
         read(&param.name, &mut bytes)?;
         let tensor = TensorBytes::of(param.dtype, &param.shape, Cow::Owned(bytes));
         tensors.push((param.name.clone(), tensor));
@@ -297,33 +313,35 @@ fn params<'a>(
     Ok(tensors)
 }
 
-/// Writes all outputs: they replace what was there together, or none does.
-fn write_files(
+/// All outputs, complete and beside their places.
+struct PreparedFiles {
+    files: Vec<Prepared<'static>>,
+    /// Tensors of state with values that are not finite.
+    non_finite: Vec<String>,
+}
+
+fn prepare_files(
     args: &StepArgs,
     input: &TensorFile,
     model: &Model,
     state: &State,
     backend: &dyn Backend,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<PreparedFiles> {
     let metadata: HashMap<String, String> = input.metadata().clone();
     let read = |name: &str, bytes: &mut [u8]| state.read(backend, Role::Param, name, bytes);
     let trained = params(input, model, read)?;
-    let mut prepared = vec![Prepared::tensors(&args.out, &trained, metadata.clone())?];
+    let mut files = vec![Prepared::tensors(&args.out, &trained, metadata.clone())?];
     drop(trained);
     if let Some(path) = &args.average_out {
         let read = |name: &str, bytes: &mut [u8]| state.read_average(backend, name, bytes);
         let averages = params(input, model, read)?;
-        prepared.push(Prepared::tensors(path, &averages, metadata)?);
+        files.push(Prepared::tensors(path, &averages, metadata)?);
     }
     let mut non_finite = Vec::new();
     if let Some(path) = &args.state_out {
         let state = state.to_tensors(backend)?;
         non_finite.extend(state.non_finite().map(str::to_owned));
-        prepared.push(Prepared::tensors(path, &state.tensors, state.metadata)?);
+        files.push(Prepared::tensors(path, &state.tensors, state.metadata)?);
     }
-    commit_together(prepared)?;
-    if let Some(path) = &args.state_out {
-        warn_non_finite(path, non_finite.iter().map(String::as_str));
-    }
-    Ok(())
+    Ok(PreparedFiles { files, non_finite })
 }

@@ -1,5 +1,5 @@
-//! What `train` trains: the model of the digits, or a transformer; and the learning rates at which
-//! rules learn it.
+//! Tasks of `train`: the model of the digits or a transformer, and the learning rates at which
+//! rules learn them.
 
 use std::fmt::Write as _;
 use std::num::NonZeroUsize;
@@ -7,10 +7,10 @@ use std::num::NonZeroUsize;
 use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use fusestep_models::{Digits, Task, Text, Transformer};
+use fusestep_tensor::ParamDesc;
 
-use crate::options::name_of;
 use crate::ranks::whole;
-use crate::rules::Rule;
+use crate::rules::{OptimizerArgs, Rule};
 
 /// Most scores of attention in a layer, for one sample: 1,024 characters with 4 heads, with which a
 /// step takes some 5 GiB.
@@ -28,10 +28,10 @@ pub(crate) enum Model {
     Transformer,
 }
 
-/// Flags that say what is trained.
+/// Flags of the model that is trained.
 #[derive(Debug, Args)]
 pub(crate) struct TaskArgs {
-    /// What is trained, and on what
+    /// Model that is trained, and its data
     #[arg(long, value_enum, default_value = "digits")]
     pub(crate) model: Model,
     /// Layers of the transformer [default: 4]
@@ -49,7 +49,7 @@ pub(crate) struct TaskArgs {
 }
 
 impl TaskArgs {
-    /// The model and its data; `seed` decides what is held back, where that is drawn.
+    /// The model and its data; `seed` decides which samples are held back, where they are drawn.
     pub(crate) fn task(&self, seed: u64) -> anyhow::Result<Box<dyn Task>> {
         if self.model == Model::Digits {
             let sizes = [
@@ -93,18 +93,19 @@ impl TaskArgs {
     }
 }
 
-/// A learning rate at which the rule learns the model, where `train` is given none.
+/// A learning rate at which the rule learns the model, for `train` without --lr.
 pub(crate) fn rate(model: Model, rule: Rule) -> f64 {
-    let (digits, transformer) = match rule {
-        Rule::Adamw | Rule::Adam => (2e-3, 1e-3),
-        Rule::Sgd => (0.2, 0.2),
-        Rule::Momentum => (0.05, 0.05),
-        Rule::Lion => (3e-4, 3e-4),
-        Rule::Adagrad => (0.02, 0.02),
-        Rule::Rmsprop => (1e-3, 3e-4),
-        Rule::ScheduleFree => (5e-3, 2.5e-3),
-        Rule::Lars => (10.0, 10.0),
-        Rule::Lamb => (0.01, 0.01),
+    let (digits, transformer) = match rule.name() {
+        "adamw" | "adam" => (2e-3, 1e-3),
+        "sgd" => (0.2, 0.2),
+        "momentum" => (0.05, 0.05),
+        "lion" => (3e-4, 3e-4),
+        "adagrad" => (0.02, 0.02),
+        "rmsprop" => (1e-3, 3e-4),
+        "schedule-free" => (5e-3, 2.5e-3),
+        "lars" => (10.0, 10.0),
+        "lamb" => (0.01, 0.01),
+        _ => (rule.default_lr(), rule.default_lr()),
     };
     match model {
         Model::Digits => digits,
@@ -112,13 +113,28 @@ pub(crate) fn rate(model: Model, rule: Rule) -> f64 {
     }
 }
 
-/// All of them, for `--help`.
+/// Gives parameters that LARS does not scale a share of the rate, with which momentum learns the
+/// model. LARS's own rate is meant for trust ratios far below 1. With --excluded the rate stays as
+/// it is.
+pub(crate) fn plain_rates(optimizer: &OptimizerArgs, model: Model, params: &mut [ParamDesc]) {
+    if optimizer.optimizer.name() != "lars" || optimizer.excluded.is_some() {
+        return;
+    }
+    let of_momentum = Rule::value_variants().iter().find(|rule| rule.name() == "momentum");
+    let momentum = of_momentum.expect("SGD with a velocity has this name");
+    let share = rate(model, *momentum) / rate(model, optimizer.optimizer);
+    for param in params.iter_mut().filter(|param| param.weight_decay == Some(0.0)) {
+        param.lr_scale *= share;
+    }
+}
+
+/// All learning rates, for `--help`.
 pub(crate) fn help_on_rates() -> String {
     let mut text = String::from("Learning rates without --lr, of the digits and the transformer:");
     for rule in Rule::value_variants() {
         let [digits, transformer] =
             [Model::Digits, Model::Transformer].map(|model| rate(model, *rule));
-        let _ = write!(text, "\n  {:<14}{digits:<8}{transformer}", name_of(*rule));
+        let _ = write!(text, "\n  {:<14}{digits:<8}{transformer}", rule.name());
     }
     text
 }

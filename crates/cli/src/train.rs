@@ -10,13 +10,16 @@ use fusestep_tensor_file::check_writable;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks, Watch};
-use crate::options::{BackendName, GradientArgs, PrecisionArgs, param_dtype, parse_threads};
-use crate::output::{duration, show, write_page};
+use crate::options::{
+    BackendName, param_dtype, parse_threads, require_candle_threads, start_compute_threads,
+};
+use crate::output::{duration, show, warn, write_page};
 use crate::places::require_beside;
-use crate::ranks::{MOST_RANKS, RankArgs, whole};
+use crate::ranks::{MOST_RANKS, whole};
 use crate::report::report_page;
 use crate::rules::OptimizerArgs;
-use crate::tasks::{TaskArgs, help_on_rates, rate};
+use crate::settings::{self, Settings, expected_several};
+use crate::tasks::{Model, TaskArgs, help_on_rates, plain_rates, rate};
 use crate::training::{self, Trained};
 use crate::values::descs;
 
@@ -26,13 +29,21 @@ pub(crate) const MOST_EPOCHS: usize = 1_000_000;
 /// Most samples of one step, of all ranks together.
 const MOST_SAMPLES: u64 = 1_000_000;
 
+/// Says in the help of `train` that a model has learning rates of its own.
+pub(crate) fn with_own_rates(command: clap::Command) -> clap::Command {
+    let help =
+        "Learning rate per step, at least 0 [default: the rule's of those listed at the end]";
+    command.mut_arg("lr", |arg| arg.help(help))
+}
+
 /// Flags of `train`.
 #[derive(Debug, Args)]
 #[command(after_help = help_on_rates())]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) task: TaskArgs,
-    /// Passes over the training images; of the transformer over 512 windows of its text, and 4
+    /// Passes over the training images; for the transformer 4 by default, each over 512 windows of
+    /// its text
     #[arg(
         long,
         default_value = "20",
@@ -40,7 +51,7 @@ pub(crate) struct TrainArgs {
         value_parser = whole::<usize, 1, { MOST_EPOCHS as u64 }>
     )]
     pub(crate) epochs: usize,
-    /// Images or windows of one step, of all ranks together; of the transformer 16
+    /// Images or windows of one step, of all ranks together; for the transformer 16 by default
     #[arg(
         long,
         default_value = "32",
@@ -51,19 +62,15 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten)]
-    pub(crate) gradients: GradientArgs,
-    #[command(flatten)]
-    pub(crate) precision: PrecisionArgs,
+    pub(crate) settings: Settings<settings::Train>,
     /// Number of ranks, each with its part of every batch
     #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     pub(crate) ranks: Option<usize>,
-    /// What carries calls between ranks [default: thread]
+    /// Engine that carries calls between ranks [default: thread]
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,
     #[command(flatten)]
     pub(crate) watch: Watch,
-    #[command(flatten)]
-    pub(crate) rank_args: RankArgs,
     /// Compare all ranks' parameters by hash after every this many batches, and stop where they
     /// differ
     #[arg(long, value_name = "K", value_parser = whole::<NonZeroU64, 1, { u64::MAX }>)]
@@ -71,20 +78,18 @@ pub(crate) struct TrainArgs {
     /// Element type of parameters and gradients
     #[arg(long, value_parser = param_dtype(), default_value = "f32")]
     pub(crate) dtype: DType,
-    /// Decides the first parameters, the split and the order of samples
+    /// Seed of the first parameters, the split and the order of samples
     #[arg(long, default_value_t = 1, value_parser = whole::<u64, 0, { u64::MAX }>)]
     pub(crate) seed: u64,
-    /// Where steps run; a model's own passes run on the cpu. With `--engine nccl` each rank has a
-    /// GPU, on which its gradients stay from then on; ranks of other engines share the first one
+    /// Backend that steps run on; a model's own passes run on the cpu. With `--engine nccl` each
+    /// rank has a GPU, on which its gradients stay from then on; ranks of other engines share the
+    /// first GPU
     #[arg(long, value_enum, default_value = "cpu")]
     pub(crate) backend: BackendName,
     /// Threads of the cpu backend, of all ranks together, 256 at most [default: RAYON_NUM_THREADS,
     /// which is held to the same; all processors if it is not set, empty or 0]
     #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
-    /// One launch and one call per tensor, no pass
-    #[arg(long)]
-    pub(crate) naive: bool,
     /// Save parameters, optimizer state and position after every epoch
     #[arg(long, value_name = "DIR")]
     pub(crate) checkpoint: Option<PathBuf>,
@@ -102,6 +107,10 @@ pub(crate) struct TrainArgs {
     /// those that the checkpoint had seen
     #[arg(long, requires = "checkpoint")]
     pub(crate) resume: bool,
+    /// Go on although the checkpoint was saved under other settings, as far as its state means the
+    /// same: another momentum, decay or clipping, other parameters excluded
+    #[arg(long, requires = "resume")]
+    pub(crate) any_settings: bool,
     /// Write a page with the curves and the plan
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -110,31 +119,46 @@ pub(crate) struct TrainArgs {
     pub(crate) json: bool,
 }
 
-/// What `--json` prints.
+impl TrainArgs {
+    /// Refuses flags of several ranks that would do nothing on the one that there is.
+    fn require_several(&self) -> anyhow::Result<()> {
+        self.settings.require_several(self.ranks, "--ranks")?;
+        ensure!(
+            self.compare_parameters.is_none(),
+            "--compare-parameters: {}; one rank has nobody to compare with",
+            expected_several(self.ranks, "--ranks")
+        );
+        self.watch.require_several(self.ranks)
+    }
+}
+
+/// The result that `--json` prints.
 #[derive(Debug, Serialize)]
 pub(crate) struct TrainSummary {
-    /// What was trained.
+    /// Name of the trained model.
     pub(crate) model: String,
-    /// Where steps ran.
+    /// Backend that steps ran on.
     pub(crate) backend: &'static str,
-    /// Of the whole run, with those that a checkpoint had seen.
+    /// Epochs of the whole run, with the epochs that a checkpoint had seen.
     pub(crate) epochs: usize,
-    /// Those that were over in the checkpoint that this session went on from; absent if it began
-    /// anew. `steps`, `history` and all that is counted or timed are this session's.
+    /// Epochs that the checkpoint had seen from which this session went on; absent if the session
+    /// began anew. `steps`, `history` and all that is counted or timed are this session's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) resumed_epochs: Option<usize>,
     pub(crate) steps: u64,
-    /// Those that changed nothing because a gradient was not finite.
+    /// Steps that changed nothing because a gradient was not finite.
     pub(crate) skipped_steps: u64,
+    /// Micro-steps whose gradients were dropped with the skipped steps.
+    pub(crate) dropped_micro_steps: u64,
     pub(crate) final_loss: f64,
     pub(crate) test_loss: f64,
     pub(crate) test_accuracy: f64,
     /// Characters or images learned from in a second, all ranks together.
     pub(crate) tokens_per_second: f64,
-    /// Share of a batch's time that is ours on rank 0: parameters and gradients handed over,
-    /// reduced and updated.
+    /// Share of a batch's time that is ours on rank 0: to hand over, reduce and update parameters
+    /// and gradients.
     pub(crate) step_share: f64,
-    /// What those are, in the plural.
+    /// Name of the tokens, in the plural: characters or images.
     pub(crate) tokens: &'static str,
     /// Mean time of our optimizer's step.
     pub(crate) optimizer_ns_per_step: f64,
@@ -147,7 +171,7 @@ pub(crate) struct TrainSummary {
     /// Mean time of candle's AdamW on the same gradients, if the rule is AdamW.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) candle_ns_per_step: Option<f64>,
-    /// How far the last step moved all parameters, ‖new − old‖, with `--update-norms`.
+    /// Distance that the last step moved all parameters, ‖new − old‖, with `--update-norms`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) update_norm: Option<f64>,
     /// xxh3 of all parameter bytes in name order.
@@ -156,17 +180,17 @@ pub(crate) struct TrainSummary {
     #[serde(flatten)]
     pub(crate) ranks: RankNumbers,
     pub(crate) history: Vec<Epoch>,
-    /// What the model writes, if it is one of texts.
+    /// Text that the model writes, if it is a model of texts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) written: Option<String>,
 }
 
-/// What each rank holds and sends.
+/// Memory that each rank holds, and calls and bytes that it sends.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct RankNumbers {
     /// Number of ranks.
     pub(crate) ranks: usize,
-    /// What carries calls between them.
+    /// Engine that carries calls between the ranks.
     pub(crate) engine: String,
     /// ZeRO stage.
     pub(crate) zero: u8,
@@ -184,12 +208,12 @@ pub(crate) struct RankNumbers {
     pub(crate) parameter_bytes: u64,
 }
 
-/// One pass over the samples of an epoch.
+/// Measurements of one epoch.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Epoch {
     /// Mean training loss.
     pub(crate) loss: f64,
-    /// Mean loss on what is held back, and the share of it that is answered right.
+    /// Mean loss on the samples that are held back, and the share of them that is answered right.
     pub(crate) test_loss: f64,
     pub(crate) test_accuracy: f64,
 }
@@ -204,29 +228,27 @@ impl std::fmt::Display for Epoch {
 
 /// Trains on all ranks; rank 0 prints.
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
-    if args.ranks.is_none() && args.engine.is_none() {
-        args.watch.require_none("--ranks or --engine")?;
-        ensure!(
-            args.compare_parameters.is_none(),
-            "--compare-parameters: expected --ranks or --engine too, found neither; one rank has \
-             nobody to compare with"
-        );
-        args.rank_args.require_several(None, "--ranks or --engine")?;
-    }
-    if args.ranks.is_some() {
-        args.rank_args.require_several(args.ranks, "--ranks")?;
+    let engine = args.engine.unwrap_or_default();
+    let ranks = Ranks::new(args.ranks, args.watch.clone());
+    if engine.is_one(&ranks) {
+        args.require_several()?;
     }
     ensure!(
-        args.compare_parameters.is_none() || args.rank_args.zero < 3,
+        args.compare_parameters.is_none() || args.settings.zero() < 3,
         "--compare-parameters: expected ranks that hold all parameters, found --zero 3, where \
          each holds its part; give another stage or leave the comparison out"
     );
     let lr = rate(args.task.model, args.optimizer.optimizer);
     let rule = args.optimizer.clone().with_default_lr(lr).rule()?;
+    if args.task.model == Model::Transformer {
+        require_candle_threads()?;
+    }
     let task = args.task.task(args.seed)?;
     let task = task.as_ref();
     let mut params = descs(task, args.dtype)?;
-    args.optimizer.exclude(&mut params);
+    args.optimizer.require_excluded(args.settings.exclude())?;
+    let options = args.settings.of_model(rule, &mut params)?;
+    plain_rates(&args.optimizer, args.task.model, &mut params);
     // A page that cannot be written is known before the training and not after.
     if let Some(path) = &args.report {
         check_writable(path)?;
@@ -235,11 +257,12 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         }
     }
     args.backend.is_built()?;
-    let ranks = Ranks::new(args.ranks, args.watch.clone());
-    let trained = args
-        .engine
-        .unwrap_or_default()
-        .run(&ranks, |comm| training::train(args, rule, (task, &params), comm))?;
+    args.backend.require_threads(args.threads)?;
+    // Ranks that are threads need more than the caller's.
+    let one = args.threads.filter(|_| engine != Engine::Thread || engine.is_one(&ranks));
+    start_compute_threads(one)?;
+    let trained =
+        engine.run(&ranks, |comm| training::train(args, &options, (task, &params), comm))?;
     // Other ranks have nothing to say.
     let Some(Trained { summary, plan }) = trained else {
         return Ok(());
@@ -247,16 +270,25 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.report {
         write_page(path, &report_page(&summary, &plan))?;
     }
+    // Guesses among equals have this loss.
+    let guessed = (task.answers() as f64).ln();
+    if summary.steps > 0 && summary.test_loss >= guessed {
+        warn(&format!(
+            "warning: the model has learned nothing: its test loss is {:.4}, and that of guesses \
+             {guessed:.4}; try another --lr, or more --epochs",
+            summary.test_loss
+        ));
+    }
     show(args.json, &summary)
 }
 
 impl TrainSummary {
-    /// Whether the checkpoint had seen all epochs: nothing is measured then.
+    /// Whether the checkpoint had seen all epochs, so that nothing is measured.
     pub(crate) fn was_complete(&self) -> bool {
         self.resumed_epochs.is_some() && self.history.is_empty()
     }
 
-    /// What was done, and how well the model does.
+    /// Writes the epochs and steps of the run, and how well the model does.
     fn fmt_epochs(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let epochs = counted(self.epochs as u64, "epoch");
         let steps = counted(self.steps, "step");
@@ -274,12 +306,17 @@ impl TrainSummary {
         writeln!(f, ": loss {:.4}, test accuracy {percent:.2} %", self.final_loss)?;
         if self.skipped_steps > 0 {
             let skipped = counted(self.skipped_steps, "step");
-            writeln!(f, "{skipped} skipped, since a gradient was not finite")?;
+            write!(f, "{skipped} skipped, since a gradient was not finite")?;
+            if self.dropped_micro_steps > self.skipped_steps {
+                let dropped = counted(self.dropped_micro_steps, "micro-step");
+                write!(f, "; {dropped} dropped with them")?;
+            }
+            writeln!(f)?;
         }
         Ok(())
     }
 
-    /// What steps have taken.
+    /// Writes the times of steps.
     fn fmt_times(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
@@ -313,7 +350,7 @@ impl TrainSummary {
         Ok(())
     }
 
-    /// What each rank holds and, if there were steps, sends.
+    /// Writes the state that each rank holds and, if there were steps, the calls and bytes.
     fn fmt_ranks(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let numbers = &self.ranks;
         write!(

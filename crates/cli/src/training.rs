@@ -7,15 +7,14 @@ mod summary;
 use std::num::NonZeroU64;
 use std::time::Instant;
 
-use anyhow::bail;
+use anyhow::{bail, ensure};
 use candle_core::Var;
 use candle_core::backprop::GradStore;
+use fusestep::{Section, StepOptions};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
-use fusestep_launch::{Backend, Precision};
+use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_models::Task;
-use fusestep_planner::{
-    Comms, FolderLock, Optimizer, Plan, Planner, Saves, State, Topology, ZeroStage,
-};
+use fusestep_planner::{Comms, FolderLock, Initial, Plan, Saves, State, Topology};
 use fusestep_tensor::{DType, ParamDesc, Role};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
@@ -27,11 +26,12 @@ use self::handshake::compare_calls;
 use self::summary::Tally;
 use crate::options::threads;
 use crate::output::print;
+use crate::settings::planner;
 use crate::shadow::Shadow;
 use crate::train::{Epoch, TrainArgs, TrainSummary};
 use crate::values::{candle_dtype, vars_of, with_bytes};
 
-/// What a run ends with.
+/// The result of a run.
 pub(crate) struct Trained {
     pub(crate) summary: TrainSummary,
     pub(crate) plan: Plan,
@@ -40,20 +40,28 @@ pub(crate) struct Trained {
 /// Trains as one rank of `comm`.
 pub(crate) fn train(
     args: &TrainArgs,
-    rule: Optimizer,
+    options: &StepOptions,
     (task, params): (&dyn Task, &[ParamDesc]),
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Trained> {
     let topology = Topology::of(comm);
     let first = topology.rank == 0;
-    let plan = plan_of(args, rule, params, topology)?;
+    ensure!(
+        args.batch >= topology.world,
+        "--batch: expected a sample for each of {} ranks at least, found {}; give a larger \
+         --batch, or start fewer ranks",
+        topology.world,
+        args.batch
+    );
+    let planner = planner(options, params, topology, LaunchLimits::default())?;
+    let plan = planner.plan_for(params, topology)?;
     if first && !args.json {
         print(&format!("{}\n{plan}", task.describe()))?;
     }
-    let of_rank = threads(args.threads).get().div_ceil(topology.world);
+    let of_rank = threads(args.threads)?.get().div_ceil(topology.world);
     let backend = args.backend.of_rank(of_rank, comm.device())?;
     let backend = backend.as_ref();
-    compare_calls(args, comm)?;
+    compare_calls(args, options, comm)?;
     if let Some(folder) = &args.checkpoint {
         make_folder(folder, args.resume, first)?;
     }
@@ -67,15 +75,16 @@ pub(crate) fn train(
     for (param, var) in params.iter().zip(&vars) {
         with_bytes(var, |bytes| Ok(state.write(backend, Role::Param, &param.name, bytes)?))?;
     }
-    let shadow = if compares(args, &plan) { Shadow::new(&vars, rule)? } else { None };
+    let shadow = if compares(args, &plan) { Shadow::new(&vars, options.rule)? } else { None };
     let batches = args.epochs * task.samples_of_epoch().div_ceil(args.batch);
     let mut run = Run {
         args,
+        options,
         names: params.iter().map(|param| param.name.as_str()).collect(),
         plan: &plan,
         state,
         backend,
-        comms: args.rank_args.comms(comm, args.naive)?,
+        comms: options.comms(comm)?,
         task,
         shadow,
         bar: progress_bar(first, batches as u64),
@@ -92,31 +101,17 @@ pub(crate) fn train(
     Ok(Trained { summary, plan })
 }
 
-/// The plan of one rank.
-fn plan_of(
-    args: &TrainArgs,
-    rule: Optimizer,
-    params: &[ParamDesc],
-    topology: Topology,
-) -> anyhow::Result<Plan> {
-    let planner = Planner::new(rule);
-    let planner = if args.naive { planner.naive() } else { planner };
-    let planner = args.optimizer.scheduled(planner);
-    let planner = args.precision.planner(planner, params);
-    let planner = args.gradients.passes(planner);
-    let planner = args.rank_args.passes(planner, args.naive, topology)?;
-    Ok(planner.plan_for(params, topology)?)
-}
+/// Settings under which a step does the same work.
+const SAME_WORK: [Section; 4] =
+    [Section::Rate, Section::Launches, Section::Backward, Section::Calls];
 
-/// Whether candle's step would do the same work: one that keeps other tensors, reads gradients
+/// Whether candle's step would do the same work. A step that keeps other tensors, reads gradients
 /// twice or decays other parameters is not comparable.
 fn compares(args: &TrainArgs, plan: &Plan) -> bool {
     plan.topology().world == 1
         && plan.micro_steps() == 1
         && args.dtype == DType::F32
-        && args.precision.precision() == Precision::default()
-        && args.gradients.none()
-        && args.optimizer.exclude.is_empty()
+        && args.settings.changed_beyond(&SAME_WORK).is_none()
 }
 
 /// The progress of the whole run, shown by one rank.
@@ -135,7 +130,8 @@ type Grads = Option<(Vec<Var>, GradStore)>;
 /// A model being trained.
 struct Run<'a> {
     args: &'a TrainArgs,
-    /// Of the parameters, in the plan's order.
+    options: &'a StepOptions,
+    /// Names of the parameters, in the plan's order.
     names: Vec<&'a str>,
     plan: &'a Plan,
     state: State,
@@ -145,28 +141,29 @@ struct Run<'a> {
     shadow: Option<Shadow>,
     bar: ProgressBar,
     tally: Tally,
-    /// Batches since the run began, of which every so many compare parameters.
+    /// Batches since the run began, for the comparison of parameters every few batches.
     compared: u64,
     saves: Saves,
     /// Epochs that were over in the checkpoint that the run goes on from.
     resumed_epochs: Option<usize>,
-    /// Whether it has been told that state is not finite.
+    /// Whether the user was warned that state is not finite.
     warned: bool,
 }
 
 impl Run<'_> {
-    /// What ranks settle before the first step: that they mean the same, and that they begin with
-    /// the same parameters.
+    /// Makes ranks agree before the first step: they compare their settings and, unless each has
+    /// its own, begin with the parameters of rank 0.
     fn meet(&mut self) -> anyhow::Result<()> {
         self.handshake()?;
-        if self.plan.topology().world > 1 && self.plan.zero() != ZeroStage::Three {
+        let brings = self.options.initial == Initial::OfRankZero;
+        if self.plan.topology().world > 1 && brings {
             let (state, backend) = (&mut self.state, self.backend);
             self.plan.broadcast_parameters(state, backend, &mut self.comms, 0)?;
         }
         Ok(())
     }
 
-    /// The parameters of this moment; at ZeRO stage 3 all ranks ask for them alike.
+    /// The current parameters; at ZeRO stage 3 all ranks must call it together.
     fn vars(&mut self) -> anyhow::Result<Vec<Var>> {
         let (state, backend) = (&self.state, self.backend);
         let gathered = self.plan.gather(state, backend, &mut self.comms, &self.names)?;
@@ -225,12 +222,12 @@ impl Run<'_> {
         }
     }
 
-    /// Updates with what is left of the last micro-steps, which belongs to this epoch's samples,
-    /// looks at the test and saves.
+    /// Ends an epoch: updates with the rest of the last micro-steps, which belong to this epoch's
+    /// samples, tests the model and saves.
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
         let begun = self.begin();
         let report = self.plan.flush(&mut self.state, self.backend, &mut self.comms)?;
-        if self.args.rank_args.local_sgd.is_some() {
+        if self.options.local_sgd.is_some() {
             let (state, comms) = (&mut self.state, &mut self.comms);
             self.plan.average_now(state, self.backend, comms)?;
         }
@@ -250,21 +247,21 @@ impl Run<'_> {
         Ok(ended)
     }
 
-    /// An epoch of this loss, with how the averages do at the test.
+    /// An epoch of this loss, with the loss and accuracy of the averages at the test.
     fn tested(&mut self, loss: f64) -> anyhow::Result<Epoch> {
         let tested = self.task.test(&self.averages()?)?;
         Ok(Epoch { loss, test_loss: tested.loss, test_accuracy: tested.accuracy })
     }
 
-    /// The averages of the parameters, for a rule that has some, else the parameters; all ranks ask
-    /// for them alike.
+    /// The averages of the parameters, for a rule that has some, otherwise the parameters; all
+    /// ranks must call it together.
     fn averages(&mut self) -> anyhow::Result<Vec<Var>> {
         let (state, backend) = (&self.state, self.backend);
         let averages = self.plan.gather_averages(state, backend, &mut self.comms, &self.names)?;
         Ok(vars_of(self.plan.params(), &averages)?)
     }
 
-    /// One batch, shared out among ranks; returns the mean loss over all of it.
+    /// Takes a step with one batch, shared out among ranks; returns the mean loss over all of it.
     fn step(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
         self.poll_saves()?;
         let (whole, beside) = (self.begin(), self.candle_ns());
@@ -274,7 +271,7 @@ impl Run<'_> {
         let own = &positions[start..start + counts[rank]];
         // Gradients are averaged over ranks, so a rank with more samples than others counts for
         // more.
-        let share = match self.args.rank_args.local_sgd {
+        let share = match self.options.local_sgd {
             Some(_) => 1.0,
             None => (counts[rank] * world) as f64 / positions.len() as f64,
         };
@@ -283,7 +280,7 @@ impl Run<'_> {
             self.state.set_weight(positions.len() as f64 / batch as f64)?;
         }
         let (loss, grads) = self.gradients(own, share)?;
-        // Where giving them makes the calls of a step, none may come between.
+        // Where giving gradients makes the calls of a step, no other call may come between.
         let calls_while_given = self.plan.calls_while_given(&self.comms);
         let begun = Instant::now();
         if !calls_while_given {
@@ -309,7 +306,7 @@ impl Run<'_> {
         Ok(loss)
     }
 
-    /// Every so many batches, as asked for.
+    /// Compares the ranks' parameters after every so many batches, as --compare-parameters says.
     fn compare_parameters(&mut self) -> anyhow::Result<()> {
         let Some(every) = self.args.compare_parameters else {
             return Ok(());
@@ -327,8 +324,8 @@ impl Run<'_> {
         self.shadow.as_ref().map_or(0.0, |shadow| shadow.ns)
     }
 
-    /// One forward and backward pass over this rank's samples: their mean loss, and the gradients
-    /// of `share` times it. A rank without samples has none to give.
+    /// Makes one forward and backward pass over this rank's samples. Returns their mean loss, and
+    /// the gradients of `share` times that loss. A rank without samples has no gradients.
     fn gradients(&mut self, samples: &[usize], share: f64) -> anyhow::Result<(f64, Grads)> {
         let begun = Instant::now();
         let vars = self.vars()?;
@@ -345,7 +342,7 @@ impl Run<'_> {
         Ok((f64::from(loss.to_scalar::<f32>()?), Some((vars, grads))))
     }
 
-    /// Gives gradients, those of the last layer first, as a backward pass finds them.
+    /// Gives gradients to the plan, the last layer's first, as a backward pass finds them.
     fn give(&mut self, grads: &Grads) -> anyhow::Result<()> {
         let Some((vars, grads)) = grads else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Parameters as bytes, as candle's variables, and as a plan knows them.
+//! Parameters as bytes, as candle's variables, and as descriptors for a plan.
 
 use anyhow::bail;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
@@ -7,7 +7,7 @@ use fusestep_planner::GatheredParams;
 use fusestep_tensor::{ParamDesc, Shape};
 use half::slice::HalfFloatSliceExt;
 
-/// What a plan has to know of a model's parameters.
+/// The descriptors of a model's parameters, for a plan.
 pub(crate) fn descs(
     task: &dyn Task,
     dtype: fusestep_tensor::DType,
@@ -43,7 +43,7 @@ pub(crate) fn vars_of(
     vars.collect()
 }
 
-/// Shows a tensor's elements as they lie in memory; one that has gaps is copied first.
+/// Shows a tensor's elements as they lie in memory; a tensor with gaps is copied first.
 pub(crate) fn with_bytes<R>(
     tensor: &Tensor,
     see: impl FnOnce(&[u8]) -> anyhow::Result<R>,

@@ -23,8 +23,7 @@ fn train(comm: &mut dyn Communicator, zero: u8) -> Result<Vec<Vec<u32>>> {
         Ok((String::from(name), Var::from_tensor(&values(rank, shape)?)?))
     };
     let vars: Vec<_> = SHAPES.into_iter().map(var).collect::<Result<_>>()?;
-    let options =
-        Options { zero, accumulate: 2.try_into().ok(), clip_norm: Some(0.1), ..Options::default() };
+    let options = Options { zero, accumulate: 2, clip_norm: Some(0.1), ..Options::default() };
     let optimizer = AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options)?;
     let mut optimizer = optimizer.on(comm)?;
     for step in 0..2 * STEPS {

@@ -157,11 +157,14 @@ fn values_out_of_range_are_refused_and_nothing_is_written() {
     for (args, message) in [
         (
             ["--clip-norm", "0"],
-            "'0' for '--clip-norm <NORM>': expected a finite number above 0; leave the flag out",
+            "'0' for '--clip-norm <CLIP_NORM>': expected a finite number above 0",
         ),
-        (["--clip-norm", "-1"], "'-1' for '--clip-norm <NORM>': expected a finite number above 0"),
-        (["--loss-scale", "3"], "loss scale: expected a power of two"),
-        (["--loss-scale", "huge"], "expected a power of two or `dynamic`, found \"huge\""),
+        (
+            ["--clip-norm", "-1"],
+            "'-1' for '--clip-norm <CLIP_NORM>': expected a finite number above 0",
+        ),
+        (["--loss-scale", "3"], "expected a power of two from 1 on, `dynamic`"),
+        (["--loss-scale", "huge"], "'huge' for '--loss-scale"),
     ] {
         let error = model.step("g", "out", &args).unwrap_err();
         assert!(error.contains(message), "{error}");

@@ -1,4 +1,4 @@
-//! The memory laid out that way: one aligned allocation.
+//! The arena: one aligned allocation that holds many tensors as its layout places them.
 
 use fusestep_tensor::Element;
 
@@ -51,7 +51,7 @@ impl<T: Element> Coalesced<T> {
         Ok(())
     }
 
-    /// Where the tensors lie.
+    /// The layout: the place of each tensor in the buffer.
     pub fn layout(&self) -> &FlatLayout {
         &self.layout
     }
@@ -142,7 +142,7 @@ impl<T: Element> Coalesced<T> {
     }
 }
 
-/// Every index into an allocated buffer fits a usize: its length in bytes does.
+/// The range as `usize`: every index into an allocated buffer fits, since its length in bytes does.
 fn to_usize(range: std::ops::Range<u64>) -> std::ops::Range<usize> {
     range.start as usize..range.end as usize
 }

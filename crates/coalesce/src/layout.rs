@@ -1,13 +1,12 @@
 //! Offsets on paper: pure arithmetic, equal on every backend.
 
-use serde::{Deserialize, Serialize};
-
 /// Slots are padded to a multiple of this many bytes, on the CPU as on a GPU, so that buffers and
 /// checkpoints are portable.
 pub const SLOT_BYTES: u64 = 256;
 
-/// How slots are padded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The padding of slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(any(test, feature = "serde"), derive(serde::Serialize, serde::Deserialize))]
 pub struct LayoutOptions {
     /// Slots are padded to a multiple of this many bytes: a power of two, and a multiple of
     /// `unit_bytes`. 1 stands for no padding. [`SLOT_BYTES`] by default.
@@ -34,28 +33,31 @@ impl LayoutOptions {
 /// # Shapes
 /// Offsets and lengths are in elements. An empty tensor has a slot of length 0, which is a valid
 /// view.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "UncheckedLayout")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(any(test, feature = "serde"), derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(any(test, feature = "serde"), serde(try_from = "UncheckedLayout"))]
 pub struct FlatLayout {
     options: LayoutOptions,
     numels: Vec<u64>,
-    /// One more than `numels`: the last is the length of the whole.
+    /// First element of each tensor, and the length of the whole as the last entry.
     offsets: Vec<u64>,
 }
 
-/// A layout as it comes from outside.
-#[derive(Deserialize)]
+/// A layout as it was read, before its offsets are checked.
+#[cfg(any(test, feature = "serde"))]
+#[derive(serde::Deserialize)]
 struct UncheckedLayout {
     options: LayoutOptions,
     numels: Vec<u64>,
     offsets: Vec<u64>,
 }
 
+#[cfg(any(test, feature = "serde"))]
 impl TryFrom<UncheckedLayout> for FlatLayout {
     type Error = CoalesceError;
 
-    /// Offsets follow from the rest: others would let tensors overlap or lie outside of their
-    /// memory.
+    /// Checks the offsets, which follow from the rest. Other offsets would let tensors overlap or
+    /// lie outside of their memory.
     fn try_from(found: UncheckedLayout) -> Result<Self, CoalesceError> {
         let layout = Self::new(found.numels, found.options)?;
         let differs = |at: &usize| layout.offsets.get(*at) != found.offsets.get(*at);
@@ -144,7 +146,7 @@ impl FlatLayout {
         self.offsets[index]..self.offsets[index] + self.numels[index]
     }
 
-    /// How slots are padded.
+    /// The padding of slots.
     pub fn options(&self) -> LayoutOptions {
         self.options
     }
@@ -154,7 +156,7 @@ impl FlatLayout {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CoalesceError {
-    /// Slots cannot be padded so.
+    /// The slot is no power of two, or no multiple of the unit.
     #[error(
         "slot of {slot_bytes} bytes: expected a power of two that is a multiple of the \
          {unit_bytes}-byte unit; 256 works for every dtype"
@@ -173,7 +175,7 @@ pub enum CoalesceError {
     Overflow {
         /// Position of the tensor.
         tensor: usize,
-        /// Its element count.
+        /// Element count of the tensor.
         numel: u64,
     },
     /// A layout that was read does not follow from its own tensors.
@@ -184,18 +186,18 @@ pub enum CoalesceError {
     Offset {
         /// Position of the tensor.
         tensor: usize,
-        /// What follows from the tensors.
+        /// The offset that follows from the tensors; `None` if the layout should end before it.
         expected: Option<u64>,
-        /// What was read.
+        /// The offset that was read; `None` if too few were read.
         found: Option<u64>,
     },
     /// Memory from elsewhere begins at an address that no buffer may begin at.
     #[error("expected memory that begins at a multiple of 256 bytes, found address {address:#x}")]
     Misaligned {
-        /// Where it begins.
+        /// Address of the first byte.
         address: usize,
     },
-    /// Memory could not be had.
+    /// Memory for the buffer could not be allocated.
     #[error("coalesced buffer: expected {len_bytes} bytes of memory, found less")]
     OutOfMemory {
         /// Bytes asked for.

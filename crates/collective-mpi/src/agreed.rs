@@ -1,21 +1,21 @@
-//! Which calls need not be compared.
+//! Kinds of calls that ranks have compared and need not compare again.
 
 use std::collections::HashSet;
 
-use fusestep_collective::{Buffers, Call, CallContext, Fingerprint, Operation};
+use fusestep_collective::{CallContext, CallShape, Fingerprint, Lengths, Operation};
 
-/// Calls that all ranks have agreed on, if they compare each kind once: fingerprints but for the
-/// sequence.
+/// Fingerprints, without sequence numbers, of calls on which all ranks have agreed, if ranks
+/// compare each kind once.
 #[derive(Debug, Default)]
 pub(crate) struct Agreed {
     all: HashSet<Fingerprint>,
-    /// One of them: calls that are often made are often made in a row, and short ones take as long
+    /// The last of these calls. Frequent calls often come in a row, and a short call takes as long
     /// as ten look-ups.
     last: Option<Fingerprint>,
 }
 
 impl Agreed {
-    /// Adds a call; says whether it was not there yet.
+    /// Adds a call; returns whether it is new.
     pub(crate) fn insert(&mut self, print: Fingerprint) -> bool {
         let kind = Fingerprint { sequence: 0, ..print };
         self.last != Some(kind) && {
@@ -24,22 +24,22 @@ impl Agreed {
         }
     }
 
-    /// The last call, without its number, if this one is like it: an all-reduce in place of as many
-    /// elements. The checks of such a call would find what they found then, and take a short
-    /// all-reduce of MPI's own more time than all else that is done for it here.
-    pub(crate) fn like(&self, call: &Call<'_>, context: CallContext) -> Option<Fingerprint> {
+    /// The elements of a call of this shape, if it is the same all-reduce in place as the last one.
+    /// Checks would find the same as before. For a short all-reduce of MPI they take longer than
+    /// all other work here.
+    pub(crate) fn like(&self, shape: &CallShape<'_>, context: &CallContext) -> Option<usize> {
         let last = self.last.as_ref()?;
-        let (Operation::AllReduce(_), None) = (call.operation, call.counts) else {
+        let (Operation::AllReduce(_), None) = (shape.operation, shape.counts) else {
             return None;
         };
-        let Buffers::InPlace(buffer) = &call.buffers else {
+        let Lengths::InPlace(len_bytes) = shape.lengths else {
             return None;
         };
-        let is_like_it = last.operation == call.operation
-            && last.dtype == call.dtype
-            && last.numel * last.dtype.len_bytes() as u64 == buffer.len() as u64
-            && last.context == context;
-        is_like_it.then_some(*last)
+        let is_like_it = last.operation == shape.operation
+            && last.dtype == shape.dtype
+            && last.numel * last.dtype.len_bytes() as u64 == len_bytes as u64
+            && last.context == *context;
+        is_like_it.then_some(last.numel as usize)
     }
 }
 
@@ -80,23 +80,20 @@ mod tests {
     fn only_the_same_all_reduce_in_place_is_like_the_last() {
         let context = CallContext { plan_hash: 7, bucket: Some(2) };
         let (operation, dtype) = (Operation::AllReduce(ReduceOp::Sum), DType::F32);
-        let mut memory = [0u8; 32];
-        let (first, second) = memory.split_at_mut(16);
-        let mut like = |agreed: &Agreed, operation, dtype, in_place: Option<usize>, context| {
-            let buffers = match in_place {
-                Some(len_bytes) => Buffers::InPlace(&mut first[..len_bytes]),
-                None => Buffers::OutOfPlace { send: &*second, receive: first },
+        let like = |agreed: &Agreed, operation, dtype, in_place: Option<usize>, context| {
+            let lengths = match in_place {
+                Some(len_bytes) => Lengths::InPlace(len_bytes),
+                None => Lengths::OutOfPlace { send: 16, receive: 16 },
             };
-            let call = Call { operation, dtype, counts: None, buffers };
-            agreed.like(&call, context)
+            let shape = CallShape { operation, dtype, counts: None, lengths };
+            agreed.like(&shape, &context)
         };
         let mut agreed = Agreed::default();
         assert_eq!(like(&agreed, operation, dtype, Some(16), context), None);
         let print =
             Fingerprint { sequence: 5, operation, dtype, numel: 4, counts_hash: 0, context };
         assert!(agreed.insert(print));
-        let last = like(&agreed, operation, dtype, Some(16), context);
-        assert_eq!(last, Some(Fingerprint { sequence: 0, ..print }));
+        assert_eq!(like(&agreed, operation, dtype, Some(16), context), Some(4));
         let maximum = Operation::AllReduce(ReduceOp::Max);
         let other = CallContext { bucket: None, ..context };
         // 15 bytes are no 4 elements, and are refused as any first call is.

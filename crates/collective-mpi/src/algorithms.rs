@@ -1,16 +1,16 @@
-//! The collectives that move elements as they are: every block goes straight from its rank to where
-//! it belongs.
+//! Collectives that move elements unchanged: every block goes straight from its rank to the ranks
+//! that receive it.
 
 use fusestep_collective::{Blocks, Buffers, Call, CollectiveError, Fingerprint, Movement, Share};
 
-use crate::communicator::MpiCommunicator;
-use crate::engine::Kind;
+use crate::by_messages::ByMessages;
 use crate::exchange::Message;
+use crate::library::Kind;
 use crate::{exchange, reduction};
 
-/// The data of a call that all ranks have agreed on.
+/// Moves the data of a call on which all ranks have agreed.
 pub(crate) fn move_data(
-    comm: &mut MpiCommunicator,
+    comm: &mut ByMessages,
     call: Call<'_>,
     blocks: Blocks<'_>,
     print: &Fingerprint,
@@ -20,16 +20,17 @@ pub(crate) fn move_data(
     }
     let blocks = &blocks.all_bytes(call.dtype.len_bytes());
     let movement = Movement { operation: call.operation, blocks };
-    carry_out(comm, &movement, call.buffers, (Kind::Data, print));
+    carry_out(comm, &movement, call.buffers, Kind::Data, print);
     Ok(())
 }
 
-/// Moves what a movement says, in messages of this kind.
+/// Moves the blocks of a movement, in messages of this kind.
 pub(crate) fn carry_out(
-    comm: &mut MpiCommunicator,
+    comm: &mut ByMessages,
     movement: &Movement<'_>,
     buffers: Buffers<'_>,
-    (kind, print): (Kind, &Fingerprint),
+    kind: Kind,
+    print: &Fingerprint,
 ) {
     let rank = comm.group.rank;
     let Share { shown, pulls } = movement.share(rank, buffers);

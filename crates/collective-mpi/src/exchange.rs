@@ -1,14 +1,14 @@
-//! Moving data: messages are cut to what MPI counts, and nobody returns while MPI uses their
-//! memory.
+//! Exchange of data: messages are cut to lengths that MPI can count, and no call returns while MPI
+//! uses its memory.
 
 use std::time::{Duration, Instant};
 
 use fusestep_collective::Fingerprint;
 
 use crate::Compare;
-use crate::communicator::MpiCommunicator;
-use crate::engine::{Kind, Request};
-use crate::meeting::relax;
+use crate::by_messages::ByMessages;
+use crate::library::{Kind, Request};
+use crate::meeting::POLLING;
 
 /// Polls between two looks at the clock.
 const POLLS: u32 = 32;
@@ -38,11 +38,10 @@ impl<'a> Message<'a> {
 /// Moves all messages. Between two ranks, messages of a kind arrive in the order in which they are
 /// given on both sides.
 ///
-/// Ends the job if they have not moved by the deadline: MPI cannot give memory back that a
-/// message uses, so there is no return. Headers were exchanged before, so a rank that does
-/// not come is found earlier than here.
+/// Ends the job if messages have not moved by the deadline: MPI cannot give back memory that a
+/// message uses. Headers were exchanged before, so a missing rank is found earlier than here.
 pub(crate) fn messages<'a>(
-    comm: &mut MpiCommunicator,
+    comm: &mut ByMessages,
     messages: impl IntoIterator<Item = Message<'a>>,
     print: &Fingerprint,
 ) {
@@ -65,13 +64,13 @@ pub(crate) fn messages<'a>(
             Bytes::Out(bytes) => {
                 for chunk in bytes.chunks(limit) {
                     // SAFETY: as said above.
-                    start(unsafe { group.engine.send(chunk, peer, group.tag, kind) });
+                    start(unsafe { group.mpi.send(chunk, peer, group.tag, kind) });
                 }
             }
             Bytes::In(bytes) => {
                 for chunk in bytes.chunks_mut(limit) {
                     // SAFETY: as said above.
-                    start(unsafe { group.engine.receive(chunk, peer, group.tag, kind) });
+                    start(unsafe { group.mpi.receive(chunk, peer, group.tag, kind) });
                 }
             }
         }
@@ -80,32 +79,32 @@ pub(crate) fn messages<'a>(
     let unannounced = group.options.compare == Compare::FirstOfEach;
     let mut polls = 0u32;
     while !pending.is_empty() {
-        pending.retain_mut(|(request, _)| match group.engine.done(request) {
+        pending.retain_mut(|(request, _)| match group.mpi.done(request) {
             Ok(done) => !done,
             Err(reason) => fail(reason),
         });
         polls = polls.wrapping_add(1);
         if polls.is_multiple_of(POLLS) {
             let waited = begun.elapsed();
-            relax(waited);
+            POLLING.pause(waited);
             if unannounced {
                 group.poll();
                 if group.is_ending() && since(&mut ending) > group.grace() {
                     group.die(group.settle_as_told());
                 }
             }
-            if waited > group.timeout() {
+            if waited > group.timeout.get() {
                 let mut ranks: Vec<usize> = pending.iter().map(|(_, rank)| *rank).collect();
                 ranks.sort_unstable();
                 ranks.dedup();
-                group.die(print.late(ranks, group.timeout()));
+                group.die(print.late(ranks, group.timeout.get()));
             }
         }
     }
     drop(held);
 }
 
-/// The time since this was asked first.
+/// The time since the first call with this `first`.
 fn since(first: &mut Option<Instant>) -> Duration {
     first.get_or_insert_with(Instant::now).elapsed()
 }

@@ -1,60 +1,61 @@
-//! What the calls of one rank, its aborters and its subgroups have in common: who has said what
-//! about the end of the group.
+//! Group of ranks, which the calls of one rank, its aborters and its subgroups share. It keeps the
+//! notices of ranks about the group's end.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, FlightRecorder, MAX_TIMEOUT};
+use fusestep_collective::{CollectiveError, FlightRecorder, Timeout};
 
-use crate::engine::{Engine, Kind};
-use crate::meeting::Party;
-use crate::watch::{Armed, Deadline};
+use crate::deadline::{Armed, Deadline};
+use crate::library::{Kind, Mpi};
+use crate::party::Party;
+use crate::say::say;
 use crate::wire::Notice;
 use crate::{MpiOptions, watch};
 
-/// Longest time to wait for what others say about an error.
+/// Longest wait for other ranks' notices of an error.
 const MAX_GRACE: Duration = Duration::from_secs(5);
 
 /// One rank's side of a group of processes.
 #[derive(Debug)]
 pub(crate) struct Group {
-    pub(crate) engine: Arc<Engine>,
+    pub(crate) mpi: Arc<Mpi>,
     /// Processes of the job, by rank in this group.
     pub(crate) members: Vec<usize>,
     pub(crate) rank: usize,
     pub(crate) tag: i32,
-    /// As given, but for the timeout.
+    /// Options as given; the timeout may have been set anew since.
     pub(crate) options: MpiOptions,
-    /// When its times count from.
+    /// Time from which the group's nanoseconds count.
     pub(crate) begun: Instant,
-    /// Of a call that MPI may not come back from.
+    /// Deadline of a call from which MPI may not come back.
     pub(crate) deadline: Deadline,
-    timeout_ns: AtomicU64,
-    /// Calls of all ranks that this one has entered: for which it has sent, or need not send, its
-    /// header.
+    pub(crate) timeout: Timeout,
+    /// Number of the last call of all ranks that this rank has entered. For an entered call this
+    /// rank has sent its header, or needs to send none.
     pub(crate) entered: AtomicU64,
     parent: Option<Arc<Group>>,
-    /// The communicator's recorder once more, for those who end the process from another thread.
-    pub(crate) mirror: Mutex<FlightRecorder>,
+    /// Copy of the communicator's flight recorder, for threads that end the process.
+    pub(crate) mirror: Arc<Mutex<FlightRecorder>>,
     state: Mutex<State>,
-    /// Something is in `state`.
+    /// Whether `state` holds a notice, of an error or of a rank that left.
     told: AtomicBool,
 }
 
 #[derive(Debug)]
 struct State {
-    /// What each rank says about the end, this one too.
+    /// Notice of each rank about the group's end, this rank's own included.
     notices: Vec<Option<Notice>>,
-    /// Ranks that left, and how many calls of all ranks they had entered.
+    /// Ranks that left, with the number of calls of all ranks that each had entered.
     left: Vec<(u64, CollectiveError)>,
-    /// What this rank's calls return from now on.
+    /// Error that this rank's calls return from now on.
     settled: Option<CollectiveError>,
     children: Vec<Weak<Group>>,
 }
 
-/// What a rank needs to make a group.
+/// Members, rank, tag and options from which a rank makes a group.
 pub(crate) struct Founding {
     pub(crate) members: Vec<usize>,
     pub(crate) rank: usize,
@@ -63,28 +64,23 @@ pub(crate) struct Founding {
 }
 
 impl Group {
-    pub(crate) fn new(
-        engine: Arc<Engine>,
-        founding: Founding,
-        parent: Option<Arc<Group>>,
-    ) -> Arc<Self> {
+    pub(crate) fn new(mpi: Arc<Mpi>, founding: Founding, parent: Option<Arc<Group>>) -> Arc<Self> {
         let Founding { members, rank, tag, options } = founding;
         let begun = Instant::now();
-        let recorder = FlightRecorder::new(rank, members.len(), options.recorded_calls, begun)
-            .dumped_into(options.dump_folder.clone());
+        let recorder = FlightRecorder::new(rank, members.len(), options.recorded_calls, begun);
         let notices = vec![None; members.len()];
         let group = Arc::new(Self {
-            engine,
+            mpi,
             members,
             rank,
             tag,
             begun,
             deadline: Deadline::default(),
-            timeout_ns: AtomicU64::new(nanoseconds(options.timeout)),
+            timeout: Timeout::new(options.timeout),
             options,
             entered: AtomicU64::new(0),
             parent: parent.clone(),
-            mirror: Mutex::new(recorder),
+            mirror: Arc::new(Mutex::new(recorder)),
             state: Mutex::new(State {
                 notices,
                 left: Vec::new(),
@@ -116,32 +112,21 @@ impl Group {
         (0..self.members.len()).filter(move |&rank| rank != own)
     }
 
-    /// Nanoseconds since it was founded.
+    /// Nanoseconds since the group was founded.
     pub(crate) fn now_ns(&self) -> u64 {
         u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Ends the job, from another thread, if the result is not dropped within the timeout.
+    /// Sets the deadline of a call: another thread ends the job unless the result is dropped within
+    /// the timeout.
     pub(crate) fn watched(&self, now_ns: u64) -> Armed<'_> {
-        let timeout_ns = self.timeout_ns.load(Ordering::SeqCst);
+        let timeout_ns = u64::try_from(self.timeout.get().as_nanos()).unwrap_or(u64::MAX);
         self.deadline.set(now_ns.saturating_add(timeout_ns))
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        Duration::from_nanos(self.timeout_ns.load(Ordering::SeqCst))
-    }
-
-    pub(crate) fn set_timeout(&self, timeout: Duration) {
-        self.timeout_ns.store(nanoseconds(timeout), Ordering::SeqCst);
-    }
-
-    pub(crate) fn timeout_ms(&self) -> u64 {
-        u64::try_from(self.timeout().as_millis()).unwrap_or(u64::MAX)
-    }
-
-    /// How long a rank that knows of an error waits for what the others say about it.
+    /// The time for which a rank that knows of an error waits for the others' notices.
     pub(crate) fn grace(&self) -> Duration {
-        (self.timeout() / 4).min(MAX_GRACE)
+        (self.timeout.get() / 4).min(MAX_GRACE)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -153,14 +138,15 @@ impl Group {
         self.told.load(Ordering::SeqCst)
     }
 
-    /// Takes what others have said in the meantime, of this group and of those it was split from.
+    /// Receives the notices that have arrived, of this group and of the groups that it was split
+    /// from.
     pub(crate) fn poll(&self) {
         if let Some(parent) = &self.parent {
             parent.poll();
         }
         loop {
             let mut state = self.lock();
-            let Some((process, bytes)) = self.engine.take(self.tag, Kind::Notice) else {
+            let Some((process, bytes)) = self.mpi.take(self.tag, Kind::Notice) else {
                 return;
             };
             let from = self.members.iter().position(|&member| member == process);
@@ -182,7 +168,8 @@ impl Group {
         }
     }
 
-    /// Says once, to all ranks, that the group ends, unless this one has already. Does not wait.
+    /// Sends a notice of the group's end to all ranks, unless this rank has sent one already. Does
+    /// not wait.
     pub(crate) fn announce(&self, error: CollectiveError) {
         self.say(self.rank, error);
     }
@@ -193,12 +180,12 @@ impl Group {
         if state.notices[self.rank].is_some() {
             return;
         }
-        self.engine.troubled.store(true, Ordering::SeqCst);
+        self.mpi.troubled.store(true, Ordering::SeqCst);
         let notice =
             Notice { origin, entered: self.entered.load(Ordering::SeqCst), error: error.clone() };
         for to in self.others() {
             let to = self.members[to];
-            self.engine.send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
+            self.mpi.send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
         }
         state.notices[self.rank] = Some(notice);
         let children: Vec<_> = state.children.iter().filter_map(Weak::upgrade).collect();
@@ -218,12 +205,12 @@ impl Group {
             Notice { origin: self.rank, entered: self.entered.load(Ordering::SeqCst), error };
         for to in self.others() {
             let to = self.members[to];
-            self.engine.send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
+            self.mpi.send_and_forget(notice.to_bytes(), to, self.tag, Kind::Notice);
         }
     }
 
-    /// Whether a call can no longer open, as far as is known: a rank of `missing`, or the other
-    /// side of a transfer, ends without having entered it.
+    /// Whether a call can no longer open. All ranks must have sent a notice, and a rank of
+    /// `missing`, or the peer of a transfer, has not entered the call.
     pub(crate) fn cannot_open(&self, party: Party, missing: &[usize]) -> bool {
         let (call, missing) = match &party {
             Party::All(call) => (*call, missing),
@@ -241,8 +228,8 @@ impl Group {
         self.is_told() && self.lock().notices[self.rank].is_some()
     }
 
-    /// What ends a call because a rank has left before it, or the other side of a transfer; the
-    /// lowest such rank.
+    /// The error of a call that a rank, or the peer of a transfer, has left before; the error of
+    /// the lowest such rank.
     pub(crate) fn left(&self, party: Party) -> Option<CollectiveError> {
         if !self.is_told() {
             return None;
@@ -261,7 +248,7 @@ impl Group {
         gone.min_by_key(|(_, rank, _)| *rank).map(|(_, _, error)| error.clone())
     }
 
-    /// What was settled, if the group has ended for this rank.
+    /// The settled error, if the group has ended for this rank.
     pub(crate) fn settled(&self) -> Option<CollectiveError> {
         if !self.is_told() {
             return None;
@@ -269,8 +256,8 @@ impl Group {
         self.lock().settled.clone()
     }
 
-    /// Settles on the same error as the others: waits for a moment for what they say, then takes
-    /// what the lowest rank has found. Ranks that say anything at all are not late.
+    /// Settles on the same error as the other ranks: waits a moment for their notices, then takes
+    /// the error of the lowest rank that found one. A rank that has sent a notice is not late.
     pub(crate) fn settle(&self, error: CollectiveError) -> CollectiveError {
         if let Some(settled) = self.settled() {
             return settled;
@@ -289,12 +276,7 @@ impl Group {
         CollectiveError::engine(self.rank, operation, reason)
     }
 
-    /// Settles on an error of MPI itself.
-    pub(crate) fn refused(&self, operation: &'static str, reason: String) -> CollectiveError {
-        self.settle(self.failed(operation, reason))
-    }
-
-    /// The error that the notices so far amount to; kept.
+    /// Derives the group's error from the notices so far, and keeps it.
     fn conclude(&self) -> CollectiveError {
         let mut state = self.lock();
         let said: Vec<usize> =
@@ -321,17 +303,17 @@ impl Group {
             }
         }
         let settled = state.settled.get_or_insert(error).clone();
-        self.engine.keep_error(settled.clone());
+        self.mpi.keep_error(settled.clone());
         settled
     }
 
-    /// The error of a group that somebody else has ended.
+    /// Settles on the error of a group that has a notice already.
     pub(crate) fn settle_as_told(&self) -> CollectiveError {
         let own = self.lock().notices[self.rank].clone();
         self.settle(own.expect("asked only of a group that is ending").error)
     }
 
-    /// What has ended the group, from any thread.
+    /// The error that has ended the group, if one has. Any thread may ask.
     pub(crate) fn failure(&self) -> Option<CollectiveError> {
         self.poll();
         match self.settled() {
@@ -340,32 +322,28 @@ impl Group {
         }
     }
 
-    /// Writes the mirrored recorder, if there is a folder for it.
+    /// Writes the copy of the flight recorder, if there is a folder for it.
     pub(crate) fn dump(&self) -> Option<Result<PathBuf, String>> {
-        let folder = self.options.dump_folder.as_ref()?;
         let mirror = self.mirror.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(mirror.dump(folder).map_err(|error| error.to_string()))
+        let dumped = mirror.dump(mirror.folder()?);
+        Some(dumped.map_err(|error| error.to_string()))
     }
 
-    /// Ends the job because memory that MPI is using cannot be taken back: says why, leaves the
-    /// recorder on disk, lets the others do the same.
+    /// Ends the job, because memory that MPI is using cannot be taken back. Prints the error,
+    /// writes the flight recorders, and gives other ranks time for theirs.
     pub(crate) fn die(&self, error: CollectiveError) -> ! {
         let error = self.settle(error);
         let mut mirror = self.mirror.lock().unwrap_or_else(PoisonError::into_inner);
         mirror.end(Err(&error));
         let place = mirror.place();
         drop(mirror);
-        watch::say(&format!(
+        say(&format!(
             "rank {}: {error}; data was under way, so the job is ended; {place}",
             self.rank
         ));
         watch::dump_others(self);
-        // The others write theirs, too, before the launcher ends them.
+        // The other ranks write their flight recorders, too, before the launcher ends them.
         std::thread::sleep(self.grace());
-        self.engine.abort()
+        self.mpi.abort()
     }
-}
-
-fn nanoseconds(timeout: Duration) -> u64 {
-    u64::try_from(timeout.min(MAX_TIMEOUT).as_nanos()).unwrap_or(u64::MAX)
 }

@@ -10,16 +10,19 @@ mod agreed;
 #[cfg(feature = "mpi")]
 mod algorithms;
 #[cfg(feature = "mpi")]
+mod by_messages;
+#[cfg(feature = "mpi")]
+mod calls;
+#[cfg(feature = "mpi")]
 mod communicator;
 #[cfg(feature = "mpi")]
-mod engine;
+mod deadline;
 #[cfg(feature = "mpi")]
 mod exchange;
 #[cfg(feature = "mpi")]
 mod group;
-mod launcher;
 #[cfg(feature = "mpi")]
-mod log;
+mod library;
 #[cfg(feature = "mpi")]
 mod machine;
 #[cfg(feature = "mpi")]
@@ -28,7 +31,11 @@ mod meeting;
 mod native;
 mod options;
 #[cfg(feature = "mpi")]
+mod party;
+#[cfg(feature = "mpi")]
 mod reduction;
+#[cfg(feature = "mpi")]
+mod say;
 #[cfg(feature = "mpi")]
 mod split;
 #[cfg(feature = "mpi")]
@@ -38,5 +45,4 @@ mod wire;
 
 #[cfg(feature = "mpi")]
 pub use communicator::MpiCommunicator;
-pub use launcher::launched_ranks;
 pub use options::{Compare, MpiError, MpiOptions, Reduction};

@@ -1,5 +1,5 @@
-//! Ranks that all run on one machine: MPI starts them and tells them apart, shared memory carries
-//! what they do.
+//! Ranks that all run on one machine: MPI starts and numbers them, shared memory carries their
+//! calls.
 
 use std::ffi::{c_int, c_void};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -12,35 +12,35 @@ use fusestep_collective::{CollectiveError, Communicator, Membership};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions, Rendezvous};
 use mpi::ffi;
 
-use crate::engine::{Engine, Handle, check};
+use crate::library::{Handle, Mpi, check};
 use crate::{MpiError, MpiOptions, Reduction, watch};
 
 /// Longest wait for ranks that MPI says are here to meet in shared memory.
 const MEETING_TIME: Duration = Duration::from_secs(20);
 
-/// A communicator of shared memory, which leaves MPI last.
+/// Communicator of shared memory; dropping it leaves MPI last.
 #[derive(Debug)]
 pub(crate) struct OnMachine<C: Communicator> {
     pub(crate) inner: C,
-    engine: Arc<Engine>,
-    /// Where the world's flight recorder goes if a group of it fails.
+    mpi: Arc<Mpi>,
+    /// Folder to which the world's flight recorder is written if one of its groups fails.
     dump_folder: Option<PathBuf>,
 }
 
-/// Compares what decides which messages go between processes: with two kinds of them ranks would
+/// Compares the options that decide which messages processes send. Ranks that differ in them would
 /// wait for ever.
-pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(), MpiError> {
+pub(crate) fn compare_options(mpi: &Mpi, options: &MpiOptions) -> Result<(), MpiError> {
     let code = match (options.reduction, options.share_memory) {
         (Reduction::Reproducible, false) => 1,
         (Reduction::Reproducible, true) => 2,
         (Reduction::Engine, _) => 3,
     };
-    // The smallest, and the largest turned round.
+    // The minimum of both: the smallest code, and the largest with its sign turned.
     let (own, mut all) = ([code, -code], [0i32; 2]);
     // SAFETY: both pairs are this function's own; all processes make this call, first thing.
     let agreed = unsafe {
         let (own, all) = (own.as_ptr().cast(), all.as_mut_ptr().cast());
-        let world = engine.world.0;
+        let world = mpi.world.0;
         ffi::MPI_Allreduce(own, all, 2, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, world)
     };
     check(agreed).map_err(MpiError::of_call("MPI_Allreduce"))?;
@@ -56,17 +56,17 @@ pub(crate) fn compare_options(engine: &Engine, options: &MpiOptions) -> Result<(
     })
 }
 
-/// Brings all processes of the job together, if they share a machine; all of them call it.
+/// Joins all processes of the job in shared memory, if all run on one machine; all of them call it.
 pub(crate) fn share(
-    engine: &Arc<Engine>,
+    mpi: &Arc<Mpi>,
     options: &MpiOptions,
 ) -> Result<Option<OnMachine<ProcessCommunicator>>, MpiError> {
-    if ranks_here(engine)? != engine.world_size {
+    if ranks_here(mpi)? != mpi.world_size {
         return Ok(None);
     }
     let random = || RandomState::new().build_hasher().finish();
     let mut token = [random(), random()];
-    let world = engine.world.0;
+    let world = mpi.world.0;
     // SAFETY: the token is this function's own and 16 bytes long; all processes make this call.
     let told = unsafe {
         let bytes = token.as_mut_ptr().cast::<c_void>();
@@ -74,8 +74,8 @@ pub(crate) fn share(
     };
     check(told).map_err(MpiError::of_call("MPI_Bcast"))?;
     let place = Rendezvous {
-        rank: engine.rank,
-        world_size: engine.world_size,
+        rank: mpi.rank,
+        world_size: mpi.world_size,
         session: format!("mpi {:016x}{:016x}", token[0], token[1]),
     };
     let joined = ProcessCommunicator::join(
@@ -98,21 +98,21 @@ pub(crate) fn share(
     // Containers may hide ranks of a machine from each other: then all of them send messages.
     Ok(joined.ok().filter(|_| all == 1).map(|mut inner| {
         inner.set_timeout(options.timeout);
-        OnMachine::new(inner, Arc::clone(engine), options)
+        OnMachine::new(inner, Arc::clone(mpi), options)
     }))
 }
 
 /// The number of processes of the job on this machine.
-fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
+fn ranks_here(mpi: &Mpi) -> Result<usize, MpiError> {
     // SAFETY: a constant of the library.
     let mut here = Handle(unsafe { ffi::RSMPI_COMM_NULL });
     let mut ranks = 0;
-    // SAFETY: MPI runs as long as the engine does, and all processes make this call, first thing.
+    // SAFETY: MPI runs as long as `mpi` does, and all processes make this call, first thing.
     let code = unsafe {
         ffi::MPI_Comm_split_type(
-            engine.world.0,
+            mpi.world.0,
             ffi::RSMPI_COMM_TYPE_SHARED,
-            engine.rank as c_int,
+            mpi.rank as c_int,
             ffi::RSMPI_INFO_NULL,
             &mut here.0,
         )
@@ -128,11 +128,11 @@ fn ranks_here(engine: &Engine) -> Result<usize, MpiError> {
 }
 
 impl<C: Communicator> OnMachine<C> {
-    fn new(inner: C, engine: Arc<Engine>, options: &MpiOptions) -> Self {
+    fn new(inner: C, mpi: Arc<Mpi>, options: &MpiOptions) -> Self {
         if options.dump_folder.is_some() {
             watch::abort_at_end(inner.aborter());
         }
-        Self { inner, engine, dump_folder: options.dump_folder.clone() }
+        Self { inner, mpi, dump_folder: options.dump_folder.clone() }
     }
 }
 
@@ -148,11 +148,11 @@ impl<C: Communicator> Communicator for OnMachine<C> {
         membership: Option<Membership>,
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
         let inner = self.inner.split(membership)?;
-        let engine = &self.engine;
+        let mpi = &self.mpi;
         Ok(inner.map(|inner| {
-            let engine = Arc::clone(engine);
+            let mpi = Arc::clone(mpi);
             let dump_folder = None;
-            Box::new(OnMachine { inner, engine, dump_folder }) as Box<dyn Communicator>
+            Box::new(OnMachine { inner, mpi, dump_folder }) as Box<dyn Communicator>
         }))
     }
 }
@@ -163,16 +163,16 @@ impl<C: Communicator> Drop for OnMachine<C> {
             None | Some(CollectiveError::Left { .. }) => {
                 // A communication stream has failed between two calls of this group.
                 if let Some(folder) = &self.dump_folder
-                    && self.engine.troubled.load(Ordering::SeqCst)
+                    && self.mpi.troubled.load(Ordering::SeqCst)
                 {
-                    // Nothing more can be done about an error: the job ends.
+                    // An error changes nothing: the job ends.
                     let _ = self.inner.recorder().dump(folder);
                 }
             }
-            // Somebody may never leave MPI, which must not hold this process for long.
+            // Another process may never leave MPI, and this one must not wait long for it.
             Some(error) => {
-                self.engine.troubled.store(true, Ordering::SeqCst);
-                self.engine.keep_error(error);
+                self.mpi.troubled.store(true, Ordering::SeqCst);
+                self.mpi.keep_error(error);
             }
         }
     }

@@ -1,44 +1,33 @@
-//! Before data moves: every rank tells every other what it is about to do, and nobody waits for
-//! ever.
+//! Exchange of headers before data moves: every rank tells every other which call it is about to
+//! make. No rank waits for ever.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use fusestep_collective::CollectiveError;
+use fusestep_simd::Polling;
 
-use crate::engine::{Kind, Request};
 use crate::group::Group;
+use crate::library::{Kind, Request};
+use crate::party::Party;
 use crate::wire::{HEADER_BYTES, Header};
 
-/// Polls between two looks at the clock and at what others say.
+/// Polls between two looks at the clock and at notices of other ranks.
 const POLLS: u32 = 32;
 
-/// How long to poll without giving the processor away.
-const SPIN: Duration = Duration::from_micros(30);
+/// Pauses while waiting for messages. MPI wakes no thread, and moves data only while it is polled.
+pub(crate) const POLLING: Polling =
+    Polling { keep: Duration::from_micros(30), offer: Duration::from_millis(2) };
 
-/// How long to give it away without sleeping.
-const YIELD: Duration = Duration::from_millis(2);
-
-/// What is said to have failed where headers do not come through.
+/// Name of the operation in the error of headers that do not come through.
 const EXCHANGE: &str = "exchange of fingerprints";
-
-/// Gives the processor away, the longer one has waited the longer.
-pub(crate) fn relax(waited: Duration) {
-    if waited > YIELD {
-        std::thread::sleep(Duration::from_micros(50));
-    } else if waited > SPIN {
-        std::thread::yield_now();
-    } else {
-        std::hint::spin_loop();
-    }
-}
 
 /// The buffers of the exchange of headers, used by call after call.
 #[derive(Debug, Default)]
 pub(crate) struct Meeting {
     outgoing: Vec<u8>,
     incoming: Vec<u8>,
-    /// Messages under way, with the rank and whether it is one from there.
+    /// Messages under way, each with the other rank and the direction.
     pending: Vec<(Request, usize, Direction)>,
     headers: Vec<Header>,
 }
@@ -49,16 +38,7 @@ enum Direction {
     From,
 }
 
-/// Whom to meet.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Party {
-    /// All ranks, for the call of this number.
-    All(u64),
-    /// One rank, for a transfer.
-    Pair(usize),
-}
-
-/// What a meeting found besides headers.
+/// Rank whose header came last, and how long this rank waited for it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Straggler {
     pub(crate) rank: usize,
@@ -66,11 +46,11 @@ pub(crate) struct Straggler {
 }
 
 impl Meeting {
-    /// Exchanges headers. Those of all ranks (or of the pair, in rank order) are in
-    /// [`headers`](Self::headers) then.
+    /// Exchanges headers. [`headers`](Self::headers) returns those of all ranks, or of the pair,
+    /// afterwards.
     ///
-    /// Either all ranks come to the data of a call or none: a rank that knows of an error waits for
-    /// a moment for what the others say, and goes on if all headers come after all.
+    /// Either all ranks come to the data of a call or none. A rank that knows of an error waits a
+    /// moment for the others' notices, and goes on if all headers come after all.
     pub(crate) fn meet(
         &mut self,
         group: &Group,
@@ -97,14 +77,14 @@ impl Meeting {
                 continue;
             }
             let now = Instant::now();
-            relax(now - begun);
+            POLLING.pause(now - begun);
             group.poll();
             if let Some(error) = group.left(party) {
                 self.give_up();
                 return Err(error);
             }
             if limit.is_none() && now > deadline {
-                group.announce(header.fingerprint.late(self.missing(), group.timeout()));
+                group.announce(header.fingerprint.late(self.missing(), group.timeout.get()));
             }
             if group.is_ending() {
                 let limit = *limit.get_or_insert(now + group.grace());
@@ -118,7 +98,8 @@ impl Meeting {
         Ok(straggler)
     }
 
-    /// What was exchanged last: of all ranks, or of the two of a transfer, in rank order.
+    /// Headers of the last exchange, in rank order: of all ranks, or of the two ranks of a
+    /// transfer.
     pub(crate) fn headers(&self) -> &[Header] {
         &self.headers
     }
@@ -144,7 +125,7 @@ impl Meeting {
             // SAFETY: `incoming` is touched again only when all requests are done (`read`, the next
             // `start`), or never, because `give_up` leaks it. The same holds for
             // `outgoing` below.
-            match unsafe { group.engine.receive(bytes, group.members[peer], group.tag, kind) } {
+            match unsafe { group.mpi.receive(bytes, group.members[peer], group.tag, kind) } {
                 Ok(request) => self.pending.push((request, peer, Direction::From)),
                 Err(reason) => failed = Some(reason),
             }
@@ -152,7 +133,7 @@ impl Meeting {
         for &peer in peers {
             // SAFETY: as above.
             let sent =
-                unsafe { group.engine.send(&self.outgoing, group.members[peer], group.tag, kind) };
+                unsafe { group.mpi.send(&self.outgoing, group.members[peer], group.tag, kind) };
             match sent {
                 Ok(request) => self.pending.push((request, peer, Direction::To)),
                 Err(reason) => failed = Some(reason),
@@ -164,7 +145,7 @@ impl Meeting {
         })
     }
 
-    /// Whether all messages are through; notes who came last.
+    /// Whether all messages are through; notes the rank that came last.
     fn advance(
         &mut self,
         group: &Group,
@@ -172,7 +153,7 @@ impl Meeting {
         straggler: &mut Option<Straggler>,
     ) -> Result<bool, CollectiveError> {
         let mut failed = None;
-        self.pending.retain_mut(|(request, peer, direction)| match group.engine.done(request) {
+        self.pending.retain_mut(|(request, peer, direction)| match group.mpi.done(request) {
             Ok(true) => {
                 if *direction == Direction::From {
                     *straggler = Some(Straggler { rank: *peer, waited: begun.elapsed() });
@@ -194,7 +175,8 @@ impl Meeting {
         }
     }
 
-    /// The ranks that have not said what they do.
+    /// Ranks whose headers have not arrived; if all have, ranks that have not taken this rank's
+    /// header.
     fn missing(&self) -> Vec<usize> {
         let from = self.pending.iter().filter(|(_, _, direction)| *direction == Direction::From);
         let mut ranks: Vec<usize> = from.map(|(_, peer, _)| *peer).collect();
@@ -223,7 +205,7 @@ impl Meeting {
         Ok(())
     }
 
-    /// Leaves memory to messages that may still use it: the group has ended, so this happens once.
+    /// Leaks memory that messages may still use. The group has ended, so this happens once.
     fn give_up(&mut self) {
         Vec::leak(std::mem::take(&mut self.outgoing));
         Vec::leak(std::mem::take(&mut self.incoming));

@@ -1,4 +1,4 @@
-//! The MPI's own all-reduce, for those who ask for it.
+//! All-reduce of the MPI itself, for [`Reduction::Engine`](crate::Reduction::Engine).
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -8,27 +8,27 @@ use fusestep_tensor::DType;
 use mpi::ffi;
 
 use crate::MpiError;
-use crate::communicator::MpiCommunicator;
-use crate::engine::{Engine, Handle, check};
+use crate::group::Group;
+use crate::library::{Handle, Mpi, check};
 
-/// What the MPI's own collectives need.
+/// Communicators and constants for the MPI's own collectives.
 #[derive(Clone, Debug)]
 pub(crate) struct Native {
     world: Handle,
     /// The ranks of the group; lives as long as MPI does.
     comm: Handle,
-    /// What stands for "in place"; the standard leaves the value to each MPI, and the bindings
-    /// leave it out.
+    /// Address that stands for `MPI_IN_PLACE`, if it is known. The standard leaves the value to
+    /// each MPI, and the bindings lack it.
     in_place: Option<usize>,
 }
 
 impl Native {
-    /// For all processes, which make this call together when MPI starts.
+    /// Makes a communicator of all processes; all of them make this call when MPI starts.
     ///
-    /// Apart from the engine's messages: MPI makes groups by messages with the caller's tags, which
-    /// its probes would take.
-    pub(crate) fn world(engine: &Arc<Engine>) -> Result<Self, MpiError> {
-        let in_place = match &engine.version {
+    /// It is apart from the engine's own: MPI makes groups by messages with the caller's tags,
+    /// which the engine's probes would take.
+    pub(crate) fn world(mpi: &Arc<Mpi>) -> Result<Self, MpiError> {
+        let in_place = match &mpi.version {
             version if version.starts_with("Open MPI") => Some(1),
             version if version.starts_with("MPICH") || version.starts_with("Intel(R) MPI") => {
                 Some(usize::MAX)
@@ -37,14 +37,14 @@ impl Native {
         };
         // SAFETY: a constant of the library.
         let mut comm = unsafe { ffi::RSMPI_COMM_NULL };
-        // SAFETY: MPI runs as long as the engine does.
-        let made = check(unsafe { ffi::MPI_Comm_dup(engine.world.0, &mut comm) });
+        // SAFETY: MPI runs as long as `mpi` does.
+        let made = check(unsafe { ffi::MPI_Comm_dup(mpi.world.0, &mut comm) });
         made.map_err(MpiError::of_call("MPI_Comm_dup"))?;
         Ok(Self { world: Handle(comm), comm: Handle(comm), in_place })
     }
 
-    /// A communicator of some processes, all of which call this; `number` tells groups apart that
-    /// are made at the same time.
+    /// Makes a communicator of some processes; all of them make this call. Groups that are made at
+    /// the same time differ in `number`.
     pub(crate) fn of_members(&self, members: &[usize], number: u32) -> Result<Self, String> {
         let ranks: Vec<c_int> = members.iter().map(|&member| member as c_int).collect();
         // SAFETY: constants of the library, which the two calls below replace.
@@ -65,7 +65,7 @@ impl Native {
     }
 }
 
-/// MPI's names for an element and a reduction; `None` for what MPI has not.
+/// MPI's names for a dtype and a reduction; `None` for a dtype that is not left to MPI.
 fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)> {
     // SAFETY: constants of the library.
     unsafe {
@@ -87,14 +87,16 @@ fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)>
     }
 }
 
-/// Makes an all-reduce with the MPI's own, if that was asked for and there is one; hands the
-/// buffers back if not.
+/// Makes an all-reduce by the MPI's own, if options ask for it and it fits the call. Otherwise
+/// hands the buffers back. `begun_ns` is when all ranks had come.
 pub(crate) fn all_reduce<'a>(
-    comm: &mut MpiCommunicator,
+    native: Option<&Native>,
+    group: &Group,
+    begun_ns: u64,
     call: Call<'a>,
     op: ReduceOp,
 ) -> Result<Option<Buffers<'a>>, CollectiveError> {
-    let (Some(native), Operation::AllReduce(_)) = (&comm.native, call.operation) else {
+    let (Some(native), Operation::AllReduce(_)) = (native, call.operation) else {
         return Ok(Some(call.buffers));
     };
     // A division by a power of two that only the caller knows takes as long as ten other
@@ -108,7 +110,7 @@ pub(crate) fn all_reduce<'a>(
     let (Some((dtype, mpi_op)), true) = (names(call.dtype, op), fits) else {
         return Ok(Some(call.buffers));
     };
-    let limit = comm.group.options.chunk_limit_bytes.clamp(1, i32::MAX as usize);
+    let limit = group.options.chunk_limit_bytes.clamp(1, i32::MAX as usize);
     let limit = (limit >> shift).max(1) << shift;
     let receive = match call.buffers {
         Buffers::InPlace(buffer) => buffer,
@@ -118,7 +120,7 @@ pub(crate) fn all_reduce<'a>(
         }
     };
     let in_place = native.in_place.unwrap_or_default() as *const c_void;
-    let _watched = comm.group.watched(comm.begun_ns);
+    let _watched = group.watched(begun_ns);
     for chunk in receive.chunks_mut(limit) {
         // SAFETY: `chunk` is a borrowed slice of whole, aligned elements, in use until the call
         // returns. All ranks make the same calls, which they have compared. This
@@ -133,10 +135,10 @@ pub(crate) fn all_reduce<'a>(
                 native.comm.0,
             )
         };
-        check(code).map_err(|reason| comm.group.failed("all-reduce", reason))?;
+        check(code).map_err(|reason| group.failed("all-reduce", reason))?;
     }
     if op == ReduceOp::Average {
-        divide(call.dtype, receive, comm.group.world_size());
+        divide(call.dtype, receive, group.world_size());
     }
     Ok(None)
 }

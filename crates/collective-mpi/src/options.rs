@@ -1,60 +1,62 @@
-//! Settings, and what can go wrong before there is a communicator.
+//! Settings of the engine, and errors of making a communicator.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use fusestep_collective::{ALONE_REMEDY, Started};
 use fusestep_simd::Level;
 
-/// Who adds up.
+/// Code that adds up: this crate's, or the MPI's own all-reduce.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
     /// Each rank reduces its part in rank order: the bits of every other engine, the same on all
     /// ranks, run after run.
     #[default]
     Reproducible,
-    /// An all-reduce of f32, f64, i32 and i64 is the MPI's own: faster or slower, in an order of
-    /// its choice, so its bits are no part of any promise. Everything else, 16-bit types and
-    /// bytes included, is as in `Reproducible`. Takes an MPI that is safe to call from several
-    /// threads at once (`MPI_THREAD_MULTIPLE`).
+    /// The MPI's own all-reduce adds f32, f64, i32 and i64, faster or slower. It chooses the order,
+    /// so no bits are promised. Everything else, 16-bit types and bytes included, is as in
+    /// `Reproducible`. Takes an MPI that is safe to call from several threads at once
+    /// (`MPI_THREAD_MULTIPLE`).
     Engine,
 }
 
-/// When ranks compare the fingerprints of a call before its data moves.
+/// Calls whose fingerprints ranks compare before data moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compare {
-    /// At every call. One exchange of short messages; late ranks are named and the caller gets an
-    /// error.
+    /// Every call is compared, by one exchange of short messages. Late ranks are named and the
+    /// caller gets an error.
     #[default]
     EveryCall,
-    /// At the first call of its kind: of the same operation, dtype, lengths, plan and bucket. Saves
-    /// the exchange from the second pass through a plan on. A rank that is late then is found
-    /// while data moves, which only ending the job can break off.
+    /// The first call of its kind is compared: of the same operation, dtype, lengths, plan and
+    /// bucket. That saves the exchange from the second pass through a plan on. A rank that is late
+    /// then is found while data moves, which only ending the job can break off.
     FirstOfEach,
 }
 
 /// Settings of the ranks of an MPI job; the same on all of them.
 #[derive(Clone, Debug)]
 pub struct MpiOptions {
-    /// How long a rank waits for others; 60 s by default, a day at most.
+    /// Time for which a rank waits for others; 60 s by default, a day at most.
     pub timeout: Duration,
-    /// How long a rank that has left in good order waits for the others to leave before it ends
-    /// the job; an hour by default.
+    /// Time for which a rank that has left waits for the others to leave before it ends the job; an
+    /// hour by default.
     pub leave_timeout: Duration,
-    /// Calls each flight recorder keeps; 256 by default.
+    /// Number of calls that each flight recorder keeps; 256 by default.
     pub recorded_calls: usize,
-    /// Where flight recorders are written on the first error, and when the launcher ends the job;
-    /// nowhere by default.
+    /// Folder to which flight recorders are written on the first error, and when the launcher ends
+    /// the job; none by default.
     pub dump_folder: Option<PathBuf>,
     /// Instruction set of reductions; the widest by default. Changes no bits.
     pub level: Level,
-    /// Who adds up.
+    /// Code that adds up.
     pub reduction: Reduction,
-    /// When fingerprints are compared. Ranks that share memory compare every call: it costs them
-    /// next to nothing.
+    /// Calls whose fingerprints are compared. Ranks that share memory compare every call, which
+    /// costs next to nothing.
     pub compare: Compare,
-    /// Whether ranks use each other's memory where all of them run on one machine, as the engine
-    /// of processes does; yes by default. Not with [`Reduction::Engine`], whose calls are
-    /// MPI's. Changes no bits.
+    /// Whether ranks use shared memory if all of them run on one machine, as the engine of
+    /// processes does; yes by default. Calls of [`Reduction::Engine`] go through MPI in any case.
+    /// Changes no bits.
     pub share_memory: bool,
     /// Most bytes of one message; 1 GiB by default, cut to what MPI counts. Changes no bits.
     pub chunk_limit_bytes: usize,
@@ -80,8 +82,9 @@ impl Default for MpiOptions {
     }
 }
 
-/// Why there is no communicator.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+/// Error of making a communicator. Its `Debug` form is its message, since a `main` that returns the
+/// error prints that form.
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MpiError {
     /// MPI starts once in a process.
@@ -96,9 +99,9 @@ pub enum MpiError {
          threads, or the reproducible reduction if it is the engine's that asks for so much"
     )]
     ThreadLevel {
-        /// What is needed.
+        /// Level that is needed.
         expected: &'static str,
-        /// What the MPI gave.
+        /// Level that the MPI gave.
         found: &'static str,
     },
     /// Processes of the job were started with other settings than this one.
@@ -110,19 +113,35 @@ pub enum MpiError {
         /// The settings of this process.
         own: String,
     },
+    /// MPI knows of this process alone, though a launcher has started several. The launcher is not
+    /// one of MPI, or belongs to another MPI than the program was built with.
+    #[error(
+        "mpi: {started}, and MPI knows of one; expected the mpirun of the MPI that this program \
+         was built with to start them, or {ALONE_REMEDY}"
+    )]
+    Alone {
+        /// Words of the launcher.
+        started: Box<Started>,
+    },
     /// A call of MPI failed.
     #[error("mpi: {call}: {reason}")]
     Call {
-        /// Which.
+        /// Name of the call.
         call: &'static str,
         /// MPI's words.
         reason: String,
     },
 }
 
+impl fmt::Debug for MpiError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 #[cfg(feature = "mpi")]
 impl MpiError {
-    /// The error of this call, for MPI's words.
+    /// Makes errors of this call from MPI's words.
     pub(crate) fn of_call(call: &'static str) -> impl Fn(String) -> Self {
         move |reason| Self::Call { call, reason }
     }

@@ -1,5 +1,5 @@
-//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank
-//! order, results go where they belong.
+//! Collectives that reduce: ranks exchange blocks pairwise, each rank reduces its own block in rank
+//! order, and results go to the ranks that receive them.
 
 use std::ops::Range;
 
@@ -8,12 +8,12 @@ use fusestep_collective::{
     reduce_slices,
 };
 
-use crate::communicator::MpiCommunicator;
-use crate::engine::Kind;
+use crate::by_messages::ByMessages;
 use crate::exchange::Message;
+use crate::library::Kind;
 use crate::{exchange, native};
 
-/// Everything about one reduction but its memory.
+/// Parts, segments and receivers of one reduction.
 struct Task<'a> {
     /// The part of each rank, in bytes.
     parts: OfRanks<Range<usize>>,
@@ -24,11 +24,11 @@ struct Task<'a> {
     print: &'a Fingerprint,
 }
 
-/// Where input lies and results go.
+/// Memory of a reduction's input and results.
 enum Memory<'a> {
     Same(&'a mut [u8]),
-    /// The second has the whole length, or, with [`Receivers::Owner`], that of the own part, or is
-    /// empty where no result goes.
+    /// Input and results in two buffers. The results have the whole length, or the own part's with
+    /// [`Receivers::Owner`], or are empty if this rank gets none.
     Two(&'a [u8], &'a mut [u8]),
 }
 
@@ -55,14 +55,15 @@ impl Task<'_> {
 }
 
 pub(crate) fn reduce(
-    comm: &mut MpiCommunicator,
+    comm: &mut ByMessages,
     call: Call<'_>,
     blocks: Blocks<'_>,
     op: ReduceOp,
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
     let element_bytes = call.dtype.len_bytes();
-    let buffers = match native::all_reduce(comm, call, op)? {
+    let ByMessages { native, group, begun_ns, .. } = comm;
+    let buffers = match native::all_reduce(native.as_ref(), group, *begun_ns, call, op)? {
         None => return Ok(()),
         Some(buffers) => buffers,
     };
@@ -88,23 +89,37 @@ pub(crate) fn reduce(
     grow(&mut incoming, stride * world_size);
     grow(&mut reduced, stride);
     {
-        let incoming = bytemuck::cast_slice_mut(&mut incoming);
+        let mut incoming = Incoming { bytes: bytemuck::cast_slice_mut(&mut incoming), stride };
         let reduced = bytemuck::cast_slice_mut(&mut reduced);
         // One round more than there are segments: the results of the last one still have to go.
         for round in 0..=task.segments() {
-            one_round(comm, &task, &mut memory, (incoming, stride), reduced, round);
+            one_round(comm, &task, &mut memory, &mut incoming, reduced, round);
         }
     }
     (comm.incoming, comm.reduced) = (incoming, reduced);
     Ok(())
 }
 
+/// Contributions of other ranks to a segment of this rank's part.
+struct Incoming<'a> {
+    bytes: &'a mut [u8],
+    /// Bytes from one rank's contribution to the next one's.
+    stride: usize,
+}
+
+impl Incoming<'_> {
+    /// The contribution of rank `from`, of this length.
+    fn of(&self, from: usize, len: usize) -> &[u8] {
+        &self.bytes[from * self.stride..][..len]
+    }
+}
+
 /// Exchanges segment `round` of all parts and the results of the segment before, then reduces.
 fn one_round(
-    comm: &mut MpiCommunicator,
+    comm: &mut ByMessages,
     task: &Task<'_>,
     memory: &mut Memory<'_>,
-    (incoming, stride): (&mut [u8], usize),
+    incoming: &mut Incoming<'_>,
     reduced: &mut [u8],
     round: usize,
 ) {
@@ -119,7 +134,9 @@ fn one_round(
     let (arriving, leaving) = memory.parts(&ranges, task.gets_results(rank));
     let own = leaving[rank].len();
     let mut messages: Vec<Message<'_>> = Vec::with_capacity(4 * world_size);
-    for (from, bytes) in incoming.chunks_mut(stride.max(1)).take(world_size).enumerate() {
+    for (from, bytes) in
+        incoming.bytes.chunks_mut(incoming.stride.max(1)).take(world_size).enumerate()
+    {
         if from != rank {
             messages.push(Message::into(from, Kind::Data, &mut bytes[..own]));
         }
@@ -138,7 +155,7 @@ fn one_round(
     }
     exchange::messages(comm, messages, task.print);
     let inputs: Vec<&[u8]> = (0..world_size)
-        .map(|from| if from == rank { leaving[rank] } else { &incoming[from * stride..][..own] })
+        .map(|from| if from == rank { leaving[rank] } else { incoming.of(from, own) })
         .collect();
     let level = comm.group.options.level;
     reduce_slices(level, task.print.dtype, task.op, &inputs, &mut reduced[..own]);
@@ -146,7 +163,8 @@ fn one_round(
 }
 
 impl Memory<'_> {
-    /// What arrives and what leaves, from pairs of ranges; nothing arrives where no results go.
+    /// Slices that arrive and slices that leave, from pairs of ranges. None arrive if this rank
+    /// gets no results.
     fn parts(
         &mut self,
         ranges: &[Range<usize>],
@@ -171,7 +189,7 @@ impl Memory<'_> {
         }
     }
 
-    /// Puts a result of this rank's own where this rank wants it.
+    /// Copies this rank's reduced segment to its own results, if this rank keeps them.
     fn keep(&mut self, task: &Task<'_>, rank: usize, round: usize, result: &[u8]) {
         let place = task.segment(rank, round);
         let within = place.start - task.parts[rank].start..place.end - task.parts[rank].start;
@@ -188,7 +206,7 @@ impl Memory<'_> {
 }
 
 impl Task<'_> {
-    /// Bytes for the longest segment of any part, whole cache lines.
+    /// Bytes of the longest part, in whole cache lines.
     fn longest_stride(&self) -> usize {
         let longest = self.parts.iter().map(|part| part.len()).max();
         longest.unwrap_or(0).next_multiple_of(64)

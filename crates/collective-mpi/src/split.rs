@@ -1,33 +1,25 @@
-//! How ranks come together in subgroups: they exchange memberships, and those of one colour take a
-//! tag that no other group has.
+//! Split of a group: ranks exchange memberships, and ranks of one colour take a tag that no other
+//! group has.
 
 use std::sync::Arc;
 
-use fusestep_collective::{CollectiveError, Fingerprint, Membership};
+use fusestep_collective::{Begun, CollectiveError, Membership};
 
-use crate::communicator::MpiCommunicator;
+use crate::by_messages::ByMessages;
 use crate::group::{Founding, Group};
-use crate::meeting::Party;
-use crate::native::Native;
+use crate::party::Party;
 use crate::wire::Header;
 
-/// A subgroup that all its ranks know of.
-pub(crate) struct Subgroup {
-    founding: Founding,
-    /// The number that its leader gave it.
-    number: u32,
-}
-
-/// Finds this rank's subgroup, if it joins one.
+/// Makes this rank's engine in its subgroup, if it joins one, with a communicator of MPI's own if
+/// the group has one.
 pub(crate) fn join(
-    comm: &mut MpiCommunicator,
-    print: Fingerprint,
+    comm: &mut ByMessages,
+    begun: &mut Begun<'_>,
     membership: Option<Membership>,
-) -> Result<Option<Subgroup>, CollectiveError> {
-    let own =
-        Header { fingerprint: print, membership, proposal: comm.group.engine.reserve_group() };
-    let rank = comm.group.rank;
-    let headers = comm.meet(Party::All(print.sequence), own)?;
+) -> Result<Option<ByMessages>, CollectiveError> {
+    let (fingerprint, rank) = (begun.print, comm.group.rank);
+    let own = Header { fingerprint, membership, proposal: comm.group.mpi.reserve_group() };
+    let headers = comm.meet(begun, Party::All(fingerprint.sequence), own)?;
     let Some(own) = membership else {
         return Ok(None);
     };
@@ -37,7 +29,7 @@ pub(crate) fn join(
     let place = ranks.iter().position(|&other| other == rank).unwrap_or(0);
     let group = &comm.group;
     let leader = group.members[leader];
-    let tag = group.engine.group_tag(leader, number);
+    let tag = group.mpi.group_tag(leader, number);
     let tag = tag.ok_or_else(|| {
         let reason = format!(
             "expected tags for one more group, found none left after {number} groups led by \
@@ -45,35 +37,19 @@ pub(crate) fn join(
         );
         CollectiveError::refused(rank, "split", reason)
     })?;
-    let mut options = group.options.clone();
-    options.timeout = group.timeout();
-    options.dump_folder = options.dump_folder.map(|folder| folder.join(format!("group-{tag}")));
-    let founding = Founding {
-        members: ranks.iter().map(|&other| group.members[other]).collect(),
-        rank: place,
-        tag,
-        options,
+    let members: Vec<usize> = ranks.iter().map(|&other| group.members[other]).collect();
+    let native = match &comm.native {
+        None => None,
+        Some(native) => {
+            // All ranks have come, but this call of MPI has no timeout of its own.
+            let _watched = group.watched(group.now_ns());
+            let made = native.of_members(&members, number);
+            Some(made.map_err(|reason| group.failed("split", reason))?)
+        }
     };
-    Ok(Some(Subgroup { founding, number }))
-}
-
-impl Subgroup {
-    /// Founds it, with MPI's own group beside it where `parent` has one.
-    pub(crate) fn found(
-        self,
-        parent: &MpiCommunicator,
-    ) -> Result<(Arc<Group>, Option<Native>), CollectiveError> {
-        let native = match &parent.native {
-            None => None,
-            Some(native) => {
-                // All are here, but MPI's own setting up does not come back by itself.
-                let _watched = parent.group.watched(parent.group.now_ns());
-                let made = native.of_members(&self.founding.members, self.number);
-                Some(made.map_err(|reason| parent.group.refused("split", reason))?)
-            }
-        };
-        let engine = Arc::clone(&parent.group.engine);
-        let group = Group::new(engine, self.founding, Some(Arc::clone(&parent.group)));
-        Ok((group, native))
-    }
+    let mut options = group.options.clone();
+    options.timeout = group.timeout.get();
+    let founding = Founding { members, rank: place, tag, options };
+    let joined = Group::new(Arc::clone(&group.mpi), founding, Some(Arc::clone(group)));
+    Ok(Some(ByMessages::new(joined, native)))
 }

@@ -1,8 +1,6 @@
-//! Threads that look after ranks which cannot look after themselves: blocked within MPI, or about
-//! to be ended by the launcher.
+//! Threads that watch over a rank which is blocked within MPI or about to be ended by the launcher.
 
-use std::io::Write;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -11,6 +9,7 @@ use signal_hook::consts::SIGTERM;
 use signal_hook::iterator::Signals;
 
 use crate::group::Group;
+use crate::say::say;
 
 /// Groups whose recorders are written when the launcher ends the job.
 static GROUPS: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
@@ -21,13 +20,13 @@ static TIMED: Mutex<Vec<Weak<Group>>> = Mutex::new(Vec::new());
 /// Groups on shared memory, which write their recorders when they are broken off.
 static ABORTERS: Mutex<Vec<Aborter>> = Mutex::new(Vec::new());
 
-/// How long those have for it.
+/// Time that groups on shared memory have to write their recorders.
 const WRITING_TIME: Duration = Duration::from_millis(200);
 
 static SIGNALS_WATCHED: AtomicBool = AtomicBool::new(false);
 static CLOCK_WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// Looks after a new group.
+/// Adds a group whose recorder is written when the launcher ends the job.
 pub(crate) fn register(group: &Arc<Group>) {
     if group.options.dump_folder.is_none() {
         return;
@@ -39,8 +38,8 @@ pub(crate) fn register(group: &Arc<Group>) {
     watch_signals();
 }
 
-/// Breaks a group on shared memory off when the launcher ends the job: whoever waits in a call of
-/// it writes its recorder then.
+/// Aborts a group on shared memory when the launcher ends the job. A rank that waits in a call then
+/// writes its recorder.
 pub(crate) fn abort_at_end(aborter: Aborter) {
     lock(&ABORTERS).push(aborter);
     watch_signals();
@@ -50,7 +49,8 @@ fn watch_signals() {
     if SIGNALS_WATCHED.swap(true, Ordering::SeqCst) {
         return;
     }
-    // Without it the recorder is lost when the launcher ends the job; everything else works.
+    // Without the signal's handler the recorder is lost when the launcher ends the job; everything
+    // else works.
     if let Ok(mut signals) = Signals::new([SIGTERM]) {
         let watch = move || {
             for signal in signals.forever() {
@@ -90,25 +90,19 @@ fn abort_all() {
     }
 }
 
-/// Writes the recorders of all groups but `reported`, which has written its own and said so.
+/// Writes the recorders of all groups but `reported`, which has written its own.
 pub(crate) fn dump_others(reported: &Group) {
     let groups = lock(&GROUPS).clone();
     for group in groups.iter().filter_map(Weak::upgrade) {
         if !std::ptr::eq(Arc::as_ptr(&group), reported) {
-            // Nothing more can be done about an error: the job ends.
+            // An error changes nothing: the job ends.
             let _ = group.dump();
         }
     }
 }
 
-/// Writes a line to standard error in one piece: other threads and ranks write there, too.
-pub(crate) fn say(line: &str) {
-    // Nobody is left to tell that it cannot be written.
-    let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
-}
-
-/// Looks after calls of a group that MPI may not come back from: ends the job when one is still
-/// under way at its [deadline](Deadline).
+/// Watches calls of a group from which MPI may not come back. The job ends when a call is still
+/// under way at its [deadline](crate::deadline::Deadline).
 pub(crate) fn register_timed(group: &Arc<Group>) {
     let mut timed = lock(&TIMED);
     timed.retain(|group| group.strong_count() > 0);
@@ -125,63 +119,18 @@ pub(crate) fn register_timed(group: &Arc<Group>) {
     }
 }
 
-/// By when the call under way in a group must be back; two stores per call, since short calls take
-/// no more than microseconds.
-#[derive(Debug, Default)]
-pub(crate) struct Deadline(AtomicU64);
-
-impl Deadline {
-    /// Sets it, in nanoseconds of the group's life, until the result is dropped. One call at a
-    /// time.
-    pub(crate) fn set(&self, ns: u64) -> Armed<'_> {
-        self.0.store(ns.max(1), Ordering::Release);
-        Armed(self)
-    }
-
-    fn is_over(&self, now_ns: u64) -> bool {
-        let ns = self.0.load(Ordering::Acquire);
-        ns != 0 && now_ns > ns
-    }
-}
-
-/// Takes the deadline back when dropped.
-pub(crate) struct Armed<'a>(&'a Deadline);
-
-impl Drop for Armed<'_> {
-    fn drop(&mut self) {
-        self.0.0.store(0, Ordering::Release);
-    }
-}
-
 fn end_overdue() {
     let groups = lock(&TIMED).clone();
     let mut groups = groups.iter().filter_map(Weak::upgrade);
     let Some(group) = groups.find(|group| group.deadline.is_over(group.now_ns())) else {
         return;
     };
-    // Those that are blocked, too, say so and are not late.
+    // Other ranks that are blocked send a notice, and so are not late.
     group.die(CollectiveError::Late {
         ranks: group.others().collect(),
         operation: "all-reduce",
         sequence: group.entered.load(Ordering::SeqCst),
         bucket: None,
-        timeout_ms: group.timeout_ms(),
+        timeout_ms: u64::try_from(group.timeout.get().as_millis()).unwrap_or(u64::MAX),
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_deadline_counts_while_a_call_is_under_way() {
-        let deadline = Deadline::default();
-        assert!(!deadline.is_over(u64::MAX));
-        let armed = deadline.set(10);
-        assert!(!deadline.is_over(10) && deadline.is_over(11));
-        drop(armed);
-        assert!(!deadline.is_over(u64::MAX));
-        let _armed = deadline.set(0);
-        assert!(deadline.is_over(2), "0 means none");
-    }
 }

@@ -1,17 +1,17 @@
-//! What ranks tell each other besides data: fingerprints, and why a group ends.
+//! Messages between ranks other than data: headers with fingerprints, and notices of a group's end.
 
 use fusestep_collective::{CollectiveError, Fingerprint, Membership};
 
 /// Bytes of a [`Header`].
 pub(crate) const HEADER_BYTES: usize = Fingerprint::WIRE_BYTES + 3 * 8;
 
-/// What a rank tells the others before data moves.
+/// Header that a rank sends to the others before data moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) fingerprint: Fingerprint,
-    /// The subgroup it joins, if it splits.
+    /// Subgroup that the rank joins, if the call is a split.
     pub(crate) membership: Option<Membership>,
-    /// The number of a group it would lead.
+    /// Number for a new group, should this rank lead one.
     pub(crate) proposal: u32,
 }
 
@@ -36,7 +36,7 @@ impl Header {
         bytes
     }
 
-    /// `None` if these are not the bytes of a header.
+    /// Reads a header; `None` if the bytes are not a header's.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (print, rest) = bytes.split_at_checked(Fingerprint::WIRE_BYTES)?;
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes));
@@ -50,14 +50,14 @@ impl Header {
     }
 }
 
-/// What a rank says once about the end of a group.
+/// Notice that a rank sends once about the end of a group.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Notice {
     /// The rank that found the error.
     pub(crate) origin: usize,
     /// Calls of all ranks that the sender has entered.
     pub(crate) entered: u64,
-    /// What it found.
+    /// Error that rank `origin` found.
     pub(crate) error: CollectiveError,
 }
 
@@ -67,7 +67,7 @@ impl Notice {
         [words.as_flattened(), &self.error.to_bytes()].concat()
     }
 
-    /// `None` if these are not the bytes of a notice.
+    /// Reads a notice; `None` if the bytes are not a notice's.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (origin, rest) = bytes.split_first_chunk()?;
         let (entered, error) = rest.split_first_chunk()?;

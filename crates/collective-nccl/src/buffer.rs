@@ -2,19 +2,19 @@
 
 use std::sync::Arc;
 
-use fusestep_launch::{DeviceOrder, DeviceSliceMut};
+use fusestep_tensor::{DeviceOrder, DeviceSliceMut};
 
 use crate::NcclError;
 use crate::device::Device;
 use crate::driver::Address;
 use crate::library::Stream;
 
-/// Memory on the GPU of a communicator, given back when dropped. Lengths are in bytes.
+/// Memory on the GPU of a communicator, freed when dropped. Lengths are in bytes.
 ///
-/// The driver frees memory once all work of the GPU has ended. So what is dropped while calls are
-/// under way on any communicator of the GPU is given back when none is. Making memory is not put
-/// off and may wait for them: make it before calls on communication streams begin, for such a wait
-/// may be for a call that another rank has not begun.
+/// The driver frees memory once all work of the GPU has ended. So a buffer that is dropped while
+/// any communicator of the GPU makes a call is freed when no call is under way. Allocation is not
+/// put off and may wait for calls under way. Allocate before calls on communication streams begin:
+/// another rank may not have begun the call that an allocation waits for.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     pub(crate) device: Arc<Device>,
@@ -22,10 +22,11 @@ pub struct DeviceBuffer {
     len_bytes: usize,
 }
 
-/// The driver refuses a length of zero, so an empty buffer has memory that nobody uses.
+/// Least length of an allocation: the driver refuses zero, so an empty buffer has memory that
+/// nobody uses.
 const LEAST_BYTES: usize = 256;
 
-/// The context's.
+/// Default stream of the context.
 const DEFAULT_STREAM: Stream = std::ptr::null_mut();
 
 impl DeviceBuffer {
@@ -36,17 +37,18 @@ impl DeviceBuffer {
         Ok(Self { device: Arc::clone(device), address, len_bytes })
     }
 
-    /// Its length.
+    /// Length of the buffer.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes
     }
 
-    /// Where it lies on the GPU, a `CUdeviceptr`.
+    /// Address of the buffer on the GPU, a `CUdeviceptr`.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// All of it, for a call. What has been put there is there: copies to it are waited for.
+    /// The whole buffer, for a call. Earlier copies to it are complete, since
+    /// [`upload`](Self::upload) waits for them.
     pub fn slice_mut(&mut self) -> DeviceSliceMut<'_> {
         // SAFETY: allocated in the GPU's primary context and freed when `self` is dropped, which is
         // borrowed meanwhile; no copy is under way between methods.
@@ -60,17 +62,17 @@ impl DeviceBuffer {
         }
     }
 
-    /// Fills it.
+    /// Fills the buffer from host bytes.
     ///
     /// # Errors
-    /// The driver's words, or both lengths if they differ.
+    /// [`NcclError::Call`] with the driver's words, or with both lengths if they differ.
     pub fn upload(&mut self, bytes: &[u8]) -> Result<(), NcclError> {
         self.require(bytes.len())?;
         let copied = self.put(0, bytes, DEFAULT_STREAM);
         copied.and_then(|()| self.finish()).map_err(failed)
     }
 
-    /// Reads it.
+    /// Copies the buffer to host bytes.
     ///
     /// # Errors
     /// As [`upload`](Self::upload).
@@ -90,8 +92,8 @@ impl DeviceBuffer {
         }
     }
 
-    /// Puts host bytes at `start`, in the order of the stream. The bytes have been read when this
-    /// returns: they lie in pageable memory, from which the driver copies first.
+    /// Copies host bytes to the buffer at `start`, in the order of the stream. The bytes have been
+    /// read when this returns, since the driver copies pageable memory first.
     pub(crate) fn put(&self, start: usize, bytes: &[u8], stream: Stream) -> Result<(), String> {
         if bytes.is_empty() {
             return Ok(());
@@ -102,8 +104,8 @@ impl DeviceBuffer {
         self.device.call(|driver| unsafe { (driver.upload)(to, from, bytes.len(), stream) })
     }
 
-    /// Reads bytes from `start` on, in the order of the stream; they have arrived when this
-    /// returns.
+    /// Copies bytes from `start` on to the host, in the order of the stream. The bytes have arrived
+    /// when this returns.
     pub(crate) fn get(&self, start: usize, bytes: &mut [u8], stream: Stream) -> Result<(), String> {
         if bytes.is_empty() {
             return Ok(());
@@ -120,7 +122,7 @@ impl DeviceBuffer {
         })
     }
 
-    /// Calls stay within what they were cut for; a copy that did not would write over other memory.
+    /// Asserts that a copy stays within the buffer; a longer one would write over other memory.
     fn assert_within(&self, start: usize, len_bytes: usize) {
         let room = self.len_bytes.max(LEAST_BYTES);
         assert!(start + len_bytes <= room, "a copy within the buffer");

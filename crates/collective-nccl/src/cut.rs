@@ -1,17 +1,16 @@
-//! Calls that are longer than the memory a communicator keeps go through it in segments.
+//! Segments of calls that are longer than the memory that a communicator keeps.
 
 use std::ops::Range;
 
-/// Within each block segments begin at multiples of this, so that packs of elements stay whole.
+/// Bytes of whose multiples segments begin within each block, so that packs of elements stay whole.
 pub(crate) const GRAIN: usize = 256;
 
-/// Bytes that memory of `room` bytes has for each of `ranks` blocks at a time.
+/// Bytes of each of `ranks` blocks that memory of `room` bytes takes at a time.
 pub(crate) fn step(room: usize, ranks: usize) -> usize {
     (room / ranks / GRAIN * GRAIN).max(GRAIN)
 }
 
-/// A segment of a call: a part of each block, the parts of a segment as long as each other but
-/// where blocks end.
+/// Parts of one segment, one for each block. They are equally long, except where blocks end.
 pub(crate) fn parts(blocks: &[Range<usize>], start: usize, step: usize) -> Vec<Range<usize>> {
     let part = |block: &Range<usize>| {
         let at = |offset: usize| block.end.min(block.start + offset);
@@ -20,7 +19,7 @@ pub(crate) fn parts(blocks: &[Range<usize>], start: usize, step: usize) -> Vec<R
     blocks.iter().map(part).collect()
 }
 
-/// Where the segments begin within each block: as many as the longest takes.
+/// Offsets within each block at which segments begin, as many as the longest block needs.
 pub(crate) fn starts(blocks: &[Range<usize>], step: usize) -> impl Iterator<Item = usize> + use<> {
     (0..longest(blocks)).step_by(step)
 }
@@ -29,7 +28,8 @@ pub(crate) fn longest(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(ExactSizeIterator::len).max().unwrap_or(0)
 }
 
-/// Places for parts from 0 on, each at a multiple of the longest: in a row where all are equal.
+/// Places for parts from 0 on, each at a multiple of the longest part's length. Parts of one length
+/// lie in a row.
 pub(crate) fn packed(parts: &[Range<usize>]) -> Vec<Range<usize>> {
     let longest = longest(parts);
     let place = |(rank, part): (usize, &Range<usize>)| rank * longest..rank * longest + part.len();

@@ -1,4 +1,5 @@
-//! One GPU: its context, its kernels, the communicators on it, and when memory may be given back.
+//! GPU of a rank: its context, its kernels, the communicators on it, and memory to be freed once no
+//! call is under way.
 
 use std::ffi::{CStr, c_int};
 use std::path::{Path, PathBuf};
@@ -7,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use crate::NcclError;
 use crate::driver::{Address, Context, Driver};
 use crate::handle::Handle;
-use crate::kernel::Kernels;
+use crate::kernel::{Capability, Kernels};
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
 const CAPABILITY_MAJOR: c_int = 75;
@@ -20,7 +21,8 @@ pub(crate) struct Device {
     pub(crate) driver: Driver,
     context: Context,
     handle: c_int,
-    /// Or why they cannot be loaded, which the first call that needs one says.
+    /// Kernels, or the reason why they cannot be loaded, which the first call that needs a kernel
+    /// returns.
     kernels: Result<Kernels, String>,
     calls: Mutex<Calls>,
     communicators: Mutex<Vec<Weak<Handle>>>,
@@ -35,17 +37,20 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// The GPUs that this process has open, by their driver and index: one for all communicators.
+/// GPUs that this process has open, by driver and index. All communicators of a GPU share one
+/// entry.
 static OPEN: Mutex<Vec<(PathBuf, usize, Weak<Device>)>> = Mutex::new(Vec::new());
 
-/// While it lives, the device's context is the calling thread's; then the one from before is again.
+/// Guard that makes the device's context the calling thread's. Dropping it restores the context
+/// from before.
 pub(crate) struct Entered<'a> {
     device: &'a Device,
     before: Context,
 }
 
 impl Device {
-    /// GPU `index` for `rank`, with its kernels: opened, or as another communicator has it.
+    /// Opens GPU `index` for `rank`, with its kernels, or returns the device that another
+    /// communicator has opened.
     pub(crate) fn open(library: &Path, index: usize, rank: usize) -> Result<Arc<Self>, NcclError> {
         let find = |open: &mut Vec<(PathBuf, usize, Weak<Self>)>| {
             open.retain(|(.., device)| device.strong_count() > 0);
@@ -56,7 +61,7 @@ impl Device {
         if let Some(device) = find(&mut locked(&OPEN)) {
             return Ok(device);
         }
-        // Without the lock: loading takes a while, and other ranks open GPUs of their own.
+        // The lock is not held here: loading takes a while, and other ranks open GPUs of their own.
         let made = Arc::new(Self::make(library, index, rank)?);
         let mut open = locked(&OPEN);
         if let Some(device) = find(&mut open) {
@@ -109,14 +114,14 @@ impl Device {
             index,
             uuid,
         };
-        let capability = (major.unsigned_abs(), minor.unsigned_abs());
+        let capability = Capability { major: major.unsigned_abs(), minor: minor.unsigned_abs() };
         let entered = device.enter();
         let loaded = entered.and_then(|_entered| Kernels::load(&device.driver, capability));
         device.kernels = loaded;
         Ok(device)
     }
 
-    /// Makes the context the calling thread's.
+    /// Makes the device's context the calling thread's.
     pub(crate) fn enter(&self) -> Result<Entered<'_>, String> {
         let mut before = std::ptr::null_mut();
         // SAFETY: it writes one pointer; the context lives as long as this device.
@@ -127,7 +132,7 @@ impl Device {
         Ok(Entered { device: self, before })
     }
 
-    /// A call of the driver in the context.
+    /// Makes a call of the driver in the device's context.
     pub(crate) fn call(&self, call: impl FnOnce(&Driver) -> c_int) -> Result<(), String> {
         let _entered = self.enter()?;
         self.driver.check(call(&self.driver))
@@ -138,34 +143,34 @@ impl Device {
         self.kernels.as_ref().map_err(Clone::clone)
     }
 
-    /// Counts a call until what is returned is dropped: memory that is dropped meanwhile is given
-    /// back then, if no other call is under way.
+    /// Counts a call as under way until the result is dropped. Memory dropped meanwhile is freed
+    /// then, if no other call is under way.
     pub(crate) fn begin_call(self: &Arc<Self>) -> UnderWay {
         locked(&self.calls).under_way += 1;
         UnderWay(Arc::clone(self))
     }
 
-    /// Gives memory back at once, or when no call is under way: the driver waits for all work of
-    /// the device, and what a call has put there waits for other ranks.
+    /// Frees memory at once, or when no call is under way. The driver would wait for all work of
+    /// the device, and a call's work waits for other ranks.
     pub(crate) fn give_back(&self, address: Address) {
         let mut calls = locked(&self.calls);
         calls.dropped.push(address);
         self.give_back_dropped(&mut calls);
     }
 
-    /// From now on memory stays until the process ends.
+    /// Keeps all memory from now on until the process ends.
     pub(crate) fn give_up(&self) {
         locked(&self.calls).gave_up = true;
     }
 
-    /// Keeps a communicator in mind.
+    /// Adds a communicator to those of the device.
     pub(crate) fn add(&self, handle: &Arc<Handle>) {
         let mut all = locked(&self.communicators);
         all.retain(|known| known.strong_count() > 0);
         all.push(Arc::downgrade(handle));
     }
 
-    /// The communicators that were not yet destroyed or aborted.
+    /// Communicators of the device that have not been destroyed or aborted.
     pub(crate) fn not_ended(&self) -> Vec<Arc<Handle>> {
         let known: Vec<_> = locked(&self.communicators).iter().filter_map(Weak::upgrade).collect();
         known.into_iter().filter(|known| !known.is_ended()).collect()
@@ -175,7 +180,7 @@ impl Device {
         if calls.under_way > 0 || calls.gave_up || calls.dropped.is_empty() {
             return;
         }
-        // Without the context nothing can be freed, and nothing is left of it.
+        // If the context cannot be entered it is gone, and its memory with it.
         let _entered = self.enter();
         for address in calls.dropped.drain(..) {
             // SAFETY: allocated by `DeviceBuffer::allocate`, freed once. Operations on it have
@@ -190,11 +195,11 @@ impl Device {
 struct Calls {
     under_way: usize,
     dropped: Vec<Address>,
-    /// Something on the device does not end; the driver would wait for it for ever.
+    /// Whether work on the device does not end, for which the driver would wait for ever.
     gave_up: bool,
 }
 
-/// A call that is under way.
+/// Guard of a call that is under way.
 #[derive(Debug)]
 pub(crate) struct UnderWay(Arc<Device>);
 

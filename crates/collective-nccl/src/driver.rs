@@ -1,5 +1,4 @@
-//! The CUDA driver as it is found at run time: the few calls that memory, streams, events and one
-//! kernel take.
+//! CUDA driver as found at run time: the few functions for memory, streams, events and one kernel.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -71,7 +70,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// A result as an error with the driver's words.
+    /// Turns a result code into an error with the driver's words.
     pub(crate) fn check(&self, code: c_int) -> Result<(), String> {
         if code == 0 {
             return Ok(());
@@ -86,7 +85,7 @@ impl Driver {
         Err(format!("CUDA error {code}, {name}"))
     }
 
-    /// Whether an event has come.
+    /// Whether an event has come, from the result code of its query.
     pub(crate) fn has_come(&self, code: c_int) -> Result<bool, String> {
         match code {
             NOT_READY => Ok(false),

@@ -1,77 +1,63 @@
-//! What ranks say to each other before data moves, or when it does not.
+//! Exchange of frames between ranks, before data moves or when data is stuck.
 
-use fusestep_collective::{
-    CallShape, CollectiveError, Collectives, Communicator, Fingerprint, Operation,
-};
+use std::time::Duration;
 
-use crate::communicator::NcclCommunicator;
+use fusestep_collective::{CollectiveError, Collectives, Communicator, Fingerprint, Pair};
 
-/// Bytes of a frame, what a rank says at a time: why it speaks, in a word of its own, and a call.
+/// Bytes of a frame, a rank's message to others: the reason in a word of its own, and the call's
+/// fingerprint.
 const FRAME_BYTES: usize = REASON_BYTES + Fingerprint::WIRE_BYTES;
 
 const REASON_BYTES: usize = 8;
 
-/// Why a rank speaks.
+/// Reason for which a rank sends a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reason {
-    /// It is about to make the call.
+    /// The rank is about to make the call.
     Begins = 0,
-    /// The data of the call, its last one, has not come through.
+    /// The data of the call, the rank's last one, has not come through.
     IsStuck = 1,
 }
 
-/// Counts a call, tells the others what it is and hears what theirs are.
+/// Exchanges the fingerprint of a call with the other ranks.
 pub(crate) fn announce(
-    comm: &mut NcclCommunicator,
-    shape: &CallShape<'_>,
-    numel: usize,
-) -> Result<Fingerprint, CollectiveError> {
-    let rank = comm.rank();
-    let pair = shape.operation.pair(rank);
-    let sequence = match pair {
-        Some(pair) => comm.made.entry(pair).or_insert(0),
-        None => &mut comm.sequence,
-    };
-    *sequence += 1;
-    let mut print = shape.fingerprint(numel, *sequence, comm.context);
-    comm.recorder.begin(&print);
-    comm.last = Some(print);
-    let named = print;
-    if let Some((_, to)) = pair {
-        print.operation = Operation::Send { to };
-    }
-    exchange(comm, &print, Reason::Begins, pair)?;
-    Ok(named)
+    control: &mut dyn Communicator,
+    print: &Fingerprint,
+    pair: Option<Pair>,
+    timeout: Duration,
+) -> Result<(), CollectiveError> {
+    exchange(control, print, Reason::Begins, pair, timeout)
 }
 
-/// Exchanges frames with all ranks or with the other side of a transfer, and judges them.
+/// Exchanges frames with all ranks or with the peer of a transfer, and checks them.
 fn exchange(
-    comm: &mut NcclCommunicator,
+    control: &mut dyn Communicator,
     own: &Fingerprint,
     reason: Reason,
-    pair: Option<(usize, usize)>,
+    pair: Option<Pair>,
+    timeout: Duration,
 ) -> Result<(), CollectiveError> {
     let mut bytes = [0; FRAME_BYTES];
     bytes[0] = reason as u8;
     bytes[REASON_BYTES..].copy_from_slice(&own.to_bytes());
-    let (rank, world_size) = (comm.rank(), comm.world_size());
+    let (rank, world_size) = (control.rank(), control.world_size());
     let (mut all, ranks) = match pair {
         None => (vec![0; FRAME_BYTES * world_size], (0..world_size).collect()),
-        Some((from, to)) => (vec![0; FRAME_BYTES * 2], vec![from, to]),
+        Some(pair) => (vec![0; FRAME_BYTES * 2], pair.ranks().to_vec()),
     };
     match pair {
-        None => comm.control.all_gather(&bytes, &mut all)?,
-        // Both sides speak, the sender first.
-        Some((from, to)) => {
+        None => control.all_gather(&bytes, &mut all)?,
+        // Both sides send a frame, the sender of the data first.
+        Some(Pair { sender, receiver }) => {
             let (first, second) = all.split_at_mut(FRAME_BYTES);
-            if rank == from {
+            if rank == sender {
                 first.copy_from_slice(&bytes);
-                comm.control.send(&bytes, to)?;
-                comm.control.receive(second, to)?;
+                control.send(&bytes, receiver)?;
+                control.receive(second, receiver)?;
             } else {
                 second.copy_from_slice(&bytes);
-                comm.control.receive(first, from)?;
-                comm.control.send(&bytes, from)?;
+                control.receive(first, sender)?;
+                control.send(&bytes, sender)?;
             }
         }
     }
@@ -79,7 +65,7 @@ fn exchange(
     let prints = own.read_all(rank, frames.clone().map(|frame| &frame[REASON_BYTES..]))?;
     if let Some(place) = frames.clone().position(|frame| frame[0] == Reason::IsStuck as u8) {
         let Fingerprint { operation, sequence, .. } = prints[place];
-        let timeout_ms = comm.options.timeout.as_millis();
+        let timeout_ms = timeout.as_millis();
         let reason = format!(
             "data of call {sequence} not through after {timeout_ms} ms, though every rank has come"
         );
@@ -89,22 +75,16 @@ fn exchange(
     compared.map_err(|error| error.with_ranks(&ranks))
 }
 
-/// Why data is not through: whoever does not say so is the one that stopped.
-pub(crate) fn stuck(comm: &mut NcclCommunicator, print: &Fingerprint) -> CollectiveError {
-    let pair = print.operation.pair(comm.rank());
-    match exchange(comm, print, Reason::IsStuck, pair) {
+/// The error of data that is not through. A rank that sends no frame here is the rank that has
+/// stopped.
+pub(crate) fn stuck(
+    control: &mut dyn Communicator,
+    print: &Fingerprint,
+    timeout: Duration,
+) -> CollectiveError {
+    let pair = print.operation.pair(control.rank());
+    match exchange(control, print, Reason::IsStuck, pair, timeout) {
         Err(error) => error,
         Ok(()) => unreachable!("this rank's own frame says that it is stuck"),
     }
-}
-
-/// An error of the control communicator, said of the call that it was for.
-pub(crate) fn renamed(mut error: CollectiveError, print: Option<&Fingerprint>) -> CollectiveError {
-    if let CollectiveError::Late { operation, sequence, bucket, .. } = &mut error
-        && let Some(print) = print
-    {
-        (*operation, *sequence) = (print.operation.name(), print.sequence);
-        *bucket = print.context.bucket;
-    }
-    error
 }

@@ -1,5 +1,5 @@
-//! How ranks find each other: everyone says what it has, all judge alike, and then NCCL connects
-//! them.
+//! Founding of a group: ranks exchange their versions and GPUs, all make the same checks, and NCCL
+//! connects them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,26 +9,26 @@ use fusestep_collective::{CollectiveError, Collectives, Communicator};
 
 use crate::device::Device;
 use crate::library::{Nccl, UniqueId};
-use crate::link::{Link, Place, Progress, relax};
+use crate::link::{Link, POLLING, Place, Progress};
 use crate::options::version_text;
 use crate::{NcclError, NcclOptions};
 
-/// What a rank says of itself when it comes.
+/// Greeting that a rank sends to the others: its NCCL version, machine and GPU, or its error.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Greeting {
-    /// 1 if it can take part.
+    /// 1 if the rank can take part, 0 if not.
     comes: u32,
     version: u32,
     machine: u64,
     uuid: [u8; 16],
     device: u64,
     scratch_bytes: u64,
-    /// The name of its GPU, or why it cannot take part; zeros behind it.
+    /// Name of the rank's GPU, or the reason why the rank cannot take part; zeros behind it.
     text: [[u8; 8]; 26],
 }
 
-/// What a rank has: its libraries and its GPU.
+/// Libraries and GPU of a rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Site {
     pub(crate) nccl: Arc<Nccl>,
@@ -43,8 +43,8 @@ impl Site {
         Ok(Self { nccl: Arc::new(nccl), version, device })
     }
 
-    /// Opens libraries and GPU, and finds out whether all ranks can work together. All ranks call
-    /// it, and all get an error if one does: its own, or [`NcclError::Peer`].
+    /// Opens libraries and GPU, and checks that all ranks can work together. All ranks call it. If
+    /// one fails, all get an error: their own, or [`NcclError::Peer`].
     pub(crate) fn agree(
         control: &mut dyn Communicator,
         device: usize,
@@ -60,7 +60,7 @@ impl Site {
         Ok(site)
     }
 
-    /// Connects the ranks of `control`, once all have what their calls will need.
+    /// Connects the ranks of `control`, once all have the memory and streams that calls need.
     pub(crate) fn connect(
         &self,
         control: &mut dyn Communicator,
@@ -71,7 +71,8 @@ impl Site {
             Arc::clone(&self.nccl),
             Arc::clone(&self.device),
             control.aborter(),
-            (options.scratch_bytes, world_size),
+            options.scratch_bytes,
+            world_size,
         );
         let link = agreed(control, prepared, "it lacks what calls need on its GPU")?;
         let place = Place { rank, world_size, id: self.unique_id(control)? };
@@ -79,7 +80,7 @@ impl Site {
         agreed(control, linked, "NCCL did not connect it")
     }
 
-    /// The id that rank 0 gets from NCCL.
+    /// Gets NCCL's unique id on rank 0 and broadcasts it.
     fn unique_id(&self, control: &mut dyn Communicator) -> Result<UniqueId, NcclError> {
         // One byte says whether there is an id.
         let mut message = [0u8; 129];
@@ -106,8 +107,8 @@ impl Site {
     }
 }
 
-/// A rank's own outcome, if all others have come through as well. A rank that could not says so;
-/// the others would find out at a deadline.
+/// Returns this rank's link if all ranks have succeeded. A rank that failed tells the others, which
+/// would otherwise wait for a deadline.
 fn agreed(
     control: &mut dyn Communicator,
     outcome: Result<Link, NcclError>,
@@ -128,7 +129,7 @@ fn wait_connected(link: Link, timeout: Duration) -> Result<Link, NcclError> {
     loop {
         match link.enqueued() {
             Ok(Progress::Done) => return Ok(link),
-            Ok(Progress::Waiting) if begun.elapsed() < timeout => relax(begun.elapsed()),
+            Ok(Progress::Waiting) if begun.elapsed() < timeout => POLLING.pause(begun.elapsed()),
             Ok(Progress::Waiting) => {
                 link.handle.abort_within(timeout);
                 return Err(NcclError::NotConnected {
@@ -175,15 +176,14 @@ impl Greeting {
     }
 }
 
-/// A number that all processes of a machine agree on: GPUs of different machines are not the same,
-/// whatever they call themselves.
+/// Number that tells machines apart, and so GPUs of different machines with the same id.
 fn machine() -> u64 {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let mix = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
     boot.iter().fold(0xcbf2_9ce4_8422_2325, mix)
 }
 
-/// What is wrong with the ranks taken together; the same on all of them.
+/// Refuses ranks that cannot work together; the error is the same on all of them.
 fn judge(all: &[Greeting]) -> Result<(), NcclError> {
     if let Some(rank) = all.iter().position(|greeting| greeting.comes == 0) {
         return Err(NcclError::Peer { rank, reason: all[rank].text() });
@@ -216,7 +216,7 @@ fn judge(all: &[Greeting]) -> Result<(), NcclError> {
     Ok(())
 }
 
-/// An error of making a subgroup, as that of a call.
+/// Rewrites an error of making a subgroup as an error of the call `split`.
 pub(crate) fn as_call_error(error: NcclError, rank: usize) -> CollectiveError {
     match error {
         NcclError::Control(error) => error,

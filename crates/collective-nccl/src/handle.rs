@@ -1,4 +1,4 @@
-//! NCCL's communicator, which its rank's thread uses and any thread may end; and the end of all
+//! Communicator of NCCL, which its rank's thread uses and any thread may end. An error ends all
 //! communicators of a GPU.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -9,10 +9,10 @@ use fusestep_collective::{Aborter, CollectiveError};
 use crate::device::Device;
 use crate::library::{Comm, Nccl};
 
-/// What a rank finds whose communicator another thread has ended; its group knows why.
+/// Error text of a rank whose communicator another thread has ended; its group knows the cause.
 const ABORTED: &str = "NCCL's communicator aborted";
 
-/// A communicator of NCCL, until it was destroyed or aborted.
+/// A communicator of NCCL, until it is destroyed or aborted.
 #[derive(Debug)]
 pub(crate) struct Handle {
     nccl: Arc<Nccl>,
@@ -25,7 +25,7 @@ pub(crate) struct Handle {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// NCCL has none yet.
+    /// NCCL has not made the communicator yet.
     Unmade,
     Live(Comm),
     Ending,
@@ -51,7 +51,7 @@ impl Handle {
         handle
     }
 
-    /// Keeps what NCCL makes, or its error.
+    /// Makes the communicator and keeps it; returns NCCL's error if there is one.
     pub(crate) fn make(
         &self,
         make: impl FnOnce(&Nccl, &mut Comm) -> Result<(), String>,
@@ -68,7 +68,7 @@ impl Handle {
         made
     }
 
-    /// Uses the communicator, which nothing ends meanwhile: NCCL's calls return at once.
+    /// Uses the communicator, which no thread ends meanwhile. NCCL's calls return at once.
     pub(crate) fn with<R>(
         &self,
         step: impl FnOnce(&Nccl, Comm) -> Result<R, String>,
@@ -87,14 +87,14 @@ impl Handle {
         matches!(*self.lock(), State::Ended)
     }
 
-    /// Destroys the communicator, which has nothing left to do; this may wait for other work of the
+    /// Destroys the communicator, which must have no work left. This may wait for other work of the
     /// GPU.
     pub(crate) fn destroy(&self) {
         // SAFETY: finalised, and this is the communicator's last use.
         self.end(|nccl, comm| unsafe { (nccl.destroy)(comm) });
     }
 
-    /// Ends the communicator on a thread of its own, and waits for it as long as `limit`.
+    /// Ends the communicator on a thread of its own, and waits up to `limit` for its end.
     pub(crate) fn abort_within(self: &Arc<Self>, limit: Duration) {
         self.abort_in_background(None);
         if !self.has_ended(Instant::now() + limit) {
@@ -114,7 +114,7 @@ impl Handle {
         };
         let builder = std::thread::Builder::new().name("end-of-communicator".to_owned());
         if let Err(error) = builder.spawn(end) {
-            // Without a thread it is left to the process's end.
+            // Without a thread the communicator stays until the process ends.
             eprintln!("fusestep: expected a thread that ends a communicator, found {error}");
         }
     }
@@ -148,7 +148,7 @@ impl Handle {
         self.ended.notify_all();
     }
 
-    /// Whether the communicator has ended, or does before the deadline.
+    /// Whether the communicator ends before the deadline; waits for its end.
     fn has_ended(&self, deadline: Instant) -> bool {
         let mut state = self.lock();
         loop {
@@ -165,11 +165,11 @@ impl Handle {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends this communicator and with it all others of its GPU, each on a thread of its own: one
-    /// whose operation waits for another rank keeps the GPU from giving memory back, and so
-    /// whoever would end the next one after it. The groups of the others are broken off with an
-    /// error that names this one's. Waits until all have ended, or `limit` has passed; then
-    /// memory of the GPU is not given back any more.
+    /// Ends this communicator and all others of its GPU, each on a thread of its own. An operation
+    /// that waits for another rank keeps the GPU from freeing memory. It would block a thread that
+    /// ends one communicator after the other. The groups of the other communicators are aborted
+    /// with an error that names this one's. Waits until all have ended, or `limit` has passed;
+    /// after that memory of the GPU is never freed.
     pub(crate) fn end_all_of_device(self: &Arc<Self>, error: &CollectiveError, limit: Duration) {
         let all = self.device.not_ended();
         for handle in &all {

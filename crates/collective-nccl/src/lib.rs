@@ -8,13 +8,15 @@
 #[cfg(feature = "nccl")]
 mod buffer;
 #[cfg(feature = "nccl")]
+mod calls;
+#[cfg(feature = "nccl")]
 mod communicator;
 #[cfg(feature = "nccl")]
 mod cut;
 #[cfg(feature = "nccl")]
-mod device;
+mod data;
 #[cfg(feature = "nccl")]
-mod device_call;
+mod device;
 #[cfg(feature = "nccl")]
 mod driver;
 #[cfg(feature = "nccl")]
@@ -23,13 +25,19 @@ mod folder;
 #[cfg(feature = "nccl")]
 mod founding;
 #[cfg(feature = "nccl")]
+mod gpus;
+#[cfg(feature = "nccl")]
 mod handle;
 #[cfg(feature = "nccl")]
 mod kernel;
 #[cfg(feature = "nccl")]
+mod launch;
+#[cfg(feature = "nccl")]
 mod library;
 #[cfg(feature = "nccl")]
 mod link;
+#[cfg(feature = "nccl")]
+mod memory;
 #[cfg(feature = "nccl")]
 mod movement;
 mod options;

@@ -1,4 +1,4 @@
-//! NCCL as it is found at run time: its functions, loaded by name, and its text.
+//! Library of NCCL as found at run time: its functions, loaded by name, and its error texts.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
@@ -26,8 +26,8 @@ pub(crate) type Stream = *mut c_void;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
-/// `ncclConfig_t` as of NCCL 2.14 and one field of 2.17; its size and version tell newer ones what
-/// it lacks.
+/// `ncclConfig_t` as of NCCL 2.14 and one field of 2.17. Its size and version tell newer versions
+/// of NCCL which fields it lacks.
 #[repr(C)]
 pub(crate) struct Config {
     size: usize,
@@ -38,7 +38,7 @@ pub(crate) struct Config {
 }
 
 impl Config {
-    /// Of a communicator that does not block its callers.
+    /// Configuration of a communicator that does not block its callers.
     pub(crate) fn without_blocking() -> Self {
         Self {
             size: size_of::<Self>(),
@@ -51,7 +51,8 @@ impl Config {
     }
 }
 
-/// Loads a table of functions from a library that then stays: it may have threads of its own.
+/// Defines a table of functions of a library. The library is never unloaded, since it may have
+/// threads of its own.
 macro_rules! functions {
     ($(#[$doc:meta])* $table:ident {
         $($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*
@@ -134,8 +135,8 @@ impl Nccl {
             unsafe { get(&mut version) };
             u32::try_from(version).unwrap_or(0)
         };
-        // Before the other functions are looked for: an old NCCL lacks some of them, and its age is
-        // what helps.
+        // The version is checked first: an old NCCL lacks some functions, and its age explains more
+        // than a missing one.
         if version < MIN_VERSION {
             return Err(NcclError::OldLibrary {
                 library: name,
@@ -146,7 +147,7 @@ impl Nccl {
         Ok((Self::find(ManuallyDrop::into_inner(library), path)?, version))
     }
 
-    /// A result as an error with NCCL's text; a call that goes on is none.
+    /// Turns a result code into an error with NCCL's text. `ncclInProgress` is no error.
     pub(crate) fn check(&self, code: c_int) -> Result<(), String> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -167,7 +168,7 @@ impl std::fmt::Debug for Nccl {
     }
 }
 
-/// Loads a library; it is not unloaded if something fails later.
+/// Loads a library, which is not unloaded if something fails later.
 pub(crate) fn open(path: &Path, remedy: &'static str) -> Result<ManuallyDrop<Library>, NcclError> {
     // SAFETY: loading runs the library's initialisers; NCCL's and the driver's are made for it. A
     // path other than theirs is the caller's to choose, as with the loader's own variables.
@@ -182,10 +183,10 @@ pub(crate) fn open(path: &Path, remedy: &'static str) -> Result<ManuallyDrop<Lib
     }
 }
 
-/// `ncclUint8`, in which elements travel.
+/// `ncclUint8`, the element type of all transfers.
 pub(crate) const BYTES: c_int = 1;
 
-/// NCCL's names of a dtype and a reduction, if it has both.
+/// NCCL's codes of a dtype and a reduction, if it has both.
 pub(crate) fn names(dtype: DType, op: ReduceOp) -> Option<(c_int, c_int)> {
     let dtype = match dtype {
         DType::U8 => 1,

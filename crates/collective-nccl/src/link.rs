@@ -1,10 +1,12 @@
-//! One NCCL communicator with its stream: made, watched and ended without ever blocking in NCCL.
+//! Link of a rank to the others: an NCCL communicator with its stream, made, watched and ended
+//! without ever blocking in NCCL.
 
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fusestep_collective::Aborter;
+use fusestep_simd::Polling;
 
 use crate::NcclError;
 use crate::device::Device;
@@ -18,8 +20,9 @@ const NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: u32 = 2;
 
-/// How long to poll without giving the processor away.
-const SPIN: Duration = Duration::from_micros(50);
+/// Pauses while waiting for NCCL and the device, which wake no thread.
+pub(crate) const POLLING: Polling =
+    Polling { keep: Duration::from_micros(50), offer: Duration::from_millis(1) };
 
 /// A communicator, the stream that its operations run on, and memory for them.
 #[derive(Debug)]
@@ -39,7 +42,7 @@ unsafe impl Send for Link {}
 pub(crate) struct Message {
     way: Way,
     peer: usize,
-    /// Device memory.
+    /// Address in device memory.
     address: Address,
     len_bytes: usize,
 }
@@ -60,14 +63,14 @@ impl Message {
     }
 }
 
-/// How a wait went on.
+/// Progress of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
     Waiting,
 }
 
-/// Who and with whom.
+/// Place of a rank in its group: its rank, the world size and the group's unique id.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub(crate) rank: usize,
@@ -76,13 +79,14 @@ pub(crate) struct Place {
 }
 
 impl Link {
-    /// Makes all that calls will need but the communicator itself, for a group of `ranks` and
-    /// twice `scratch_bytes`. `aborter` breaks off the group.
+    /// Makes the stream, the event and the memory for calls of a group of `ranks`, with twice
+    /// `scratch_bytes`. The communicator itself comes later. `aborter` aborts the group.
     pub(crate) fn prepare(
         nccl: Arc<Nccl>,
         device: Arc<Device>,
         aborter: Aborter,
-        (scratch_bytes, ranks): (usize, usize),
+        scratch_bytes: usize,
+        ranks: usize,
     ) -> Result<Self, NcclError> {
         let workspace = Workspace::allocate(&device, scratch_bytes, ranks);
         let mut link = Self {
@@ -105,7 +109,7 @@ impl Link {
         Ok(link)
     }
 
-    /// Starts to connect; [`enqueued`](Self::enqueued) says when it has happened.
+    /// Starts to connect the ranks; [`enqueued`](Self::enqueued) tells when they are connected.
     pub(crate) fn connect(&self, place: Place) -> Result<(), NcclError> {
         let entered = self.device.enter();
         let _entered = entered.map_err(NcclError::of_call("cuCtxSetCurrent"))?;
@@ -141,8 +145,8 @@ impl Link {
         })
     }
 
-    /// Makes the calls of `body` as one group. They are enqueued once [`enqueued`](Self::enqueued)
-    /// says so.
+    /// Makes the calls of `body` as one group of NCCL. [`enqueued`](Self::enqueued) tells when the
+    /// calls are enqueued.
     pub(crate) fn group(
         &self,
         body: impl FnOnce(&Nccl, Comm, Stream) -> c_int,
@@ -159,7 +163,7 @@ impl Link {
         })
     }
 
-    /// Starts transfers; messages of no length are left out on both sides.
+    /// Starts transfers; empty messages are left out on both sides.
     pub(crate) fn transfers(&self, messages: &[Message]) -> Result<(), String> {
         let messages = messages.iter().filter(|message| message.len_bytes > 0);
         let messages: Vec<&Message> = messages.collect();
@@ -202,7 +206,7 @@ impl Link {
         self.device.call(|driver| unsafe { (driver.copy)(to, from, len_bytes, self.stream) })
     }
 
-    /// Lets what comes next on the stream begin behind a place in another one.
+    /// Makes the stream's next work wait for `ready`, an event of another stream.
     pub(crate) fn follow(&self, ready: u64) -> Result<(), String> {
         let ready = ready as Event;
         // SAFETY: the stream is this link's; whoever lent memory has promised that the event of its
@@ -210,13 +214,13 @@ impl Link {
         self.device.call(|driver| unsafe { (driver.stream_wait_event)(self.stream, ready, 0) })
     }
 
-    /// Tells the owner of memory, by its event, what is enqueued here by now.
+    /// Records `done`, an event of a memory's owner, behind the work enqueued on this stream.
     pub(crate) fn tell(&self, done: u64) -> Result<(), String> {
         // SAFETY: as above.
         self.device.call(|driver| unsafe { (driver.event_record)(done as Event, self.stream) })
     }
 
-    /// Marks the place in the stream that [`reached`](Self::reached) asks for.
+    /// Records the mark behind the stream's work, for [`reached`](Self::reached) to query.
     pub(crate) fn mark(&self) -> Result<(), String> {
         // SAFETY: both are this link's.
         self.device.call(|driver| unsafe { (driver.event_record)(self.event, self.stream) })
@@ -231,7 +235,8 @@ impl Link {
         Ok(if come { Progress::Done } else { Progress::Waiting })
     }
 
-    /// Lets NCCL finish and give its memory back; aborts it if that takes longer than `limit`.
+    /// Lets NCCL finish and free its memory; aborts the communicator if that takes longer than
+    /// `limit`.
     fn destroy(&self, limit: Duration) {
         let begun = Instant::now();
         // SAFETY: the communicator lives.
@@ -240,23 +245,12 @@ impl Link {
         while outcome.is_ok() {
             match self.enqueued() {
                 Ok(Progress::Done) => return self.handle.destroy(),
-                Ok(Progress::Waiting) if begun.elapsed() < limit => relax(begun.elapsed()),
+                Ok(Progress::Waiting) if begun.elapsed() < limit => POLLING.pause(begun.elapsed()),
                 Ok(Progress::Waiting) => outcome = Err(String::new()),
                 Err(reason) => outcome = Err(reason),
             }
         }
         self.handle.abort_within(limit);
-    }
-}
-
-/// Gives the processor away, the longer one has waited the longer.
-pub(crate) fn relax(waited: Duration) {
-    if waited > 20 * SPIN {
-        std::thread::sleep(SPIN);
-    } else if waited > SPIN {
-        std::thread::yield_now();
-    } else {
-        std::hint::spin_loop();
     }
 }
 

@@ -3,49 +3,17 @@
 use std::ffi::c_int;
 use std::ops::Range;
 
-use fusestep_collective::{CollectiveError, Communicator, Fingerprint, Movement, Operation};
+use fusestep_collective::{CollectiveError, Fingerprint, Movement, Operation};
 
-use crate::communicator::NcclCommunicator;
-use crate::device_call::Memory;
+use crate::cut;
+use crate::gpus::Gpus;
 use crate::library::BYTES;
 use crate::link::Message;
-use crate::{cut, reduction};
+use crate::memory::Memory;
 
-/// Enqueues what moves the data of a call that all ranks make, or of a segment of it. Operations
-/// of blocks look at `ranges`, which need not follow each other; others at `whole`, their
-/// length in bytes.
-pub(crate) fn move_data(
-    comm: &mut NcclCommunicator,
-    memory: Memory,
-    ranges: &[Range<usize>],
-    whole: usize,
-    print: &Fingerprint,
-) -> Result<(), CollectiveError> {
-    match print.operation {
-        Operation::AllReduce(op)
-        | Operation::Reduce { reduce: op, .. }
-        | Operation::ReduceScatter(op) => {
-            if reduction::is_engines_own(comm, op, print) {
-                reduction::by_engine(comm, memory, op, whole, print)?;
-            } else {
-                reduction::reduce(comm, memory, ranges, op, print)?;
-            }
-        }
-        Operation::Broadcast { root } => broadcast(comm, memory, root, whole, print)?,
-        Operation::AllGather => all_gather(comm, memory, ranges, print)?,
-        Operation::AllToAll => all_to_all(comm, memory, ranges, print)?,
-        operation @ (Operation::Scatter { .. }
-        | Operation::Gather { .. }
-        | Operation::Send { .. }
-        | Operation::Receive { .. }) => by_messages(comm, memory, operation, ranges, print)?,
-        Operation::Barrier | Operation::Split | Operation::ReduceUpdate => {}
-    }
-    Ok(())
-}
-
-/// Starts transfers and waits until NCCL takes more.
+/// Starts transfers and waits until NCCL has enqueued them.
 pub(crate) fn transfers(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     messages: &[Message],
     print: &Fingerprint,
 ) -> Result<(), CollectiveError> {
@@ -53,13 +21,13 @@ pub(crate) fn transfers(
     comm.settle(print)
 }
 
-fn others(comm: &NcclCommunicator) -> impl Iterator<Item = usize> + use<> {
+fn others(comm: &Gpus) -> impl Iterator<Item = usize> + use<> {
     let own = comm.rank();
     (0..comm.world_size()).filter(move |&rank| rank != own)
 }
 
-fn broadcast(
-    comm: &mut NcclCommunicator,
+pub(crate) fn broadcast(
+    comm: &mut Gpus,
     memory: Memory,
     root: usize,
     len_bytes: usize,
@@ -68,7 +36,7 @@ fn broadcast(
     if len_bytes == 0 {
         return Ok(());
     }
-    // Who is not the root has no input, and NCCL looks at none.
+    // Only the root has input, and NCCL reads no other rank's.
     let from = if comm.rank() == root { memory.input(0) } else { memory.result(0) };
     comm.engine(print, |link| {
         // SAFETY: both lead to `len_bytes` bytes of device memory that the call holds until its
@@ -81,9 +49,9 @@ fn broadcast(
     comm.settle(print)
 }
 
-/// All blocks to everyone: NCCL's own ring where they are equal, transfers where not.
+/// Brings all blocks to all ranks: by NCCL's own all-gather if blocks are equal, else by transfers.
 pub(crate) fn all_gather(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     memory: Memory,
     ranges: &[Range<usize>],
     print: &Fingerprint,
@@ -108,9 +76,9 @@ pub(crate) fn all_gather(
     by_messages(comm, memory, Operation::AllGather, ranges, print)
 }
 
-/// Blocks from rank to rank, as they are.
+/// Moves blocks unchanged from rank to rank.
 pub(crate) fn by_messages(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     memory: Memory,
     operation: Operation,
     ranges: &[Range<usize>],
@@ -142,8 +110,8 @@ pub(crate) fn by_messages(
     transfers(comm, &messages, print)
 }
 
-fn all_to_all(
-    comm: &mut NcclCommunicator,
+pub(crate) fn all_to_all(
+    comm: &mut Gpus,
     memory: Memory,
     ranges: &[Range<usize>],
     print: &Fingerprint,
@@ -151,7 +119,7 @@ fn all_to_all(
     let Memory::Same(base) = memory else {
         return by_messages(comm, memory, Operation::AllToAll, ranges, print);
     };
-    // In place, what arrives would overwrite what has not left yet.
+    // In place, arriving blocks would overwrite blocks that have not left yet.
     let received = &comm.link.workspace.received;
     let (received, step) = (received.address, cut::step(received.len_bytes(), ranges.len()));
     for start in cut::starts(ranges, step) {

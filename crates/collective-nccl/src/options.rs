@@ -1,46 +1,46 @@
-//! Settings, and what can go wrong before there is a communicator.
+//! Settings of the engine, and errors of making a communicator.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The oldest NCCL that will do, 2.14.0 as NCCL counts: the first with communicators that do not
-/// block their callers.
+/// Oldest NCCL that works, 2.14.0 in NCCL's numbers: the first with communicators that do not block
+/// their callers.
 pub const MIN_VERSION: u32 = 21_400;
 
-/// Who adds up.
+/// Code that adds up: this crate's, or NCCL's own all-reduce and reduce.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
     /// Each rank reduces its part in rank order: the bits of every other engine, the same on all
     /// ranks, run after run.
     #[default]
     Reproducible,
-    /// An all-reduce or reduce is NCCL's own: fewer steps, in an order of its choice, so its bits
-    /// are no part of any promise. Reduce-scatter, which NCCL has for equal blocks only, and
-    /// u16 are as in `Reproducible`.
+    /// NCCL's own all-reduce and reduce add up, in fewer steps. NCCL chooses the order, so no bits
+    /// are promised. Reduce-scatter, which NCCL has for equal blocks only, and u16 are as in
+    /// `Reproducible`.
     Engine,
 }
 
 /// Settings of the ranks of a group; the same on all of them.
 #[derive(Clone, Debug)]
 pub struct NcclOptions {
-    /// How long a rank waits for data, and for NCCL to connect; 60 s by default, a day at most.
-    /// How long it waits for other ranks to come to a call is the control communicator's.
+    /// Time for which a rank waits for data, and for NCCL to connect; 60 s by default, a day at
+    /// most. The control communicator has its own timeout for ranks that are late to a call.
     pub timeout: Duration,
-    /// Calls each flight recorder keeps; 256 by default.
+    /// Number of calls that each flight recorder keeps; 256 by default.
     pub recorded_calls: usize,
-    /// Where flight recorders are written on the first error; nowhere by default.
+    /// Folder to which flight recorders are written on the first error; none by default.
     pub dump_folder: Option<PathBuf>,
-    /// Who adds up.
+    /// Code that adds up.
     pub reduction: Reduction,
-    /// Bytes of device memory that each communicator, subgroups and communication streams included,
-    /// has from its founding on for what other ranks contribute to a reduction, and as many again
-    /// for host buffers on their way; 32 MiB by default, so 64 MiB in all. Nothing is allocated
-    /// within a call: longer ones pass through in segments, with the same bits, each segment a
-    /// group of transfers more. At least 256 bytes for each rank are taken.
+    /// Bytes of device memory for other ranks' contributions to a reduction, and as many again for
+    /// host buffers on their way. 32 MiB by default, so 64 MiB in all. Each communicator has its
+    /// own from its founding on, subgroups and communication streams included. Nothing is allocated
+    /// within a call: longer calls pass through in segments, with the same bits. Each segment costs
+    /// one more group of transfers. At least 256 bytes for each rank are taken.
     pub scratch_bytes: usize,
-    /// The NCCL to load; by default `libnccl.so.2`, as the system finds it.
+    /// Path or name of the NCCL to load; by default `libnccl.so.2`, as the system finds it.
     pub nccl_library: PathBuf,
-    /// The CUDA driver to load; by default `libcuda.so.1`, as the system finds it.
+    /// Path or name of the CUDA driver to load; by default `libcuda.so.1`, as the system finds it.
     pub driver_library: PathBuf,
 }
 
@@ -58,26 +58,26 @@ impl Default for NcclOptions {
     }
 }
 
-/// Why there is no communicator.
+/// Error of making a communicator.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclError {
     /// A library cannot be loaded.
     #[error("nccl: expected the library {library}, found none that loads ({reason}); {remedy}")]
     MissingLibrary {
-        /// Its name or path.
+        /// Name or path of the library.
         library: String,
         /// The loader's words.
         reason: String,
-        /// What would work.
+        /// Hint at an installation or an engine that would work.
         remedy: &'static str,
     },
     /// A library lacks a function.
     #[error("nccl: expected `{symbol}` in {library}, found none; install a newer one")]
     MissingSymbol {
-        /// Its name or path.
+        /// Name or path of the library.
         library: String,
-        /// The function.
+        /// Name of the function.
         symbol: &'static str,
     },
     /// The NCCL is too old.
@@ -85,21 +85,21 @@ pub enum NcclError {
         "nccl: expected NCCL {expected} or newer, found {found} in {library}; install a newer one"
     )]
     OldLibrary {
-        /// Its name or path.
+        /// Name or path of the library.
         library: String,
-        /// The oldest that will do.
+        /// Oldest version that works.
         expected: String,
-        /// Its version.
+        /// Version of the library found.
         found: String,
     },
     /// Processes could not meet in a folder.
     #[error("nccl: rank {rank} in {}: {reason}", folder.display())]
     Meeting {
-        /// The folder.
+        /// Folder in which they tried to meet.
         folder: PathBuf,
-        /// The rank that says so.
+        /// Rank that reports the error.
         rank: usize,
-        /// What was expected, what was found, and what would work.
+        /// Text with the expected value, the value found, and what to do.
         reason: String,
     },
     /// Ranks have different versions.
@@ -112,7 +112,7 @@ pub enum NcclError {
         rank: usize,
         /// The version of rank 0.
         expected: String,
-        /// Its own.
+        /// The version of `rank`.
         found: String,
     },
     /// Ranks would cut calls into different segments.
@@ -125,7 +125,7 @@ pub enum NcclError {
         rank: usize,
         /// The value of rank 0.
         expected: u64,
-        /// Its own.
+        /// The value of `rank`.
         found: u64,
     },
     /// There is no such device.
@@ -134,11 +134,11 @@ pub enum NcclError {
          machine, or other GPUs"
     )]
     NoSuchDevice {
-        /// The rank that asked.
+        /// Rank that asked for the GPU.
         rank: usize,
-        /// What it asked for.
+        /// Index of the GPU that the rank asked for.
         device: usize,
-        /// How many there are.
+        /// Number of GPUs on the machine.
         count: usize,
     },
     /// Two ranks use one GPU, on which NCCL may hang.
@@ -156,12 +156,12 @@ pub enum NcclError {
         /// The GPU's name.
         name: String,
     },
-    /// Another rank could not make its part.
+    /// Another rank could not make its part of the communicator.
     #[error("nccl: rank {rank} could not join: {reason}")]
     Peer {
         /// The lowest such rank.
         rank: usize,
-        /// Its error, shortened.
+        /// Error of that rank, shortened.
         reason: String,
     },
     /// NCCL did not connect the ranks in time.
@@ -171,13 +171,13 @@ pub enum NcclError {
          the timeout"
     )]
     NotConnected {
-        /// How long was waited.
+        /// Time that this rank waited.
         timeout_ms: u64,
     },
     /// A call of NCCL or of the driver failed.
     #[error("nccl: {call}: {reason}")]
     Call {
-        /// Which.
+        /// Name of the call.
         call: &'static str,
         /// The library's words.
         reason: String,
@@ -189,13 +189,14 @@ pub enum NcclError {
 
 #[cfg(feature = "nccl")]
 impl NcclError {
-    /// The error of this call, for the library's words.
+    /// Makes errors of this call from the library's words.
     pub(crate) fn of_call(call: &'static str) -> impl Fn(String) -> Self {
         move |reason| Self::Call { call, reason }
     }
 }
 
-/// A version as people write it. NCCL counts 2.8.4 as 2804 and, from 2.9 on, 2.9.6 as 20906.
+/// A version as people write it. NCCL's number for 2.8.4 is 2804 and, from 2.9 on, for 2.9.6 it is
+/// 20906.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
 pub(crate) fn version_text(code: u32) -> String {
     if code < 10_000 {

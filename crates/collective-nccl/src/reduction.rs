@@ -1,31 +1,30 @@
-//! The collectives that reduce: blocks are exchanged pairwise, each rank reduces its own in rank
-//! order where they lie, results go where they belong.
+//! Collectives that reduce: ranks exchange blocks pairwise, each rank reduces its own block in rank
+//! order on its GPU, and results go to the ranks that receive them.
 
 use std::ffi::c_int;
 use std::ops::Range;
 
-use fusestep_collective::{CollectiveError, Communicator, Fingerprint, Operation, ReduceOp};
+use fusestep_collective::{CollectiveError, Fingerprint, Operation, ReduceOp};
 
-use crate::communicator::NcclCommunicator;
 use crate::cut;
-use crate::device_call::Memory;
 use crate::driver::Address;
+use crate::gpus::Gpus;
 use crate::kernel::{PACK_BYTES, Parts};
 use crate::library::names;
 use crate::link::Message;
+use crate::memory::Memory;
 use crate::{Reduction, movement};
 
 /// Whether the operation is left to NCCL.
-pub(crate) fn is_engines_own(comm: &NcclCommunicator, op: ReduceOp, print: &Fingerprint) -> bool {
+pub(crate) fn is_engines_own(comm: &Gpus, op: ReduceOp, print: &Fingerprint) -> bool {
     let has = matches!(print.operation, Operation::AllReduce(_) | Operation::Reduce { .. });
     has && comm.options.reduction == Reduction::Engine && names(print.dtype, op).is_some()
 }
 
-/// A reduction in rank order. What the others contribute passes through the communicator's own
-/// memory, in segments if there is more of it; an element's sum is the same whichever segment it is
-/// in.
+/// Reduces in rank order. Other ranks' contributions pass through the communicator's own memory, in
+/// segments if there is more of them. Segments change no sum.
 pub(crate) fn reduce(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     memory: Memory,
     ranges: &[Range<usize>],
     op: ReduceOp,
@@ -45,9 +44,10 @@ pub(crate) fn reduce(
     Ok(())
 }
 
-/// Reduces this rank's part of a segment; where the root of a reduce gathers results from.
+/// Reduces this rank's part of a segment; returns the memory from which the root of a reduce
+/// gathers results.
 fn reduce_parts(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     memory: Memory,
     ranges: &[Range<usize>],
     parts: &[Range<usize>],
@@ -66,11 +66,12 @@ fn reduce_parts(
             memory.result_block(&ranges[rank]) + (own.start - ranges[rank].start) as u64
         }
         Operation::AllReduce(_) => memory.result(own.start),
-        // Only the root has room for results; the others' leave from the communicator's memory.
+        // Only the root has room for results. Other ranks' results leave from the communicator's
+        // memory.
         Operation::Reduce { root, .. } if root == rank => memory.result(own.start),
         _ => place_of(rank),
     };
-    // Memory that a caller has brought may lie between elements, where the kernel cannot read.
+    // Memory of a caller may not be aligned to elements, and the kernel cannot read it then.
     let element_bytes = print.dtype.len_bytes() as u64;
     let or_received = |address: Address| {
         if address.is_multiple_of(element_bytes) { address } else { place_of(rank) }
@@ -92,8 +93,8 @@ fn reduce_parts(
         link.copy(kernel.result, result, own.len())
     })?;
     Ok(match print.operation {
-        // What another rank than the root has is one block, as if apart; the root's own lies in
-        // its place already.
+        // A rank other than the root sends one block from memory of its own. The root's block lies
+        // in its place already.
         Operation::Reduce { root, .. } if root != rank => {
             Memory::Two { send: result, receive: result }
         }
@@ -101,10 +102,10 @@ fn reduce_parts(
     })
 }
 
-/// Sends each rank its block and receives what the others have of this rank's, each where
-/// `place_of` says.
+/// Sends each rank its block, and receives the others' elements of this rank's block at the
+/// addresses of `place_of`.
 fn exchange_blocks(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     memory: Memory,
     ranges: &[Range<usize>],
     place_of: impl Fn(usize) -> Address,
@@ -120,9 +121,9 @@ fn exchange_blocks(
     movement::transfers(comm, &messages, print)
 }
 
-/// NCCL's own all-reduce or reduce of `len_bytes`, which it has.
+/// Makes an all-reduce or reduce of `len_bytes` by NCCL's own.
 pub(crate) fn by_engine(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     memory: Memory,
     op: ReduceOp,
     len_bytes: usize,
@@ -133,7 +134,7 @@ pub(crate) fn by_engine(
         return Ok(());
     };
     let (from, to) = (memory.input(0), memory.result(0));
-    // Who is not the root of a reduce may have no room for a result; NCCL writes none there.
+    // Only the root of a reduce must have room for a result; NCCL writes none on other ranks.
     comm.engine(print, |link| {
         link.group(|nccl, comm, stream| {
             let (from, to) = (from as *const _, to as *mut _);

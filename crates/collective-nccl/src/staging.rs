@@ -1,26 +1,24 @@
-//! Host buffers go through device memory, in segments where they are longer.
+//! Calls on host buffers, which go through device memory, in segments if they are longer.
 
 use std::ops::Range;
 
-use fusestep_collective::{
-    Blocks, Buffers, CollectiveError, Communicator, Fingerprint, Operation, Part,
-};
+use fusestep_collective::{Blocks, Buffers, CollectiveError, Fingerprint, Operation, Part};
 
-use crate::communicator::NcclCommunicator;
-use crate::device_call::Memory;
-use crate::{cut, movement, reduction};
+use crate::gpus::Gpus;
+use crate::memory::Memory;
+use crate::{cut, data, reduction};
 
-/// A segment of a call: ranges of the whole, and where they lie on the device.
+/// A segment of a call: ranges of the whole, and their places on the device.
 struct Segment {
     of_whole: Vec<Range<usize>>,
     on_device: Vec<Range<usize>>,
-    /// Bytes of the segment, for operations that are not made of blocks.
+    /// Bytes of the segment, for operations without blocks.
     len_bytes: usize,
 }
 
 /// Copies input to the device, makes the call there, in place, and copies the result back.
 pub(crate) fn through_the_device(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     buffers: &mut Buffers<'_>,
     blocks: Blocks<'_>,
     print: &Fingerprint,
@@ -58,7 +56,7 @@ pub(crate) fn through_the_device(
 
 /// Whether an operation treats the blocks of ranks differently, so that a segment has a part of
 /// each.
-fn is_of_blocks(comm: &NcclCommunicator, print: &Fingerprint) -> bool {
+fn is_of_blocks(comm: &Gpus, print: &Fingerprint) -> bool {
     match print.operation {
         Operation::Broadcast { .. } | Operation::Send { .. } | Operation::Receive { .. } => false,
         operation => match operation.reduce_op() {
@@ -69,7 +67,7 @@ fn is_of_blocks(comm: &NcclCommunicator, print: &Fingerprint) -> bool {
 }
 
 fn move_segment(
-    comm: &mut NcclCommunicator,
+    comm: &mut Gpus,
     buffers: &mut Buffers<'_>,
     segment: &Segment,
     own_start: usize,
@@ -77,7 +75,7 @@ fn move_segment(
 ) -> Result<(), CollectiveError> {
     let rank = comm.rank();
     let [given, gotten] = print.operation.parts(rank);
-    // Apart, the own block is all there is in a buffer that holds no more.
+    // Out of place, a buffer may hold the own block alone.
     let (send, send_start): (&[u8], usize) = match buffers {
         Buffers::InPlace(buffer) => (buffer, 0),
         Buffers::OutOfPlace { send, .. } => (send, start_of(given, own_start)),
@@ -91,7 +89,7 @@ fn move_segment(
         })
     })?;
     let memory = Memory::Same(comm.link.workspace.staging.address);
-    movement::move_data(comm, memory, &segment.on_device, segment.len_bytes, print)?;
+    data::move_data(comm, memory, &segment.on_device, segment.len_bytes, print)?;
     comm.finish(print)?;
     let (receive, receive_start): (&mut [u8], usize) = match buffers {
         Buffers::InPlace(buffer) => (buffer, 0),
@@ -108,7 +106,8 @@ fn move_segment(
 }
 
 impl Segment {
-    /// The ranges of a part with their places, those that follow each other on both sides as one.
+    /// The ranges of a part with their places. Ranges that follow each other on both sides are
+    /// joined.
     fn runs(&self, part: Part, rank: usize) -> Vec<(Range<usize>, usize)> {
         let pairs = match part {
             Part::Whole => 0..self.of_whole.len(),

@@ -1,4 +1,4 @@
-//! Device memory that a communicator has for its calls, made when it is founded.
+//! Device memory of a communicator for its calls, allocated when the communicator is founded.
 
 use std::sync::Arc;
 
@@ -6,19 +6,19 @@ use crate::buffer::DeviceBuffer;
 use crate::cut::GRAIN;
 use crate::device::Device;
 
-/// Memory for calls; longer ones go through it in segments.
+/// Memory for calls; a call that needs more goes through it in segments.
 #[derive(Debug)]
 pub(crate) struct Workspace {
-    /// What others contribute to the part that this rank reduces, and what has to leave before its
-    /// place is written.
+    /// Contributions of other ranks to the part that this rank reduces. In an all-to-all in place,
+    /// copies of the blocks to be sent.
     pub(crate) received: DeviceBuffer,
-    /// Where host buffers go.
+    /// Copies of host buffers.
     pub(crate) staging: DeviceBuffer,
 }
 
 impl Workspace {
-    /// Memory of a group of `ranks`, twice `len_bytes` or the little that takes a segment of each
-    /// rank.
+    /// Allocates the memory of a group of `ranks`: twice `len_bytes`, or more if that is too little
+    /// for a segment of each rank.
     pub(crate) fn allocate(
         device: &Arc<Device>,
         len_bytes: usize,

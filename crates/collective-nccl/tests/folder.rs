@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use fusestep_collective::{
-    CallState, CollectiveError, Collectives, Communicator, Membership, ReduceOp,
+    CallState, CollectiveError, Collectives, Communicator, Membership, Options, ReduceOp, run_ranks,
 };
 use fusestep_collective_nccl::{FolderControl, Meeting, NcclError};
 
@@ -219,4 +219,32 @@ fn what_cannot_meet_says_why() {
         assert!(text.contains("expected 2 ranks as rank 0 does, found 3 on rank 1"), "{text}");
     }
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Body of the process that the test below starts as launchers do.
+#[test]
+fn a_world_of_one() {
+    let Some(folder) = std::env::var_os("TEST_FOLDER") else {
+        return;
+    };
+    let error = Meeting::at(folder).join().map(drop).unwrap_err().to_string();
+    assert!(error.contains("4 processes were started together by torchrun"), "{error}");
+    assert!(error.contains("FUSESTEP_ALONE=1"), "{error}");
+    // The refusal has not made it one of those that have joined others.
+    let ranks = run_ranks(1, &Options::default(), |comm| comm.rank());
+    assert!(ranks.unwrap_err().to_string().contains("4 processes were started together"));
+}
+
+#[test]
+fn one_of_several_processes_meets_nobody_as_the_whole() {
+    let folder = folder();
+    let ended = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_world_of_one", "--nocapture"])
+        .envs([("RANK", "0"), ("WORLD_SIZE", "4")])
+        .env("TEST_FOLDER", &folder)
+        .output()
+        .unwrap();
+    let said = [ended.stdout, ended.stderr].concat();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&said));
+    assert!(!folder.exists(), "nothing was made");
 }

@@ -8,7 +8,7 @@ use fusestep_simd::Level;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let sizes: Result<Vec<u64>, _> = std::env::args().skip(1).map(|size| size.parse()).collect();
     let sizes = sizes?;
-    let (rows, rank) = if launched_processes().is_some() {
+    let (rows, rank) = if launched_processes()?.is_some() {
         let mut comm = ProcessCommunicator::world(&ProcessOptions::default())?;
         let rows = measure_all_reduce(&mut comm, &sizes, Level::detect())?;
         (rows, comm.rank())

@@ -1,4 +1,4 @@
-//! What a rank says to the others in a round.
+//! Cards: the words that a rank shows to the others in a round.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,22 +23,22 @@ const JOINS: u64 = 4;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Card {
     pub(crate) print: Fingerprint,
-    /// Its elements lie elsewhere and come stretch by stretch.
+    /// Whether the rank's elements lie outside of the segment and come stretch by stretch.
     pub(crate) is_staged: bool,
-    /// Its result goes where its elements are.
+    /// Whether the rank's result goes where its elements are.
     pub(crate) is_in_place: bool,
-    /// Where its elements lie, or the place that stretches come through.
+    /// Offset of the rank's elements, or of the stage that stretches come through.
     pub(crate) input: u64,
     pub(crate) input_len: u64,
-    /// Where its result goes.
+    /// Offset of the rank's result.
     pub(crate) output: u64,
-    /// When it came, by the clock that all processes have in common.
+    /// Time of the rank's arrival, by the clock that all processes have in common.
     pub(crate) arrived_ns: u64,
-    /// The subgroup it joins, if it splits.
+    /// The subgroup that the rank joins, if it splits.
     pub(crate) membership: Option<Membership>,
-    /// The block of the subgroup that it leads.
+    /// Offset of the block of the subgroup that the rank leads.
     pub(crate) block: u64,
-    /// Where its replicas lie.
+    /// Offsets of the rank's replicas.
     pub(crate) replicas: [u64; ReduceUpdate::MAX_REPLICAS],
 }
 
@@ -58,7 +58,7 @@ impl Card {
         }
     }
 
-    /// Puts it where the others look.
+    /// Writes the card into the segment, where the others look for it.
     pub(crate) fn write(&self, words: &[AtomicU64; CARD_WORDS]) {
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
         let rest = [
@@ -137,7 +137,7 @@ impl Cards<'_> {
         joins.then(|| Membership::from_word(self.word(party, MEMBER)))
     }
 
-    /// Requires that all parties do the same as `own`.
+    /// Requires that the fingerprints of all parties equal `own`.
     pub(crate) fn compare(&self, own: &Fingerprint) -> Result<(), CollectiveError> {
         let words = print_words(own);
         let is_same = |party: usize| (0..PRINT_WORDS).all(|at| self.word(party, at) == words[at]);

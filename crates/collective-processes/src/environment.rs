@@ -1,42 +1,70 @@
-//! What a launcher tells each process.
+//! Variables by which a launcher tells each process its place.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+
+use fusestep_collective::{alone_on_purpose, started_together};
 
 use crate::ProcessError;
 
-/// Names a start of the program, the same for all of its ranks; set by `fusestep launch`.
+/// Most ranks of a session: the places of all their transfers lie in its segment.
+pub const MAX_RANKS: usize = 1024;
+
+/// Variable that names a start of the program, the same for all of its ranks; set by `fusestep
+/// launch`.
 pub(crate) const SESSION: &str = "FUSESTEP_SESSION";
 
-/// Where a rank finds the others.
+/// Place at which a rank finds the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
     /// This rank.
     pub rank: usize,
     /// The number of ranks.
     pub world_size: usize,
-    /// Equal on all ranks of a start of the program, and another for every other start that runs
-    /// on the machine at the same time.
+    /// Name of the start, equal on all ranks. Every other start that runs on the machine at the
+    /// same time has another name.
     pub session: String,
 }
 
 impl Rendezvous {
-    /// What `fusestep launch` or `torchrun` has put into the environment.
+    /// Place that `fusestep launch` or `torchrun` has put into the environment. A world of one
+    /// where [`ALONE`](fusestep_collective::ALONE) is set.
     ///
     /// # Errors
-    /// [`ProcessError::Environment`] naming the variable, and [`ProcessError::SeveralMachines`].
+    /// [`ProcessError::Environment`] naming the variable, [`ProcessError::SeveralMachines`] and
+    /// [`ProcessError::OtherLauncher`].
     pub fn from_environment() -> Result<Self, ProcessError> {
-        Self::from_variables(|name| std::env::var(name).ok())
+        if alone_on_purpose() {
+            return Ok(Self { rank: 0, world_size: 1, session: token() });
+        }
+        let found = Self::from_variables(|name| std::env::var(name).ok());
+        let is_told = |name| std::env::var_os(name).is_some();
+        let is_alone = match &found {
+            Ok(place) => place.world_size == 1,
+            Err(_) => !is_told("RANK") && !is_told("WORLD_SIZE"),
+        };
+        match started_together().filter(|_| is_alone) {
+            Some(started) => Err(ProcessError::OtherLauncher { started: Box::new(started) }),
+            None => found,
+        }
     }
 
     fn from_variables(of: impl Fn(&str) -> Option<String>) -> Result<Self, ProcessError> {
         let world_size = number(&of, "WORLD_SIZE")?.unwrap_or(0);
-        if world_size == 0 {
-            return Err(refused(&of, "WORLD_SIZE", "the number of ranks, 1 or more"));
+        if !(1..=MAX_RANKS).contains(&world_size) {
+            let expected = format!("the number of ranks, from 1 to {MAX_RANKS}");
+            return Err(refused(&of, "WORLD_SIZE", &expected));
         }
         let rank = number(&of, "RANK")?.filter(|rank| *rank < world_size);
         let Some(rank) = rank else {
             let expected = format!("a rank below {world_size}");
             return Err(refused(&of, "RANK", &expected));
         };
-        let local = number(&of, "LOCAL_WORLD_SIZE")?.unwrap_or(world_size);
+        let machines = number(&of, "GROUP_WORLD_SIZE")?.unwrap_or(1).max(1);
+        let local = number(&of, "LOCAL_WORLD_SIZE")?.unwrap_or(world_size / machines);
+        if local > world_size {
+            let expected = format!("at most WORLD_SIZE, which is {world_size}");
+            return Err(refused(&of, "LOCAL_WORLD_SIZE", &expected));
+        }
         if local != world_size {
             return Err(ProcessError::SeveralMachines { world_size, local });
         }
@@ -48,10 +76,23 @@ impl Rendezvous {
     }
 }
 
-/// Whether a launcher has started this process as one of several ranks, and of how many.
-pub fn launched_processes() -> Option<usize> {
-    let found = Rendezvous::from_environment().ok()?;
-    (found.world_size > 1).then_some(found.world_size)
+/// Number of ranks that a launcher has started for this engine, this process among them; `None`
+/// where no launcher has started several processes.
+///
+/// # Errors
+/// As [`Rendezvous::from_environment`] where a launcher has started several processes that this
+/// engine cannot bring together: each would take itself for the whole.
+pub fn launched_processes() -> Result<Option<usize>, ProcessError> {
+    match started_together() {
+        None => Ok(None),
+        Some(_) => Rendezvous::from_environment().map(|place| Some(place.world_size)),
+    }
+}
+
+/// A name that no other start has.
+pub(crate) fn token() -> String {
+    let random = || RandomState::new().build_hasher().finish();
+    format!("{:016x}{:016x}", random(), random())
 }
 
 fn number(
@@ -79,7 +120,8 @@ fn refused(
     }
 }
 
-/// Our launcher's token; else what tells a start by torchrun from others, restarts included.
+/// Our launcher's token; otherwise variables that tell one start by torchrun from another, restarts
+/// included.
 fn session(of: &impl Fn(&str) -> Option<String>) -> Option<String> {
     let token = of(SESSION).filter(|token| !token.is_empty());
     token.or_else(|| {
@@ -131,6 +173,18 @@ mod tests {
             (
                 &[("WORLD_SIZE", "4"), ("RANK", "1"), ("LOCAL_WORLD_SIZE", "2")][..],
                 "expected all 4 ranks on this machine, found 2 here",
+            ),
+            (
+                &[("WORLD_SIZE", "4"), ("RANK", "1"), ("GROUP_WORLD_SIZE", "2")][..],
+                "expected all 4 ranks on this machine, found 2 here",
+            ),
+            (
+                &[("WORLD_SIZE", "1025"), ("RANK", "0")][..],
+                "from 1 to 1024, found WORLD_SIZE=`1025`",
+            ),
+            (
+                &[("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_WORLD_SIZE", "4")][..],
+                "LOCAL_WORLD_SIZE to be at most WORLD_SIZE, which is 2, found LOCAL_WORLD_SIZE=`4`",
             ),
         ] {
             let text = read(variables).unwrap_err().to_string();

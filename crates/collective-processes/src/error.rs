@@ -1,10 +1,15 @@
-//! What can go wrong before there is a communicator.
+//! Errors of processes that find no communicator.
 
-/// Why there is no communicator.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+use std::fmt;
+
+use fusestep_collective::{ALONE_REMEDY, Started};
+
+/// Why there is no communicator. The `Debug` form is the message, which a `main` that returns the
+/// error prints.
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProcessError {
-    /// The system lacks what the engine is made of.
+    /// The system is not Linux and lacks the calls that the engine is made of.
     #[error("processes: expected Linux, found another system; use ranks that are threads, or MPI")]
     NotHere,
     /// The launcher's variables do not say which rank this is.
@@ -15,31 +20,55 @@ pub enum ProcessError {
     Environment {
         /// The variable.
         variable: &'static str,
-        /// What it should say.
+        /// Value that it should have.
         expected: String,
-        /// What it says.
+        /// Value that it has.
         found: String,
     },
     /// The launcher has started processes on several machines.
     #[error(
         "processes: expected all {world_size} ranks on this machine, found {local} here; ranks of \
-         this engine share one machine's memory, so use MPI or NCCL between machines"
+         this engine share one machine's memory, so start the program with mpirun and use MPI \
+         (--engine mpi) or NCCL between machines, or {ALONE_REMEDY}"
     )]
     SeveralMachines {
         /// All ranks.
         world_size: usize,
-        /// Those of this machine.
+        /// Ranks of this machine.
         local: usize,
+    },
+    /// Another launcher has started this process as one of several, and tells it neither a rank nor
+    /// an address by which ranks of this engine find each other.
+    #[error(
+        "processes: {started}, and each would take itself for the whole; expected RANK, WORLD_SIZE \
+         and an address, as `fusestep launch -n N -- PROGRAM` and torchrun tell; use MPI (--engine \
+         mpi) under this launcher, or {ALONE_REMEDY}"
+    )]
+    OtherLauncher {
+        /// The launcher's words about this process.
+        started: Box<Started>,
+    },
+    /// The rank is not below the number of ranks, or that number is out of range.
+    #[error(
+        "processes: expected a rank below the number of ranks, which is from 1 to {}, found rank \
+         {rank} of {world_size}",
+        crate::MAX_RANKS
+    )]
+    World {
+        /// The rank.
+        rank: usize,
+        /// The number of ranks.
+        world_size: usize,
     },
     /// The system refused memory that processes share.
     #[error("processes: {what}: {reason}")]
     System {
-        /// What was tried.
+        /// Call that was tried.
         what: String,
         /// The system's words.
         reason: String,
     },
-    /// The session's name is taken.
+    /// Another process has this rank of the session.
     #[error(
         "processes: expected no other rank {rank} in session {session}, found process {process}; \
          give each start a session of its own (FUSESTEP_SESSION)"
@@ -49,15 +78,15 @@ pub enum ProcessError {
         rank: usize,
         /// The session.
         session: String,
-        /// Who has it.
+        /// Process that has this rank.
         process: u64,
     },
     /// Ranks were told different numbers of ranks.
     #[error("processes: expected {expected} ranks as rank 0 says, found {found} on rank {rank}")]
     WorldSize {
-        /// What rank 0 was told.
+        /// Number that rank 0 was told.
         expected: u64,
-        /// What this one was told.
+        /// Number that this rank was told.
         found: usize,
         /// This rank.
         rank: usize,
@@ -68,13 +97,13 @@ pub enum ProcessError {
          found none of {ranks:?}; see what these processes print, or raise the timeout"
     )]
     Missing {
-        /// Those that did not come.
+        /// Ranks that did not come.
         ranks: Vec<usize>,
         /// All ranks.
         world_size: usize,
         /// The session.
         session: String,
-        /// How long was waited.
+        /// How long the rank waited.
         timeout_ms: u64,
     },
     /// A rank came and died before all others had come.
@@ -83,7 +112,13 @@ pub enum ProcessError {
          what its process printed"
     )]
     Died {
-        /// Which.
+        /// The rank that died.
         rank: usize,
     },
+}
+
+impl fmt::Debug for ProcessError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }

@@ -7,25 +7,26 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 use rustix::process::geteuid;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ProcessError;
 use crate::life::Life;
-use crate::rendezvous::creator;
+use crate::made::creator;
 
-/// Where the system has its shared memory.
+/// Folder of the system's shared memory.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// Where a session may lie, the best place first.
+/// Folders in which a session may lie, the best place first.
 pub(crate) fn folders() -> [PathBuf; 2] {
     [PathBuf::from(SHARED_MEMORY), std::env::temp_dir()]
 }
 
-/// What the names of all sessions' files begin with.
+/// Beginning of the names of all sessions' files.
 const PREFIX: &str = "fusestep-";
 
-/// How long a new file may be without the lock that says that it is somebody's.
+/// How long a new file may be without a lock, which tells that a living process has the file.
 const JUST_NOW: Duration = Duration::from_secs(1);
 
 /// The name of a session's files, or its beginning.
@@ -33,7 +34,7 @@ pub(crate) fn segment_name(session: &str) -> String {
     format!("{PREFIX}{:032x}", xxh3_128(session.as_bytes()))
 }
 
-/// Removes what dead processes of a session have left; for launchers, when all have ended.
+/// Removes files that dead processes of a session have left; for launchers, when all have ended.
 pub(crate) fn remove_leftovers(session: &str) {
     let name = segment_name(session);
     for folder in folders() {
@@ -41,23 +42,23 @@ pub(crate) fn remove_leftovers(session: &str) {
         for entry in entries {
             let is_ours = |found: &str| found.starts_with(&name);
             if entry.file_name().to_str().is_some_and(is_ours) {
-                // Somebody else may have been faster.
+                // Another process may have been faster.
                 let _ = std::fs::remove_file(entry.path());
             }
         }
     }
 }
 
-/// Who has made a file of a session, as its name tells.
+/// Process that has made a file of a session, as its name tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Maker {
     /// This process.
     Process(u32),
-    /// The one that the file itself names.
+    /// The process that the file itself names.
     Within,
 }
 
-/// `None` if the name is not one of a session's files.
+/// The maker of a session's file; `None` for any other name.
 fn maker(name: &str) -> Option<Maker> {
     let mut words = name.strip_prefix(PREFIX)?.split('.');
     let sum = words.next()?;
@@ -70,9 +71,9 @@ fn maker(name: &str) -> Option<Maker> {
     (is_sum && is_whole).then_some(maker)
 }
 
-/// Removes from a folder what sessions have left whose processes were killed before all had come.
-/// Of several signs each has to say so: files of other users and of the living stay, and those that
-/// anybody has mapped, in another container for example.
+/// Removes from a folder the files of sessions whose processes were killed before all had come.
+/// Each of several signs must say so. Files of other users and of living processes stay, also files
+/// that a process in another container has mapped.
 pub(crate) fn remove_of_dead(folder: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let of_dead = || {
@@ -85,13 +86,13 @@ pub(crate) fn remove_of_dead(folder: &Path) {
             (is_dead && is_nobodys(&entry).ok()?).then_some(())
         };
         if of_dead().is_some() {
-            // Somebody else may have been faster.
+            // Another process may have been faster.
             let _ = std::fs::remove_file(entry.path());
         }
     }
 }
 
-/// Whether a file is this user's, was not made just now, and no process has it.
+/// Whether a file is this user's, was not made just now, and is locked by no process.
 fn is_nobodys(entry: &DirEntry) -> io::Result<bool> {
     let found = entry.metadata()?;
     let age = found.modified()?.elapsed().unwrap_or_default();
@@ -108,7 +109,8 @@ fn is_nobodys(entry: &DirEntry) -> io::Result<bool> {
 /// Names that were given to files, to be taken back.
 #[derive(Debug, Default)]
 pub(crate) struct Names {
-    /// With the number of the file, since somebody may have given the name to another one.
+    /// The names, each with the number of its file, since the name may belong to another file by
+    /// now.
     given: Vec<(PathBuf, u64)>,
 }
 
@@ -125,7 +127,7 @@ impl Names {
             if creator(public).is_some_and(Life::is_alive) {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
-            // What a dead process has left is nobody's. It may be gone by now.
+            // A file of a dead process is nobody's. It may be gone by now.
             let _ = std::fs::remove_file(public);
             std::fs::hard_link(hidden, public)?;
         }
@@ -135,7 +137,7 @@ impl Names {
         std::fs::remove_file(hidden)
     }
 
-    /// Takes them back.
+    /// Removes the names.
     pub(crate) fn remove(&self) {
         for (path, number) in &self.given {
             if std::fs::metadata(path).is_ok_and(|data| data.ino() == *number) {
@@ -146,9 +148,24 @@ impl Names {
     }
 }
 
-/// What the system refused.
+/// Error of the system, with what would help.
 pub(crate) fn system(what: String, error: &io::Error) -> ProcessError {
-    ProcessError::System { what, reason: error.to_string() }
+    let helps = match error.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::NOMEM) => {
+            "; raise the limit on a process's address space (ulimit -v), of which each rank maps \
+             some GiB, or start fewer ranks"
+        }
+        Some(Errno::MFILE) => "; raise the limit on open files (ulimit -n)",
+        Some(Errno::NFILE) => "; the machine has no open file left",
+        Some(Errno::NOSPC | Errno::DQUOT) => {
+            "; make room in /dev/shm (docker: --shm-size), or set TMPDIR to a folder with more"
+        }
+        Some(Errno::ACCESS | Errno::PERM | Errno::ROFS) => {
+            "; start all ranks as one user, who may write to /dev/shm or to the folder of TMPDIR"
+        }
+        _ => "",
+    };
+    ProcessError::System { what, reason: format!("{error}{helps}") }
 }
 
 #[cfg(test)]
@@ -156,6 +173,20 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
+
+    #[test]
+    fn what_the_system_refuses_is_told_with_what_helps() {
+        for (code, helps) in [
+            (Errno::NOMEM, "ulimit -v"),
+            (Errno::MFILE, "ulimit -n"),
+            (Errno::NFILE, "the machine has no open file left"),
+            (Errno::NOSPC, "--shm-size"),
+            (Errno::ACCESS, "one user"),
+        ] {
+            let error = system("open x".to_owned(), &code.into()).to_string();
+            assert!(error.contains("open x: ") && error.contains(helps), "{error}");
+        }
+    }
 
     #[test]
     fn names_of_sessions_are_known() {

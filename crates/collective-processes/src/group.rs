@@ -1,34 +1,38 @@
-//! What the ranks of a group have in common besides rounds: who has left, and how it ends.
+//! Groups: the state that ranks of a group share besides rounds, as who has left and how the group
+//! ends.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, behind};
+use fusestep_collective::{CollectiveError, Pair, behind};
+use fusestep_simd::Patience;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::heap::Arena;
 use crate::layout::{
     BlockPlan, FAILED, GroupHead, Member, RECORD_WORDS, RoundHead, put_bytes, take_bytes,
 };
-use crate::notifier::Patience;
-use crate::round::Place;
+use crate::place::Place;
 use crate::session::Session;
 
-/// Longest wait for the words of a rank that has closed a gate.
+/// Longest wait for the error of a rank that has closed a gate.
 const WORDS_TIME: Duration = Duration::from_secs(1);
+
+/// Sleep between two looks for that error.
+const LOOK: Duration = Duration::from_micros(100);
 
 /// One rank's side of a group.
 #[derive(Debug)]
 pub(crate) struct Group {
     pub(crate) session: Arc<Session>,
-    /// Where its block lies in the segment.
+    /// Offset of the group's block in the segment.
     pub(crate) block: u64,
     /// The session's ranks, by rank in this group.
     pub(crate) members: Vec<usize>,
     pub(crate) rank: usize,
     pub(crate) patience: Patience,
-    /// When its times count from, and the same by the clock of all processes.
+    /// The beginning of the group's times, and the same by the clock of all processes.
     pub(crate) begun: Instant,
     pub(crate) begun_ns: u64,
     parent: Option<Arc<Group>>,
@@ -38,7 +42,7 @@ pub(crate) struct Group {
     memory: Mutex<Option<Arena>>,
 }
 
-/// What a rank needs to take its place in a group.
+/// Facts that a rank needs to take its place in a group.
 pub(crate) struct Founding {
     pub(crate) block: u64,
     pub(crate) members: Vec<usize>,
@@ -92,12 +96,12 @@ impl Group {
         }
     }
 
-    /// This rank's place at the table of transfers from `pair.0` to `pair.1`.
-    pub(crate) fn pair_place(&self, pair: (usize, usize)) -> Place {
+    /// This rank's place at the table of a pair's transfers.
+    pub(crate) fn pair_place(&self, pair: Pair) -> Place {
         Place {
             table: self.block + self.plan().pair(pair),
-            ranks: vec![pair.0, pair.1],
-            party: usize::from(self.rank == pair.1),
+            ranks: pair.ranks().to_vec(),
+            party: pair.side(self.rank),
             round: 0,
             is_pair: true,
         }
@@ -112,8 +116,8 @@ impl Group {
         CollectiveError::Died { rank, calls }
     }
 
-    /// This rank and an error of the group by the ranks of all processes; ends the group of them
-    /// all, so that who waits elsewhere hears of it.
+    /// This rank and an error of the group, numbered by the ranks of all processes. Ends the group
+    /// of all processes, so that a rank that waits elsewhere hears of it.
     pub(crate) fn in_session(&self, error: CollectiveError) -> (usize, CollectiveError) {
         let rank = self.members[self.rank];
         let Some(mut whole) = self.parent.as_ref() else {
@@ -130,7 +134,7 @@ impl Group {
         (rank, error)
     }
 
-    /// Takes over what has ended the group that this one was split from.
+    /// Takes over the error that has ended the parent, from which this group was split.
     pub(crate) fn inherit(&self) {
         if let Some(parent) = &self.parent {
             parent.inherit();
@@ -148,7 +152,7 @@ impl Group {
         Some(self.error_of(rank as usize))
     }
 
-    /// What has ended the group first.
+    /// The first end of the group: an error, or a rank's leaving.
     pub(crate) fn first(&self) -> Option<CollectiveError> {
         let code = self.head().first.load(Ordering::SeqCst).checked_sub(1)?;
         let rank = code as usize / 2;
@@ -174,18 +178,18 @@ impl Group {
         })
     }
 
-    /// What ends transfers with `peer`.
+    /// The error that ends transfers with `peer`, if any.
     pub(crate) fn ends_transfer(&self, peer: usize) -> Option<CollectiveError> {
         self.broken().or_else(|| self.left(peer))
     }
 
-    /// What has closed the group, as far as can be told without waiting.
+    /// The error that has closed the group, as far as can be told without waiting.
     pub(crate) fn failure(&self) -> Option<CollectiveError> {
         self.inherit();
         self.broken().or_else(|| self.first())
     }
 
-    /// The words of whoever has closed a gate, which come a moment later than the closing.
+    /// The error of the rank that has closed a gate, which comes a moment later than the closing.
     pub(crate) fn published(&self, find: impl Fn() -> Option<CollectiveError>) -> CollectiveError {
         let deadline = Instant::now() + WORDS_TIME;
         loop {
@@ -198,12 +202,12 @@ impl Group {
                     reason: "a rank died while it said why the group ends".to_owned(),
                 });
             }
-            std::thread::yield_now();
+            std::thread::sleep(LOOK);
         }
     }
 
-    /// Ends the group for everyone, and with it those that were split from it; returns the error
-    /// that holds, the first one.
+    /// Ends the group for all ranks, and with it the groups that were split from it. Returns the
+    /// first error, which holds.
     pub(crate) fn close(&self, error: CollectiveError) -> CollectiveError {
         let head = self.head();
         let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
@@ -243,7 +247,7 @@ impl Group {
         self.shut();
     }
 
-    /// Closes the gate of all ranks and wakes everyone, those who wait in transfers, too.
+    /// Closes the gate of all ranks and wakes all ranks, also those that wait in transfers.
     fn shut(&self) {
         let segment = &self.session.segment;
         let table: &RoundHead = segment.at(self.block + self.plan().round());
@@ -252,7 +256,8 @@ impl Group {
         for rank in 0..self.members.len() {
             let peer = self.member(rank).transfer.load(Ordering::SeqCst) as usize;
             if let Some(peer) = peer.checked_sub(1).filter(|&peer| peer < self.members.len()) {
-                for pair in [(rank, peer), (peer, rank)] {
+                for [sender, receiver] in [[rank, peer], [peer, rank]] {
+                    let pair = Pair { sender, receiver };
                     let table: &RoundHead = segment.at(self.block + self.plan().pair(pair));
                     table.notifier.0.notify();
                 }
@@ -260,14 +265,14 @@ impl Group {
         }
     }
 
-    /// Writes down whom this rank waits for in a transfer, or that it has ended.
+    /// Writes down the rank that this rank waits for in a transfer, or that the transfer has ended.
     pub(crate) fn set_transfer(&self, peer: Option<usize>) {
         let peer = peer.map_or(0, |peer| peer as u64 + 1);
         let own = self.member(self.rank);
         own.transfer.store(peer, Ordering::SeqCst);
     }
 
-    /// [`behind`] a delay that this rank has seen as `late`.
+    /// The ranks that cause a delay for which this rank blames the ranks `late`; see [`behind`].
     pub(crate) fn behind(&self, late: &[usize]) -> Vec<usize> {
         behind(self.rank, self.members.len(), late, |rank| {
             let transfer = self.member(rank).transfer.load(Ordering::SeqCst);
@@ -275,7 +280,7 @@ impl Group {
         })
     }
 
-    /// Makes a block for a new group of `ranks` in memory of this process, zeroed.
+    /// Makes a zeroed block for a new group of `ranks` in memory of this process.
     pub(crate) fn found(session: &Session, ranks: usize) -> std::io::Result<Arena> {
         session.collect();
         let memory = session.heap.allocate(BlockPlan::new(ranks).bytes() as usize)?;

@@ -1,4 +1,5 @@
-//! Each rank gives out places in its own part of the segment, so that no process waits for another.
+//! Heaps: each rank gives out places in its own part of the segment, so that no process waits for
+//! another.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,16 +10,16 @@ use fusestep_coalesce::MemoryOwner;
 
 use crate::segment::{HUGE_PAGE_BYTES, PAGE_BYTES, Segment};
 
-/// What is free in the part of one rank.
+/// Free places in the part of one rank.
 #[derive(Debug)]
 pub(crate) struct Heap {
     segment: Arc<Segment>,
-    /// Free places in the first file and in the second: where they begin, and their lengths.
+    /// Free places in the first file and in the second: their offsets and lengths.
     free: Mutex<[BTreeMap<u64, u64>; 2]>,
 }
 
 impl Heap {
-    /// A heap of two places: offset and length.
+    /// A heap with one free place in each file: offset and length.
     pub(crate) fn new(segment: Arc<Segment>, parts: [(u64, u64); 2]) -> Self {
         let free = parts.map(|part| BTreeMap::from_iter((part.1 > 0).then_some(part)));
         Self { segment, free: Mutex::new(free) }
@@ -92,7 +93,7 @@ fn put(free: &mut BTreeMap<u64, u64>, mut start: u64, mut len: u64) {
     free.insert(start, len);
 }
 
-/// Memory of this process that the other ranks see, too; they use it in calls only.
+/// Memory of this process that other ranks see, too; they use it in calls only.
 pub(crate) struct Arena {
     heap: Arc<Heap>,
     offset: u64,
@@ -102,13 +103,13 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// Where it begins in the segment.
+    /// Offset of the memory in the segment.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Leaves the memory as it is, for the ranks that still use it; it ends with the segment, when
-    /// the last of them has unmapped it.
+    /// Leaves the memory as it is, for ranks that still use it. It ends with the segment, when the
+    /// last of these ranks has unmapped it.
     pub(crate) fn leave(mut self) {
         self.is_left = true;
     }

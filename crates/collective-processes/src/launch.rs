@@ -1,60 +1,76 @@
 //! Starts a program as several ranks and looks after them.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use fusestep_collective::launcher_variables;
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::environment::SESSION;
+use crate::environment::{SESSION, token};
+use crate::family::{END_TIME, Family};
 use crate::files::remove_leftovers;
+use crate::guard::{self, not_started};
 use crate::launched::{LaunchOptions, Launched};
 use crate::starter::{self, STARTER};
 
 /// Time between two looks at the processes.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// How long a process that was asked to end may take.
-pub(crate) const END_TIME: Duration = Duration::from_secs(5);
-
-/// Starts all ranks, passes SIGINT, SIGTERM and SIGHUP on to them, and waits until all have ended.
-/// One of these that this process ignores, as under `nohup`, stays ignored, by the ranks as well.
+/// Starts all ranks, passes SIGINT, SIGTERM, SIGHUP and SIGQUIT on to them, and waits until all
+/// have ended. A signal that this process ignores, as under `nohup`, stays ignored by the ranks as
+/// well.
 ///
-/// Each finds its place in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and FUSESTEP_SESSION.
-/// When one fails, the others have [`LaunchOptions::grace`] to end by themselves; then they get
-/// SIGTERM, and those that have not ended of it 5 s later are killed. Ranks of this engine end as
-/// well when this process is killed, which FUSESTEP_STARTER names. Standard input goes to rank 0.
-/// What killed ranks have left in shared memory is removed.
+/// Each rank finds its place in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and
+/// FUSESTEP_SESSION. When one rank fails, the others have [`LaunchOptions::grace`] to end by
+/// themselves. Then they get SIGTERM, and ranks that have not ended 5 s later are killed. After a
+/// signal that was passed on, ranks that have not ended within [`LaunchOptions::patience`] are
+/// killed, too. Standard input goes to rank 0.
+///
+/// Processes that ranks have started and left end with the ranks. All with FUSESTEP_SESSION in
+/// their environment get SIGTERM and, 5 s later, SIGKILL. Where a signal was passed on, SIGKILL
+/// follows after [`LaunchOptions::patience`], since a program behind a wrapper may hear of the
+/// signal only then. If this process is killed, [`LaunchOptions::guard`] ends them. Ranks of this
+/// engine end in any case when the launcher has gone, whose process FUSESTEP_STARTER names. Files
+/// of killed ranks in shared memory are removed.
 ///
 /// # Errors
-/// The system's, if a process cannot be started; those that were started are ended then.
+/// The system's error, with the program that cannot be started, which may be the guard. All that
+/// was started is ended then.
 pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
     let mut signals = Signals::new(heeded())?;
-    let mut job = Job { session: token(), ranks: Vec::new(), ended: Vec::new() };
+    let session = token();
+    let guard = options.guard.as_deref().map(|program| guard::start(program, &session));
+    let guard = guard.transpose()?;
+    let mut job = Job { session, guard, ranks: Vec::new(), ended: Vec::new(), end_time: END_TIME };
     for rank in 0..options.ranks {
         let started = job.command(options, rank).spawn();
-        job.ranks.push(started?);
+        let program = options.program.to_string_lossy();
+        job.ranks.push(started.map_err(|error| not_started(&program, &error))?);
         job.ended.push(None);
     }
-    let (mut failed, mut deadline, mut asked) = (None, None, false);
+    let mut failed = None;
+    // The signal that is sent next to ranks that still run, and its time.
+    let mut next: Option<(Instant, Signal)> = None;
     while !job.look()? {
         for signal in signals.pending() {
             if let Some(signal) = Signal::from_named_raw(signal) {
                 job.pass_on(signal);
+                job.end_time = options.patience;
+                let limit = Instant::now() + options.patience;
+                next = next.filter(|(earlier, _)| *earlier < limit).or(Some((limit, Signal::KILL)));
             }
         }
         failed = failed.or_else(|| job.first_failed());
         if failed.is_some() {
-            let now = Instant::now();
-            let limit = *deadline.get_or_insert(now + options.grace);
-            if now > limit {
-                job.pass_on(if asked { Signal::KILL } else { Signal::TERM });
-                (asked, deadline) = (true, Some(now + END_TIME));
-            }
+            next = next.or_else(|| Some((Instant::now() + options.grace, Signal::TERM)));
+        }
+        if let Some((_, signal)) = next.filter(|(limit, _)| Instant::now() > *limit) {
+            job.pass_on(signal);
+            next = Some((Instant::now() + END_TIME, Signal::KILL));
         }
         std::thread::sleep(LOOK);
     }
@@ -63,18 +79,18 @@ pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
     Ok(Launched { code, failed })
 }
 
-/// The signals that are passed on: a handler for one that is ignored would take that from this
-/// process and, since programs begin without handlers, from its ranks.
+/// The signals that are passed on. A handler for an ignored signal would end the ignoring in this
+/// process and, since programs begin without handlers, in its ranks.
 fn heeded() -> impl Iterator<Item = i32> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     let ignored = mask.unwrap_or(0);
-    let all = [SIGINT, SIGTERM, SIGHUP].into_iter();
+    let all = [SIGINT, SIGTERM, SIGHUP, SIGQUIT].into_iter();
     all.filter(move |signal| (ignored >> (signal - 1)) & 1 == 0)
 }
 
-/// The code of a process that ended so, as shells have it.
+/// The exit code of a process with this status, as shells have it.
 fn code_of(status: ExitStatus) -> u8 {
     let code = match (status.code(), status.signal()) {
         (Some(code), _) => code,
@@ -83,24 +99,25 @@ fn code_of(status: ExitStatus) -> u8 {
     u8::try_from(code).unwrap_or(1)
 }
 
-/// A name that no other start has.
-fn token() -> String {
-    let random = || RandomState::new().build_hasher().finish();
-    format!("{:016x}{:016x}", random(), random())
-}
-
 /// Processes that do not outlive this value.
 struct Job {
     session: String,
+    guard: Option<Child>,
     ranks: Vec<Child>,
-    /// How each has ended.
+    /// The status of each rank that has ended.
     ended: Vec<Option<ExitStatus>>,
+    /// Time that processes started by ranks have to end after SIGTERM.
+    end_time: Duration,
 }
 
 impl Job {
     fn command(&self, options: &LaunchOptions, rank: usize) -> Command {
         let mut command = Command::new(&options.program);
         let (rank_text, ranks) = (rank.to_string(), options.ranks.to_string());
+        // Variables of other launchers are not about these ranks.
+        for variable in launcher_variables() {
+            command.env_remove(variable);
+        }
         command
             .args(&options.arguments)
             .env("RANK", &rank_text)
@@ -115,7 +132,7 @@ impl Job {
         command
     }
 
-    /// Looks who has ended; says whether all have.
+    /// Looks which ranks have ended; says whether all have.
     fn look(&mut self) -> io::Result<bool> {
         for (child, ended) in self.ranks.iter_mut().zip(&mut self.ended) {
             if ended.is_none() {
@@ -125,8 +142,8 @@ impl Job {
         Ok(self.ended.iter().all(Option::is_some))
     }
 
-    /// The lowest rank that has failed; of those that a signal has ended, if there are any, since
-    /// others fail because of them.
+    /// The lowest rank that has failed. Ranks that a signal has ended come first, since others fail
+    /// because of them.
     fn first_failed(&self) -> Option<usize> {
         let signalled = |status: &ExitStatus| status.signal().is_some();
         let failed = |status: &ExitStatus| !status.success();
@@ -139,8 +156,8 @@ impl Job {
 
     fn pass_on(&self, signal: Signal) {
         for (child, _) in self.running() {
-            // It may just have ended; it is waited for in any case, so the number is still its own.
-            // One that is stopped hears of the signal only when it goes on.
+            // The rank may just have ended; it is waited for in any case, so the number is still
+            // its own. A stopped rank hears of the signal only when it goes on.
             for signal in [signal, Signal::CONT] {
                 let _ = kill_process(Pid::from_child(child), signal);
             }
@@ -158,10 +175,14 @@ impl Drop for Job {
         self.pass_on(Signal::KILL);
         for (child, ended) in self.ranks.iter_mut().zip(&self.ended) {
             if ended.is_none() {
-                // It was just killed; nothing can be done about an error.
+                // The rank was just killed; nothing can be done about an error.
                 let _ = child.wait();
             }
         }
+        Family::of(&self.session).end(self.end_time);
         remove_leftovers(&self.session);
+        if let Some(guard) = self.guard.take() {
+            guard::dismiss(guard);
+        }
     }
 }

@@ -1,39 +1,49 @@
-//! What `launch` takes and gives, on every system.
+//! Options and outcome of `launch`, on every system.
 
 use std::ffi::OsString;
 use std::time::Duration;
 
-/// What to start, how often, and how long to wait when something fails.
+/// Program to start, its number of ranks, and times to wait when something fails.
 #[derive(Clone, Debug)]
 pub struct LaunchOptions {
     /// The number of processes.
     pub ranks: usize,
     /// The program.
     pub program: OsString,
-    /// Its arguments, the same for all ranks.
+    /// The program's arguments, the same for all ranks.
     pub arguments: Vec<OsString>,
-    /// How long the others may go on when one has failed: they find out who it was, write flight
+    /// How long other ranks may go on when one has failed: they find out which it was, write flight
     /// recorders and end by themselves. 2 s by default.
     pub grace: Duration,
+    /// How long ranks may take to end after a signal that was passed on to them, before they are
+    /// killed. Processes that they have started have as long from the ranks' end on. 10 s by
+    /// default.
+    pub patience: Duration,
+    /// A program that runs beside this process, and whose `main` calls [`guard`](crate::guard)
+    /// first. If this process is killed, the guard ends all that the ranks have started. None by
+    /// default; then processes that ranks have started outlive a launcher that SIGKILL ends.
+    pub guard: Option<OsString>,
 }
 
 impl LaunchOptions {
-    /// `program` as `ranks` processes.
+    /// Options to start `program` as `ranks` processes.
     pub fn new(ranks: usize, program: impl Into<OsString>) -> Self {
         Self {
             ranks,
             program: program.into(),
             arguments: Vec::new(),
             grace: Duration::from_secs(2),
+            patience: Duration::from_secs(10),
+            guard: None,
         }
     }
 }
 
-/// How the processes have ended.
+/// Outcome of the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launched {
-    /// The exit code of the first rank that failed, 128 and the signal if it died of one; 0 if
-    /// none did.
+    /// The exit code of the first rank that failed, or 128 and the signal if it died of a signal; 0
+    /// if no rank failed.
     pub code: u8,
     /// The first rank that failed.
     pub failed: Option<usize>,

@@ -1,27 +1,27 @@
-//! What lies in the shared segment besides data: atomics only, so that any process may look at any
+//! Layout of the shared segment besides data: atomics only, so that any process may look at any
 //! time, and any bytes are values.
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use fusestep_collective::{Fingerprint, ReduceUpdate};
+use fusestep_collective::{Fingerprint, Pair, ReduceUpdate};
 
-/// Says that a file is a segment of this version.
+/// Word that marks a file as a segment of this version.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"fusestp1");
 
-/// The bit of a gate that says it has failed; the others count arrivals.
+/// The bit of a gate that says it has failed; the other bits count arrivals.
 pub(crate) const FAILED: u64 = 1 << 63;
 
-/// The bit of a rendezvous that has failed because ranks had not come in time, and not because one
+/// The bit of a rendezvous that has failed because ranks had not come in time, not because a rank
 /// had died.
 pub(crate) const LATE: u64 = 1 << 62;
 
 /// Words of a fingerprint.
 pub(crate) const PRINT_WORDS: usize = Fingerprint::WIRE_BYTES / 8;
 
-/// Words of what a rank says in a round.
+/// Words of a card: the words that a rank shows in a round.
 pub(crate) const CARD_WORDS: usize = PRINT_WORDS + 7 + ReduceUpdate::MAX_REPLICAS;
 
-/// Words of an error's bytes; it is cut to fewer.
+/// Words of an error's bytes; a longer error is cut.
 pub(crate) const RECORD_WORDS: usize = 384;
 
 /// Words of a folder's name.
@@ -30,21 +30,22 @@ const PATH_WORDS: usize = 64;
 /// A type that may lie in the segment.
 ///
 /// # Safety
-/// It consists of atomic integers only, without padding that matters, and is of a fixed layout.
+/// The type consists of atomic integers only, without padding that matters, and is of a fixed
+/// layout.
 pub(crate) unsafe trait Shared {}
 
-/// Alone on its cache lines: who waits for it disturbs nobody.
+/// A value alone on its cache lines, so that waiting for it disturbs nobody.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Padded<T>(pub(crate) T);
 
-/// Wakes processes.
+/// State of waiting processes, in the segment, and of those that wake them.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Notifier {
-    /// Changes with every notification.
+    /// Counter that changes with every notification.
     pub(crate) word: AtomicU32,
-    /// Those who wait in the system's queue, or died there.
+    /// Number of processes that wait in the system's queue, or died there.
     pub(crate) sleepers: AtomicU32,
 }
 
@@ -69,7 +70,7 @@ pub(crate) struct SessionHead {
 #[derive(Debug)]
 pub(crate) struct Process(pub(crate) AtomicU64);
 
-/// What the participants of a round have in common; they lie behind it.
+/// State of rounds that their participants have in common; the participants lie behind it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct RoundHead {
@@ -84,38 +85,38 @@ pub(crate) struct RoundHead {
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Participant {
-    /// The last round it has arrived at.
+    /// The last round that the party has arrived at.
     pub(crate) arrived: AtomicU64,
     pub(crate) card: [AtomicU64; CARD_WORDS],
-    /// The last round it has departed from.
+    /// The last round that the party has departed from.
     pub(crate) departed: Padded<AtomicU64>,
-    /// Bytes of its part that are claimed.
+    /// Bytes that are claimed of the party's part.
     pub(crate) claimed: Padded<AtomicU64>,
 }
 
-/// How a group ends. Its members lie behind it.
+/// The end of a group. The group's members lie behind it.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct GroupHead {
-    /// What ended the group first: twice the rank and 1 if it left, plus 1; 0 while all is well.
+    /// The first end of the group: twice the rank and 1 if it left, plus 1; 0 while all is well.
     pub(crate) first: AtomicU32,
     /// The rank that published the first error other than a rank's leaving, plus 1.
     pub(crate) broken: AtomicU32,
-    /// Ranks that have not given it up; the block is free at 0.
+    /// Ranks that have not given the group up; its block is free at 0.
     pub(crate) users: AtomicU32,
 }
 
-/// What a rank of a group says about itself.
+/// Facts that a rank of a group tells about itself.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Member {
-    /// Calls it had begun when it left, plus 1.
+    /// Calls that the rank had begun when it left, plus 1.
     pub(crate) left: AtomicU64,
-    /// Calls it has begun.
+    /// Calls that the rank has begun.
     pub(crate) calls: AtomicU64,
-    /// The other side of the transfer it waits in, plus 1.
+    /// The other side of the transfer that the rank waits in, plus 1.
     pub(crate) transfer: AtomicU64,
-    /// Bytes of the error that it published.
+    /// Length in bytes of the error that the rank published.
     pub(crate) record_len: AtomicU64,
     pub(crate) record: [AtomicU64; RECORD_WORDS],
 }
@@ -133,7 +134,7 @@ unsafe impl Shared for GroupHead {}
 // SAFETY: as above.
 unsafe impl Shared for Member {}
 
-/// Where the parts of a group's block lie, from its beginning on.
+/// Offsets of the parts of a group's block, from its beginning on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockPlan {
     ranks: u64,
@@ -144,24 +145,29 @@ impl BlockPlan {
         Self { ranks: ranks as u64 }
     }
 
-    /// The ranks' [`Member`]s, behind the [`GroupHead`].
+    /// Offset of the ranks' [`Member`]s, behind the [`GroupHead`].
     pub(crate) fn members(self) -> u64 {
         size_of::<GroupHead>() as u64
     }
 
-    /// The [`RoundHead`] of all ranks.
+    /// Offset of the [`RoundHead`] of all ranks.
     pub(crate) fn round(self) -> u64 {
         self.members() + self.ranks * size_of::<Member>() as u64
     }
 
-    /// The [`RoundHead`] of transfers from one rank to another.
-    pub(crate) fn pair(self, (from, to): (usize, usize)) -> u64 {
-        let index = from as u64 * self.ranks + to as u64;
-        self.round() + round_bytes(self.ranks) + index * round_bytes(2)
+    /// Offset of the [`RoundHead`]s of transfers, of which each pair has one.
+    fn pairs(self) -> u64 {
+        self.round() + round_bytes(self.ranks)
+    }
+
+    /// Offset of the [`RoundHead`] of a pair's transfers.
+    pub(crate) fn pair(self, pair: Pair) -> u64 {
+        let index = pair.sender as u64 * self.ranks + pair.receiver as u64;
+        self.pairs() + index * round_bytes(2)
     }
 
     pub(crate) fn bytes(self) -> u64 {
-        self.pair((0, 0)) + self.ranks * self.ranks * round_bytes(2)
+        self.pairs() + self.ranks * self.ranks * round_bytes(2)
     }
 }
 
@@ -197,9 +203,9 @@ mod tests {
     fn parts_of_a_block_follow_each_other_on_lines_of_their_own() {
         for ranks in [1, 2, 5, 64] {
             let plan = BlockPlan::new(ranks);
-            let last = plan.pair((ranks - 1, ranks - 1));
+            let last = plan.pair(Pair { sender: ranks - 1, receiver: ranks - 1 });
             assert_eq!(last + round_bytes(2), plan.bytes());
-            for offset in [plan.members(), plan.round(), plan.pair((0, 0)), last] {
+            for offset in [plan.members(), plan.round(), plan.pairs(), last] {
                 assert_eq!(offset % 128, 0);
             }
         }

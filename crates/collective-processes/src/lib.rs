@@ -6,12 +6,18 @@ mod absent;
 mod card;
 #[cfg(target_os = "linux")]
 mod communicator;
+#[cfg(target_os = "linux")]
+mod engine;
 mod environment;
 mod error;
+#[cfg(target_os = "linux")]
+mod family;
 #[cfg(target_os = "linux")]
 mod files;
 #[cfg(target_os = "linux")]
 mod group;
+#[cfg(target_os = "linux")]
+mod guard;
 #[cfg(target_os = "linux")]
 mod heap;
 #[cfg(target_os = "linux")]
@@ -22,9 +28,13 @@ mod layout;
 #[cfg(target_os = "linux")]
 mod life;
 #[cfg(target_os = "linux")]
+mod made;
+#[cfg(target_os = "linux")]
 mod movement;
 #[cfg(target_os = "linux")]
 mod notifier;
+#[cfg(target_os = "linux")]
+mod place;
 #[cfg(target_os = "linux")]
 mod reduction;
 #[cfg(target_os = "linux")]
@@ -43,12 +53,14 @@ mod starter;
 mod task;
 
 #[cfg(not(target_os = "linux"))]
-pub use absent::{ProcessCommunicator, launch};
+pub use absent::{ProcessCommunicator, guard, launch};
 #[cfg(target_os = "linux")]
 pub use communicator::ProcessCommunicator;
-pub use environment::{Rendezvous, launched_processes};
+pub use environment::{MAX_RANKS, Rendezvous, launched_processes};
 pub use error::ProcessError;
 pub use fusestep_collective::Options as ProcessOptions;
+#[cfg(target_os = "linux")]
+pub use guard::guard;
 #[cfg(target_os = "linux")]
 pub use launch::launch;
 pub use launched::{LaunchOptions, Launched};

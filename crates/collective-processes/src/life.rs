@@ -1,12 +1,12 @@
-//! Whether a process is alive, and still the one that it was.
+//! Lives: whether a process is alive, and still the one that it was.
 
 use std::sync::OnceLock;
 
-/// A process, told apart from a later one of the same number by when it began.
+/// A process, told from a later process of the same number by the time of its beginning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Life {
     pub(crate) process: u64,
-    /// Ticks of the system's clock.
+    /// Beginning of the process, in ticks of the system's clock.
     pub(crate) began: u64,
 }
 
@@ -21,7 +21,8 @@ impl Life {
         })
     }
 
-    /// Whether it runs, or could. One that has ended and waits for its parent to look is dead.
+    /// Whether the process runs, or could. A process that has ended and waits for its parent to
+    /// look is dead.
     pub(crate) fn is_alive(self) -> bool {
         if self == Self::own() {
             return true;
@@ -31,7 +32,7 @@ impl Life {
     }
 }
 
-/// What the system says about a process.
+/// The system's entry about a process.
 struct State {
     code: u8,
     began: u64,
@@ -43,11 +44,12 @@ impl State {
         Self::read(&text)
     }
 
-    /// `None` if these are no lines of that kind. The name, in brackets, may have any bytes.
+    /// The state in the text of a `stat` file; `None` for any other text. The process's name, in
+    /// brackets, may have any bytes.
     fn read(text: &[u8]) -> Option<Self> {
         let after = text.iter().rposition(|&byte| byte == b')')? + 1;
         let text = std::str::from_utf8(&text[after..]).ok()?;
-        // The state is field 3 of the manual, the time it began field 22.
+        // The state is field 3 of the manual, the beginning of the process field 22.
         let mut fields = text.split_ascii_whitespace();
         let code = *fields.next()?.as_bytes().first()?;
         let began = fields.nth(18)?.parse().ok()?;

@@ -1,17 +1,20 @@
-//! The collectives that move elements as they are: each rank takes what it needs from where it
-//! lies.
+//! The collectives that move elements as they are: each rank takes the bytes that it needs from
+//! where they lie.
 
 use fusestep_coalesce::MemoryOwner;
-use fusestep_collective::{Blocks, Buffers, Call, CollectiveError, Movement, Operation, Share};
+use fusestep_collective::{
+    Begun, Blocks, Buffers, Call, CollectiveError, Movement, Operation, Share,
+};
 use fusestep_simd::{Level, copy_bytes};
 
 use crate::card::Cards;
-use crate::communicator::{ProcessCommunicator, STAGE_BYTES};
-use crate::round::Place;
+use crate::engine::{Processes, STAGE_BYTES};
+use crate::place::Place;
 use crate::segment::Segment;
 use crate::task::Task;
 
-/// Takes everything that lies open, or comes with this stretch. Says how many stretches there are.
+/// Takes all bytes that lie in the segment, or come with this stretch. Returns the number of
+/// stretches.
 fn pull(
     share: &mut Share<'_>,
     segment: &Segment,
@@ -50,11 +53,11 @@ fn pull(
     longest.div_ceil(STAGE_BYTES as u64).max(1) as usize
 }
 
-impl ProcessCommunicator {
-    /// A call that moves elements between all ranks.
+impl Processes {
+    /// Makes a call that moves elements between all ranks.
     pub(crate) fn movement(
         &mut self,
-        task: &mut Task,
+        begun: &mut Begun<'_>,
         call: Call<'_>,
         blocks: Blocks<'_>,
     ) -> Result<(), CollectiveError> {
@@ -64,14 +67,16 @@ impl ProcessCommunicator {
         };
         let share = movement.share(self.group.rank, call.buffers);
         let mut place = std::mem::replace(&mut self.place, nowhere());
-        let outcome = self.move_all(task, share, &mut place);
+        let mut task = Task::new(begun, &self.group);
+        let outcome = self.move_all(begun, &mut task, share, &mut place);
         self.place = place;
         outcome
     }
 
-    /// A send or a receive; participant 0 is the sender's.
+    /// Makes a send or a receive; participant 0 is the sender's.
     pub(crate) fn pass_on(
         &mut self,
+        begun: &mut Begun<'_>,
         task: &mut Task,
         buffers: Buffers<'_>,
         place: &mut Place,
@@ -86,12 +91,13 @@ impl ProcessCommunicator {
             blocks: std::slice::from_ref(&whole),
         };
         let share = movement.share(place.party, buffers);
-        self.move_all(task, share, place)
+        self.move_all(begun, task, share, place)
     }
 
     /// Holds as many rounds as there are stretches.
     fn move_all(
         &mut self,
+        begun: &mut Begun<'_>,
         task: &mut Task,
         mut share: Share<'_>,
         place: &mut Place,
@@ -114,17 +120,17 @@ impl ProcessCommunicator {
                 let bytes = &share.shown[start..end];
                 stage.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
             }
-            let Self { group, recorder, .. } = self;
+            let group = &self.group;
             let (party, ranks) = (place.party, place.ranks.clone());
             let met = group.round(place, task, 0, |cards| {
                 if stretch == 0 {
-                    task.agree(recorder, cards, &ranks)?;
+                    task.agree(begun, cards, &ranks)?;
                 }
                 Ok(pull(&mut share, &group.session.segment, cards, party, stretch))
             });
             let met = met.unwrap_or_else(|broken| {
                 let is_exposed = stage.is_none() && len > 0;
-                Err(self.settle(broken, &mut stage, is_exposed))
+                Err(self.settle(begun, broken, &mut stage, is_exposed))
             });
             outcome = met.map(|found| stretches = found);
             stretch += 1;
@@ -137,7 +143,7 @@ impl ProcessCommunicator {
     }
 }
 
-/// Stands for the table of all ranks while a call uses it.
+/// A place that stands for the table of all ranks while a call uses that table.
 fn nowhere() -> Place {
     Place { table: 0, ranks: Vec::new(), party: 0, round: 0, is_pair: false }
 }

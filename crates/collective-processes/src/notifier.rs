@@ -1,36 +1,20 @@
-//! Waiting for another process: spin first, then sleep in the system, and look after the others.
+//! Waiting for another process: look first, then sleep in the system, and look whether others live.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use fusestep_simd::Patience;
 use rustix::fs::Timespec;
 use rustix::thread::futex;
 
 use crate::layout::Notifier;
 
-/// How often a waiter looks before it offers its core, and how often it does that before it sleeps:
-/// as ranks that are threads do.
-const SPINS: u32 = 64;
-const YIELDS: u32 = 150;
-
-/// Longest sleep between two looks at whether the others are alive.
+/// Longest sleep between two looks whether the others are alive.
 const NAP: Duration = Duration::from_millis(5);
 
-/// How long to wait before sleeping, for so many ranks.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
-    spins: u32,
-    yields: u32,
-}
-
-impl Patience {
-    /// For `ranks` processes of one machine. With fewer cores, whoever spins keeps others away.
-    pub(crate) fn of(ranks: usize) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        let (spins, yields) = if ranks <= cores { (SPINS, YIELDS) } else { (0, YIELDS / 3) };
-        Self { spins, yields }
-    }
-}
+/// The most sleepers that a wake-up can ask for. The system takes the number as a signed one, and
+/// wakes a single sleeper for any number below 1, which `u32::MAX` is to it.
+const EVERYONE: u32 = i32::MAX as u32;
 
 impl Notifier {
     /// Wakes all sleepers; to be called after the change that they wait for.
@@ -39,13 +23,12 @@ impl Notifier {
         // are `SeqCst`. A sleeper between its look and its sleep sees the word change.
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             self.word.fetch_add(1, Ordering::SeqCst);
-            // A wake-up that fails is made up for by the next nap's end.
-            let _ = futex::wake(&self.word, futex::Flags::empty(), u32::MAX);
+            wake(&self.word);
         }
     }
 
-    /// Waits until `done`, or until the deadline has passed, or until `look`, which is asked now
-    /// and then, has seen enough; says whether `done`.
+    /// Waits until `done`, or until the deadline has passed, or until `look` has seen enough; says
+    /// whether `done`. `look` is called now and then.
     pub(crate) fn wait(
         &self,
         patience: Patience,
@@ -53,17 +36,8 @@ impl Notifier {
         done: impl Fn() -> bool,
         mut look: impl FnMut() -> bool,
     ) -> bool {
-        for _ in 0..patience.spins {
-            if done() {
-                return true;
-            }
-            std::hint::spin_loop();
-        }
-        for _ in 0..patience.yields {
-            if done() {
-                return true;
-            }
-            std::thread::yield_now();
+        if patience.look(&done) {
+            return true;
         }
         loop {
             self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -84,9 +58,41 @@ impl Notifier {
     }
 }
 
-/// Sleeps until the word is another one and somebody notifies, or the time is over.
-fn sleep(word: &std::sync::atomic::AtomicU32, seen: u32, time: Duration) {
+/// Sleeps until the word differs from `seen` and somebody notifies, or until the time is over.
+fn sleep(word: &AtomicU32, seen: u32, time: Duration) {
     let time = Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().max(1).into() };
-    // Whatever ends it, the caller looks again.
+    // Whatever ends the sleep, the caller looks again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&time));
+}
+
+/// Wakes all who sleep on the word; returns their number. After a wake-up that fails, the end of
+/// the next nap makes up for it.
+fn wake(word: &AtomicU32) -> usize {
+    futex::wake(word, futex::Flags::empty(), EVERYONE).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_wake_up_is_for_all_sleepers() {
+        // A thread that is held up does not sleep yet, so that one of several tries counts.
+        let all_woke = (0..20).any(|_| {
+            let word = AtomicU32::new(0);
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        while word.load(Ordering::SeqCst) == 0 {
+                            sleep(&word, 0, Duration::from_millis(900));
+                        }
+                    });
+                }
+                std::thread::sleep(Duration::from_millis(100));
+                word.store(1, Ordering::SeqCst);
+                wake(&word) == 3
+            })
+        });
+        assert!(all_woke, "a wake-up left sleepers asleep");
+    }
 }

@@ -1,29 +1,30 @@
-//! The collectives that reduce: each rank reduces its part of all ranks' elements, in rank order,
-//! where they lie, and then what others have left of theirs.
+//! The collectives that reduce. Each rank reduces its part of all ranks' elements where they lie,
+//! in rank order, and then what is left of other parts.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use fusestep_coalesce::MemoryOwner;
 use fusestep_collective::{
-    Blocks, Buffers, Call, CollectiveError, Column, RankMemory, Receivers, ReduceOp, ReduceUpdate,
-    Sharing, common,
+    Begun, Blocks, Buffers, Call, CollectiveError, Column, OnShared, RankMemory, Receivers,
+    ReduceOp, ReduceUpdate, Sharing, common,
 };
 use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
 use crate::card::Cards;
-use crate::communicator::{ProcessCommunicator, STAGE_BYTES};
+use crate::engine::{Processes, STAGE_BYTES};
 use crate::heap::Arena;
 use crate::segment::Segment;
 use crate::task::Task;
 
-impl ProcessCommunicator {
-    /// All-reduce, reduce and reduce-scatter.
+impl Processes {
+    /// Makes an all-reduce, a reduce or a reduce-scatter.
     pub(crate) fn reduction(
         &mut self,
-        task: &mut Task,
+        begun: &mut Begun<'_>,
         call: Call<'_>,
         blocks: Blocks<'_>,
         op: ReduceOp,
@@ -33,17 +34,18 @@ impl ProcessCommunicator {
             Buffers::InPlace(buffer) => (None, buffer),
             Buffers::OutOfPlace { send, receive } => (Some(send), receive),
         };
-        self.reduce(task, &plan, input, output)
+        self.reduce(begun, &plan, input, output)
     }
 
     /// Holds one round where all ranks' memory is shared, else one for each stretch.
     fn reduce(
         &mut self,
-        task: &mut Task,
+        begun: &mut Begun<'_>,
         plan: &Sharing<'_>,
         input: Option<&[u8]>,
         output: &mut [u8],
     ) -> Result<(), CollectiveError> {
+        let mut task = Task::new(begun, &self.group);
         let (rank, whole) = (self.group.rank, plan.whole_bytes());
         let gets = !matches!(plan.receivers, Receivers::Rank(root) if root != rank);
         let segment = &self.group.session.segment;
@@ -74,11 +76,16 @@ impl ProcessCommunicator {
                 let bytes = &input.unwrap_or(output)[stretch.clone()];
                 stage.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
             }
-            let met = self.reduce_round(task, plan, stretch, &mut stage);
+            let met = self.reduce_round(begun, &task, plan, stretch, &mut stage);
             outcome = met.map(|end| {
                 if let (Some(stage), true) = (&stage, gets) {
-                    let own = (rank, input.is_none());
-                    take_result(plan, own, done..end, stage.bytes(), output);
+                    let own = plan.block(rank);
+                    let first = if input.is_none() { 0 } else { own.start };
+                    let result = match plan.receivers {
+                        Receivers::Owner => Taken { range: common(&own, &(done..end)), first },
+                        _ => Taken { range: done..end, first: 0 },
+                    };
+                    result.copy(stage.bytes(), done, output);
                 }
                 done = end;
             });
@@ -93,19 +100,20 @@ impl ProcessCommunicator {
         outcome
     }
 
-    /// One round; returns where what is reduced now ends.
+    /// Holds one round; returns the end of the range that it has reduced.
     fn reduce_round(
         &mut self,
+        begun: &mut Begun<'_>,
         task: &Task,
         plan: &Sharing<'_>,
         stretch: Range<usize>,
-        stage: &mut Option<crate::heap::Arena>,
+        stage: &mut Option<Arena>,
     ) -> Result<usize, CollectiveError> {
-        let Self { group, place, recorder, .. } = self;
+        let Self { group, place, .. } = self;
         let (rank, ranks) = (group.rank, place.ranks.clone());
         let met = group.round(place, task, plan.claim_bytes, |cards| {
             if stretch.start == 0 {
-                task.agree(recorder, cards, &ranks)?;
+                task.agree(begun, cards, &ranks)?;
             }
             let is_staged = (0..cards.parties()).any(|party| cards.is_staged(party));
             let range = if is_staged { stretch.clone() } else { 0..plan.whole_bytes() };
@@ -116,11 +124,12 @@ impl ProcessCommunicator {
         });
         met.unwrap_or_else(|broken| {
             let is_exposed = stage.is_none() && plan.whole_bytes() > 0;
-            Err(self.settle(broken, stage, is_exposed))
+            Err(self.settle(begun, broken, stage, is_exposed))
         })
     }
 
-    /// Where others see these bytes: in the segment, or in a copy there.
+    /// Offset at which other ranks see these bytes, in the segment, with the copy if the bytes lie
+    /// outside of it.
     fn shown(&self, bytes: &[u8]) -> Result<(u64, Option<Arena>), CollectiveError> {
         if let Some(offset) = self.group.session.segment.offset_of(bytes) {
             return Ok((offset, None));
@@ -129,16 +138,18 @@ impl ProcessCommunicator {
         arena.bytes_mut().copy_from_slice(bytes);
         Ok((arena.offset(), Some(arena)))
     }
+}
 
-    /// This rank's block of everyone's gradients and replicas.
-    pub(crate) fn update_everywhere(
+impl OnShared for Processes {
+    fn reduce_update(
         &mut self,
-        mut task: Task,
+        begun: &mut Begun<'_>,
         mut call: ReduceUpdate<'_>,
         blocks: Blocks<'_>,
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
-        let segment = std::sync::Arc::clone(&self.group.session.segment);
+        let mut task = Task::new(begun, &self.group);
+        let segment = Arc::clone(&self.group.session.segment);
         let (grads, grad_copy) = self.shown(call.grads)?;
         task.card.input = grads;
         let mut copies: SmallVec<[_; ReduceUpdate::MAX_REPLICAS]> = SmallVec::new();
@@ -150,10 +161,10 @@ impl ProcessCommunicator {
         let rank = self.group.rank;
         let block = |dtype: DType| blocks.of_bytes(rank, dtype.len_bytes());
         let grad_block = block(call.grad_dtype);
-        let Self { group, place, recorder, .. } = self;
+        let Self { group, place, .. } = self;
         let ranks = place.ranks.clone();
         let met = group.round(place, &task, 0, |cards| {
-            task.agree(recorder, cards, &ranks)?;
+            task.agree(begun, cards, &ranks)?;
             let grads = (0..cards.parties()).map(|party| {
                 let offset = cards.input(party) + grad_block.start as u64;
                 let address = segment.address(offset, grad_block.len());
@@ -177,7 +188,7 @@ impl ProcessCommunicator {
             work(RankMemory { rank, grads: grads.collect(), replicas: replicas.collect() });
             Ok(())
         });
-        let outcome = met.unwrap_or_else(|broken| Err(self.settle(broken, &mut None, true)));
+        let outcome = met.unwrap_or_else(|broken| Err(self.settle(begun, broken, &mut None, true)));
         outcome.map(|()| {
             drop(grad_copy);
             for (replica, copy) in call.replicas.iter_mut().zip(copies) {
@@ -189,33 +200,26 @@ impl ProcessCommunicator {
     }
 }
 
-/// Takes what was reduced of `range` out of the stage of `own.0`, whose buffers are in place or
-/// not.
-fn take_result(
-    plan: &Sharing<'_>,
-    own: (usize, bool),
+/// Bytes of a result that lie on the stage.
+struct Taken {
+    /// The bytes, counted from the beginning of the whole.
     range: Range<usize>,
-    stage: &[u8],
-    output: &mut [u8],
-) {
-    let (rank, is_in_place) = own;
-    let (taken, first) = match plan.receivers {
-        Receivers::Owner => {
-            let block = plan.block(rank);
-            let first = if is_in_place { 0 } else { block.start };
-            (common(&block, &range), first)
-        }
-        _ => (range.clone(), 0),
-    };
-    if taken.is_empty() {
-        return;
-    }
-    let place = taken.start - first..taken.end - first;
-    let from = &stage[taken.start - range.start..taken.end - range.start];
-    output[place].copy_from_slice(from);
+    /// The place in the whole where this rank's output begins.
+    first: usize,
 }
 
-/// A round that is open: `range` of the whole is reduced in it.
+impl Taken {
+    /// Copies the bytes from the stage, whose first byte is byte `begins` of the whole.
+    fn copy(&self, stage: &[u8], begins: usize, output: &mut [u8]) {
+        let Self { range, first } = self;
+        if !range.is_empty() {
+            let from = &stage[range.start - begins..range.end - begins];
+            output[range.start - first..range.end - first].copy_from_slice(from);
+        }
+    }
+}
+
+/// An open round, in which `range` of the whole is reduced.
 struct Round<'a> {
     segment: &'a Segment,
     cards: Cards<'a>,
@@ -224,7 +228,7 @@ struct Round<'a> {
 }
 
 impl<'a> Round<'a> {
-    /// Reduces this rank's part, then what is left of the others'.
+    /// Reduces this rank's part, then what is left of the other ranks' parts.
     fn reduce(&self, rank: usize) {
         let (plan, ranks) = (self.plan, self.cards.parties());
         let mut reserved = Some(0);
@@ -244,7 +248,7 @@ impl<'a> Round<'a> {
         });
     }
 
-    /// What one rank has of these bytes, which were claimed.
+    /// The column of one rank for these claimed bytes.
     fn column(&self, party: usize, bytes: &Range<usize>, gets: bool) -> Column<'a> {
         let (cards, len) = (self.cards, bytes.len());
         // Offsets count from where the whole would begin.

@@ -1,17 +1,20 @@
-//! How processes find each other: rank 0 makes the segment's files, the others open them, and once
-//! all have mapped them the names are removed. So nothing is left behind, however they end later.
+//! Rendezvous of processes: rank 0 makes the segment's files, and the others open them. Once all
+//! have mapped the files, their names are removed. So nothing is left behind, however the processes
+//! end later.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use fusestep_simd::Patience;
+
 use crate::files::{Names, folders, remove_of_dead, segment_name, system};
 use crate::layout::{FAILED, LATE, MAGIC, PATH_BYTES, Process, SessionHead, put_bytes, take_bytes};
 use crate::life::Life;
-use crate::notifier::Patience;
+use crate::made::{creator, file, map_head};
 use crate::segment::Segment;
 use crate::session::{Session, SessionPlan, life_in, word_of};
 use crate::{ProcessError, Rendezvous};
@@ -32,7 +35,8 @@ pub(crate) fn join(place: &Rendezvous, timeout: Duration) -> Result<Session, Pro
     let found = if place.rank == 0 { create(place)? } else { find(place, timeout, deadline)? };
     let came = come(place, &found, timeout, deadline);
     let whole = came.is_ok();
-    // The creator takes its names back in any case; the others see to it when it cannot any more.
+    // The creator takes its names back in any case. Other ranks remove them when it cannot any
+    // more.
     if place.rank == 0 || whole || matches!(came, Err(ProcessError::Died { rank: 0 })) {
         found.names.remove();
     }
@@ -41,16 +45,7 @@ pub(crate) fn join(place: &Rendezvous, timeout: Duration) -> Result<Session, Pro
     Ok(Session::new(segment, plan, place.rank))
 }
 
-fn file(path: &Path, is_new: bool) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).create_new(is_new).mode(0o600);
-    let file = options.open(path)?;
-    // Held as long as it is mapped, by any process: what nobody holds is left over.
-    let _ = file.try_lock_shared();
-    Ok(file)
-}
-
-/// Makes the files, whole before anyone can find them.
+/// Makes the files, complete before another rank can find them.
 fn create(place: &Rendezvous) -> Result<Found, ProcessError> {
     let mut plan = SessionPlan::new(place.world_size);
     let name = segment_name(&place.session);
@@ -97,7 +92,8 @@ fn create(place: &Rendezvous) -> Result<Found, ProcessError> {
     Err(reason.unwrap_or_else(|| system("no folder".to_owned(), &io::Error::other("none"))))
 }
 
-/// The file for what the system's shared memory has no room for; without one there is less room.
+/// The file for memory beyond the room in the system's shared memory; without this file there is
+/// less room.
 fn second_file(name: &str, plan: &mut SessionPlan, names: &mut Names) -> Option<(File, PathBuf)> {
     let path = std::env::temp_dir().join(format!("{name}.{}.2", std::process::id()));
     let made = file(&path, true).and_then(|second| {
@@ -107,7 +103,7 @@ fn second_file(name: &str, plan: &mut SessionPlan, names: &mut Names) -> Option<
     let fits = path.as_os_str().len() <= PATH_BYTES;
     let made = made.ok().filter(|_| fits);
     let Some(second) = made else {
-        // Nobody knows it yet.
+        // No other rank knows the file yet.
         let _ = std::fs::remove_file(&path);
         plan.part_bytes[1] = 0;
         return None;
@@ -116,7 +112,7 @@ fn second_file(name: &str, plan: &mut SessionPlan, names: &mut Names) -> Option<
     Some((second, path))
 }
 
-/// Maps new files and writes what the others look for.
+/// Maps new files and writes the words that other ranks look for.
 fn fill(first: File, second: Option<(File, PathBuf)>, plan: SessionPlan) -> io::Result<Segment> {
     first.set_len(plan.file_bytes()[0])?;
     let (second, path) = second.unzip();
@@ -155,23 +151,21 @@ fn find(place: &Rendezvous, timeout: Duration, deadline: Instant) -> Result<Foun
     })
 }
 
-/// Opens what is there; `None` if that is nothing, or what a dead process has left.
+/// Opens the files of a session; `None` if there are none, or only those of a dead process.
 fn open(path: &Path, place: &Rendezvous) -> Result<Option<Found>, ProcessError> {
-    let Ok(first) = file(path, false) else {
-        return Ok(None);
+    let first = match file(path, false) {
+        Ok(first) => first,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(system(format!("open {}", path.display()), &error)),
     };
     let failed = |error: io::Error| system(format!("map {}", path.display()), &error);
     let mut names = Names::default();
     names.add(path, &first);
-    if first.metadata().map_err(failed)?.size() < size_of::<SessionHead>() as u64 {
+    let Some(segment) = map_head(&first).map_err(failed)? else {
         return Ok(None);
-    }
-    let segment = Segment::map(vec![first.try_clone().map_err(failed)?]).map_err(failed)?;
+    };
     let head: &SessionHead = segment.at(0);
     let load = |word: &std::sync::atomic::AtomicU64| word.load(Ordering::SeqCst);
-    if load(&head.magic) != MAGIC {
-        return Ok(None);
-    }
     if load(&head.world_size) != place.world_size as u64 {
         return Err(ProcessError::WorldSize {
             expected: load(&head.world_size),
@@ -196,27 +190,16 @@ fn open(path: &Path, place: &Rendezvous) -> Result<Option<Found>, ProcessError> 
                 names.add(&path, &second);
                 files.push(second);
             }
-            // Its maker has just given up, or died; the next look tells.
-            Err(_) => return Ok(None),
+            // Rank 0 has just given up, or died; the next look tells.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(system(format!("open {}", path.display()), &error)),
         }
     }
     let segment = Segment::map(files).map_err(failed)?;
     Ok(Some(Found { segment, plan, names }))
 }
 
-/// Who has made the file at `path`.
-pub(crate) fn creator(path: &Path) -> Option<Life> {
-    let file = file(path, false).ok()?;
-    if file.metadata().ok()?.size() < size_of::<SessionHead>() as u64 + 8 {
-        return None;
-    }
-    let segment = Segment::map(vec![file]).ok()?;
-    let head: &SessionHead = segment.at(0);
-    let process: &Process = segment.at(size_of::<SessionHead>() as u64);
-    life_in(&process.0).filter(|_| head.magic.load(Ordering::SeqCst) == MAGIC)
-}
-
-/// Says that this rank has come and waits for the others.
+/// Writes down that this rank has come, and waits for the others.
 fn come(
     place: &Rendezvous,
     found: &Found,
@@ -260,8 +243,8 @@ fn come(
         if gate() == ranks {
             return Ok(());
         }
-        // The gate closes for all ranks or opens for all, and says why: who hears of it later may
-        // find the rank that closed it dead.
+        // The gate closes for all ranks or opens for all, and says why. A rank that hears of it
+        // later may find the rank that closed it dead.
         let why = if dead().is_none() { FAILED | LATE } else { FAILED };
         let close = |gate: u64| (gate < ranks).then_some(gate | why);
         if head.gate.fetch_update(set, get, close) == Err(ranks) {
@@ -271,4 +254,27 @@ fn come(
     }
     let died = dead().filter(|_| gate() & LATE == 0);
     Err(died.map_or_else(missing, |rank| ProcessError::Died { rank }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_no_session_s_is_not_mapped_whole() {
+        let place = Rendezvous { rank: 1, world_size: 2, session: String::new() };
+        let mut file = tempfile::NamedTempFile::new_in(&folders()[0]).unwrap();
+        let is_nothing = |file: &tempfile::NamedTempFile| {
+            open(file.path(), &place).unwrap().is_none() && creator(file.path()).is_none()
+        };
+        // A head without the process of rank 0 behind it.
+        file.write_all(&[MAGIC.to_le_bytes(), 2u64.to_le_bytes()].concat()).unwrap();
+        file.as_file().set_len(size_of::<SessionHead>() as u64).unwrap();
+        assert!(is_nothing(&file));
+        // More than a process can map.
+        file.as_file().set_len(1 << 50).unwrap();
+        assert!(is_nothing(&file));
+    }
 }

@@ -1,45 +1,35 @@
-//! A round: every party brings a card, all wait for all, each works on what was brought, and none
-//! goes on before all have finished. It opens for all parties or for none.
+//! Rounds: every party brings a card, all wait for all, each works on what was brought, and none
+//! goes on before all have finished. A round opens for all parties or for none.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fusestep_collective::CollectiveError;
+use fusestep_simd::Patience;
 
 use crate::card::Cards;
 use crate::group::Group;
 use crate::layout::{FAILED, Participant, RoundHead};
-use crate::notifier::Patience;
+use crate::place::Place;
 use crate::task::Task;
 
-/// Looks for who is late before those that were counted have said so, too.
-const LOOKS: usize = 10_000;
+/// Longest wait for counted parties to write that they have arrived, before the late ranks are
+/// named.
+const SAYING_TIME: Duration = Duration::from_millis(100);
 
-/// A party's place at a table where rounds are held: that of all ranks, or of a pair.
-#[derive(Debug)]
-pub(crate) struct Place {
-    /// Where the table lies in the segment.
-    pub(crate) table: u64,
-    /// The ranks at it, in the order of the participants.
-    pub(crate) ranks: Vec<usize>,
-    /// This one's participant.
-    pub(crate) party: usize,
-    /// Rounds that it has arrived at.
-    pub(crate) round: u64,
-    /// Whether it is for transfers, which go on when others leave.
-    pub(crate) is_pair: bool,
-}
+/// Sleep between two looks for what they write.
+const LOOK: Duration = Duration::from_micros(100);
 
-/// Why a round did not end well.
+/// Why a round did not end well, and whether this rank's memory is in use.
 pub(crate) enum Broken {
     /// Nobody uses this rank's memory.
     Ended(CollectiveError),
-    /// Others that are alive have not finished with what this rank has brought.
+    /// Other ranks are alive and have not finished with memory that this rank has brought.
     InUse(CollectiveError),
 }
 
-/// The table as it lies in the segment.
+/// A table, as it lies in the segment.
 struct Table<'a> {
     head: &'a RoundHead,
     participants: &'a [Participant],
@@ -106,8 +96,8 @@ impl Table<'_> {
         self.gate() & !FAILED >= self.target
     }
 
-    /// What has ended the rounds at this table, apart from its gate: nothing for that of all ranks,
-    /// whose gate tells everything.
+    /// The error that has ended the rounds at the table of a pair, apart from the gate. `None` for
+    /// the table of all ranks, whose gate tells everything.
     fn ended(&self) -> Option<CollectiveError> {
         if !self.place.is_pair {
             return None;
@@ -134,7 +124,7 @@ impl Table<'_> {
         added.map(|_| ()).map_err(|_| self.failure())
     }
 
-    /// Closes the gate unless the round is open; the arrivals counted then.
+    /// Closes the gate, unless the round is open; returns the arrivals that were counted then.
     fn close(&self) -> Option<u64> {
         let close = |gate: u64| (gate & !FAILED < self.target).then_some(gate | FAILED);
         let (set, get) = (Ordering::SeqCst, Ordering::SeqCst);
@@ -143,7 +133,7 @@ impl Table<'_> {
         closed.ok()
     }
 
-    /// Waits until all have come.
+    /// Waits until all parties have come.
     fn wait(&self, task: &Task) -> Result<(), CollectiveError> {
         if self.gate() & !FAILED == self.target {
             self.head.notifier.0.notify();
@@ -171,7 +161,7 @@ impl Table<'_> {
         if let Some(error) = ended {
             return Err(error);
         }
-        // Somebody else has closed it first and says why.
+        // Another rank has closed the gate first and says why.
         if seen & FAILED != 0 || closed & FAILED != 0 {
             return Err(self.failure());
         }
@@ -182,34 +172,33 @@ impl Table<'_> {
         Err(self.group.close(error))
     }
 
-    /// The first rank of those that `concerns` whose process is gone.
+    /// The first rank whose process is gone, among participants that `concerns` picks.
     fn dead(&self, concerns: impl Fn(&Participant) -> bool) -> Option<usize> {
         let concerned = self.parties().filter(|(participant, _)| concerns(participant));
         concerned.map(|(_, rank)| rank).find(|&rank| !self.group.is_alive(rank))
     }
 
-    /// The ranks that are not among those counted when the gate was closed.
+    /// The ranks that were not counted when the gate was closed.
     fn late(&self, closed: u64) -> Vec<usize> {
         let parties = self.participants.len() as u64;
         let missing = (self.target - closed) as usize;
         debug_assert!(closed + parties >= self.target, "the round before is over");
-        let mut late = Vec::new();
-        for _ in 0..LOOKS {
+        let end = Instant::now() + SAYING_TIME;
+        loop {
             let is_late = |participant: &Participant| {
                 participant.arrived.load(Ordering::SeqCst) < self.place.round
             };
             let parties = self.parties().filter(|(participant, _)| is_late(participant));
-            late = parties.map(|(_, rank)| rank).collect();
+            let late: Vec<usize> = parties.map(|(_, rank)| rank).collect();
             // A party says that it has arrived a moment after it is counted, or dies in between.
-            if late.len() == missing {
-                break;
+            if late.len() == missing || Instant::now() > end {
+                return late;
             }
-            std::thread::yield_now();
+            std::thread::sleep(LOOK);
         }
-        late
     }
 
-    /// Ends the round for this party: nobody who lives uses its memory then, except as
+    /// Ends the round for this party. No living rank uses its memory then, except as
     /// [`Broken::InUse`] says.
     fn depart(&self, task: &Task) -> Result<(), Broken> {
         let (head, round) = (self.head, self.place.round);
@@ -223,7 +212,8 @@ impl Table<'_> {
             |participant: &Participant| participant.departed.0.load(Ordering::SeqCst) < round;
         let alone = || {
             let mut others = self.parties().filter(|(participant, _)| is_in(participant));
-            // Alive is asked first: who departs and dies then has departed.
+            // Whether a rank is alive is asked first, since a rank that departs and then dies has
+            // departed.
             others.all(|(participant, rank)| !self.group.is_alive(rank) || !is_in(participant))
         };
         let deadline = Instant::now() + task.timeout;

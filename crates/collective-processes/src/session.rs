@@ -1,8 +1,9 @@
-//! What a process has of the session that it has joined.
+//! Sessions: the memory that a process shares with others, and its place among them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use rustix::process::{Resource, getrlimit};
 use rustix::system::sysinfo;
 
 use crate::heap::{Arena, Heap};
@@ -10,8 +11,11 @@ use crate::layout::{BlockPlan, GroupHead, Process, SessionHead};
 use crate::life::Life;
 use crate::segment::{HUGE_PAGE_BYTES, PAGE_BYTES, Segment};
 
-/// Most bytes of all second files: file systems have a longest file.
+/// Most bytes of all ranks' parts of the second file, since file systems have a longest file.
 const SECOND_BYTES: u64 = 4 << 40;
+
+/// Most bytes that a process maps for a session: an address has 47 bits.
+const MAPPED_BYTES: u64 = 32 << 40;
 
 /// Bits of a process's beginning in the word that names it.
 const BEGAN_BITS: u32 = 42;
@@ -64,8 +68,8 @@ impl Session {
 }
 
 impl Drop for Session {
-    /// A rank whose last call is over may not have looked yet how it ended: in a block that is
-    /// freed under it that call would never end.
+    /// Leaves blocks that other ranks still use. A rank whose last call is over may not have looked
+    /// yet how the call ended. If the block were freed meanwhile, that call would never end.
     fn drop(&mut self) {
         let retired = std::mem::take(&mut *self.retired());
         for block in retired {
@@ -76,7 +80,7 @@ impl Drop for Session {
     }
 }
 
-/// Where everything lies, for so many ranks.
+/// Layout of the segment for a number of ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SessionPlan {
     pub(crate) world_size: usize,
@@ -85,13 +89,23 @@ pub(crate) struct SessionPlan {
 }
 
 impl SessionPlan {
-    /// Parts as long as the machine's memory: only what is used takes any.
+    /// Parts as long as the machine's memory, since only used memory takes any. Parts are shorter
+    /// where a process may not map as much.
     pub(crate) fn new(world_size: usize) -> Self {
         let info = sysinfo();
         let memory = (info.totalram as u64).saturating_mul(u64::from(info.mem_unit.max(1)));
-        let part = memory.next_multiple_of(HUGE_PAGE_BYTES);
-        let longest = SECOND_BYTES / world_size as u64 / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
-        Self { world_size, part_bytes: [part, part.min(longest)] }
+        // Half of the allowed memory, since the program has memory of its own.
+        let limit = getrlimit(Resource::As).current.map_or(MAPPED_BYTES, |limit| limit / 2);
+        Self::within(world_size, memory, limit.min(MAPPED_BYTES))
+    }
+
+    /// Parts as long as `memory`, or shorter, so that the parts of all ranks in both files fit
+    /// `mapped` bytes.
+    fn within(world_size: usize, memory: u64, mapped: u64) -> Self {
+        let whole = |bytes: u64| bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+        let ranks = world_size as u64;
+        let part = memory.next_multiple_of(HUGE_PAGE_BYTES).min(whole(mapped / 2 / ranks));
+        Self { world_size, part_bytes: [part, part.min(whole(SECOND_BYTES / ranks))] }
     }
 
     pub(crate) fn processes(self) -> u64 {
@@ -129,7 +143,8 @@ impl SessionPlan {
     }
 }
 
-/// A process in one word, which is there or not, and never 0.
+/// The word that names a process, never 0. One store writes it, so it is there as a whole or not at
+/// all.
 pub(crate) fn word_of(life: Life) -> u64 {
     life.process << BEGAN_BITS | life.began & ((1 << BEGAN_BITS) - 1)
 }
@@ -172,6 +187,24 @@ mod tests {
         let bytes = other.address(offset, len);
         // SAFETY: inside of the mapping, which `other` keeps, and nobody writes to it.
         unsafe { std::slice::from_raw_parts(bytes, len) }.to_vec()
+    }
+
+    #[test]
+    fn parts_fit_into_what_a_process_may_map() {
+        let gib = 1 << 30;
+        for (ranks, memory, mapped) in [
+            (2, 16 * gib, 1 << 45),
+            (2, 16 * gib, 4 * gib),
+            (1024, 512 * gib, 1 << 45),
+            (8, gib, 0),
+        ] {
+            let plan = SessionPlan::within(ranks, memory, mapped);
+            let parts: u64 = plan.part_bytes.iter().sum();
+            assert!(parts * ranks as u64 <= mapped, "{ranks} ranks");
+            assert!(plan.part_bytes.iter().all(|part| part % HUGE_PAGE_BYTES == 0));
+            assert!(plan.part_bytes[0] <= memory.next_multiple_of(HUGE_PAGE_BYTES));
+        }
+        assert_eq!(SessionPlan::within(2, 16 * gib, 1 << 45).part_bytes[0], 16 * gib);
     }
 
     #[test]

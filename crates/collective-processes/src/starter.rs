@@ -1,5 +1,5 @@
-//! The launcher that has started a rank: once it has gone nobody ends the ranks of a start together
-//! or tells how they ended, so they end too.
+//! The starter: the launcher that has started a rank. Once it has gone, nobody ends the ranks of a
+//! start together or tells how they ended, so they end too.
 
 use std::io::Write;
 use std::sync::Once;
@@ -7,28 +7,28 @@ use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::launch::END_TIME;
+use crate::family::END_TIME;
 use crate::life::Life;
 
-/// Names the launcher's process; set by `fusestep launch`.
+/// Variable that names the launcher's process; set by `fusestep launch`.
 pub(crate) const STARTER: &str = "FUSESTEP_STARTER";
 
-/// Time between two looks at it.
+/// Time between two looks whether the launcher lives.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// This process, as it names itself to the ranks that it starts.
+/// This process, as it names itself to ranks that it starts.
 pub(crate) fn own() -> String {
     let Life { process, began } = Life::own();
     format!("{process} {began} {}", numbers())
 }
 
-/// Where processes' numbers mean the same.
+/// Namespace of process numbers: within it a number means one process.
 fn numbers() -> String {
     let namespace = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
     namespace.display().to_string()
 }
 
-/// The process that has named itself so, if this one can see it.
+/// The process that this text names, if this process can see it.
 fn read(text: &str) -> Option<Life> {
     let mut words = text.splitn(3, ' ');
     let mut number = || words.next()?.parse().ok();
@@ -37,7 +37,8 @@ fn read(text: &str) -> Option<Life> {
     seen.then_some(Life { process, began })
 }
 
-/// Ends this process, as its launcher would, when that has gone; nothing under other launchers.
+/// Ends this process, as its launcher would, when the launcher has gone. Does nothing under other
+/// launchers.
 pub(crate) fn follow() {
     static FOLLOWED: Once = Once::new();
     FOLLOWED.call_once(|| {
@@ -72,7 +73,7 @@ fn end(starter: Life) {
 
 /// Writes a line to standard error in one piece: other ranks write there, too.
 pub(crate) fn say(line: &str) {
-    // Nobody is left to tell that it cannot be written.
+    // If the line cannot be written, nobody is left to tell.
     let _ = std::io::stderr().write_all(format!("{line}\n").as_bytes());
 }
 

@@ -71,7 +71,8 @@ fn a_rank() {
             call(&mut comm, &collective)
         }
         ("kill-inside", false) => {
-            std::thread::sleep(Duration::from_millis(120));
+            // The signal is sent by a program, which takes a while to start on a busy machine.
+            std::thread::sleep(Duration::from_millis(500));
             call(&mut comm, &collective)
         }
         _ => call(&mut comm, &collective),

@@ -168,3 +168,127 @@ fn ranks_end_when_their_launcher_is_killed() {
     let named = format!("expected the launcher, process {process}, to look after this rank");
     assert!(told.contains(&named), "{told}");
 }
+
+/// A launcher of a shell script that the tests below send signals to.
+#[test]
+fn a_launcher_of_scripts() {
+    let (Ok(folder), Ok(script)) = (std::env::var("TEST_FOLDER"), std::env::var("TEST_SCRIPT"))
+    else {
+        return;
+    };
+    let script = script.replace("FOLDER", &folder);
+    let patience = std::env::var("TEST_PATIENCE_MS").map_or(500, |text| text.parse().unwrap());
+    let patience = Duration::from_millis(patience);
+    let ended = launch(&LaunchOptions { patience, ..shell(2, &script) }).unwrap();
+    std::process::exit(i32::from(ended.code));
+}
+
+/// The processes whose numbers ranks have written into the folder and that still run.
+fn running(folder: &std::path::Path) -> Vec<String> {
+    let files = std::fs::read_dir(folder).unwrap();
+    let numbers = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());
+    let is_running = |number: &String| {
+        let state = std::fs::read_to_string(format!("/proc/{}/stat", number.trim()));
+        state.is_ok_and(|state| !state.contains(") Z "))
+    };
+    numbers.filter(is_running).collect()
+}
+
+/// Whether this process ignores a signal, and what it starts likewise: `nohup` has it ignore HUP,
+/// a shell that starts it in the background INT and QUIT.
+fn ignores(signal: &str) -> bool {
+    let number = match signal {
+        "-HUP" => 1,
+        "-INT" => 2,
+        "-QUIT" => 3,
+        _ => 15,
+    };
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    u64::from_str_radix(ignored.trim(), 16).unwrap() >> (number - 1) & 1 == 1
+}
+
+#[test]
+fn what_ranks_have_started_ends_with_the_launcher() {
+    let child = "sleep 300 & echo $! > FOLDER/$RANK; wait; true";
+    // Out of the wrapper's group and session, and deaf.
+    let away = "setsid sh -c 'trap \"\" TERM; echo $$ > FOLDER/$RANK; while true; do sleep 1; done'\
+                & wait; true";
+    let deaf =
+        "trap '' TERM HUP INT; sleep 300 & echo $$ > FOLDER/$RANK; while true; do wait; done";
+    for (script, signal) in [
+        (child, "-TERM"),
+        (child, "-HUP"),
+        (child, "-QUIT"),
+        (away, "-TERM"),
+        (deaf, "-TERM"),
+        (deaf, "-INT"),
+    ] {
+        if ignores(signal) {
+            continue;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let mut starter = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "a_launcher_of_scripts", "--nocapture"])
+            .envs([("TEST_FOLDER", folder.path().as_os_str()), ("TEST_SCRIPT", script.as_ref())])
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        wait_for_ranks(folder.path());
+        // The file is made before its line is written.
+        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(running(folder.path()).len(), 2);
+        Command::new("kill").args([signal, &starter.id().to_string()]).status().unwrap();
+        let begun = Instant::now();
+        let ended = starter.wait().unwrap();
+        assert!(!ended.success(), "{script}");
+        assert!(begun.elapsed() < Duration::from_secs(15), "{script}: {:?}", begun.elapsed());
+        assert_eq!(running(folder.path()), Vec::<String>::new(), "{script} {signal}");
+    }
+}
+
+#[test]
+fn what_ranks_have_started_has_their_patience_after_a_signal() {
+    // A program whose wrapper ends of a signal without a word to it. It saves for longer than it
+    // would have where nobody has asked for the end.
+    let save =
+        "save() { trap \"\" TERM; sleep 6; echo $$ > FOLDER/saved.$RANK; exit; }; trap save TERM";
+    let work = "echo $$ > FOLDER/$RANK; while true; do sleep 0.1; done";
+    let script = format!("sh -c '{save}; {work}' & wait; true");
+    let folder = tempfile::tempdir().unwrap();
+    let mut starter = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_launcher_of_scripts", "--nocapture"])
+        .envs([("TEST_FOLDER", folder.path().as_os_str()), ("TEST_SCRIPT", script.as_ref())])
+        .env("TEST_PATIENCE_MS", "30000")
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for_ranks(folder.path());
+    std::thread::sleep(Duration::from_millis(100));
+    Command::new("kill").args(["-TERM", &starter.id().to_string()]).status().unwrap();
+    assert!(!starter.wait().unwrap().success());
+    for rank in 0..2 {
+        assert!(folder.path().join(format!("saved.{rank}")).exists(), "rank {rank} was cut short");
+    }
+    assert_eq!(running(folder.path()), Vec::<String>::new());
+}
+
+#[test]
+fn what_cannot_be_started_is_named() {
+    let guard = Some("/proc/none/exe".into());
+    let error = launch(&LaunchOptions { guard, ..shell(1, "exit 0") }).unwrap_err().to_string();
+    assert!(error.contains("cannot start /proc/none/exe as the guard of the ranks"), "{error}");
+    assert!(error.contains("mount /proc"), "{error}");
+    let error = launch(&LaunchOptions::new(2, "/no/such/program")).unwrap_err().to_string();
+    assert!(error.contains("cannot start /no/such/program"), "{error}");
+}
+
+#[test]
+fn what_ranks_have_left_ends_when_they_end_well() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!("sleep 300 & echo $! > {}/$RANK", folder.path().display());
+    let ended = launch(&shell(2, &script)).unwrap();
+    assert_eq!((ended.code, ended.failed), (0, None));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
+    assert_eq!(running(folder.path()), Vec::<String>::new());
+}

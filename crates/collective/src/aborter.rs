@@ -1,4 +1,4 @@
-//! What breaks a group off from outside of its calls.
+//! Aborters, which break a group off from outside of its calls.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,8 +20,8 @@ impl Aborter {
         Self { rank, close: Arc::new(close), failure: Arc::new(|| None) }
     }
 
-    /// An aborter of `rank` that ends a group by `close`, and tells by `failure` what has, for as
-    /// long as the group lives.
+    /// An aborter of `rank` that ends a group by `close`. While the group lives, `failure` tells
+    /// what has closed it.
     pub fn of<G: Send + Sync + 'static>(
         rank: usize,
         group: &Arc<G>,
@@ -55,8 +55,8 @@ impl Aborter {
         (self.close)(error);
     }
 
-    /// What has closed the group, as [`Communicator::failure`] says it, from any thread; `None` for
-    /// a group that is gone, and on an engine that cannot tell.
+    /// The error that has closed the group, as [`Communicator::failure`] says it, from any thread.
+    /// `None` for a group that is gone, and on an engine that cannot tell.
     ///
     /// [`Communicator::failure`]: crate::Communicator::failure
     pub fn failure(&self) -> Option<CollectiveError> {

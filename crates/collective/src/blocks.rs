@@ -1,8 +1,11 @@
-//! Which part of the whole belongs to which rank.
+//! Blocks: the part of the whole that belongs to each rank.
 
 use std::ops::Range;
 
-use crate::OfRanks;
+use smallvec::SmallVec;
+
+/// Each rank's slice, in rank order.
+pub type OfRanks<T> = SmallVec<[T; 16]>;
 
 /// The blocks of `numel` elements, one for each rank, in rank order and without gaps.
 ///
@@ -19,7 +22,7 @@ pub struct Blocks<'a> {
 }
 
 impl Blocks<'_> {
-    /// Where block `rank` begins and ends, in elements.
+    /// Elements of block `rank`, counted from the beginning of the whole.
     pub fn of(&self, rank: usize) -> Range<usize> {
         match self.counts {
             Some(counts) => {
@@ -30,7 +33,8 @@ impl Blocks<'_> {
         }
     }
 
-    /// Where block `rank` begins and ends in bytes, for elements of `element_bytes`.
+    /// Bytes of block `rank`, counted from the beginning of the whole, for elements of
+    /// `element_bytes`.
     pub fn of_bytes(&self, rank: usize, element_bytes: usize) -> Range<usize> {
         let block = self.of(rank);
         block.start * element_bytes..block.end * element_bytes

@@ -4,7 +4,7 @@ use fusestep_tensor::DType;
 
 use crate::{Blocks, CallShape, CollectiveError, Lengths, Operation};
 
-/// Where a call finds its input and puts its result.
+/// Memory of a call: its input and the place of its result.
 #[derive(Debug)]
 pub enum Buffers<'a> {
     /// One buffer of the whole length; a rank's block lies at its place in it.
@@ -40,7 +40,7 @@ pub enum Buffers<'a> {
 /// and all-to-all always, need blocks of one length, so `L` must be a multiple of the world size.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// What to do.
+    /// The operation of the call.
     pub operation: Operation,
     /// The elements' type.
     pub dtype: DType,
@@ -48,15 +48,6 @@ pub struct Call<'a> {
     pub counts: Option<&'a [usize]>,
     /// Input and result.
     pub buffers: Buffers<'a>,
-}
-
-/// What a call is for; compared between ranks and shown in errors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct CallContext {
-    /// Identifies the plan that makes the calls; 0 for none.
-    pub plan_hash: u64,
-    /// The bucket of gradients that is being reduced.
-    pub bucket: Option<u32>,
 }
 
 impl<'a> Call<'a> {

@@ -1,4 +1,4 @@
-//! What a call looks like, apart from its memory, and whether it can be made.
+//! Shapes: calls without their memory, and the check whether a call can be made.
 
 use fusestep_tensor::DType;
 
@@ -8,26 +8,26 @@ use crate::{Blocks, CallContext, CollectiveError, Fingerprint, Operation, Reduce
 /// A [`Call`](crate::Call) without its memory: for engines whose buffers do not lie in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct CallShape<'a> {
-    /// What to do.
+    /// The operation of the call.
     pub operation: Operation,
     /// The elements' type.
     pub dtype: DType,
     /// Elements of each rank's block, for the operations that have blocks; the same on all ranks.
     pub counts: Option<&'a [usize]>,
-    /// How long the buffers are.
+    /// The lengths of the buffers.
     pub lengths: Lengths,
 }
 
 /// Bytes of the buffers of a call; see [`Buffers`](crate::Buffers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lengths {
-    /// Of the one buffer.
+    /// Bytes of the one buffer.
     InPlace(usize),
-    /// Of both.
+    /// Bytes of both buffers.
     OutOfPlace {
-        /// Of the input.
+        /// Bytes of the input.
         send: usize,
-        /// Of the result.
+        /// Bytes of the result.
         receive: usize,
     },
 }
@@ -43,7 +43,7 @@ impl CallShape<'static> {
 }
 
 impl<'a> CallShape<'a> {
-    /// What other ranks compare with theirs, once the call was checked and is of `numel` elements.
+    /// The fingerprint that ranks compare, for a call that was checked and is of `numel` elements.
     pub fn fingerprint(&self, numel: usize, sequence: u64, context: CallContext) -> Fingerprint {
         Fingerprint {
             sequence,
@@ -157,7 +157,7 @@ impl<'a> CallShape<'a> {
         }
     }
 
-    /// Elements of the whole where the caller says how many each rank has.
+    /// Elements of the whole, where the caller gives the count of each rank.
     fn counted(&self, counts: &[usize], world_size: usize) -> Result<usize, String> {
         let element_bytes = self.dtype.len_bytes();
         if !self.operation.has_blocks() {
@@ -202,19 +202,19 @@ impl<'a> CallShape<'a> {
     }
 }
 
-/// What of the whole a rank gives to a call or gets from it.
+/// Part of the whole that a rank gives to a call or gets from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// All elements.
     Whole,
-    /// Its own block.
+    /// The rank's own block.
     Own,
-    /// None.
+    /// No elements.
     Nothing,
 }
 
 impl Operation {
-    /// What `rank` gives, and what it gets.
+    /// The part that `rank` gives, and the part that it gets.
     pub fn parts(self, rank: usize) -> [Part; 2] {
         let at = |root| if root == rank { Part::Whole } else { Part::Nothing };
         match self {

@@ -18,16 +18,16 @@ const BLOCK_BYTES: usize = 4096;
 /// Which ranks get the result of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Receivers {
-    /// All.
+    /// All ranks.
     All,
-    /// One.
+    /// One rank.
     Rank(usize),
-    /// Of each part the one whose part it is.
+    /// The owner of each part gets the result of that part.
     Owner,
 }
 
 impl Receivers {
-    /// Those of an operation that reduces.
+    /// The receivers of an operation that reduces.
     pub fn of_operation(operation: Operation) -> Self {
         match operation {
             Operation::Reduce { root, .. } => Self::Rank(root),
@@ -36,7 +36,7 @@ impl Receivers {
         }
     }
 
-    /// Those of the part of `owner`.
+    /// The ranks that get the result of the part of `owner`.
     pub fn of_part(self, owner: usize, world_size: usize) -> Range<usize> {
         match self {
             Self::All => 0..world_size,
@@ -46,19 +46,19 @@ impl Receivers {
     }
 }
 
-/// What is reduced of one rank's elements, where they lie.
+/// Elements of one rank that are reduced, where they lie.
 #[derive(Debug)]
 pub struct Column<'a> {
-    /// Where they are read, if that is not where the result goes.
+    /// The input, if it lies elsewhere than the result goes.
     pub shared: Option<&'a [u8]>,
-    /// Where the result goes, if this rank gets it.
+    /// The place of the result, if this rank gets it; also the input, if `shared` is `None`.
     pub writable: &'a mut [u8],
 }
 
-/// What is reduced of all ranks' elements.
+/// Elements of all ranks that are reduced.
 #[derive(Debug)]
 pub struct Columns<'a, 'c> {
-    /// That of each rank.
+    /// The column of each rank.
     pub columns: &'a mut [Column<'c>],
     /// The ranks that get the result.
     pub receivers: Range<usize>,
@@ -70,8 +70,8 @@ impl Columns<'_, '_> {
     /// Reduces the first `len_bytes` bytes of every column, as [`reduce_in_rank_order`].
     ///
     /// # Cost
-    /// A long result for one rank, of inputs that all lie elsewhere, goes past the caches: memory
-    /// that is written without being read first.
+    /// A long result for one rank goes past the caches, if all inputs lie elsewhere. Its memory is
+    /// then written without being read first.
     pub fn reduce(&mut self, level: Level, dtype: DType, op: ReduceOp, len_bytes: usize) {
         let lie_elsewhere = self.columns.iter().all(|column| column.shared.is_some());
         if self.receivers.len() != 1 || self.share_bytes < CACHED_BYTES || !lie_elsewhere {

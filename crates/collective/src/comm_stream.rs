@@ -31,14 +31,14 @@ pub struct CommStream {
     queue: Option<mpsc::Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     aborter: Aborter,
-    /// Calls given to it.
+    /// Number of calls given to the stream.
     started: AtomicU64,
 }
 
 /// A call that was started, and the buffer it will hand back.
 ///
-/// Wait for every one: dropping it without closes the group on all ranks, since nobody could tell
-/// any more whether the call had its effect.
+/// Wait for every pending result. Dropping one without waiting closes the group on all ranks, since
+/// nobody could tell any more whether the call had its effect.
 #[must_use = "dropping a pending result closes the group; call `wait`"]
 #[derive(Debug)]
 pub struct Pending<B> {
@@ -99,7 +99,7 @@ impl CommStream {
     }
 
     /// Starts any call, or several, on a buffer that is handed back by [`Pending::wait`].
-    /// `operation` names it in errors.
+    /// `operation` names the call in errors.
     pub fn start<B, W>(&self, operation: &'static str, mut buffer: B, work: W) -> Pending<B>
     where
         B: Send + 'static,
@@ -110,7 +110,7 @@ impl CommStream {
             let outcome = work(comm, &mut buffer);
             // Nobody listens if the pending result was dropped, which has closed the group already.
             let _ = sender.send(outcome.map(|()| buffer));
-            // What a device does is watched from here; an error closes the group, and the next call
+            // The device's work is watched from here; an error closes the group, and the next call
             // says so.
             let _ = comm.finish_on_device();
         });
@@ -153,8 +153,8 @@ impl Drop for CommStream {
 }
 
 impl<B> Pending<B> {
-    /// What [`Self::wait`] would return, if the call is through; else the pending result itself, at
-    /// once.
+    /// The outcome that [`Self::wait`] would return, if the call is through. Otherwise the pending
+    /// result itself, at once.
     ///
     /// # Errors
     /// `Err` is no failure: the call is still under way. Its own outcome lies within `Ok`.
@@ -170,11 +170,11 @@ impl<B> Pending<B> {
         }
     }
 
-    /// Waits until the call is done and hands the buffer back. Ends, since every wait within the
-    /// call does.
+    /// Waits until the call is done and hands the buffer back. The wait ends, since every wait
+    /// within the call does.
     ///
     /// # Errors
-    /// That of the call.
+    /// The error of the call.
     pub fn wait(mut self) -> Result<B, CollectiveError> {
         let received = self.result.take().map(|result| result.recv());
         match received {

@@ -87,7 +87,7 @@ pub trait Communicator: Send {
         membership: Option<Membership>,
     ) -> Result<Option<Box<dyn Communicator>>, CollectiveError>;
 
-    /// Says what the following calls are for.
+    /// Sets the purpose of the following calls.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -100,7 +100,7 @@ pub trait Communicator: Send {
     /// ```
     fn set_context(&mut self, context: CallContext);
 
-    /// Something that breaks the group off, from any thread.
+    /// The aborter that breaks the group off, from any thread.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -128,11 +128,11 @@ pub trait Communicator: Send {
     fn recorder(&self) -> &FlightRecorder;
 
     /// Zeroed memory for buffers that calls move. An engine whose ranks can see each other's memory
-    /// gives such memory; calls take any other memory too, and copy it then. Ranks need not ask
-    /// alike.
+    /// gives memory that all ranks see. Calls take any other memory too, and copy it then. Ranks
+    /// need not ask for equal lengths.
     ///
     /// # Errors
-    /// [`CollectiveError::Refused`] if there is not so much.
+    /// [`CollectiveError::Refused`] if there is not enough memory.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -143,8 +143,7 @@ pub trait Communicator: Send {
     /// # }).unwrap().into_iter().for_each(|rank| rank.unwrap());
     /// ```
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
-        HostMemory::zeroed(len_bytes)
-            .map_err(|error| CollectiveError::refused(self.rank(), "allocate", error))
+        zeroed(self.rank(), len_bytes)
     }
 
     /// Whether [`reduce_update`](Self::reduce_update) works here, on memory that
@@ -160,8 +159,8 @@ pub trait Communicator: Send {
         false
     }
 
-    /// Brings the gradients and replicas of all ranks together and does `work` on this rank's block
-    /// of them, once all ranks have come; returns when all have finished. No rank writes
+    /// Brings the gradients and replicas of all ranks together. Once all ranks have come, does
+    /// `work` on this rank's block of them; returns when all have finished. No rank writes
     /// gradients meanwhile, so nothing is copied.
     ///
     /// # Errors
@@ -198,10 +197,7 @@ pub trait Communicator: Send {
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
         let (_, _) = (call, work);
-        let operation = Operation::ReduceUpdate.name();
-        let reason = "expected ranks that see each other's memory, found an engine that sends it; \
-                      reduce first and update then";
-        Err(CollectiveError::refused(self.rank(), operation, reason))
+        Err(not_shared(self.rank()))
     }
 
     /// The number of the device whose memory [`execute_on_device`](Self::execute_on_device) takes;
@@ -217,29 +213,23 @@ pub trait Communicator: Send {
         None
     }
 
-    /// [`execute`](Self::execute) on memory of this rank's device: nothing goes through
-    /// the host.
+    /// [`execute`](Self::execute) on memory of this rank's device: no byte goes through the host.
     ///
     /// # Errors
     /// As [`execute`](Self::execute); [`CollectiveError::Refused`] for memory of another device,
     /// and on an engine that works in host memory.
     ///
-    /// Memory in the order of events ([`DeviceOrder::Events`]) is not waited for: it returns when
-    /// the call is enqueued, and [`finish_on_device`](Self::finish_on_device) says how it went.
+    /// A call on memory in the order of events ([`DeviceOrder::Events`]) returns when it is
+    /// enqueued; [`finish_on_device`](Self::finish_on_device) says how it went.
     ///
-    /// [`DeviceOrder::Events`]: fusestep_launch::DeviceOrder::Events
+    /// [`DeviceOrder::Events`]: fusestep_tensor::DeviceOrder::Events
     fn execute_on_device(&mut self, call: DeviceCall<'_>) -> Result<(), CollectiveError> {
-        let reason = format!(
-            "expected host memory, which this engine works in, found some of GPU {}; copy it to \
-             the host first, or use NCCL",
-            call.buffers.both()[0].ordinal()
-        );
-        Err(CollectiveError::refused(self.rank(), call.operation.name(), reason))
+        Err(not_on_device(self.rank(), &call))
     }
 
-    /// Waits until all that [`execute_on_device`](Self::execute_on_device) has enqueued is done; an
-    /// engine that returns from it behind that has nothing to wait for. Whoever makes such calls
-    /// makes this one too, sooner or later, on a thread that has nothing better to do: until then
+    /// Waits until all calls that [`execute_on_device`](Self::execute_on_device) has enqueued are
+    /// done. An engine whose calls return only when they are done has nothing to wait for. A rank
+    /// that makes calls on its device must call this too, on a thread that may wait. Until then
     /// nobody sees that data does not come.
     ///
     /// # Errors
@@ -248,14 +238,14 @@ pub trait Communicator: Send {
         Ok(())
     }
 
-    /// The ranks' line to each other that needs no device, if this one works there: for a few bytes
-    /// of the host.
+    /// The connection between ranks for a few bytes of the host, which needs no device; `None` on
+    /// an engine that works in host memory.
     fn control(&mut self) -> Option<&mut dyn Communicator> {
         None
     }
 
-    /// What has closed the group, as far as this rank can tell without a call. `None` is no promise
-    /// that all is well.
+    /// The error that has closed the group, as far as this rank can tell without a call. `None` is
+    /// no promise that all is well.
     ///
     /// ```
     /// # use fusestep_collective::*;
@@ -268,6 +258,29 @@ pub trait Communicator: Send {
     fn failure(&self) -> Option<CollectiveError> {
         None
     }
+}
+
+/// Zeroed memory that `rank` alone sees.
+pub(crate) fn zeroed(rank: usize, len_bytes: usize) -> Result<HostMemory, CollectiveError> {
+    let made = HostMemory::zeroed(len_bytes);
+    made.map_err(|error| CollectiveError::refused(rank, "allocate", error))
+}
+
+/// The refusal of a reduce-update by an engine whose ranks send their memory.
+pub(crate) fn not_shared(rank: usize) -> CollectiveError {
+    let reason = "expected ranks that see each other's memory, found an engine that sends it; \
+                  reduce first and update then";
+    CollectiveError::refused(rank, Operation::ReduceUpdate.name(), reason)
+}
+
+/// The refusal of a device's memory by an engine that works in host memory.
+pub(crate) fn not_on_device(rank: usize, call: &DeviceCall<'_>) -> CollectiveError {
+    let reason = format!(
+        "expected host memory, which this engine works in, found some of GPU {}; copy it to the \
+         host first, or use NCCL",
+        call.buffers.both()[0].ordinal()
+    );
+    CollectiveError::refused(rank, call.operation.name(), reason)
 }
 
 impl<C: Communicator + ?Sized> Communicator for Box<C> {

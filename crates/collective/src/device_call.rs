@@ -1,11 +1,10 @@
 //! Calls on memory of a device.
 
-use fusestep_launch::DeviceSliceMut;
-use fusestep_tensor::DType;
+use fusestep_tensor::{DType, DeviceSliceMut};
 
 use crate::{CallShape, Lengths, Operation};
 
-/// Device memory of a call; as [`Buffers`](crate::Buffers) of the host.
+/// Device memory of a call, like [`Buffers`](crate::Buffers) of the host.
 #[derive(Debug)]
 pub enum DeviceBuffers<'a> {
     /// One buffer of the whole length; a rank's block lies at its place in it.
@@ -19,10 +18,10 @@ pub enum DeviceBuffers<'a> {
     },
 }
 
-/// A call on device memory; as [`Call`](crate::Call) on the host's.
+/// A call on device memory, like [`Call`](crate::Call) on host memory.
 #[derive(Debug)]
 pub struct DeviceCall<'a> {
-    /// What to do.
+    /// The operation of the call.
     pub operation: Operation,
     /// The elements' type.
     pub dtype: DType,
@@ -33,7 +32,7 @@ pub struct DeviceCall<'a> {
 }
 
 impl<'a> DeviceBuffers<'a> {
-    /// Input and result, which are one in place.
+    /// Input and result; in place both are the one buffer.
     pub fn both(&self) -> [&DeviceSliceMut<'a>; 2] {
         match self {
             DeviceBuffers::InPlace(memory) => [memory; 2],

@@ -1,12 +1,14 @@
-//! What can go wrong between ranks.
+//! Errors of calls between ranks.
+
+use std::borrow::Cow;
 
 use fusestep_tensor::{DType, counted};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::error_bytes::name;
-use crate::{Field, ReduceOp};
+use crate::{Field, Operation, ReduceOp};
 
-/// The name of an operation. Written out, serde would take it for a part of what it reads.
+/// The name of an operation. With the type written out, serde would take the name for a part of the
+/// data that it reads.
 type Name = &'static str;
 
 /// Why a call failed; the group is closed then, and every rank gets the same value.
@@ -22,11 +24,11 @@ pub enum CollectiveError {
         /// The call of the rank whose deadline passed first.
         #[serde(deserialize_with = "name")]
         operation: Name,
-        /// Its number within the group, from 1.
+        /// The call's number within the group, from 1.
         sequence: u64,
-        /// The bucket it was for.
+        /// The bucket that the call was for.
         bucket: Option<u32>,
-        /// How long was waited.
+        /// How long the rank waited.
         timeout_ms: u64,
     },
     /// Ranks did not do the same thing; no data has moved.
@@ -42,25 +44,25 @@ pub enum CollectiveError {
         bucket: Option<u32>,
         /// The lowest rank of the majority.
         expected_rank: usize,
-        /// Its value.
+        /// The value on `expected_rank`.
         expected: String,
-        /// Its operation.
+        /// The operation on `expected_rank`.
         #[serde(deserialize_with = "name")]
         expected_operation: Name,
         /// The lowest rank that differs.
         found_rank: usize,
-        /// Its value.
+        /// The value on `found_rank`.
         found: String,
-        /// Its operation.
+        /// The operation on `found_rank`.
         #[serde(deserialize_with = "name")]
         found_operation: Name,
     },
     /// A rank panicked.
     #[error("rank {rank} panicked after {}", counted(*.calls, "call"))]
     Panicked {
-        /// Which.
+        /// The rank that panicked.
         rank: usize,
-        /// Calls it had begun.
+        /// Calls that the rank had begun.
         calls: u64,
     },
     /// A rank gave its communicator up while others still used theirs.
@@ -69,9 +71,9 @@ pub enum CollectiveError {
         counted(*.calls, "call")
     )]
     Left {
-        /// Which.
+        /// The rank that left.
         rank: usize,
-        /// Calls it had begun.
+        /// Calls that the rank had begun.
         calls: u64,
     },
     /// A rank's process is gone.
@@ -81,15 +83,15 @@ pub enum CollectiveError {
         counted(*.calls, "call")
     )]
     Died {
-        /// Which.
+        /// The rank whose process is gone.
         rank: usize,
-        /// Calls it had begun.
+        /// Calls that the rank had begun.
         calls: u64,
     },
     /// Somebody broke the group off.
     #[error("aborted by rank {rank}: {reason}")]
     Aborted {
-        /// Whose aborter was used.
+        /// The rank whose aborter was used.
         rank: usize,
         /// The reason given.
         reason: String,
@@ -100,43 +102,43 @@ pub enum CollectiveError {
          pending result"
     )]
     Dropped {
-        /// Which.
+        /// The rank that dropped the result.
         rank: usize,
-        /// What was pending.
+        /// The operation that was pending.
         #[serde(deserialize_with = "name")]
         operation: Name,
     },
     /// A call that cannot be made, whatever the other ranks do.
     #[error("{operation} on rank {rank}: {reason}")]
     Refused {
-        /// Where.
+        /// The rank that made the call.
         rank: usize,
-        /// Which.
+        /// The operation of the call.
         #[serde(deserialize_with = "name")]
         operation: Name,
-        /// What was expected, what was found, and what would work.
+        /// The expectation, what was found, and what would work.
         reason: String,
     },
-    /// The engine that carries the data, an MPI for one, said no.
+    /// The engine that carries the data, for example MPI, reports an error of its own.
     #[error("{operation} on rank {rank}: expected the engine to do it, found {reason}")]
     Engine {
-        /// Where.
+        /// The rank that made the call.
         rank: usize,
-        /// Which.
+        /// The operation of the call.
         #[serde(deserialize_with = "name")]
         operation: Name,
         /// The engine's own words.
         reason: String,
     },
-    /// A reduction that is not defined for a dtype.
+    /// A reduction is not defined for a dtype.
     #[error(
         "{operation} on rank {rank}: {reduce} is not defined for {dtype}; use sum and divide, or \
          a floating-point dtype"
     )]
     Undefined {
-        /// Where.
+        /// The rank that made the call.
         rank: usize,
-        /// Which.
+        /// The operation of the call.
         #[serde(deserialize_with = "name")]
         operation: Name,
         /// The reduction.
@@ -147,18 +149,18 @@ pub enum CollectiveError {
 }
 
 impl CollectiveError {
-    /// A call of `rank` that cannot be made, for this reason.
+    /// The error for a call of `rank` that cannot be made, for this reason.
     pub fn refused(rank: usize, operation: &'static str, reason: impl ToString) -> Self {
         Self::Refused { rank, operation, reason: reason.to_string() }
     }
 
-    /// A call of `rank` that the engine has said this of.
+    /// The error for a call of `rank` of which the engine gave this reason.
     pub fn engine(rank: usize, operation: &'static str, reason: impl ToString) -> Self {
         Self::Engine { rank, operation, reason: reason.to_string() }
     }
 
-    /// A mismatch between parties of a rendezvous, said of the ranks they are, party `i` being
-    /// `ranks[i]`; other errors, and mismatches of parties beyond these, stay.
+    /// The error with the parties of a rendezvous named as ranks: party `i` is rank `ranks[i]`.
+    /// Only mismatches between parties of the list change.
     pub fn with_ranks(mut self, ranks: &[usize]) -> Self {
         if let Self::Mismatch { expected_rank, found_rank, .. } = &mut self
             && let (Some(&expected), Some(&found)) =
@@ -169,8 +171,8 @@ impl CollectiveError {
         self
     }
 
-    /// The error with its ranks said in another numbering, rank `i` being `ranks[i]`; ranks beyond
-    /// these stay. Words of a reason stay, too.
+    /// The error with its ranks in another numbering: rank `i` becomes `ranks[i]`. Ranks beyond the
+    /// list and the words of a reason stay.
     pub fn in_world(mut self, ranks: &[usize]) -> Self {
         let rename = |rank: &mut usize| *rank = ranks.get(*rank).copied().unwrap_or(*rank);
         match &mut self {
@@ -193,6 +195,23 @@ impl CollectiveError {
         }
         self
     }
+}
+
+/// The name of an operation, as the constant of this program.
+fn name<'de, D: Deserializer<'de>>(from: D) -> Result<Name, D::Error> {
+    let found = Cow::<str>::deserialize(from)?;
+    let known = Operation::NAMES.into_iter().find(|name| *name == found);
+    // The name is the caller's own for a call; a group ends once, so this happens once in its life.
+    Ok(known.unwrap_or_else(|| Box::leak(short(&found).into_boxed_str())))
+}
+
+/// Longest text of an error in bytes, so that the whole fits a short message.
+const TEXT_BYTES: usize = 1024;
+
+/// The part of a text that fits.
+pub(crate) fn short(text: &str) -> String {
+    let end = (0..=text.len().min(TEXT_BYTES)).rev().find(|&end| text.is_char_boundary(end));
+    text[..end.unwrap_or(0)].to_owned()
 }
 
 fn here_text(expected: &str, found: &str) -> String {

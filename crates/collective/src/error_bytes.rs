@@ -1,13 +1,7 @@
 //! Errors as bytes, for engines whose ranks are processes.
 
-use std::borrow::Cow;
-
-use serde::{Deserialize, Deserializer};
-
-use crate::{CollectiveError, Operation};
-
-/// Longest text of an error in bytes, so that the whole fits a short message.
-const TEXT_BYTES: usize = 1024;
+use crate::CollectiveError;
+use crate::error::short;
 
 impl CollectiveError {
     /// The error for another process of the same version, about 2 KiB at most; longer texts are
@@ -23,24 +17,10 @@ impl CollectiveError {
         serde_json::to_vec(&error).expect("errors are plain data with text keys")
     }
 
-    /// The error of which [`Self::to_bytes`] made these; `None` if it made others.
+    /// The error that [`Self::to_bytes`] made these bytes of; `None` for any other bytes.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         serde_json::from_slice(bytes).ok()
     }
-}
-
-/// The part of a text that fits.
-fn short(text: &str) -> String {
-    let end = (0..=text.len().min(TEXT_BYTES)).rev().find(|&end| text.is_char_boundary(end));
-    text[..end.unwrap_or(0)].to_owned()
-}
-
-/// The name of an operation as the constant that it is here.
-pub(crate) fn name<'de, D: Deserializer<'de>>(from: D) -> Result<&'static str, D::Error> {
-    let found = Cow::<str>::deserialize(from)?;
-    let known = Operation::NAMES.into_iter().find(|name| *name == found);
-    // The caller's own name for a call; a group ends once, so this happens once in its life.
-    Ok(known.unwrap_or_else(|| Box::leak(short(&found).into_boxed_str())))
 }
 
 #[cfg(test)]

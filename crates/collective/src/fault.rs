@@ -9,34 +9,35 @@ use crate::{
     ReduceUpdate, Replica,
 };
 
-/// One fault: what happens at which call of which rank. Lists of them are scenarios, and can be
+/// One fault: what happens at which call of which rank. A list of faults is a scenario, and can be
 /// kept as JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// The rank that misbehaves.
     pub rank: usize,
-    /// At which of its calls, counted from 1; splits count too.
+    /// The number of the call, among the rank's calls, counted from 1; splits count too.
     pub call: u64,
-    /// How.
+    /// The way in which the rank misbehaves.
     pub kind: FaultKind,
 }
 
-/// How a rank misbehaves.
+/// Ways in which a rank misbehaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FaultKind {
-    /// Does not take part and says so.
+    /// The rank does not take part and says so.
     Fail,
-    /// Comes late by so many milliseconds; harmless below the timeout.
+    /// The rank comes late by this many milliseconds; harmless below the timeout.
     DelayMs(u64),
-    /// Does not come for so many milliseconds, which are to be more than the timeout, then goes on
-    /// as if nothing had been.
+    /// The rank stays away for this many milliseconds, longer than the timeout, then goes on as if
+    /// nothing had happened.
     StallMs(u64),
-    /// Panics instead of taking part.
+    /// The rank panics instead of taking part.
     Kill,
-    /// Flips the lowest bit of one byte of its input, counted modulo its length; nobody is told.
+    /// The rank flips the lowest bit of one byte of its input and tells nobody; the byte is counted
+    /// modulo the input's length.
     Corrupt(usize),
-    /// Takes part in a barrier first, so that its order of calls is another.
+    /// The rank takes part in a barrier first, so that its order of calls is another.
     Reorder,
 }
 
@@ -56,7 +57,8 @@ impl<C: Communicator> Faulty<C> {
         Self { inner, faults: own.copied().collect(), calls: 0 }
     }
 
-    /// Counts a call and misbehaves as far as can be done before it; returns the byte to corrupt.
+    /// Counts a call and misbehaves as far as a rank can before the call; returns the byte to
+    /// corrupt.
     fn before_call(&mut self) -> Result<Option<usize>, CollectiveError> {
         self.calls += 1;
         let mut corrupt = None;

@@ -1,14 +1,11 @@
-//! What ranks compare before data moves.
-
-use std::fmt;
+//! Fingerprints of calls, which ranks compare before data moves.
 
 use fusestep_tensor::DType;
-use serde::{Deserialize, Serialize};
 
-use crate::{CallContext, CollectiveError, Operation};
+use crate::{CallContext, CollectiveError, Field, Operation};
 
-/// A call as the other ranks must make it too. Buffers may be in place on one rank and apart on
-/// another.
+/// The fields of a call that must be equal on all ranks. Buffers may be in place on one rank and
+/// apart on another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint {
     /// Number of the call within its group, from 1; transfers count apart, for each pair and
@@ -24,60 +21,6 @@ pub struct Fingerprint {
     pub counts_hash: u64,
     /// Plan and bucket.
     pub context: CallContext,
-}
-
-/// A part of a fingerprint, in the order of comparison.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Field {
-    /// Which collective.
-    Operation,
-    /// By what it reduces.
-    ReduceOp,
-    /// The elements' type.
-    DType,
-    /// Elements of the whole.
-    Numel,
-    /// The root.
-    Root,
-    /// The counts of blocks.
-    Counts,
-    /// The bucket.
-    Bucket,
-    /// The plan.
-    PlanHash,
-    /// The number of the call.
-    Sequence,
-}
-
-impl Field {
-    /// All of them, in the order of comparison.
-    pub const ALL: [Field; 9] = [
-        Field::Operation,
-        Field::ReduceOp,
-        Field::DType,
-        Field::Numel,
-        Field::Root,
-        Field::Counts,
-        Field::Bucket,
-        Field::PlanHash,
-        Field::Sequence,
-    ];
-}
-
-impl fmt::Display for Field {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Field::Operation => "operation",
-            Field::ReduceOp => "reduce op",
-            Field::DType => "dtype",
-            Field::Numel => "length in elements",
-            Field::Root => "root",
-            Field::Counts => "hash of the counts",
-            Field::Bucket => "bucket",
-            Field::PlanHash => "plan hash",
-            Field::Sequence => "sequence",
-        })
-    }
 }
 
 impl Fingerprint {
@@ -100,9 +43,9 @@ impl Fingerprint {
     /// Compares the fingerprints of all ranks; every rank that does so gets the same answer.
     ///
     /// # Errors
-    /// [`CollectiveError::Mismatch`]: the majority's side (of equal parts, that with the lowest
-    /// rank) against the lowest rank that differs from it, and the first field in which the two
-    /// differ.
+    /// [`CollectiveError::Mismatch`] with the majority's side against the lowest rank that differs
+    /// from it. Between equally many ranks the side with the lowest rank counts as the majority.
+    /// The field is the first in which the two sides differ.
     pub fn compare<'a>(
         world_size: usize,
         of: impl Fn(usize) -> &'a Fingerprint,

@@ -1,6 +1,6 @@
-//! Communicators that add something to another one and pass the rest on.
+//! Communicators that add something to an inner communicator and pass other calls on.
 
-/// The methods of a [`Communicator`](crate::Communicator) that are another one's, by name:
+/// Methods of a [`Communicator`](crate::Communicator) that are passed on to an inner one, by name:
 /// `forward_calls!(this => this.inner; rank, world_size);` within its `impl`.
 #[macro_export]
 macro_rules! forward_calls {

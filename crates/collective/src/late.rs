@@ -17,9 +17,9 @@ impl Fingerprint {
     }
 }
 
-/// The ranks of `world_size` behind a delay that `rank` has seen as `late`, where `waits_for` says
-/// whom a rank waits for in a transfer: whoever only waits is not late, the other side is. Ranks
-/// that wait for each other in a circle, this one among them, are named as they were seen.
+/// The ranks that cause a delay for which `rank` blames the ranks `late`. `waits_for` names the
+/// rank that a rank waits for in a transfer. A rank that only waits is not late, the other side is.
+/// Ranks that wait for each other in a circle with `rank` are named as `late` has them.
 pub fn behind(
     rank: usize,
     world_size: usize,

@@ -1,4 +1,4 @@
-//! How fast an all-reduce is, beside what memory allows.
+//! Measured times of all-reduces, beside what memory allows.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -11,24 +11,24 @@ use crate::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp, even_counts,
 };
 
-/// Times each length is measured at least.
+/// Smallest number of rounds that each length is measured in.
 const MIN_ROUNDS: usize = 7;
 
-/// Bytes reduced in all for one length, at least; small lengths get many rounds.
+/// Smallest number of bytes reduced in all for one length; small lengths get many rounds.
 const MIN_TOTAL_BYTES: usize = 16 << 20;
 
 /// Most calls of one length that are timed.
 const MAX_ROUNDS: usize = 10_000;
 
-/// Bytes reduced between two looks at the clock, if [`MAX_CALLS`] suffice: of short calls several
-/// are timed one behind the other, since ranks leave the barrier before them at times that differ
-/// by as much as such a call takes.
+/// Bytes reduced between two looks at the clock, if [`MAX_CALLS`] suffice. Several short calls are
+/// timed one behind the other, since ranks leave the barrier at different times: the difference is
+/// as long as one short call.
 const MIN_TIMED_BYTES: usize = 512 << 10;
 
 /// Most calls between two looks at the clock.
 const MAX_CALLS: usize = 128;
 
-/// One length of buffer, f32 and in place.
+/// Measurements of one length of buffer, f32 and in place.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AllReduceRow {
     /// Number of ranks.
@@ -37,19 +37,19 @@ pub struct AllReduceRow {
     pub len_bytes: u64,
     /// Median time of one all-reduce, in seconds.
     pub seconds: f64,
-    /// The shortest time of one all-reduce: what it takes when nothing else wants the cores.
+    /// The shortest time of one all-reduce, which it takes when nothing else wants the cores.
     pub best_seconds: f64,
     /// Bytes read and written per second of the median: every buffer once each way.
     pub bytes_per_second: f64,
-    /// Median time of the same threads to read and write their own buffers once, without a word to
-    /// each other, in seconds.
+    /// Median time in which the same threads read and write their own buffers once, without a word
+    /// to each other, in seconds.
     pub ceiling_seconds: f64,
     /// `ceiling_seconds / seconds`; 1 is the bound for lengths that leave the caches.
     pub share_of_ceiling: f64,
 }
 
-/// Measures an all-reduce (sum, f32, in place) for each length, and the ceiling of the same bytes
-/// in turn with it; all ranks of `comm` call it, and the numbers are those that each rank has seen.
+/// Measures an all-reduce (sum, f32, in place) for each length, in turn with the ceiling of the
+/// same bytes. All ranks of `comm` call it; the numbers are those that each rank has seen.
 ///
 /// The first result of each length is compared with the expected sums before anything is timed.
 /// Buffers lie as the buckets of a step do, where [`Communicator::allocate`] puts them: for threads
@@ -69,18 +69,18 @@ pub fn measure_all_reduce(
     rows.collect()
 }
 
-/// What an all-reduce of `B` bytes costs: `alpha_seconds + B / beta_bytes_per_second`.
+/// The cost of calls: an all-reduce of `B` bytes takes `alpha_seconds + B / beta_bytes_per_second`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Link {
     /// The time of a call that moves next to nothing, in seconds.
     pub alpha_seconds: f64,
-    /// Bytes of each rank's buffer per second, once they are many.
+    /// Bytes of each rank's buffer per second, for long buffers.
     pub beta_bytes_per_second: f64,
 }
 
-/// What calls cost, and a rank's passes over its own memory, where no cache has that memory: as a
-/// training step finds it, which has gone through all its other tensors since it last used a
-/// bucket.
+/// Costs of calls, and of a rank's passes over its own memory, where no cache has that memory. A
+/// training step finds memory that way: since it last used a bucket, it has gone through all its
+/// other tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Costs {
     /// An all-reduce of a buffer.
@@ -90,15 +90,15 @@ pub struct Costs {
     /// An all-gather into a buffer to which each rank gives its part.
     pub all_gather: Link,
     /// Bytes that a rank reads and writes per second when it copies, each counted, while the other
-    /// ranks do so too.
+    /// ranks copy too.
     pub memory_bytes_per_second: f64,
-    /// Bytes of memory just allocated that a rank writes for the first time per second, while the
-    /// others do so too: what the operating system takes to find the pages, and to take them
+    /// Bytes of newly allocated memory that a rank writes for the first time per second, while the
+    /// other ranks do so too. Most of that time the operating system finds the pages and takes them
     /// back.
     pub fresh_bytes_per_second: f64,
 }
 
-/// Bytes of all ranks' buffers that are gone through in turn: more than caches hold.
+/// Bytes of all ranks' buffers that are gone through in turn, more than caches hold.
 const COLD_BYTES: usize = 256 << 20;
 
 /// Lengths of calls that [`measure`] times.
@@ -110,7 +110,7 @@ const FRESH_BYTES: usize = 25 << 20;
 /// Times that a copy and new memory are measured.
 const COPIES: usize = 5;
 
-/// Measures what calls between the ranks of `comm` cost; all ranks call it, and get nearly the
+/// Measures the costs of calls between the ranks of `comm`. All ranks call it, and get nearly the
 /// same.
 ///
 /// # Errors
@@ -192,9 +192,9 @@ fn median_of_calls(
     Ok(seconds[times / 2])
 }
 
-/// The line `seconds = alpha + bytes / beta` through points of (bytes, seconds) with the least
-/// squares of relative errors, so that short calls count as much as long ones. Neither is below
-/// zero; without two lengths there is no slope, and beta is infinite.
+/// The line `seconds = alpha + bytes / beta` through points of (bytes, seconds), by least squares
+/// of relative errors. Short calls count as much as long ones. Neither alpha nor the slope is below
+/// zero; without two lengths the slope is zero and beta infinite.
 pub fn fit(points: &[(f64, f64)]) -> Link {
     let (mut w, mut wx, mut wxx, mut wy, mut wxy) = (0.0, 0.0, 0.0, 0.0, 0.0);
     for &(x, y) in points {
@@ -259,7 +259,7 @@ fn row(
     })
 }
 
-/// Goes through memory once as fast as this machine can: asks for lines ahead, as reductions do.
+/// Goes through memory once as fast as this machine can; like reductions, it asks for lines ahead.
 fn read_and_write(level: Level, buffer: &mut [f32]) {
     level.run(
         #[inline(always)]

@@ -1,27 +1,27 @@
-//! Which ranks a split brings together, and in which order.
+//! Memberships: the ranks that a split brings together, and their order.
 
-/// Which subgroup a rank joins, and where.
+/// The subgroup that a rank joins, and the rank's place in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Membership {
     /// Ranks with the same colour come together.
     pub colour: u32,
-    /// Ranks are ordered by this, then by their rank in the group that is split.
+    /// Ranks are ordered by this key, then by their rank in the group that is split.
     pub key: u32,
 }
 
 impl Membership {
-    /// Both in one word, for engines whose ranks are processes.
+    /// Colour and key in one word, for engines whose ranks are processes.
     pub fn to_word(self) -> u64 {
         u64::from(self.colour) << 32 | u64::from(self.key)
     }
 
-    /// What [`to_word`](Self::to_word) has made of it.
+    /// The membership that [`to_word`](Self::to_word) made this word of.
     pub fn from_word(word: u64) -> Self {
         Self { colour: (word >> 32) as u32, key: word as u32 }
     }
 
-    /// The ranks of this colour in the order of the subgroup, where each of `world_size` ranks
-    /// passes what `passed` says.
+    /// The ranks of this colour in the order of the subgroup. `passed` gives the membership that
+    /// each of `world_size` ranks passes.
     ///
     /// ```
     /// # use fusestep_collective::Membership;

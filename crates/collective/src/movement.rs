@@ -1,4 +1,4 @@
-//! Operations that move elements as they are: which bytes each rank takes from which other.
+//! Operations that move elements as they are: the bytes that each rank takes from each other rank.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -8,45 +8,45 @@ use crate::{Buffers, OfRanks, Operation};
 /// A call that moves elements as they are, for engines to carry out.
 #[derive(Clone, Copy, Debug)]
 pub struct Movement<'a> {
-    /// What is done; nothing is taken where it reduces.
+    /// The operation; no rank takes anything in an operation that reduces.
     pub operation: Operation,
-    /// Where each rank's block lies, in bytes of the whole, in ascending order.
+    /// The bytes of each rank's block, counted from the beginning of the whole, in ascending order.
     pub blocks: &'a [Range<usize>],
 }
 
 /// Bytes that a rank takes from another, or from another place of its own memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Take {
-    /// The rank that has them.
+    /// The rank that shows the bytes.
     pub from: usize,
-    /// Where they lie in what it shows.
+    /// The bytes, counted from the beginning of the memory that this rank shows.
     pub range: Range<usize>,
-    /// Where they begin here, in bytes of the whole.
+    /// Place of the first of these bytes on the taking rank, in bytes of the whole.
     pub target: usize,
 }
 
 /// One rank's part of a movement in host memory.
 #[derive(Debug)]
 pub struct Share<'a> {
-    /// What the others may take.
+    /// Memory that other ranks may take bytes of.
     pub shown: Cow<'a, [u8]>,
-    /// What this rank takes, in the order in which it lies here.
+    /// The bytes that this rank takes, in the order of their places in its memory.
     pub pulls: OfRanks<Pull<'a>>,
 }
 
 /// A [`Take`] in host memory.
 #[derive(Debug)]
 pub struct Pull<'a> {
-    /// The rank that has them.
+    /// The rank that shows the bytes.
     pub from: usize,
-    /// Where they lie in what it shows.
+    /// The bytes, counted from the beginning of the memory that this rank shows.
     pub range: Range<usize>,
-    /// Where they go.
+    /// The place of the bytes in the taking rank's memory.
     pub into: &'a mut [u8],
 }
 
 impl Movement<'_> {
-    /// What `rank` takes, in the order of the targets.
+    /// The bytes that `rank` takes, in the order of their targets.
     pub fn takes(&self, rank: usize) -> impl Iterator<Item = Take> + use<'_> {
         let own = self.blocks.get(rank).cloned().unwrap_or_default();
         let from = match self.operation {
@@ -72,7 +72,7 @@ impl Movement<'_> {
         })
     }
 
-    /// What `to` takes of what `from` shows, if anything.
+    /// The bytes that rank `to` takes of the memory that rank `from` shows, if any.
     pub fn given(&self, from: usize, to: usize) -> Option<Range<usize>> {
         if let Operation::Send { to: receiver } = self.operation {
             return (receiver == to).then(|| self.whole());
@@ -98,16 +98,17 @@ impl Movement<'_> {
         0..self.blocks.last().map_or(0, |last| last.end)
     }
 
-    /// What `rank` shows and takes of its buffers, which are as long as they must be. In place,
-    /// what is a rank's own is in its place already.
+    /// The memory that `rank` shows, and the places in its buffers where it takes bytes. The
+    /// buffers are as long as the call needs. In place, a rank's own block is in its place already.
     ///
     /// # Cost
-    /// An all-to-all in place copies the buffer: the others read what this rank writes over.
+    /// An all-to-all in place copies the buffer, since other ranks read bytes that this rank
+    /// overwrites.
     pub fn share<'m>(&self, rank: usize, buffers: Buffers<'m>) -> Share<'m> {
         let shown = self.shown(rank);
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
         let keeps_own = is_in_place && self.operation != Operation::AllToAll;
-        // Memory before and behind what is shown.
+        // Memory before and behind the memory that is shown.
         let (shown_bytes, mut before, mut behind) = match buffers {
             Buffers::InPlace(buffer) if !keeps_own => {
                 let copy = Cow::Owned(buffer.to_vec());
@@ -145,9 +146,9 @@ impl Movement<'_> {
     }
 }
 
-/// What is left of a buffer whose parts are handed out from its start on.
+/// The rest of a buffer whose parts are handed out from its start on.
 struct Rest<'a> {
-    /// Where it begins, in bytes of the whole.
+    /// Place of the rest, in bytes of the whole.
     start: usize,
     bytes: &'a mut [u8],
 }
@@ -157,7 +158,7 @@ impl<'a> Rest<'a> {
         Self { start, bytes }
     }
 
-    /// The part of this length at `target`, which is behind all that were handed out.
+    /// The part of this length at `target`, which lies behind all parts that were handed out.
     fn cut(&mut self, target: usize, len: usize) -> &'a mut [u8] {
         let (_, rest) = std::mem::take(&mut self.bytes).split_at_mut(target - self.start);
         let (part, rest) = rest.split_at_mut(len);

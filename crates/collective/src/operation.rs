@@ -1,10 +1,12 @@
-//! The collectives and what they reduce by.
+//! Operations of calls, and the ways in which they reduce.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How elements of different ranks become one.
+use crate::Pair;
+
+/// Ways in which elements of different ranks become one element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReduceOp {
@@ -21,7 +23,7 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// All of them.
+    /// All ways to reduce.
     pub const ALL: [ReduceOp; 5] =
         [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
 
@@ -43,9 +45,9 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// What a call does; ranks are numbered from 0.
+/// An operation of a call; ranks are numbered from 0.
 ///
-/// `L` is the length of the whole in elements, and block `i` the part that belongs to rank `i` (see
+/// `L` is the length of the whole in elements. Block `i` is the part that belongs to rank `i` (see
 /// [`Blocks`](crate::Blocks)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Operation {
@@ -53,14 +55,14 @@ pub enum Operation {
     AllReduce(ReduceOp),
     /// `L` elements on every rank become their reduction, on the root only.
     Reduce {
-        /// By what.
+        /// The way to reduce.
         reduce: ReduceOp,
-        /// Who gets the result.
+        /// The rank that gets the result.
         root: usize,
     },
     /// The root's `L` elements come to every rank.
     Broadcast {
-        /// Whose elements.
+        /// The rank whose elements are sent.
         root: usize,
     },
     /// Block `i` of rank `i`, for all `i`, comes to every rank.
@@ -69,24 +71,24 @@ pub enum Operation {
     ReduceScatter(ReduceOp),
     /// Rank `i` gets block `i` of the root's elements.
     Scatter {
-        /// Whose elements.
+        /// The rank whose elements are sent.
         root: usize,
     },
     /// Block `i` of rank `i`, for all `i`, comes to the root.
     Gather {
-        /// Who gets them.
+        /// The rank that gets the blocks.
         root: usize,
     },
     /// Block `i` of rank `j` becomes block `j` of rank `i`; all blocks are of the same length.
     AllToAll,
     /// Elements go to one other rank, which receives them; both wait for each other.
     Send {
-        /// To whom.
+        /// The rank that receives.
         to: usize,
     },
     /// Elements come from one other rank, which sends them; both wait for each other.
     Receive {
-        /// From whom.
+        /// The rank that sends.
         from: usize,
     },
     /// Nobody goes on before everybody has come.
@@ -122,7 +124,7 @@ impl Operation {
         "reduce-update",
     ];
 
-    /// Which operation it is, as a number for messages: its place in [`Self::NAMES`].
+    /// The number of the operation in messages: its place in [`Self::NAMES`].
     pub(crate) const fn code(self) -> usize {
         match self {
             Operation::AllReduce(_) => 0,
@@ -141,7 +143,7 @@ impl Operation {
         }
     }
 
-    /// What it reduces by, if it reduces.
+    /// The way to reduce, if the operation reduces.
     pub const fn reduce_op(self) -> Option<ReduceOp> {
         match self {
             Operation::AllReduce(reduce)
@@ -151,11 +153,11 @@ impl Operation {
         }
     }
 
-    /// Sender and receiver of a transfer, seen from `rank`; `None` of what all ranks take part in.
-    pub const fn pair(self, rank: usize) -> Option<(usize, usize)> {
+    /// The two ranks of a transfer, seen from `rank`; `None` for an operation of all ranks.
+    pub const fn pair(self, rank: usize) -> Option<Pair> {
         match self {
-            Operation::Send { to } => Some((rank, to)),
-            Operation::Receive { from } => Some((from, rank)),
+            Operation::Send { to } => Some(Pair { sender: rank, receiver: to }),
+            Operation::Receive { from } => Some(Pair { sender: from, receiver: rank }),
             _ => None,
         }
     }

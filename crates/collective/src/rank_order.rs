@@ -14,33 +14,32 @@ use crate::ReduceOp;
 /// Elements that are in registers at a time, from the first rank's to the result.
 const LANES: usize = 32;
 
-/// Bytes of a rank that are asked for at a time. Memory gives lines that lie one behind the other
-/// faster than lines of one rank and of another in turns; more of them at a time keep each other
-/// waiting.
+/// Bytes of a rank that are asked for at a time. Memory gives consecutive lines of one rank faster
+/// than lines of several ranks in turns. Longer bursts keep each other waiting.
 const BURST_BYTES: usize = 512;
 
-/// How far ahead of their use inputs from memory are asked for, by processors that want it.
+/// Distance ahead of their use at which lines of inputs are asked for, on processors that want it.
 const AHEAD_BYTES: usize = 1024;
 
-/// Inputs of fewer bytes in all may be in a core's cache, where asking for them takes time and
+/// Inputs of fewer bytes in all may be in a core's cache. Asking for their lines takes time and
 /// saves none.
 const CACHED_BYTES: usize = 2 << 20;
 
 const LINE_BYTES: usize = 64;
 
-/// Where a reduction finds the ranks' elements and puts the result.
+/// Inputs of all ranks to a reduction, and the place of its result.
 pub trait Ranks {
     /// The number of ranks, at least 1.
     fn world_size(&self) -> usize;
-    /// How many bytes of each rank come one after the other to one core, these among them. Of many,
-    /// few are in its cache.
+    /// Bytes of each rank that one core reduces one after the other, with these among them. Of many
+    /// bytes, few are in the core's cache.
     fn share_bytes(&self) -> usize;
     /// A range of bytes of what `rank` contributes.
     fn input(&self, rank: usize, bytes: Range<usize>) -> &[u8];
     /// Takes the result of a range of bytes; their inputs are not asked for again.
     fn store(&mut self, bytes: Range<usize>, result: &[u8]);
-    /// A range of both ranks at once, and which of them get the result, if there are two and
-    /// results go where inputs lie: memory waits for loops that look slices up for every line.
+    /// A range of both ranks at once, and the ranks that get the result, if there are two ranks and
+    /// results go where inputs lie. Loops that look slices up for every line keep memory waiting.
     fn pair(&mut self, _bytes: Range<usize>) -> Option<([&mut [u8]; 2], Range<usize>)> {
         None
     }
@@ -53,9 +52,10 @@ pub trait Ranks {
 /// average  sum / n                         max, min NaN if any is NaN; of equals the lowest rank's
 /// ```
 ///
-/// In the element's own type; f16 and bf16 are widened to f32, reduced there and rounded once at
-/// the end, to nearest even. Integers wrap around: an overflow is the same on all ranks and levels,
-/// and raises no error. The bits depend on neither the level nor how a buffer is cut.
+/// Elements are reduced in their own type; f16 and bf16 are widened to f32, reduced there and
+/// rounded once at the end, to nearest even. Integers wrap around: an overflow is the same on all
+/// ranks and levels, and raises no error. The bits depend on neither the level nor how a buffer is
+/// cut.
 ///
 /// # Shapes
 /// `len_bytes` is a multiple of the element's length. Inputs need no alignment.
@@ -64,7 +64,7 @@ pub trait Ranks {
 /// refuses that.
 /// # Cost
 /// Each input is read once and the result handed over once; nothing is allocated.
-// Never inline: then other crates share what this one has compiled for the same ranks.
+// Never inlined, so that other crates share what this crate has compiled for the same ranks.
 #[inline(never)]
 pub fn reduce_in_rank_order(
     level: Level,
@@ -99,7 +99,7 @@ pub fn reduce_slices(level: Level, dtype: DType, op: ReduceOp, inputs: &[&[u8]],
     reduce_in_rank_order(level, dtype, op, len_bytes, &mut slices);
 }
 
-/// Slices of all ranks, and where the result goes.
+/// Slices of all ranks, and the place of the result.
 pub(crate) struct Slices<'a> {
     pub(crate) inputs: &'a [&'a [u8]],
     pub(crate) out: &'a mut [u8],
@@ -128,8 +128,8 @@ impl Ranks for Slices<'_> {
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
     let in_all = ranks.share_bytes().saturating_mul(ranks.world_size());
-    // The whole loop is compiled for the level: a line is done in the time that calls for its parts
-    // would take.
+    // The whole loop is compiled for the level: calls for parts of a line would take as long as the
+    // whole line.
     level.run(
         #[inline(always)]
         || {
@@ -140,10 +140,11 @@ fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut i
     );
 }
 
-/// All bursts, each after what lies `ahead` bytes behind it was asked for; 0 for nothing.
+/// Reduces all whole bursts, then the rest. Lines that lie `ahead` bytes behind a burst are asked
+/// for first; 0 asks for none.
 ///
-/// One loop for both, and what is left over apart: this is compiled for eight types, five
-/// operations, three levels and all kinds of ranks.
+/// One loop serves both cases, and the rest is reduced apart. This code is compiled for eight
+/// types, five operations, three levels and all kinds of ranks.
 #[inline(always)]
 fn reduce_bursts<T: Number>(op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks, ahead: usize) {
     let line_bytes = LANES * size_of::<T>();
@@ -168,7 +169,7 @@ fn reduce_bursts<T: Number>(op: ReduceOp, len_bytes: usize, ranks: &mut impl Ran
     }
 }
 
-/// Less than a burst, compiled once for all levels and ranks.
+/// Reduces a rest shorter than a burst; compiled once for all levels and ranks.
 #[inline(never)]
 fn reduce_rest<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut dyn Ranks) {
     let line_bytes = LANES * size_of::<T>();
@@ -177,8 +178,8 @@ fn reduce_rest<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut dyn Ran
     }
 }
 
-/// Asks for what all ranks have `ahead` bytes after these, which may lie beyond what is reduced
-/// here.
+/// Asks for the lines of all ranks that lie `ahead` bytes behind `bytes`. They may lie beyond the
+/// bytes that are reduced here.
 #[inline(always)]
 fn ask_ahead(ranks: &impl Ranks, bytes: Range<usize>, ahead: usize) {
     for rank in 0..ranks.world_size() {
@@ -189,10 +190,10 @@ fn ask_ahead(ranks: &impl Ranks, bytes: Range<usize>, ahead: usize) {
     }
 }
 
-/// A burst of two ranks.
+/// Reduces a burst of two ranks.
 #[inline(always)]
 fn reduce_pair<T: Number>(op: ReduceOp, [x, y]: [&mut [u8]; 2], into: Range<usize>) {
-    // Of a length that the compiler knows.
+    // Slices of a length that the compiler knows.
     let (x, y) = (&mut x[..BURST_BYTES], &mut y[..BURST_BYTES]);
     let line_bytes = LANES * size_of::<T>();
     for line in (0..BURST_BYTES).step_by(line_bytes) {
@@ -210,7 +211,7 @@ fn reduce_pair<T: Number>(op: ReduceOp, [x, y]: [&mut [u8]; 2], into: Range<usiz
     }
 }
 
-/// [`LANES`] elements, or the last ones if they are fewer.
+/// Reduces [`LANES`] elements, or the last ones if they are fewer.
 #[inline(always)]
 fn reduce_line<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut (impl Ranks + ?Sized)) {
     let (world_size, len) = (ranks.world_size(), bytes.len());
@@ -238,7 +239,7 @@ fn narrow<T: Number>(op: ReduceOp, world_size: usize, mut result: [T::Wide; LANE
     T::narrow(&result)
 }
 
-/// The elements of a line, which need no alignment; what is missing of it is zero.
+/// The elements of a line, which need no alignment; missing elements are zero.
 #[inline(always)]
 fn wide<T: Number>(bytes: &[u8]) -> [T::Wide; LANES] {
     let mut line = [T::default(); LANES];
@@ -251,7 +252,7 @@ fn wide<T: Number>(bytes: &[u8]) -> [T::Wide; LANES] {
     T::widen(&line)
 }
 
-/// One more rank.
+/// Reduces the elements of one more rank into the result.
 #[inline(always)]
 fn combine<W: Arithmetic>(op: ReduceOp, result: &mut [W; LANES], input: [W; LANES]) {
     macro_rules! lanes {

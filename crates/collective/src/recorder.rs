@@ -1,24 +1,24 @@
-//! The flight recorder: what a rank did last.
+//! The flight recorder: the last calls of a rank.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use fusestep_tensor::DType;
-use quanta::Clock;
 use serde::Serialize;
 
 use crate::{CollectiveError, Fingerprint, ReduceOp};
 
-/// How far a call came.
+/// The progress of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CallState {
-    /// Not back yet; in a dump of a rank that panicked, the call it panicked in.
+    /// The call has not returned; in a dump of a rank that panicked, the call it panicked in.
     Running,
-    /// Returned its result.
+    /// The call returned its result.
     Done,
-    /// Returned the error of this text.
+    /// The call returned the error of this text.
     Failed(String),
 }
 
@@ -29,7 +29,7 @@ pub struct CallRecord {
     pub sequence: u64,
     /// Name of the operation.
     pub operation: &'static str,
-    /// By what it reduces.
+    /// The way in which the call reduces.
     pub reduce: Option<ReduceOp>,
     /// The elements' type.
     pub dtype: DType,
@@ -37,9 +37,9 @@ pub struct CallRecord {
     pub len_bytes: u64,
     /// Root, or the other side of a transfer.
     pub root: Option<usize>,
-    /// The bucket it was for.
+    /// The bucket that the call was for.
     pub bucket: Option<u32>,
-    /// The plan it was of.
+    /// The plan that made the call.
     pub plan_hash: u64,
     /// Nanoseconds from the recorder's beginning to the call.
     pub started_ns: u64,
@@ -47,14 +47,14 @@ pub struct CallRecord {
     pub ended_ns: u64,
     /// The rank that came last to this call, where the engine can tell.
     pub straggler: Option<usize>,
-    /// Nanoseconds between this rank's coming and the straggler's.
+    /// Nanoseconds between the arrivals of this rank and of the straggler.
     pub waited_ns: u64,
-    /// How far it came.
+    /// The progress of the call.
     pub state: CallState,
 }
 
-/// A call as it is kept: one cache line, so that many of them leave the cache to those who make the
-/// calls.
+/// A call as the recorder keeps it: one cache line, so that many kept calls leave the cache to the
+/// work between them.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 struct Kept {
@@ -68,13 +68,13 @@ struct Kept {
     ended_ns: u64,
     waited_ns: u64,
     root: u32,
-    /// [`NOBODY`] if the engine cannot tell.
+    /// The straggler, or [`NOBODY`] if the engine cannot tell.
     straggler: u32,
 }
 
 const _: () = assert!(size_of::<Kept>() == 64);
 
-/// No rank.
+/// The number that stands for no rank.
 const NOBODY: u32 = u32::MAX;
 
 fn rank_bits(rank: Option<usize>) -> u32 {
@@ -84,25 +84,24 @@ fn rank_bits(rank: Option<usize>) -> u32 {
 /// The last calls of one rank, in a ring of fixed length.
 ///
 /// # Cost
-/// 64 bytes per call, two looks at the processor's counter (some 10 ns each), and no allocation
+/// 64 bytes per call, two looks at the clock (some 25 ns each), and no allocation
 /// while calls succeed.
 #[derive(Debug)]
 pub struct FlightRecorder {
     rank: usize,
     world_size: usize,
     capacity: usize,
-    clock: Clock,
-    /// The clock's reading when times began to count.
-    begun: u64,
-    /// What had passed by then.
-    passed_ns: u64,
+    /// The time from which nanoseconds count.
+    begun: Instant,
     calls: VecDeque<Kept>,
-    /// Which calls of all failed, from 1, and how.
+    /// The numbers of failed calls among all calls, from 1, with the errors' texts.
     failures: VecDeque<(u64, String)>,
     total: u64,
-    /// Where it is written when a call fails.
+    /// The folder that the calls are written into when a call fails.
     folder: Option<PathBuf>,
     dumped: Option<Result<PathBuf, String>>,
+    /// A second recorder of the same calls, for other threads.
+    mirror: Option<Arc<Mutex<FlightRecorder>>>,
 }
 
 #[derive(Serialize)]
@@ -116,26 +115,45 @@ struct Dump {
 impl FlightRecorder {
     /// A recorder of the last `capacity` calls, at least 1, of `rank`. Times count from `begun`.
     pub fn new(rank: usize, world_size: usize, capacity: usize, begun: Instant) -> Self {
-        let clock = Clock::new();
         let capacity = capacity.max(1);
         Self {
             rank,
             world_size,
             capacity,
-            begun: clock.raw(),
-            passed_ns: u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX),
-            clock,
+            begun,
             calls: VecDeque::with_capacity(capacity),
             failures: VecDeque::new(),
             total: 0,
             folder: None,
             dumped: None,
+            mirror: None,
         }
     }
 
     /// The recorder, written into `folder` when a call fails for the first time.
     pub fn dumped_into(self, folder: Option<PathBuf>) -> Self {
         Self { folder, ..self }
+    }
+
+    /// The recorder, with a second one that is told the same, for other threads to write into the
+    /// same folder.
+    pub fn mirrored(mut self, mirror: Option<Arc<Mutex<FlightRecorder>>>) -> Self {
+        self.mirror = mirror;
+        let folder = self.folder.clone();
+        if let Some(mut mirror) = self.mirror() {
+            mirror.folder = folder;
+        }
+        self
+    }
+
+    /// The folder that the calls are written into when a call fails.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
+    fn mirror(&self) -> Option<MutexGuard<'_, FlightRecorder>> {
+        let mirror = self.mirror.as_ref()?;
+        Some(mirror.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The calls kept, oldest first.
@@ -170,17 +188,17 @@ impl FlightRecorder {
         }
     }
 
-    /// Nanoseconds since times count.
+    /// Nanoseconds since the time that the recorder counts from.
     fn now_ns(&self) -> u64 {
-        self.passed_ns + self.clock.delta_as_nanos(self.begun, self.clock.raw())
+        u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// How many calls were begun in all.
+    /// The number of all calls that were begun.
     pub fn calls_begun(&self) -> u64 {
         self.total
     }
 
-    /// Writes down that a call begins; returns the nanosecond it began in.
+    /// Writes down that a call begins; returns the nanosecond of its beginning.
     pub fn begin(&mut self, fingerprint: &Fingerprint) -> u64 {
         if self.calls.len() == self.capacity {
             self.calls.pop_front();
@@ -202,19 +220,28 @@ impl FlightRecorder {
             root: rank_bits(fingerprint.operation.root()),
             straggler: NOBODY,
         });
+        if let Some(mut mirror) = self.mirror() {
+            mirror.begin(fingerprint);
+        }
         started_ns
     }
 
-    /// Writes down who came last to the call that is running, and how long after this rank.
+    /// Writes down the last rank to come to the running call, and how long after this rank it came.
     pub fn waited(&mut self, straggler: usize, waited_ns: u64) {
         if let Some(call) = self.calls.back_mut() {
             call.straggler = rank_bits(Some(straggler));
             call.waited_ns = waited_ns;
         }
+        if let Some(mut mirror) = self.mirror() {
+            mirror.waited(straggler, waited_ns);
+        }
     }
 
-    /// Writes down how the call that is running ended; on disk too, if it is an error.
+    /// Writes down how the running call ended; on disk too, if it ended in an error.
     pub fn end(&mut self, outcome: Result<(), &CollectiveError>) {
+        if let Some(mut mirror) = self.mirror() {
+            mirror.end(outcome);
+        }
         let ended_ns = self.now_ns();
         if let Some(call) = self.calls.back_mut() {
             call.ended_ns = ended_ns.max(1);
@@ -253,20 +280,21 @@ impl FlightRecorder {
         Ok(path)
     }
 
-    /// [`dump`](Self::dump) into its own folder, if it has one: the first time, and never again.
+    /// Writes the calls by [`dump`](Self::dump) into the recorder's folder, if it has one: the
+    /// first time, and never again.
     pub fn dump_once(&mut self) {
         if let (None, Some(folder)) = (&self.dumped, &self.folder) {
             self.dumped = Some(self.dump(folder).map_err(|error| error.to_string()));
         }
     }
 
-    /// Where it was written when a call failed, or why it could not be; `None` while all is well or
-    /// without a folder.
+    /// The file that was written when a call failed, or why it could not be written. `None` before
+    /// a failure, and without a folder.
     pub fn dumped(&self) -> Option<&Result<PathBuf, String>> {
         self.dumped.as_ref()
     }
 
-    /// [`dumped`](Self::dumped) in words, for whoever reads why a process ends.
+    /// [`dumped`](Self::dumped) in words, for people who read why a process ends.
     pub fn place(&self) -> String {
         match &self.dumped {
             None => "no folder was given for the flight recorder".to_owned(),

@@ -5,9 +5,12 @@ use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
 use crate::fingerprint::hash;
-use crate::{Blocks, CallContext, CallShape, CollectiveError, Fingerprint, Lengths, Operation};
+use crate::{
+    Blocks, CallContext, CallShape, CollectiveError, Fingerprint, Lengths, OfRanks, Operation,
+};
 
-/// What one rank brings to [`Communicator::reduce_update`](crate::Communicator::reduce_update).
+/// Memory that one rank brings to
+/// [`Communicator::reduce_update`](crate::Communicator::reduce_update).
 #[derive(Debug)]
 pub struct ReduceUpdate<'a> {
     /// Type of the gradients' elements.
@@ -24,17 +27,14 @@ pub struct ReduceUpdate<'a> {
 /// One rank's replica of a list that all ranks keep alike.
 #[derive(Debug)]
 pub struct Replica<'a> {
-    /// Type of its elements.
+    /// Type of the replica's elements.
     pub dtype: DType,
-    /// As many elements as there are gradients.
+    /// The replica's bytes, with as many elements as there are gradients.
     pub bytes: &'a mut [u8],
 }
 
 /// The replicas of one rank, in an order that is the same on all ranks.
 pub type Replicas<'a> = SmallVec<[Replica<'a>; 4]>;
-
-/// Each rank's slice, in rank order.
-pub type OfRanks<T> = SmallVec<[T; 16]>;
 
 /// One rank's block of the memory of all ranks.
 #[derive(Debug)]
@@ -43,13 +43,14 @@ pub struct RankMemory<'a> {
     pub rank: usize,
     /// The block in each rank's gradients, in rank order.
     pub grads: OfRanks<&'a [u8]>,
-    /// For each replica the block in each rank's, in rank order. All hold the same values.
+    /// The block in each rank's copy of each replica, in rank order. All copies hold the same
+    /// values.
     pub replicas: SmallVec<[OfRanks<&'a mut [u8]>; 4]>,
 }
 
 impl<'a> ReduceUpdate<'a> {
     /// The most replicas of one call.
-    pub const MAX_REPLICAS: usize = fusestep_simd::MAX_REPLICAS;
+    pub const MAX_REPLICAS: usize = crate::rendezvous::MAX_REPLICAS;
 
     /// Checks everything that one rank can know and says how elements are cut into blocks.
     ///
@@ -82,7 +83,7 @@ impl<'a> ReduceUpdate<'a> {
         Ok(Blocks { numel, world_size, counts: Some(self.counts) })
     }
 
-    /// What other ranks compare with theirs: the hash of the counts is one of the replicas' types,
+    /// The fingerprint that ranks compare; its hash of the counts is a hash of the replicas' types,
     /// too.
     pub fn fingerprint(&self, numel: usize, sequence: u64, context: CallContext) -> Fingerprint {
         let shape = CallShape {

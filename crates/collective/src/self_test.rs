@@ -5,10 +5,10 @@ use crate::{CollectiveError, Collectives, Communicator, Membership, ReduceOp};
 /// Elements of each rank's block.
 const BLOCK: usize = 1003;
 
-/// Makes every collective once on the ranks of `comm` and compares with what must come out; all
-/// ranks call it.
+/// Makes every collective once on the ranks of `comm` and compares its result with the expected
+/// one; all ranks call it.
 ///
-/// Returns the names of what was found right, which is all there is.
+/// Returns the names of the collectives whose results are right, which is all of them.
 ///
 /// # Errors
 /// [`CollectiveError`] of a call, or [`CollectiveError::Refused`] naming the collective whose
@@ -95,7 +95,7 @@ fn unrooted(comm: &mut dyn Communicator) -> Outcome {
     Ok(right)
 }
 
-/// Around the ring of ranks; rank 0 begins.
+/// A transfer around the ring of ranks; rank 0 begins.
 fn transfers(comm: &mut dyn Communicator) -> Outcome {
     let (rank, ranks) = (comm.rank(), comm.world_size());
     if ranks == 1 {

@@ -1,5 +1,5 @@
-//! How ranks that see each other's memory share a reduction out: a part for each, in claims, so
-//! that who is done goes on with what is left of the others'.
+//! Sharing of a reduction between ranks that see each other's memory. Each rank has a part and
+//! reduces it in claims, so that a rank that is done goes on with the rest of other parts.
 
 use std::ops::Range;
 
@@ -8,28 +8,29 @@ use fusestep_tensor::DType;
 
 use crate::{Blocks, Call, Column, Columns, OfRanks, Options, Receivers, ReduceOp};
 
-/// Parts of a reduction end at multiples of this, a cache line, so that ranks share few lines.
+/// Multiple of bytes at which parts of a reduction end: a cache line, so that ranks share few
+/// lines.
 const LINE_BYTES: usize = 64;
 
 const _: () = assert!(LINE_BYTES.is_multiple_of(8), "no element is cut in two");
 
-/// What all ranks know of a reduction.
+/// Facts of a reduction that all ranks know.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'a> {
-    /// Who gets results.
+    /// The ranks that get results.
     pub receivers: Receivers,
     /// The ranks' blocks of the whole.
     pub blocks: Blocks<'a>,
     /// The elements' type.
     pub dtype: DType,
-    /// Bytes that a rank reduces before it looks again, whole cache lines.
+    /// Bytes that a rank reduces before it claims more, in whole cache lines.
     pub claim_bytes: usize,
     op: ReduceOp,
     level: Level,
 }
 
 impl<'a> Sharing<'a> {
-    /// That of a call, which reduces by `op`.
+    /// The sharing of a call, which reduces by `op`.
     pub fn new(call: &Call<'_>, blocks: Blocks<'a>, op: ReduceOp, options: &Options) -> Self {
         let longest = usize::MAX / 4 / LINE_BYTES * LINE_BYTES;
         let claim_bytes = options.claim_bytes.clamp(1, longest);
@@ -62,9 +63,10 @@ impl<'a> Sharing<'a> {
         range.start + own.start..range.start + own.end
     }
 
-    /// Reduces this rank's part of `range`, then what is left of the others'. `reduce_claim` is
-    /// given a rank and its part, claims more of it, the first time what is reserved for this rank,
-    /// and says whether there may be more; see [`reduce_claim`](Self::reduce_claim).
+    /// Reduces this rank's part of `range`, then what is left of the other ranks' parts.
+    /// `reduce_claim` is given a rank and its part, and claims more bytes of that part; its first
+    /// claim is what is reserved for this rank. It says whether there may be more; see
+    /// [`reduce_claim`](Self::reduce_claim).
     pub fn reduce(
         &self,
         rank: usize,
@@ -77,7 +79,7 @@ impl<'a> Sharing<'a> {
         }
         for owner in (rank..self.blocks.world_size).chain(0..rank) {
             let part = self.part(owner, range);
-            // A part that is no longer was reserved for its owner.
+            // A part of at most one claim was reserved for its owner.
             let mut more = part.len() > self.claim_bytes;
             while more {
                 more = reduce_claim(owner, &part);
@@ -85,8 +87,8 @@ impl<'a> Sharing<'a> {
         }
     }
 
-    /// Reduces what was claimed of the part of `owner`, where `columns` says what of the whole lies
-    /// where; says whether there may be more of it.
+    /// Reduces the claimed bytes of the part of `owner`; says whether the part may have more.
+    /// `columns` gives the memory of all ranks for bytes of the whole.
     pub fn reduce_claim<'c>(
         &self,
         owner: usize,
@@ -108,14 +110,15 @@ impl<'a> Sharing<'a> {
     }
 }
 
-/// The part of `len_bytes` bytes that rank `rank` reduces where all cache lines are shared out.
+/// The part of `len_bytes` bytes that rank `rank` reduces, where whole cache lines are shared out
+/// evenly.
 pub(crate) fn lines(len_bytes: usize, rank: usize, world_size: usize) -> Range<usize> {
     let lines = Blocks { numel: len_bytes.div_ceil(LINE_BYTES), world_size, counts: None };
     let own = lines.of_bytes(rank, LINE_BYTES);
     own.start.min(len_bytes)..own.end.min(len_bytes)
 }
 
-/// What two ranges have in common; empty and within the first if that is nothing.
+/// The elements that two ranges have in common; if there are none, an empty range within the first.
 pub fn common(x: &Range<usize>, y: &Range<usize>) -> Range<usize> {
     let start = x.start.max(y.start).min(x.end);
     start..x.end.min(y.end).max(start)

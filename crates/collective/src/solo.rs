@@ -1,41 +1,38 @@
 //! A world of one rank.
 
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use smallvec::smallvec;
 
 use crate::{
-    Aborter, Buffers, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
-    Operation, RankMemory, ReduceUpdate,
+    Aborter, Begun, Blocks, Buffers, Call, CallOptions, CollectiveError, Engine, Membership,
+    OnShared, Operation, Pair, Place, RankMemory, Ranked, ReduceUpdate, Timeout,
 };
-use smallvec::smallvec;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The only rank of its world: every call copies input to result, if they are apart, and never
-/// waits.
+/// The only rank of its world. Every call copies its input to its result, if they are apart, and
+/// never waits.
+pub type Solo = Ranked<Alone>;
+
+/// The engine of a world of one rank.
 #[derive(Debug)]
-pub struct Solo {
-    sequence: u64,
-    context: CallContext,
-    recorder: FlightRecorder,
-    /// What closed it; here, too, an error is the last word.
+pub struct Alone {
+    /// The error that closed the world; here, too, an error is the last word.
     closed: Arc<Mutex<Option<CollectiveError>>>,
-    /// What has broken it off, then the same of each group that it was split from.
+    /// The error that an aborter closed the world with, then the same of each group that it was
+    /// split from.
     aborted: Vec<Arc<Mutex<Option<CollectiveError>>>>,
 }
 
 impl Solo {
     /// A world of one that remembers its last 256 calls.
     pub fn new() -> Self {
-        Self {
-            sequence: 0,
-            context: CallContext::default(),
-            recorder: FlightRecorder::new(0, 1, 256, Instant::now()),
-            closed: Arc::default(),
-            aborted: vec![Arc::default()],
-        }
-    }
-
-    fn close(&self, error: CollectiveError) -> CollectiveError {
-        lock(&self.closed).get_or_insert(error).clone()
+        let options = CallOptions {
+            timeout: Timeout::new(Duration::from_secs(60)),
+            recorded_calls: 256,
+            dump_folder: None,
+        };
+        Self::on(Alone { closed: Arc::default(), aborted: vec![Arc::default()] }, options)
     }
 }
 
@@ -49,48 +46,54 @@ impl Default for Solo {
     }
 }
 
-impl Communicator for Solo {
-    fn rank(&self) -> usize {
-        0
+impl Engine for Alone {
+    fn place(&self) -> Place {
+        Place { rank: 0, world_size: 1, begun: Instant::now() }
     }
 
-    fn world_size(&self) -> usize {
-        1
-    }
-
-    fn execute(&mut self, call: Call<'_>) -> Result<(), CollectiveError> {
-        if let Some(error) = self.failure() {
-            return Err(error);
-        }
-        let blocks = call.blocks(0, 1).map_err(|error| self.close(error))?;
-        self.sequence += 1;
-        self.recorder.begin(&call.shape().fingerprint(blocks.numel, self.sequence, self.context));
+    fn collective(
+        &mut self,
+        _begun: &mut Begun<'_>,
+        call: Call<'_>,
+        _blocks: Blocks<'_>,
+    ) -> Result<(), CollectiveError> {
         if let Buffers::OutOfPlace { send, receive } = call.buffers
             && !matches!(call.operation, Operation::Barrier)
         {
             receive.copy_from_slice(send);
         }
-        self.recorder.end(Ok(()));
         Ok(())
     }
 
-    fn split(
+    /// Makes no transfer: the checks of a call refuse the rank itself as the peer, and there is no
+    /// other.
+    fn transfer(
         &mut self,
-        membership: Option<Membership>,
-    ) -> Result<Option<Box<dyn Communicator>>, CollectiveError> {
-        match self.failure() {
-            Some(error) => Err(error),
-            None => Ok(membership.map(|_| {
-                let mut part = Solo::new();
-                part.aborted.extend(self.aborted.iter().map(Arc::clone));
-                Box::new(part) as Box<dyn Communicator>
-            })),
-        }
+        _begun: &mut Begun<'_>,
+        pair: Pair,
+        _call: Call<'_>,
+        _blocks: Blocks<'_>,
+    ) -> Result<(), CollectiveError> {
+        unreachable!("{pair:?} in a world of one rank")
     }
 
-    fn set_context(&mut self, context: CallContext) {
-        self.context = context;
+    fn join(
+        &mut self,
+        _begun: &mut Begun<'_>,
+        membership: Option<Membership>,
+    ) -> Result<Option<Self>, CollectiveError> {
+        Ok(membership.map(|_| {
+            let own = Arc::default();
+            let aborted = [own].into_iter().chain(self.aborted.iter().map(Arc::clone));
+            Self { closed: Arc::default(), aborted: aborted.collect() }
+        }))
     }
+
+    fn close(&mut self, error: CollectiveError) -> CollectiveError {
+        lock(&self.closed).get_or_insert(error).clone()
+    }
+
+    fn leave(&mut self, _last: CollectiveError) {}
 
     fn aborter(&self) -> Aborter {
         let aborted = Arc::clone(&self.aborted[0]);
@@ -99,45 +102,41 @@ impl Communicator for Solo {
         })
     }
 
-    fn recorder(&self) -> &FlightRecorder {
-        &self.recorder
+    fn failure(&self) -> Option<CollectiveError> {
+        let closed = lock(&self.closed).clone();
+        closed.or_else(|| self.aborted.iter().find_map(|aborted| lock(aborted).clone()))
     }
 
-    fn shares_memory(&self) -> bool {
-        true
+    /// The error that has closed the world: there is nobody to meet who would say it.
+    fn closed(&self) -> Option<CollectiveError> {
+        self.failure()
     }
 
+    fn on_shared(&mut self) -> Option<&mut dyn OnShared> {
+        Some(self)
+    }
+}
+
+impl OnShared for Alone {
     fn reduce_update(
         &mut self,
+        _begun: &mut Begun<'_>,
         call: ReduceUpdate<'_>,
+        _blocks: Blocks<'_>,
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
-        if let Some(error) = self.failure() {
-            return Err(error);
-        }
-        let blocks = call.blocks(0, 1).map_err(|error| self.close(error))?;
-        self.sequence += 1;
-        let fingerprint = call.fingerprint(blocks.numel, self.sequence, self.context);
-        self.recorder.begin(&fingerprint);
         work(RankMemory {
             rank: 0,
             grads: smallvec![call.grads],
             replicas: call.replicas.into_iter().map(|own| smallvec![own.bytes]).collect(),
         });
-        self.recorder.end(Ok(()));
         Ok(())
     }
-
-    fn failure(&self) -> Option<CollectiveError> {
-        let closed = lock(&self.closed).clone();
-        closed.or_else(|| self.aborted.iter().find_map(|aborted| lock(aborted).clone()))
-    }
 }
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Collectives, ReduceOp};
+    use crate::{Collectives, Communicator, ReduceOp};
 
     #[test]
     fn breaking_a_group_off_breaks_off_what_was_split_from_it_and_nothing_above() {

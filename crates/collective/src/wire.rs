@@ -28,7 +28,7 @@ impl Fingerprint {
         bytes
     }
 
-    /// The fingerprint of which [`Self::to_bytes`] made these; `None` if it made others.
+    /// The fingerprint that [`Self::to_bytes`] made these bytes of; `None` for any other bytes.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::WIRE_BYTES] = bytes.try_into().ok()?;
         let mut words = [0; WORDS];
@@ -47,11 +47,11 @@ impl Fingerprint {
         })
     }
 
-    /// The fingerprints of which [`Self::to_bytes`] made all of these on other ranks, for this call
-    /// of `rank`.
+    /// The fingerprints that [`Self::to_bytes`] made these bytes of on all ranks, for this call of
+    /// `rank`.
     ///
     /// # Errors
-    /// [`CollectiveError::Engine`] if it made others.
+    /// [`CollectiveError::Engine`] for any other bytes.
     pub fn read_all<'a>(
         &self,
         rank: usize,
@@ -62,7 +62,7 @@ impl Fingerprint {
         all.ok_or_else(|| CollectiveError::engine(rank, self.operation.name(), reason))
     }
 
-    /// Operation but for its root, dtype and bucket in one word.
+    /// One word for the operation without its root, the dtype and the bucket.
     pub(crate) fn kind(&self) -> u64 {
         let reduce = self.operation.reduce_op().map_or(0, |op| op as u64);
         let bucket = self.context.bucket;
@@ -73,7 +73,7 @@ impl Fingerprint {
             | u64::from(bucket.unwrap_or(0)) << 32
     }
 
-    /// What [`Self::kind`] made the word of; `None` if it made another.
+    /// Operation, dtype and bucket that [`Self::kind`] made the word of; `None` for any other word.
     pub(crate) fn of_kind(word: u64, root: usize) -> Option<(Operation, DType, Option<u32>)> {
         let byte = |at: u32| word >> (8 * at) & 0xff;
         let reduce = |op: &ReduceOp| *op as u64 == byte(1);
@@ -89,7 +89,7 @@ impl Fingerprint {
     }
 }
 
-/// The operation of which [`Operation::code`] is this.
+/// The operation whose [`Operation::code`] this is.
 fn operation(code: u64, reduce: ReduceOp, root: usize) -> Option<Operation> {
     Some(match code {
         0 => Operation::AllReduce(reduce),

@@ -1,4 +1,4 @@
-//! Host memory, and launches as one parallel scope.
+//! The CPU backend: host memory, and launches as one parallel scope.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,35 +20,34 @@ pub(crate) const NAME: &str = "cpu";
 
 pub(crate) const FOREIGN: BackendError = BackendError::ForeignBuffer { backend: NAME };
 
-/// Runs kernels on the host.
+/// Backend that runs kernels on the host.
 ///
-/// All batches of a launch run in one parallel scope over all chunks of all tensors, so caps cost
-/// nothing here. The bits depend neither on the threads nor on the SIMD level.
+/// All batches of a launch run in one parallel scope over all chunks of all tensors, so per-launch
+/// limits cost nothing here. The bits depend neither on the threads nor on the SIMD level.
 #[derive(Debug)]
 pub struct CpuBackend {
     pool: Pool,
     level: Level,
     limits: LaunchLimits,
-    /// Tensors left as they are.
+    /// Number of tensors that kernels have left as they are.
     skipped: AtomicU64,
-    /// How many of them there were when they were last asked for.
+    /// Value of `skipped` at the last [`Backend::take_skipped`].
     told: AtomicU64,
 }
 
 impl CpuBackend {
-    /// A backend that works on the caller's thread and on at most `threads − 1` workers of the
-    /// rayon pool that the caller is in, at the processor's widest SIMD level.
+    /// A backend on the caller's thread and at most `threads − 1` workers of the caller's rayon
+    /// pool. It uses the processor's widest SIMD level.
     pub fn new(threads: NonZeroUsize) -> Self {
         Self::in_pool(Pool::new(threads))
     }
 
-    /// A backend that works on as many threads as the rayon pool has that the caller is in, or
-    /// else rayon's global one.
+    /// A backend that works on all threads of the caller's rayon pool, or of rayon's global one.
     pub fn with_all_threads() -> Self {
         Self::in_pool(Pool::current())
     }
 
-    /// A backend on these threads: [`Pool::of`] takes a rayon pool of the program's choice.
+    /// A backend on the threads of `pool`; [`Pool::of`] takes a rayon pool of the program's choice.
     pub fn in_pool(pool: Pool) -> Self {
         Self {
             pool,
@@ -71,7 +70,7 @@ impl CpuBackend {
         self
     }
 
-    /// The threads that launches are shared out among.
+    /// The threads among which launches are shared out.
     pub fn pool(&self) -> &Pool {
         &self.pool
     }
@@ -137,8 +136,8 @@ impl Backend for CpuBackend {
 
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         if launch.kernel.normed().is_some() {
-            // The sums come from the whole tensor, so tensors are not cut between the threads at
-            // any element.
+            // The sums come from the whole tensor, so a tensor must not be cut between threads at
+            // an arbitrary element.
             return self.launch_by_tensor(launch, &|piece| {
                 piece.run();
                 Ok(())
@@ -237,7 +236,7 @@ impl Backend for CpuBackend {
     }
 }
 
-/// The places of the sums of all chunks of some batches.
+/// The places of the sums of all chunks of `batches`, of which the first has number `first`.
 pub(crate) fn partials<'a>(
     buffer: &'a mut dyn Buffer,
     first: u64,
@@ -255,12 +254,12 @@ pub(crate) fn partials<'a>(
     })
 }
 
-/// What the launch's control block says.
+/// The gate of a launch, as its control block sets it.
 pub(crate) fn gate(launch: &Launch<'_>) -> Result<Gate, BackendError> {
     Gate::on_host(launch.control).ok_or(BackendError::ForeignBuffer { backend: NAME })
 }
 
-/// What all parts of a launch are called with.
+/// The arguments that all parts of a launch share.
 pub(crate) fn host_call<'a>(level: Level, launch: &Launch<'a>, grad_factor: f64) -> HostCall<'a> {
     HostCall {
         level,

@@ -1,10 +1,10 @@
-//! Launches that go tensor by tensor: those whose parameters and gradients a framework keeps and
-//! lends, and those of kernels that take sums over a tensor before they update it.
+//! Launches tensor by tensor. They serve parameters and gradients that a framework keeps and lends,
+//! and kernels that take sums over a tensor before they update it.
 //!
-//! A framework guards each tensor with its own lock. So a thread holds one tensor at a time: a
-//! large tensor is borrowed once and the whole pool works on it; small ones are shared out and each
-//! thread borrows its own, one after the other. A kernel that takes sums profits from the same
-//! order: a small tensor stays in its thread's cache between sums and update, a large one in the
+//! A framework guards each tensor with its own lock, so a thread holds one tensor at a time. A
+//! large tensor is borrowed once and the whole pool works on it. Small tensors are shared out, and
+//! each thread borrows its own, one after the other. A kernel that takes sums profits from the same
+//! order. A small tensor stays in its thread's cache between sums and update, a large one in the
 //! shared cache.
 
 mod small_pieces;
@@ -30,43 +30,44 @@ use crate::update_sums::rows;
 use crate::window::{covered, window};
 use small_pieces::SmallPieces;
 
-/// Parts that small tensors are cut into for each thread, on the boundaries of tensors.
+/// Number of parts into which small tensors are cut for each thread, on the boundaries of tensors.
 pub(crate) const PARTS_PER_THREAD: usize = 32;
 
-/// Lends one tensor: calls [`BorrowedPiece::update`] with its parameter and gradient. It is called
-/// from any thread of the pool, on one thread never for two tensors at once.
+/// Function that lends one tensor: it calls [`BorrowedPiece::update`] with the parameter and the
+/// gradient. Any thread of the pool may call it, but a thread never calls it for two tensors at
+/// once.
 pub type Lend<'a> = &'a (dyn Fn(BorrowedPiece<'_>) -> Result<(), BackendError> + Sync);
 
-/// A tensor whose state is at hand and whose parameter and gradient are to be borrowed, if they are
-/// not at hand as well.
+/// A tensor whose state is at hand; its parameter and gradient are borrowed, unless they are at
+/// hand as well.
 pub struct BorrowedPiece<'a> {
     call: &'a BorrowedCall<'a>,
     whole: Whole,
     /// The tensor's position among the caller's parameters.
     parameter: u32,
-    /// The kernel's lists; those to be borrowed are absent.
+    /// The kernel's lists; lists that are borrowed are absent.
     lists: [HostList<'a>; MAX_LISTS],
-    /// The pool, if the tensor is worth its while.
+    /// The pool, if the tensor is large enough to share it out.
     pool: Option<&'a Pool>,
     cached: Option<Cached<'a>>,
-    /// Places for the sums over what the update changes, if they are wanted.
+    /// Places for the sums over the changes of the update, if these sums are wanted.
     update_sums: Option<&'a mut [UnitSums]>,
 }
 
-/// What is the same for all pieces of a launch.
+/// The data of a launch that all pieces share.
 struct BorrowedCall<'a> {
     kernel: &'a dyn MultiTensorKernel,
     host: HostCall<'a>,
-    /// The sums of all parameters' gradients, if they have been taken.
+    /// The sums of all parameters' gradients, if the step has taken them.
     grad_sums: Option<&'a [SquareSum]>,
-    /// The sums over whole tensors of the storage, if they have been taken.
+    /// The sums over whole tensors of the storage, if the step has taken them.
     tensor_sums: Option<&'a [[f64; MAX_SUMS]]>,
     backend: &'static str,
     skipped: &'a AtomicU64,
 }
 
 impl CpuBackend {
-    /// Runs a launch of a plan whose tensors are borrowed: `lend` is called once for each tensor,
+    /// Runs a launch of a plan whose tensors are borrowed. `lend` is called once for each tensor,
     /// however launches cut it.
     ///
     /// # Errors
@@ -80,7 +81,7 @@ impl CpuBackend {
         self.launch_by_tensor(launch, lend)
     }
 
-    /// Calls `lend` once for each tensor, with the lists that are kept.
+    /// Calls `lend` once for each tensor, with the lists that the plan keeps.
     pub(crate) fn launch_by_tensor(
         &self,
         mut launch: Launch<'_>,
@@ -103,8 +104,8 @@ impl CpuBackend {
         check_parts(&launch, sizes.part)?;
         let starts = tensors.map(|whole| whole.first_element);
         let mut rows = rows(launch.update_sums.take(), offsets, starts)?;
-        // Dropped with any error: the next step takes all sums anew. Sums over whole tensors are no
-        // business of a launch that has parts.
+        // An error drops the sums, and the next step takes them all anew. A launch that has parts
+        // of tensors does not use sums over whole tensors.
         let sums = match launch.tensor_sums {
             Some(_) => None,
             None => ParamSums::take(&mut launch),
@@ -156,11 +157,11 @@ impl BorrowedPiece<'_> {
         self.whole.tensor as usize
     }
 
-    /// Updates the piece's elements of `param`, given whole, from `grad`, given whole.
+    /// Updates the piece's elements of `param` from `grad`; both slices are whole tensors.
     ///
     /// # Errors
-    /// [`BackendError::OutOfBounds`] if one of them is shorter than the tensor; nothing is written
-    /// then.
+    /// [`BackendError::OutOfBounds`] if a slice is shorter than the tensor, before anything is
+    /// written.
     pub fn update(self, param: &mut [u8], grad: &[u8]) -> Result<(), BackendError> {
         let (mut param, mut grad) = (HostList::ReadWrite(param), HostList::Read(grad));
         self.update_lists(|_, declared| match declared.role {
@@ -170,12 +171,12 @@ impl BorrowedPiece<'_> {
         })
     }
 
-    /// [`BorrowedPiece::update`] where the caller lends state, too: `lend` is called once for each
-    /// list of the kernel, in its order, and gives the tensor whole, or `None` for a list that the
+    /// [`BorrowedPiece::update`] for a caller that lends state, too. `lend` is called once for each
+    /// list of the kernel, in its order. It returns the whole tensor, or `None` for a list that the
     /// plan keeps.
     ///
     /// # Errors
-    /// As [`BorrowedPiece::update`], for any of the lists.
+    /// Those of [`BorrowedPiece::update`], for any of the lists.
     #[inline]
     pub fn update_lists<'b>(
         mut self,
@@ -186,7 +187,7 @@ impl BorrowedPiece<'_> {
     {
         let declared = self.call.kernel.lists();
         let mut refused = Ok(());
-        // One by one into their place: a small tensor feels every copy of all of them.
+        // Lists are put into place one by one: a small tensor feels every copy of the whole array.
         let mut lists = std::array::from_fn(|list| {
             let Some(own) = declared.get(list) else {
                 return HostList::Absent;
@@ -212,7 +213,7 @@ impl BorrowedPiece<'_> {
         Ok(())
     }
 
-    /// Updates a tensor all of whose lists are at hand.
+    /// Updates a tensor that has all its lists at hand.
     pub(crate) fn run(mut self) {
         let mut lists = std::mem::take(&mut self.lists);
         self.run_on(&mut lists);
@@ -225,7 +226,8 @@ impl BorrowedPiece<'_> {
     {
         let kernel = self.call.kernel;
         if self.pool.is_none() && self.update_sums.is_none() && kernel.normed().is_none() {
-            // Most tensors of most models. Its lists are not moved, which a small one feels.
+            // Most tensors of most models come this way. Their lists are not moved, since small
+            // tensors feel the copy.
             let Whole { first_element, numel, group, .. } = self.whole;
             let spans = HostSpans::part(numel as usize, group, self.parameter, first_element);
             return kernel.run_host(HostRun::new(self.call.host, lists, spans));
@@ -247,7 +249,7 @@ impl BorrowedPiece<'_> {
             sums: sums.map(|sums| sums[self.whole.tensor as usize]),
             update_sums: self.update_sums,
         };
-        // A tensor that several ranks or buckets have parts of counts where it begins.
+        // If several ranks or buckets have parts of a tensor, only the first part counts it.
         let begins = self.whole.first_element == 0;
         if step_tensor(tensor, self.pool) == Outcome::Skip && begins {
             self.call.skipped.fetch_add(1, Ordering::Relaxed);
@@ -255,12 +257,12 @@ impl BorrowedPiece<'_> {
     }
 }
 
-/// Memory of sums, which is aligned for them.
+/// The bytes as sums; `None` if they are not aligned for sums.
 fn sums_of(bytes: &[u8]) -> Option<&[SquareSum]> {
     bytemuck::try_cast_slice(bytes).ok()
 }
 
-/// Sums over whole tensors, which only the host has here.
+/// The sums over whole tensors of a launch, which must be in host memory.
 fn sums_of_host<'a>(launch: &Launch<'a>) -> Result<Option<&'a [[f64; MAX_SUMS]]>, BackendError> {
     match launch.tensor_sums {
         None => Ok(None),
@@ -269,8 +271,8 @@ fn sums_of_host<'a>(launch: &Launch<'a>) -> Result<Option<&'a [[f64; MAX_SUMS]]>
     }
 }
 
-/// Refuses sums over whole tensors that are fewer than the tensors, and parts of tensors without
-/// them.
+/// Refuses fewer sums over whole tensors than there are tensors, and parts of tensors without such
+/// sums.
 fn check_parts(launch: &Launch<'_>, part: Option<Whole>) -> Result<(), BackendError> {
     if let Some(sums) = sums_of_host(launch)? {
         let len_bytes = launch.members.len() * size_of::<[f64; MAX_SUMS]>();
@@ -294,10 +296,10 @@ fn check_parts(launch: &Launch<'_>, part: Option<Whole>) -> Result<(), BackendEr
     })
 }
 
-/// These elements of the kept lists, in the kernel's order; `firsts` are those of the launch.
+/// The given elements of the kept lists, in the kernel's order. `firsts` are those of the launch.
 ///
 /// # Errors
-/// [`BackendError::ForeignBuffer`] for a list that the kernel does not have; as [`window`].
+/// [`BackendError::ForeignBuffer`] for a list that the kernel does not have; those of [`window`].
 fn lists_of<'a>(
     kernel: &dyn MultiTensorKernel,
     (buffers, firsts): (&'a mut [ListBuffer], &[u64]),
@@ -313,7 +315,7 @@ fn lists_of<'a>(
     Ok(lists)
 }
 
-/// Takes bytes off a list, behind `before` that are left out.
+/// Takes `len_bytes` bytes off a list, after skipping `before` bytes.
 #[inline]
 fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> HostList<'a> {
     let (_, from_here) = std::mem::take(list).split_at(before);
@@ -322,10 +324,11 @@ fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> H
     own
 }
 
-/// What of a tensor that is borrowed whole lies in a launch.
+/// The part of a whole borrowed tensor that belongs to a launch.
 ///
 /// # Errors
-/// Where it should lie, its length, and how long the tensor is, which is shorter.
+/// The offset and the length of the part, and the length of the tensor, if the tensor is too short
+/// for the part.
 #[inline]
 fn take_part<'a>(
     mut borrowed: HostList<'a>,

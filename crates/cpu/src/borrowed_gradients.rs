@@ -1,4 +1,4 @@
-//! Reductions of gradients that a framework keeps and lends, tensor by tensor.
+//! Reductions, tensor by tensor, of gradients that a framework keeps and lends.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,21 +12,21 @@ use crate::backend::partials;
 use crate::borrowed::PARTS_PER_THREAD;
 use crate::tensors::{Sizes, Tensors, Whole};
 
-/// Lends one gradient: calls [`BorrowedGradient::read`] with it. It is called from any thread of
-/// the pool, on one thread never for two tensors at once.
+/// Function that lends one gradient: it calls [`BorrowedGradient::read`] with it. Any thread of the
+/// pool may call the function, but a thread never calls it for two tensors at once.
 pub type LendGradient<'a> = &'a (dyn Fn(BorrowedGradient<'_>) -> Result<(), BackendError> + Sync);
 
-/// A tensor whose gradient is to be borrowed.
+/// A tensor whose gradient is borrowed.
 pub struct BorrowedGradient<'a> {
     call: Call<'a>,
     whole: Whole,
-    /// One for each chunk.
+    /// Places of the sums, one for each chunk.
     sums: &'a mut [SquareSum],
-    /// The pool, if the tensor is worth its while.
+    /// The pool, if the tensor is large enough to share it out.
     pool: Option<&'a Pool>,
 }
 
-/// What is the same for all tensors of a reduction.
+/// The data of a reduction that all tensors share.
 #[derive(Clone, Copy)]
 struct Call<'a> {
     kernel: &'a dyn MultiTensorReduction,
@@ -35,12 +35,12 @@ struct Call<'a> {
 }
 
 impl CpuBackend {
-    /// Runs a reduction of a plan whose tensors are borrowed: `lend` is called once for each
+    /// Runs a reduction of a plan whose tensors are borrowed. `lend` is called once for each
     /// tensor, however launches cut it.
     ///
     /// # Errors
     /// The first error of `lend`; [`BackendError::ForeignBuffer`] and [`BackendError::OutOfBounds`]
-    /// as [`Backend::reduce`].
+    /// as for [`Backend::reduce`].
     pub fn reduce_borrowed(
         &self,
         reduce: Reduce<'_>,
@@ -85,10 +85,10 @@ impl BorrowedGradient<'_> {
         self.whole.tensor as usize
     }
 
-    /// Reads the gradient, given whole.
+    /// Reads the gradient; `grad` is the whole tensor.
     ///
     /// # Errors
-    /// [`BackendError::OutOfBounds`] if it is shorter than the tensor.
+    /// [`BackendError::OutOfBounds`] if `grad` is shorter than the tensor.
     pub fn read(self, grad: &[u8]) -> Result<(), BackendError> {
         let width = self.call.kernel.list().dtype.len_bytes();
         let len_bytes = self.whole.numel as usize * width;
@@ -142,13 +142,13 @@ impl Split for TensorChunks<'_> {
     }
 }
 
-/// The small tensors among some tensors of a reduction.
+/// The small tensors among consecutive tensors of a reduction.
 struct SmallGradients<'a> {
     call: Call<'a>,
     tensors: Tensors<'a>,
-    /// Tensors from so many elements on are not small.
+    /// Element count from which on tensors are large.
     large: u64,
-    /// One for each chunk of all these tensors, the large ones included.
+    /// Places of the sums, one for each chunk of all these tensors, the large ones included.
     sums: &'a mut [SquareSum],
     /// Elements of the small tensors.
     elements: u64,

@@ -7,13 +7,13 @@ use fusestep_launch::Buffer;
 
 use crate::cached::ParamSums;
 
-/// Host memory that counts how often it was borrowed to be written, so that what was derived from
-/// it can be told from what it holds now.
+/// Host memory that counts how often it was borrowed for writing. Values derived from the memory
+/// are up to date as long as the count stays the same.
 #[derive(Debug)]
 pub(crate) struct HostBuffer {
     memory: HostMemory,
     times_borrowed: u64,
-    /// If it holds parameters: the sums that their last update took along.
+    /// Sums over parameters that their last update has left, if the memory holds parameters.
     pub(crate) sums: Option<ParamSums>,
 }
 
@@ -22,8 +22,8 @@ impl HostBuffer {
         Self { memory, times_borrowed: 0, sums: None }
     }
 
-    /// How often the bytes were borrowed to be written: who finds the same number twice finds the
-    /// same bytes.
+    /// The number of times that the bytes were borrowed for writing. As long as the number is the
+    /// same, so are the bytes.
     pub(crate) fn times_borrowed(&self) -> u64 {
         self.times_borrowed
     }

@@ -1,9 +1,9 @@
-//! Sums over parameters from one step to the next.
+//! Sums over parameters, kept from one step to the next.
 //!
-//! LARS needs the norm of every parameter before it updates it. The update before had the parameter
-//! at hand and took the sum along ([`fusestep_launch::NormedKernel::param_sum`]), which saves a
-//! read of all parameters, as long as nobody has written them in between. The buffers know: each
-//! counts how often it was borrowed to be written.
+//! LARS needs the norm of every parameter before it updates it. The last update had the parameter
+//! at hand and has already taken its sum ([`fusestep_launch::NormedKernel::param_sum`]). Using this
+//! sum saves a read of all parameters, if nobody has written them in between. Each buffer counts
+//! how often it was borrowed for writing, which tells.
 
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -13,7 +13,7 @@ use fusestep_tensor::Role;
 
 use crate::buffer::HostBuffer;
 
-/// The sums over the chunks of all parameters of a storage, as their last update left them.
+/// Sums over the chunks of all parameters of a storage, as their last update left them.
 ///
 /// # Cost
 /// 8 bytes for each 65,536 elements, allocated at the first step.
@@ -22,14 +22,14 @@ pub(crate) struct ParamSums {
     /// Place of each tensor's first sum, and one past the last tensor's.
     starts: Vec<usize>,
     chunks: Vec<AtomicU64>,
-    /// For each tensor.
+    /// Whether the sums of a tensor are valid, for each tensor.
     valid: Vec<AtomicBool>,
-    /// The state of the memory that they are the sums of.
+    /// State of the memory over which the sums were taken.
     of: Option<Written>,
 }
 
-/// How often the memory of the parameters, and that of what is beside them, was borrowed to be
-/// written.
+/// Counts of how often the memory of the parameters, and of their masters or remainders, was
+/// borrowed for writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Written {
     param: u64,
@@ -37,9 +37,9 @@ struct Written {
 }
 
 impl ParamSums {
-    /// Those that the launch's parameters carry, to be given back by [`ParamSums::keep`] when they
-    /// have been updated; `None` if the kernel has no use for them or the parameters are not
-    /// kept here. Sums over what has changed since are marked as such.
+    /// The sums that the launch's parameters carry; [`ParamSums::keep`] gives them back after the
+    /// update. `None` if the kernel has no use for sums, or if the parameters are not kept here.
+    /// Sums over parameters that have changed since are marked as not valid.
     pub(crate) fn take(launch: &mut Launch<'_>) -> Option<Self> {
         launch.kernel.normed()?.param_sum()?;
         let written = Written::of(launch.lists)?;
@@ -59,8 +59,8 @@ impl ParamSums {
         Some(sums)
     }
 
-    /// Leaves the sums with the parameters, which were written by nobody but the launch since they
-    /// were taken.
+    /// Leaves the sums with the parameters. Only the launch may have written the parameters since
+    /// the sums were taken.
     pub(crate) fn keep(mut self, lists: &mut [ListBuffer]) {
         self.of = Written::of(lists);
         if let Some(buffer) = param(lists) {
@@ -68,7 +68,7 @@ impl ParamSums {
         }
     }
 
-    /// Those of one tensor of so many elements.
+    /// The sums of one tensor of `numel` elements.
     pub(crate) fn of(&self, tensor: usize, numel: u64) -> Option<Cached<'_>> {
         let range = *self.starts.get(tensor)?..*self.starts.get(tensor + 1)?;
         let chunks = numel.div_ceil(u64::from(CHUNK_ELEMENTS)) as usize;
@@ -78,7 +78,7 @@ impl ParamSums {
         })
     }
 
-    /// None of them valid yet.
+    /// Sums that are all not valid yet.
     fn new(starts: Vec<usize>) -> Self {
         let chunks = starts.last().copied().unwrap_or(0);
         Self {
@@ -90,8 +90,8 @@ impl ParamSums {
     }
 }
 
-/// Where the sums of tensors start that lie at these elements of a storage that ends at `end`,
-/// padding included.
+/// The places where the sums of each tensor start. Tensors lie at these `offsets` of a storage that
+/// ends at `end`, padding included.
 fn starts(offsets: &[u64], end: u64) -> impl Iterator<Item = usize> {
     let ends = offsets.iter().skip(1).copied().chain([end]);
     let chunks = offsets.iter().zip(ends).map(|(&start, end)| {
@@ -105,7 +105,7 @@ fn starts(offsets: &[u64], end: u64) -> impl Iterator<Item = usize> {
 }
 
 impl Written {
-    /// As the lists are now; `None` if they are not memory of this backend.
+    /// The counts of these lists at this moment; `None` if a list is not memory of this backend.
     fn of(lists: &[ListBuffer]) -> Option<Self> {
         let mut param = None;
         let mut beside = None;

@@ -1,4 +1,4 @@
-//! The chunks of a reduction as one piece of work that can be cut between any two of them.
+//! Chunks of a reduction as one piece of work that can be cut between any two of them.
 
 use fusestep_launch::{Batch, MultiTensorReduction, Record, SquareSum};
 use fusestep_simd::{Level, Split};
@@ -10,14 +10,14 @@ pub(crate) struct ChunkPieces<'a> {
     chunks: Chunks<'a>,
     /// The whole list.
     list: &'a [u8],
-    /// One for each chunk.
+    /// Places of the sums, one for each chunk.
     sums: &'a mut [SquareSum],
-    /// Elements of the chunks together.
+    /// Number of elements of all the chunks.
     elements: u64,
 }
 
 impl<'a> ChunkPieces<'a> {
-    /// All chunks of these batches; `sums` has one place for each.
+    /// All chunks of these batches; `sums` has one place for each chunk.
     pub(crate) fn new(
         kernel: &'a dyn MultiTensorReduction,
         level: Level,
@@ -77,7 +77,7 @@ impl Split for ChunkPieces<'_> {
 struct Chunks<'a> {
     batches: std::slice::Iter<'a, Batch>,
     records: std::slice::Iter<'a, Record>,
-    /// What is left of the current record: its first storage element and element count.
+    /// Rest of the current record: its first storage element and element count.
     record: Option<(u64, u64)>,
     offsets: &'a [u64],
     chunk_elements: u64,

@@ -1,4 +1,4 @@
-//! The leaves of some batches as one piece of work that can be cut between any two of them.
+//! Leaves of batches as one piece of work that can be cut between any two of them.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use fusestep_simd::{Level, Pool, Split};
 use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
 use crate::window::{covered, place};
 
-/// A leaf of a tensor, or its last elements.
+/// A leaf of a tensor; the last one of a tensor may be shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Leaf {
     /// First element of the storage.
@@ -21,12 +21,12 @@ struct Leaf {
     group: u32,
 }
 
-/// Leaves from some record of some batches on, in order.
+/// The leaves of batches in order, from a certain record on.
 #[derive(Clone, Copy)]
 struct Leaves<'a> {
     batches: &'a [Batch],
     offsets: &'a [u64],
-    /// The record of the first batch, and elements of it that are gone.
+    /// Number of the record in the first batch, and how many of its elements are over.
     record: usize,
     gone: u64,
 }
@@ -36,7 +36,7 @@ impl<'a> Leaves<'a> {
         Self { batches, offsets, record: 0, gone: 0 }
     }
 
-    /// How many there are in all batches.
+    /// The number of leaves in all batches.
     fn count(batches: &[Batch]) -> usize {
         let records = batches.iter().flat_map(|batch| &batch.records);
         // Lists lie in host memory, so their element counts fit a usize.
@@ -44,7 +44,7 @@ impl<'a> Leaves<'a> {
         leaves.sum()
     }
 
-    /// The record that the next leaf lies in.
+    /// The record in which the next leaf lies.
     fn current(&mut self) -> Option<(&'a Batch, &'a Record)> {
         loop {
             let (batch, rest) = self.batches.split_first()?;
@@ -57,7 +57,7 @@ impl<'a> Leaves<'a> {
         }
     }
 
-    /// Passes over so many, record by record.
+    /// Passes over `leaves` leaves, record by record.
     fn pass(&mut self, mut leaves: u64) {
         while leaves > 0 {
             let Some((_, record)) = self.current() else {
@@ -86,7 +86,7 @@ impl Iterator for Leaves<'_> {
     }
 }
 
-/// Consecutive leaves, the places of what is taken of each, and how it is taken.
+/// Consecutive leaves, the places of their sums, and the function that takes a sum.
 struct LeafPieces<'a, T, F> {
     leaves: Leaves<'a>,
     sums: &'a mut [T],
@@ -116,7 +116,7 @@ impl<T: Send, F: Fn(Leaf) -> T + Sync> Split for LeafPieces<'_, T, F> {
     }
 }
 
-/// Refuses places that are not one for each leaf.
+/// Refuses a number of places that differs from the number of leaves.
 fn check_count<T>(batches: &[Batch], sums: &[T]) -> Result<(), BackendError> {
     let count = Leaves::count(batches);
     if count == sums.len() {
@@ -135,7 +135,8 @@ struct Part<'a> {
 }
 
 impl<'a> Part<'a> {
-    /// `elements` of a list whose bytes, all of them, begin with element `first` of the storage.
+    /// The `elements` of a list; `bytes` is the whole list, which begins with element `first` of
+    /// the storage.
     fn of(
         bytes: &'a [u8],
         first: u64,
@@ -158,10 +159,10 @@ impl<'a> Part<'a> {
     }
 }
 
-/// The sum of squares of every leaf, where the list lies.
+/// Takes the sum of squares of every leaf of a list in host memory.
 ///
 /// # Errors
-/// As [`fusestep_launch::Backend::leaf_squares`].
+/// Those of [`fusestep_launch::Backend::leaf_squares`].
 pub(crate) fn leaf_squares(
     pool: &Pool,
     level: Level,
@@ -181,12 +182,12 @@ pub(crate) fn leaf_squares(
     Ok(())
 }
 
-/// The sums that the kernel of a launch takes over every leaf; 0 if the control block stops the
-/// step.
+/// Takes the sums that the launch's kernel defines over every leaf; 0 if the control block stops
+/// the step.
 ///
 /// # Errors
-/// As [`fusestep_launch::Backend::leaf_sums`]; [`BackendError::Unavailable`] for a kernel that
-/// takes no sums.
+/// Those of [`fusestep_launch::Backend::leaf_sums`]; [`BackendError::Unavailable`] for a kernel
+/// that takes no sums.
 pub(crate) fn leaf_sums(
     pool: &Pool,
     level: Level,

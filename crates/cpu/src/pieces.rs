@@ -1,5 +1,5 @@
-//! The records of all batches as one piece of work that can be cut at any element, or at any chunk
-//! if sums are taken over what it changes.
+//! Records of all batches as one piece of work. It can be cut at any element, or only between
+//! chunks if sums are taken over the changes.
 
 use fusestep_elementwise::Tensor;
 use fusestep_launch::{
@@ -11,11 +11,11 @@ use fusestep_simd::Split;
 use crate::update_sums::{Rows, rows};
 use crate::window::{covered, window};
 
-/// Cuts lie on multiples of this many elements, so that two threads never write one cache line of
-/// any dtype.
+/// Unit of cuts: they lie on multiples of this many elements, so that two threads never write one
+/// cache line, whatever the dtype.
 pub(crate) const CUT_ELEMENTS: u64 = 1024;
 
-/// The part of a launch whose elements lie in `first..end` of the storage.
+/// Part of a launch with the elements `first..end` of the storage.
 pub(crate) struct Pieces<'a> {
     kernel: &'a dyn MultiTensorKernel,
     call: HostCall<'a>,
@@ -27,22 +27,23 @@ pub(crate) struct Pieces<'a> {
     widths: [usize; MAX_LISTS],
     first: u64,
     end: u64,
-    /// Of the chunks in `first..end`.
+    /// Rows of sums for the chunks in `first..end`.
     sums: Option<Rows<'a>>,
 }
 
 impl<'a> Pieces<'a> {
-    /// All of a launch.
+    /// All elements of a launch.
     ///
     /// # Errors
     /// [`BackendError::ForeignBuffer`] if a list's memory is not the host's,
-    /// [`BackendError::OutOfBounds`] if a list does not hold all that the batches cover.
+    /// [`BackendError::OutOfBounds`] if a list is shorter than the batches need.
     pub(crate) fn new(launch: Launch<'a>, call: HostCall<'a>) -> Result<Self, BackendError> {
         let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
         let records = batches.iter().flat_map(|batch| &batch.records);
         let starts = records.map(|record| record.first_element);
         let sums = rows(launch.update_sums, offsets, starts)?;
-        // Only what the batches cover counts as work: one small tensor must not wake the pool.
+        // Only elements that the batches cover count as work: one small tensor must not wake the
+        // pool.
         let elements = covered(batches, offsets);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         let mut widths = [0; MAX_LISTS];
@@ -151,8 +152,8 @@ impl Split for Pieces<'_> {
     }
 }
 
-/// The end of the chunk of a tensor that has storage element `at`, or that ends there; it may lie
-/// behind the tensor's last element.
+/// The end of the chunk that contains storage element `at` or ends there. It may lie behind the
+/// tensor's last element.
 fn end_of_chunk(offsets: &[u64], at: u64) -> u64 {
     let tensor = offsets.partition_point(|&offset| offset < at);
     let start = tensor.checked_sub(1).and_then(|tensor| offsets.get(tensor));

@@ -6,9 +6,9 @@
 //! p of every other rank ← p                      past the caches; at ZeRO stage 0 the state, too
 //! ```
 //!
-//! Reduction, update and copies as passes of their own move every average three times and every
-//! parameter once more. Here half a kilobyte goes through all three before the next one: the
-//! update's own loop asks for averages ([`AcrossRanks`]) and hands over what is new.
+//! As separate passes, reduction, update and copies would move every average three times and every
+//! parameter once more. Here half a kilobyte goes through all three before the next one. The
+//! update's own loop asks for averages ([`AcrossRanks`]) and hands over the new values.
 
 use std::ops::Range;
 
@@ -21,11 +21,12 @@ use fusestep_simd::{Level, Split, StreamingCopies, streaming};
 use fusestep_tensor::{DType, Role};
 use smallvec::SmallVec;
 
-use crate::backend::{NAME, gate, host_call, out_of_bounds};
+use crate::backend::{NAME, gate, host_call};
 use crate::pieces::CUT_ELEMENTS;
 use crate::window::{covered, place, window};
 
-/// Replicas of fewer bytes of parameters may stay in the caches, where their ranks find them.
+/// Least bytes of parameters whose replicas are written past the caches; smaller replicas may stay
+/// there, where their ranks find them.
 const CACHED_BYTES: usize = 1 << 20;
 
 /// The averages of a block, in memory that begins with a cache line.
@@ -33,42 +34,42 @@ const CACHED_BYTES: usize = 1 << 20;
 #[repr(align(64))]
 struct Averages([u8; ACROSS_BYTES]);
 
-/// Ranks whose slices need no memory of the allocator.
+/// Most ranks whose slices fit without memory of the allocator.
 const INLINE_RANKS: usize = 16;
 
-/// Replicas of a list that need none.
+/// Most replicas of a list that fit without memory of the allocator.
 const INLINE_REPLICAS: usize = 3;
 
-/// The part of a launch whose elements lie in `first..end` of the storage.
+/// Part of a launch with the elements `first..end` of the storage.
 pub(crate) struct ReducedPieces<'a> {
     kernel: &'a dyn MultiTensorKernel,
     call: HostCall<'a>,
     batches: &'a [Batch],
     places: Places<'a>,
-    /// Each list's elements `first..end`, this rank's parameters among them; the gradients are
+    /// Elements `first..end` of each list, this rank's parameters among them; the gradients are
     /// absent.
     lists: [HostList<'a>; MAX_LISTS],
     /// Bytes of one element of each list.
     widths: [usize; MAX_LISTS],
     grad: usize,
     dtype: DType,
-    /// Each rank's gradients from `first` on.
+    /// Gradients of each rank, from `first` on.
     grads: SmallVec<[&'a [u8]; INLINE_RANKS]>,
-    /// For each list the other ranks' replicas, `first..end`.
+    /// Replicas of the other ranks for each list, `first..end`.
     others: [SmallVec<[&'a mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
-    /// Whether they are written past the caches.
+    /// Whether the replicas are written past the caches.
     is_streaming: bool,
     first: u64,
     end: u64,
 }
 
 impl<'a> ReducedPieces<'a> {
-    /// All of a launch; `None` if the control block stops the step.
+    /// All elements of a launch; `None` if the control block stops the step.
     ///
     /// # Errors
-    /// [`BackendError::Unavailable`] for a kernel that takes sums over tensors and for sums over
-    /// what is changed, neither of which has a place in one pass; [`BackendError::OutOfBounds`]
-    /// if a list or a rank's slice does not hold all that the batches cover.
+    /// [`BackendError::Unavailable`] for a kernel that takes sums over tensors, and for sums over
+    /// changes: one pass has no place for either. [`BackendError::OutOfBounds`] if a list or a
+    /// rank's slice is shorter than the batches need.
     pub(crate) fn new<'l: 'a, 'r: 'a, 'c: 'a>(
         launch: Launch<'l>,
         replicas: Replicas<'r, '_, 'c>,
@@ -193,7 +194,7 @@ impl Split for ReducedPieces<'_> {
     }
 }
 
-/// The other ranks, as the loop of an update sees them.
+/// The other ranks, as the loop of an update reaches them.
 #[derive(Debug)]
 struct Across<'a, 'b> {
     level: Level,
@@ -202,7 +203,7 @@ struct Across<'a, 'b> {
     others: &'a mut [SmallVec<[&'b mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
     widths: [usize; MAX_LISTS],
     grad: usize,
-    /// For what goes past the caches.
+    /// Copies past the caches, if replicas are written so.
     copies: Option<&'a StreamingCopies>,
     averages: Averages,
 }
@@ -229,7 +230,7 @@ impl AcrossRanks for Across<'_, '_> {
     }
 }
 
-/// What is reduced for a block: the same bytes of every rank's gradients.
+/// Inputs of a block's reduction: the same bytes of every rank's gradients.
 struct Block<'a> {
     grads: &'a [&'a [u8]],
     /// The block's first byte.
@@ -259,7 +260,7 @@ impl Ranks for Block<'_> {
     }
 }
 
-/// Refuses what has no place in one pass, and a rank that is none of the replicas.
+/// Refuses launches that cannot be done in one pass, and a rank that is not among the replicas.
 fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), BackendError> {
     let refuse = |reason: String| Err(BackendError::Unavailable { backend: NAME, reason });
     let entry = launch.kernel.entry();
@@ -292,13 +293,16 @@ fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), Bac
         ));
     }
     if launch.lists.len() < launch.kernel.lists().len() {
-        let expected = launch.kernel.lists().len();
-        return Err(out_of_bounds(0, expected, launch.lists.len()));
+        return refuse(format!(
+            "`{entry}`: expected {} lists of tensors, found {}",
+            launch.kernel.lists().len(),
+            launch.lists.len()
+        ));
     }
     Ok(())
 }
 
-/// Where a kernel has the list of this role.
+/// The position of a role's list among the kernel's lists.
 fn position(kernel: &dyn MultiTensorKernel, role: Role) -> Result<usize, BackendError> {
     let position = kernel.lists().iter().position(|list| list.role == role);
     position.ok_or_else(|| BackendError::Unavailable {

@@ -1,20 +1,20 @@
-//! Places for the sums over what a launch changes, cut as its work is.
+//! Places for the sums over the changes of a launch, cut in the same way as its work.
 
 use fusestep_launch::{BackendError, CHUNK_ELEMENTS, UnitSums, UpdateSums};
 
 use crate::backend::{FOREIGN, NAME, out_of_bounds};
 
-/// The rows of consecutive chunks of a storage.
+/// Rows of sums for consecutive chunks of a storage.
 pub(crate) struct Rows<'a> {
     rows: &'a mut [UnitSums],
     /// Row of each tensor's first chunk, and one past the last tensor's, in the whole storage.
     firsts: &'a [u64],
-    /// The first of `rows` in the whole storage.
+    /// Number of the first of `rows` in the whole storage.
     first: u64,
 }
 
 impl<'a> Rows<'a> {
-    /// Those of a launch over tensors at `offsets`.
+    /// The rows of a launch over tensors at `offsets`.
     ///
     /// # Errors
     /// [`BackendError::OutOfBounds`] if there are fewer rows than the tensors have chunks.
@@ -34,7 +34,7 @@ impl<'a> Rows<'a> {
         Ok(Self { rows, firsts: sums.firsts, first: 0 })
     }
 
-    /// Those of chunks that start before storage element `at`, and the others.
+    /// Cuts the rows into those of chunks that start before storage element `at`, and the others.
     pub(crate) fn cut(self, offsets: &[u64], at: u64) -> (Self, Self) {
         let Self { rows, firsts, first } = self;
         let middle = self::row(offsets, firsts, at).max(first);
@@ -44,7 +44,7 @@ impl<'a> Rows<'a> {
         (part(left, first), part(right, middle))
     }
 
-    /// Those of `numel` elements from storage element `start` on, all of one tensor.
+    /// The rows of `numel` elements from storage element `start` on, all of one tensor.
     pub(crate) fn of(
         &mut self,
         offsets: &[u64],
@@ -56,7 +56,8 @@ impl<'a> Rows<'a> {
         self.rows.get_mut(from..)?.get_mut(..chunks)
     }
 
-    /// Those of `numel` elements of a tensor from `first_element` on, where a chunk begins.
+    /// The rows of `numel` elements of a tensor from `first_element` on, which is the start of a
+    /// chunk.
     pub(crate) fn of_part(
         &mut self,
         tensor: u32,
@@ -70,7 +71,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// The first row of chunks that start at storage element `at` or behind it.
+/// The first row of the chunks that start at storage element `at` or behind it.
 fn row(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
     let behind = offsets.partition_point(|&offset| offset < at);
     let end = firsts.get(behind).or(firsts.last());
@@ -82,12 +83,12 @@ fn row(offsets: &[u64], firsts: &[u64], at: u64) -> u64 {
     (firsts[tensor] + chunks).min(end)
 }
 
-/// The rows of a launch, if it has any; `starts` are the elements of their tensors that its
-/// records begin with.
+/// The rows of a launch, if it has any. `starts` are the first elements, within their tensors, of
+/// the launch's records.
 ///
 /// # Errors
-/// As [`Rows::new`]; [`BackendError::Unavailable`] if a record begins within a chunk, whose sum
-/// would be that of several launches.
+/// Those of [`Rows::new`]; [`BackendError::Unavailable`] if a record begins within a chunk, whose
+/// sum would then come from several launches.
 pub(crate) fn rows<'a>(
     sums: Option<UpdateSums<'a>>,
     offsets: &[u64],

@@ -1,4 +1,4 @@
-//! Which bytes of a list hold which elements of its storage.
+//! Bytes of lists, by the elements of the storage that they hold.
 
 use std::ops::Range;
 
@@ -6,8 +6,8 @@ use fusestep_launch::{Access, BackendError, Batch, HostList, ListBuffer};
 
 use crate::backend::{FOREIGN, out_of_bounds};
 
-/// The elements of the storage from the first record's start to the last one's end; records are in
-/// storage order.
+/// The range of storage elements from the first record's start to the last one's end; records are
+/// in storage order.
 pub(crate) fn covered(batches: &[Batch], offsets: &[u64]) -> Range<u64> {
     let start = |tensor: u32, first_element| offsets[tensor as usize] + first_element;
     let first = batches.iter().find_map(|batch| batch.records.first());
@@ -19,10 +19,11 @@ pub(crate) fn covered(batches: &[Batch], offsets: &[u64]) -> Range<u64> {
     start(first.tensor, first.first_element)..end
 }
 
-/// Where so many bytes, which begin with element `first` of the storage, hold `elements`.
+/// The range of bytes that hold `elements`, in memory of `len_bytes` bytes that begins with element
+/// `first` of the storage.
 ///
 /// # Errors
-/// [`BackendError::OutOfBounds`] if they do not hold all of them.
+/// [`BackendError::OutOfBounds`] if the memory does not hold all elements.
 pub(crate) fn place(
     elements: &Range<u64>,
     first: u64,
@@ -45,10 +46,10 @@ pub(crate) fn place(
     Ok(bytes(start)..bytes(end))
 }
 
-/// The elements of a list whose memory begins with element `first` of the storage.
+/// The given elements of a list whose memory begins with element `first` of the storage.
 ///
 /// # Errors
-/// [`BackendError::ForeignBuffer`] if its memory is not the host's; as [`place`].
+/// [`BackendError::ForeignBuffer`] if the list's memory is not the host's; those of [`place`].
 pub(crate) fn window<'a>(
     list: &'a mut ListBuffer,
     first: u64,

@@ -320,3 +320,17 @@ fn what_has_no_place_in_one_pass_is_refused() {
     let error = refused(&adam, &|_, first| *first = 1, false);
     assert!(matches!(error, BackendError::OutOfBounds { .. }));
 }
+
+#[test]
+fn lists_that_are_missing_are_counted_in_the_error() {
+    let storage = Storage::new(&Adam::default(), kinds()[0], &[100]);
+    let batches = storage.batches(&(0..100));
+    let mut lists = storage.buffers();
+    let whole = lists.len();
+    lists.pop();
+    let launch = storage.launch(&batches, &mut lists, &[]);
+    let replicas = Replicas { rank: 0, first: 0, grads: &[&storage.lists[1]], lists: &mut [] };
+    let error = backend(1).launch_reduced(launch, replicas).unwrap_err().to_string();
+    let counts = format!("expected {whole} lists of tensors, found {}", whole - 1);
+    assert!(error.contains(&counts), "{error}");
+}

@@ -14,7 +14,7 @@ macro_rules! sources {
 }
 pub(crate) use sources;
 
-/// The emulator's own.
+/// Sources of the emulator itself.
 const SOURCES: &[(&str, &str)] = sources! {
     "device_language.hpp" "driver_api.hpp" "driver.hpp" "fiber.hpp" "machine.hpp" "cubins.cpp"
     "driver_device.cpp" "driver_graph.cpp" "driver_launch.cpp" "driver_memory.cpp"
@@ -27,16 +27,16 @@ const SOURCES: &[(&str, &str)] = sources! {
 /// Whether the library is compiled with sanitizers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Sanitize {
-    /// As fast as checks allow.
+    /// No sanitizers: as fast as the emulator's checks allow.
     #[default]
     Off,
-    /// With `-fsanitize=address,undefined`: sees accesses beside the dialect and undefined
-    /// arithmetic. A program that loads such a library must preload the compiler's
-    /// `libasan.so`.
+    /// `-fsanitize=address,undefined`: finds undefined arithmetic, and wrong accesses that do not
+    /// go through the kernels' dialect. A program that loads this library must preload the
+    /// compiler's `libasan.so`.
     AddressAndUndefined,
 }
 
-/// How to build the emulator.
+/// Options of a build of the emulator.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// The C++17 compiler; by default the environment's `CXX`, else `c++`.
@@ -59,7 +59,7 @@ impl Options {
             "-pthread",
             // The numeric contract: every operation is rounded by itself.
             "-ffp-contract=off",
-            // A checked jump refuses to change stacks, which is what a fiber does.
+            // A checked jump refuses to change stacks, as fibers do.
             "-U_FORTIFY_SOURCE",
             "-Wall",
             "-Wextra",
@@ -82,9 +82,9 @@ impl Options {
 /// Builds the driver library with the kernels of `kernels_dir` and returns its path,
 /// `out_dir/lib64/libcuda.so.1`.
 ///
-/// `CUDA_LIBRARY_PATH=out_dir` links with it, `LD_LIBRARY_PATH=out_dir/lib64` runs on it. Nothing
-/// is compiled again while sources, compiler and options stay the same; other kernels in the same
-/// `out_dir` leave the emulator's own objects as they are. One build at a time may use an
+/// `CUDA_LIBRARY_PATH=out_dir` links with the library, `LD_LIBRARY_PATH=out_dir/lib64` runs on it.
+/// Nothing is compiled again while sources, compiler and options stay the same. Other kernels in
+/// the same `out_dir` leave the emulator's own objects as they are. One build at a time may use an
 /// `out_dir`.
 ///
 /// # Errors
@@ -109,7 +109,8 @@ pub fn build(
     for dir in [&build_dir, &library_dir] {
         fs::create_dir_all(dir).map_err(|source| write_error(dir, source))?;
     }
-    // Gone until the library is complete: a build that fails must not leave an old stamp.
+    // The stamp is gone until the library is complete, so that a build that fails leaves no old
+    // stamp.
     let _ = fs::remove_file(&stamp);
     let objects = inputs.compile(kernels_dir, &build_dir, options)?;
     link(&objects, &library, &[], options)?;
@@ -121,11 +122,11 @@ pub fn build(
     Ok(library)
 }
 
-/// Everything that is compiled.
+/// Sources of a build.
 struct Inputs {
     /// Path and text of each `.cu` file, by name.
     kernels: Vec<(PathBuf, String)>,
-    /// Texts that only count for the fingerprint.
+    /// Texts of headers, which count for the fingerprint only.
     headers: Vec<String>,
 }
 
@@ -158,7 +159,7 @@ impl Inputs {
         Ok(inputs)
     }
 
-    /// Changes with anything that the library depends on, but for the compiler's version.
+    /// A hash of everything on which the library depends, except the compiler's version.
     fn fingerprint(&self, options: &Options) -> String {
         hash(&(&self.kernels, &self.headers, SOURCES, options.compiler(), options.flags()))
     }
@@ -188,7 +189,8 @@ impl Inputs {
             object: build_dir.join(name).with_extension("o"),
             wanted: hash(&(text, &own_headers, &compiler)),
         });
-        // What is wrong is wrong in a kernel, as a rule: said before the others take their time.
+        // Errors are usually in kernels, so the kernels are compiled first and their errors
+        // reported at once.
         let mut objects = compile_all(kernels, [build_dir, kernels_dir], options)?;
         objects.extend(compile_all(own, [build_dir, kernels_dir], options)?);
         Ok(objects)
@@ -202,7 +204,8 @@ struct Source {
     wanted: String,
 }
 
-/// Compiles those whose objects are of another source, side by side; all objects.
+/// Compiles, side by side, the sources whose objects are out of date, and returns the paths of all
+/// objects.
 fn compile_all(
     sources: impl Iterator<Item = Source>,
     include: [&Path; 2],
@@ -225,7 +228,8 @@ fn compile_all(
         command.arg("-o").arg(&object);
         started.push((object, stamp, wanted, start(command, options)?));
     }
-    // All are waited for, also after one has failed: none may go on writing into the folder.
+    // All compilers are waited for, also after one has failed: none may go on writing into the
+    // folder.
     let results: Vec<_> = started
         .into_iter()
         .map(|(object, stamp, wanted, child)| {
@@ -241,7 +245,7 @@ fn is_header(name: &str) -> bool {
     name.ends_with(".hpp")
 }
 
-/// Whether a file is there, made of what its stamp says.
+/// Whether a file exists and its stamp says that it is made of the wanted sources.
 pub(crate) fn is_of(file: &Path, stamp: &Path, wanted: &str) -> bool {
     file.exists() && fs::read_to_string(stamp).is_ok_and(|found| found == wanted)
 }
@@ -252,7 +256,7 @@ pub(crate) fn hash(value: &impl Hash) -> String {
     format!("{:016x}", hasher.finish())
 }
 
-/// Makes a library of objects or sources, with flags besides.
+/// Links objects or sources into a library, with additional flags.
 pub(crate) fn link(
     parts: &[PathBuf],
     library: &Path,
@@ -266,7 +270,7 @@ pub(crate) fn link(
     command.arg("-shared").arg(format!("-Wl,-soname,{name}")).arg("-o");
     command.arg(&fresh).args(parts).args(flags);
     finish(start(command, options)?, library, options)?;
-    // A rename leaves programs that run on the old library alone.
+    // A rename does not disturb programs that run on the old library.
     fs::rename(&fresh, library).map_err(|source| write_error(library, source))
 }
 

@@ -1,6 +1,6 @@
 use std::path::PathBuf;
 
-/// Why the emulator could not be built.
+/// Error of a build of the emulator.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EmulatorError {
@@ -9,7 +9,7 @@ pub enum EmulatorError {
     Read {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// A file or folder could not be written.
@@ -17,7 +17,7 @@ pub enum EmulatorError {
     Write {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The folder has no kernels.
@@ -31,7 +31,7 @@ pub enum EmulatorError {
     NoCompiler {
         /// The compiler's command.
         compiler: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The compiler refused a source.
@@ -41,7 +41,7 @@ pub enum EmulatorError {
         compiler: String,
         /// The source, or the library when linking.
         path: PathBuf,
-        /// What the compiler printed.
+        /// The compiler's output.
         output: String,
     },
 }

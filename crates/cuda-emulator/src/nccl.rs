@@ -8,15 +8,15 @@ use crate::{EmulatorError, Options};
 
 const SOURCES: &[(&str, &str)] = sources! { "nccl_stand_in.cpp" "nccl_stand_in.hpp" };
 
-/// What the stand-in says it is.
+/// Version that the stand-in claims to be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Nccl {
-    /// As new as any.
+    /// Version 2.27.3, with every function that fusestep uses.
     #[default]
     Complete,
-    /// Of a version before communicators that do not block: 2.10.3.
+    /// Version 2.10.3, from before communicators that do not block.
     Old,
-    /// Of a new version, but without `ncclCommInitRankConfig`.
+    /// A new version, but without `ncclCommInitRankConfig`.
     WithoutConfig,
 }
 

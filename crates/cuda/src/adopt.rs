@@ -1,6 +1,5 @@
-//! A context and a stream that a framework made: work goes where its own goes.
+//! A backend in a context and on a stream that a framework made: work goes where its own goes.
 
-use std::ffi::c_void;
 use std::ptr;
 
 use cust::context::Context;
@@ -10,42 +9,14 @@ use fusestep_launch::BackendError;
 
 use crate::backend::CudaBackend;
 use crate::event::{Event, EventUse};
+use crate::handles::{ContextHandle, StreamHandle};
 use crate::session::{Session, WorkStream, check_capability, read_info, start, unavailable};
 use crate::status::{check, wrapped};
 
-/// A `CUcontext` of the driver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ContextHandle(pub *mut c_void);
-
-/// A `CUstream` of the driver, which is a `cudaStream_t` of the runtime.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StreamHandle(pub *mut c_void);
-
-impl StreamHandle {
-    /// The legacy default stream, which is the same on all threads.
-    pub const LEGACY: Self = Self(ptr::null_mut());
-
-    /// `CU_STREAM_PER_THREAD`, which is another stream on every thread.
-    pub const PER_THREAD: Self = Self(ptr::without_provenance_mut(2));
-
-    /// `CU_STREAM_LEGACY`, the other handle of the legacy default stream.
-    const LEGACY_BY_NAME: Self = Self(ptr::without_provenance_mut(1));
-
-    fn is_legacy(self) -> bool {
-        self == Self::LEGACY || self == Self::LEGACY_BY_NAME
-    }
-}
-
-// SAFETY: a handle is a name; only calls of the driver look behind it, and those are unsafe or in
-// `Session`, whose maker was promised that it lives. The driver takes it on any thread.
-unsafe impl Send for StreamHandle {}
-// SAFETY: as above.
-unsafe impl Sync for StreamHandle {}
-
 impl CudaBackend {
-    /// Works in a framework's context and on its stream, so that launches follow what the framework
-    /// has enqueued there, such as a backward pass, and precede what it enqueues next, and the host
-    /// waits for neither.
+    /// Works in a framework's context and on its stream. So launches follow the work that the
+    /// framework has enqueued there, such as a backward pass, and precede its next. The host waits
+    /// for neither.
     ///
     /// The context is the primary one of its device, as PyTorch, cudarc and candle use it. It is
     /// retained: it outlives the framework's own hold on it, and is neither reset nor destroyed.
@@ -54,11 +25,11 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`BackendError::Unavailable`] if the context is null or not its device's primary one, if the
-    /// device is too old, or if the stream belongs to another context or is
+    /// device is too old, or if the stream belongs to another context. Likewise for
     /// [`StreamHandle::PER_THREAD`], which names another stream on every thread: then
     /// [`CudaBackend::open`] the device, which has the same context, and order the streams by
     /// [`CudaBackend::wait_for`] and [`CudaBackend::make_wait`]. [`BackendError::Device`] with the
-    /// driver's code if it refuses a handle. The thread's context is as it was then.
+    /// driver's code if it refuses a handle. After an error the thread's context is as before.
     /// # Safety
     /// `context` and `stream` are handles of the driver that this program is linked with. The
     /// stream lives until the backend and everything made with it are dropped: buffers, tables and
@@ -89,8 +60,8 @@ impl CudaBackend {
         }
     }
 
-    /// What is enqueued here from now on begins when what is on `stream` by now is done. The host
-    /// does not wait.
+    /// Lets work that is enqueued here from now on wait for the work that is on `stream` by now.
+    /// The host does not wait.
     ///
     /// # Errors
     /// [`BackendError::Device`] with the driver's code.
@@ -101,8 +72,8 @@ impl CudaBackend {
         unsafe { self.order(stream.0.cast(), self.session.stream()) }
     }
 
-    /// What is enqueued on `stream` from now on begins when what is enqueued here by now is done.
-    /// The host does not wait.
+    /// Lets work that is enqueued on `stream` from now on wait for the work that is enqueued here
+    /// by now. The host does not wait.
     ///
     /// # Errors
     /// As [`CudaBackend::wait_for`].
@@ -128,7 +99,7 @@ impl CudaBackend {
 }
 
 /// # Safety
-/// That of [`CudaBackend::adopt`].
+/// The promises are those of [`CudaBackend::adopt`].
 unsafe fn adopt(context: ContextHandle, stream: StreamHandle) -> Result<Session, BackendError> {
     let raw: CUcontext = context.0.cast();
     let entering = || "entering the context to be adopted".to_owned();

@@ -1,5 +1,5 @@
-//! Launches on parameters and gradients that lie in a framework's memory of the device, each
-//! somewhere else: a record has addresses of its own anyway.
+//! Launches on tensors in a framework's memory of the device. Each tensor has an address of its
+//! own; records have addresses anyway.
 
 use std::sync::{MutexGuard, PoisonError};
 
@@ -14,10 +14,9 @@ use crate::checks::{argument_bytes, check_records, saturate};
 use crate::leaves::check_without_tensor_sums;
 use crate::session::unavailable;
 use crate::update_sums::check_without_update_sums;
-use crate::{NAME, checks, reduce};
+use crate::{NAME, checks, launch, reduce};
 
-/// Where one tensor lies on the device: its elements one behind the other, in memory of whoever
-/// gives the address.
+/// The place of one tensor on the device, as consecutive elements in the caller's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceTensor {
     address: u64,
@@ -41,15 +40,15 @@ impl DeviceTensor {
         Self { address, len_bytes }
     }
 
-    /// Where it begins.
+    /// The address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 }
 
-/// Lends one tensor: where this role of a parameter, by its position among the caller's, lies;
-/// `None` for one that the caller does not have. It is called for every part of a tensor and says
-/// the same each time.
+/// A function that gives the place of one tensor, by the position of its parameter among the
+/// caller's and its role. `None` stands for a tensor that the caller does not have. The function is
+/// called for every part of a tensor and answers the same each time.
 pub type LendOnDevice<'a> = &'a mut dyn FnMut(u32, Role) -> Option<DeviceTensor>;
 
 impl CudaBackend {
@@ -104,7 +103,7 @@ impl CudaBackend {
             }
         }
         let tensors = &tensors[..];
-        self.enqueue_batches(&launch, &|batch, bytes| {
+        launch::enqueue_batches(self, &launch, &|batch, bytes| {
             pack_tensors(&launch, batch, (tensors, control), bytes);
         })
     }
@@ -142,7 +141,7 @@ impl CudaBackend {
     }
 }
 
-/// The address of a tensor, of which a record's elements are used.
+/// The checked address of a tensor, for a record of its elements.
 fn checked(
     borrowed: Option<DeviceTensor>,
     list: &TensorList,

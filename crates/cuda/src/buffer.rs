@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use cust::sys::{self, CUdeviceptr, CUresult};
-use fusestep_launch::{BackendError, Buffer, DeviceOrder, DeviceSliceMut};
+use fusestep_launch::{BackendError, Buffer};
+use fusestep_tensor::{DeviceOrder, DeviceSliceMut};
 
 use crate::event::{Event, EventUse};
 use crate::session::Session;
@@ -16,12 +17,13 @@ use crate::{NAME, Result};
 #[derive(Debug)]
 pub(crate) struct DeviceBuffer {
     allocation: Arc<Allocation>,
-    /// How others that work on the memory follow this session's stream and it them, from the first
-    /// time on that it is handed over.
+    /// The events that order this session's work on the memory and that of others; `None` until it
+    /// is handed over first.
     order: Option<Order>,
 }
 
-/// The places in streams that work on a buffer begins and ends behind.
+/// Events around the work of others on a buffer: they begin behind `ready` and record `done` behind
+/// their work.
 #[derive(Debug)]
 struct Order {
     ready: Event,
@@ -72,7 +74,7 @@ impl DeviceBuffer {
             .call(zeroing, |stream| unsafe { sys::cuMemsetD8Async(address, 0, len_bytes, stream) })
     }
 
-    /// Lets others work on the memory behind what is enqueued by now.
+    /// Lets others work on the memory, behind the work that is enqueued by now.
     pub(crate) fn hand_over(&mut self) -> Result<()> {
         let session = &self.allocation.session;
         if self.order.is_none() {
@@ -88,7 +90,7 @@ impl DeviceBuffer {
         }
     }
 
-    /// Lets what is enqueued from now on begin behind what others have done with the memory.
+    /// Lets work that is enqueued from now on wait for the work of others on the memory.
     pub(crate) fn take_back(&mut self) -> Result<()> {
         match &self.order {
             // SAFETY: as above.
@@ -129,7 +131,7 @@ impl DeviceBuffer {
             .ok_or(BackendError::ForeignBuffer { backend: NAME })
     }
 
-    /// What keeps the memory.
+    /// The allocation, which keeps the memory.
     pub(crate) fn allocation(&self) -> &Arc<Allocation> {
         &self.allocation
     }
@@ -162,7 +164,7 @@ impl DeviceBuffer {
             .ok_or(BackendError::ForeignBuffer { backend: NAME })
     }
 
-    /// Where the buffer lies; 0 if it is empty.
+    /// The address of the buffer; 0 if it is empty.
     pub(crate) fn address(&self) -> u64 {
         self.allocation.address
     }

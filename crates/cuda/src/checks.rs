@@ -1,4 +1,4 @@
-//! What is refused before a launch: a device would notice late, or not at all.
+//! Checks before a launch, of faults that a device would notice late, or not at all.
 
 use fusestep_launch::{BackendError, Batch, Launch, ListBuffer};
 
@@ -60,6 +60,19 @@ pub(crate) fn check_records(
         }
     }
     Ok(())
+}
+
+/// Refuses a buffer that ends before `end` bytes.
+pub(crate) fn check_end(end: u64, found: usize) -> Result<()> {
+    if end <= found as u64 {
+        return Ok(());
+    }
+    Err(BackendError::OutOfBounds {
+        backend: NAME,
+        offset_bytes: 0,
+        len_bytes: usize::try_from(end).unwrap_or(usize::MAX),
+        found,
+    })
 }
 
 pub(crate) fn saturate(bytes: u64) -> usize {

@@ -17,21 +17,21 @@ pub(crate) const BLOCK_THREADS: u32 = 512;
 const THREAD_ELEMENTS: u64 = 4;
 const LEAST_THREADS: u64 = 32;
 
-/// Threads of the largest block where any number will do: of two such blocks one computes where the
-/// other waits for memory, as in one of 512, and of a kernel with 65 to 80 registers three fit on a
-/// multiprocessor, but one of 512.
+/// Threads of the largest block where any number will do. Of two such blocks one computes while the
+/// other waits for memory, as halves of a block of 512 do. With a kernel of 65 to 80 registers
+/// three of them fit on a multiprocessor, but only one of 512.
 const MOST_THREADS: u64 = 256;
 
 /// CUDA's limit on the grid's first dimension.
 pub(crate) const GRID_MAX: u32 = i32::MAX as u32;
 
-/// One launch: which function, and its grid.
+/// One launch: its function and its grid.
 #[derive(Clone, Copy)]
 pub(crate) struct Entry {
     pub(crate) stem: &'static str,
     pub(crate) entry: &'static str,
     pub(crate) threads: u32,
-    /// In any order.
+    /// Blocks of the grid, which run in any order.
     pub(crate) blocks: u32,
 }
 

@@ -16,12 +16,12 @@ pub(crate) struct Event {
     session: Arc<Session>,
 }
 
-/// What an event is for.
+/// The purpose of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventUse {
-    /// The time between two of them.
+    /// Time: the time between two events is asked for.
     Time,
-    /// That other work follows.
+    /// Order: other work follows the event.
     Order,
 }
 
@@ -38,7 +38,7 @@ impl Event {
         Ok(Self { event, session: Arc::clone(session) })
     }
 
-    /// Records it behind what is on `stream` by now.
+    /// Records the event behind the work that is on `stream` by now.
     ///
     /// # Safety
     /// `stream` lives, in the session's context.
@@ -48,7 +48,7 @@ impl Event {
         self.session.call(recording, |_| unsafe { sys::cuEventRecord(self.event, stream) })
     }
 
-    /// Lets what is enqueued on `stream` from now on begin behind it.
+    /// Lets work that is enqueued on `stream` from now on wait for the event.
     ///
     /// # Safety
     /// As [`Event::record`].
@@ -58,7 +58,7 @@ impl Event {
         self.session.call(holding, |_| unsafe { sys::cuStreamWaitEvent(stream, self.event, 0) })
     }
 
-    /// The driver's name for it.
+    /// The driver's handle of the event.
     pub(crate) fn handle(&self) -> u64 {
         self.event as u64
     }

@@ -1,6 +1,6 @@
 use std::fmt;
 
-/// What a CUDA device and its driver offer.
+/// The properties of a CUDA device and its driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// Number of the device, from 0.

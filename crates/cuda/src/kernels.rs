@@ -1,4 +1,4 @@
-//! What launches reuse: entries, loaded once each, and the bytes of arguments.
+//! State that launches reuse: entries, each loaded once, the bytes of arguments, and rows for sums.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -8,13 +8,13 @@ use fusestep_launch::BackendError;
 
 use crate::Result;
 use crate::loaded_entry::{EntryCode, LoadedEntry};
-use crate::normed::Rows;
+use crate::rows::Rows;
 use crate::session::Session;
 
 /// Words of an argument block.
 const BLOCK_WORDS: usize = TABLE_BYTES / 8;
 
-/// What launches reuse: loaded entries and the argument bytes.
+/// Loaded entries, argument bytes and rows for sums, which launches reuse.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     session: Arc<Session>,
@@ -22,13 +22,13 @@ pub(crate) struct Kernels {
     /// The argument block; words, because the driver copies it for parameters that are aligned to
     /// 8 bytes.
     pub(crate) block: Box<[u64; BLOCK_WORDS]>,
-    /// Where sums over tensors go.
+    /// Rows for sums over tensors.
     pub(crate) rows: Rows,
-    /// Where those over leaves go, for the host.
+    /// Rows for sums over leaves that the host reads.
     pub(crate) leaf_rows: Rows,
-    /// Where those lie that the host has of tensors, whose parts are updated here.
+    /// Rows for sums over whole tensors of which parts are updated here.
     pub(crate) part_rows: Rows,
-    /// Entries for resident tables, each its own.
+    /// Rows of resident tables, each with its own.
     placed_rows: Vec<Arc<Mutex<Rows>>>,
 }
 
@@ -99,7 +99,7 @@ impl Kernels {
         Ok(function)
     }
 
-    /// What was loaded until now, in that order.
+    /// The entries that were loaded until now, in that order.
     pub(crate) fn loaded(&self) -> impl Iterator<Item = (&'static str, EntryCode)> {
         self.loaded.iter().map(|loaded| (loaded.entry, loaded.code))
     }

@@ -1,18 +1,17 @@
-//! Sums over leaves, for tensors that ranks have parts of: the entries that sum up chunks are given
-//! so little at a time that what they leave is the sum of one leaf.
+//! Sums over leaves, for tensors that ranks have parts of. The entries that sum up chunks get so
+//! few elements at a time that each sum they leave is that of one leaf.
 
 use fusestep_launch::{
     Backend, BackendError, Batch, Batchable, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, FoldLeaves,
-    LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_LISTS, MAX_SUMS, MultiTensorReduction,
-    Record, SquareSum, TensorList, TensorPartials, batches, pack_reduction_of_tensors,
+    LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_SUMS, MultiTensorReduction, Record,
+    SquareSum, TensorList, TensorPartials, batches, pack_reduction_of_tensors,
 };
 use fusestep_simd::Level;
 
 use crate::backend::CudaBackend;
-use crate::checks::check_records;
+use crate::checks::{check_end, check_records};
 use crate::entry::Entry;
-use crate::normed::ROW_BYTES;
-use crate::reduce::check_end;
+use crate::rows::ROW_BYTES;
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, normed_of};
 use crate::{NAME, Result, tensor_sums};
@@ -20,7 +19,7 @@ use crate::{NAME, Result, tensor_sums};
 /// Threads of a block that sums up one leaf: one warp, whose groups take lines of it.
 const LEAF_THREADS: u32 = 32;
 
-/// Leaves of which each is in a unit of its own: the sum of that unit is that of the leaf.
+/// Leaves of a part, each in a unit of its own, so that the sum of the unit is that of the leaf.
 const LEAVES_AT_ONCE: u64 = CHUNK_UNITS;
 
 /// Threads of a block that folds chunks, a warp each.
@@ -51,7 +50,8 @@ impl MultiTensorReduction for OfLeaves<'_> {
     }
 }
 
-/// As [`Backend::leaf_squares`]: of the gradients nothing goes to the host but their sums.
+/// Reads the sums of squares of leaves, as [`Backend::leaf_squares`] says; only the sums go to the
+/// host.
 pub(crate) fn squares(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
@@ -66,7 +66,7 @@ pub(crate) fn squares(
     read_leaf_rows(backend, bytemuck::cast_slice_mut(sums))
 }
 
-/// As [`Backend::leaf_squares_into`].
+/// Enqueues sums of squares of leaves, as [`Backend::leaf_squares_into`] says.
 pub(crate) fn squares_into(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
@@ -81,7 +81,7 @@ pub(crate) fn squares_into(
     enqueue_leaf_squares(backend, leaves, address + first * width)
 }
 
-/// As [`Backend::fold_leaves`].
+/// Enqueues a fold of leaves into chunks, as [`Backend::fold_leaves`] says.
 pub(crate) fn enqueue_fold(backend: &CudaBackend, fold: FoldLeaves<'_>) -> Result<()> {
     let chunks = (fold.places.len_bytes() / size_of::<TensorPartials>()) as u64;
     const { assert!(size_of::<SquareSum>() == size_of::<[f64; MAX_SUMS]>()) };
@@ -151,7 +151,7 @@ fn enqueue_leaf_squares(
     Ok(())
 }
 
-/// As [`Backend::leaf_sums`].
+/// Reads a kernel's sums over leaves, as [`Backend::leaf_sums`] says.
 pub(crate) fn sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -188,7 +188,7 @@ pub(crate) fn sums(
     Ok(())
 }
 
-/// The address of so many rows for sums over leaves, which are 0.
+/// The address of `count` rows for sums over leaves, which are set to 0.
 fn leaf_rows(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
     backend.session.enter()?;
     let mut kernels = backend.kernels();
@@ -196,21 +196,9 @@ fn leaf_rows(backend: &CudaBackend, count: u64) -> Result<u64, BackendError> {
     kernels.leaf_rows.zero()
 }
 
-/// Reads what a launch has left in them; waits for it.
+/// Reads the rows for sums over leaves; waits for the launch that fills them.
 fn read_leaf_rows(backend: &CudaBackend, bytes: &mut [u8]) -> Result<()> {
     backend.kernels().leaf_rows.read(bytes)
-}
-
-/// Where the lists of a launch lie.
-pub(crate) fn list_addresses(
-    backend: &CudaBackend,
-    launch: &Launch<'_>,
-) -> Result<[u64; MAX_LISTS], BackendError> {
-    let mut addresses = [0; MAX_LISTS];
-    for (address, list) in addresses.iter_mut().zip(launch.lists.iter()) {
-        *address = backend.address(list.buffer.as_ref())?;
-    }
-    Ok(addresses)
 }
 
 /// The records of a launch in parts of [`LEAVES_AT_ONCE`].

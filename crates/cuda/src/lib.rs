@@ -5,36 +5,40 @@
 )]
 #![cfg(feature = "cuda")]
 
-mod accumulate;
 mod adopt;
 mod backend;
 mod borrowed;
 mod buffer;
+mod calls;
 mod checks;
 mod entry;
 mod event;
+mod gradient_sums;
 mod graph;
+mod handles;
 mod info;
 mod kernels;
+mod launch;
 mod leaves;
 mod loaded_entry;
 mod normed;
 mod reduce;
 mod resident;
+mod rows;
 mod session;
 mod status;
 mod tensor_sums;
 mod timing;
 mod update_sums;
 
-pub use adopt::{ContextHandle, StreamHandle};
 pub use backend::CudaBackend;
 pub use borrowed::{DeviceTensor, LendOnDevice};
+pub use handles::{ContextHandle, StreamHandle};
 pub use info::DeviceInfo;
 pub use loaded_entry::EntryCode;
 pub use timing::DeviceTime;
 
-/// What calls here come to, unless another error is named.
+/// Result of a call here; its error is that of backends, unless another is named.
 type Result<T, E = fusestep_launch::BackendError> = std::result::Result<T, E>;
 
 /// The backend's name in messages.

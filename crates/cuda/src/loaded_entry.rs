@@ -12,7 +12,7 @@ use crate::Result;
 use crate::session::{Session, unavailable};
 use crate::status::{check, describe};
 
-/// What the driver was handed for an entry.
+/// The code of an entry that the driver was handed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EntryCode {
     /// Machine code, assembled for this device or an earlier one of its kind.
@@ -87,8 +87,8 @@ impl LoadedEntry {
     }
 }
 
-/// Loads machine code for the device; if it cannot, says why, in words that follow what could not
-/// be done without it either.
+/// Loads machine code for the device. The error is a clause that says why there is none, for the
+/// text of a later error of its PTX.
 fn load_machine_code(session: &Session, entry: &str) -> Result<(CUmodule, EntryCode), String> {
     // The driver's own variable by which programs are made to use their PTX.
     if std::env::var_os("CUDA_FORCE_PTX_JIT").is_some_and(|value| value == "1") {
@@ -139,7 +139,7 @@ unsafe fn load(module: &mut CUmodule, image: *const c_void) -> CUresult {
     unsafe { sys::cuModuleLoadData(module, image) }
 }
 
-/// What there is instead of an entry that is not there.
+/// The error of an entry that does not exist; it names what there is instead.
 fn missing(stem: &str, entry: &str) -> BackendError {
     if fusestep_kernels::ptx(stem).is_some() {
         return unavailable(format!(

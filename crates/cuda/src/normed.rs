@@ -1,114 +1,18 @@
-//! How kernels that take sums over a tensor first are launched: all batches take their sums, and
-//! then all update.
-
-use std::sync::Arc;
+//! Launches of kernels that take sums over tensors: all batches take their sums, and then all
+//! update.
 
 use fusestep_launch::{
-    BackendError, Batch, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, LEAF_ELEMENTS, Launch,
-    NormedKernel, ROW_VALUES, WORKSPACE_BYTES, Workspace,
+    BackendError, Batch, CHUNK_ELEMENTS, CHUNK_UNITS, HEADER_BYTES, LEAF_ELEMENTS, Launch,
+    NormedKernel, WORKSPACE_BYTES, Workspace,
 };
 
+use crate::Result;
 use crate::backend::CudaBackend;
-use crate::buffer::{Allocation, DeviceBuffer};
 use crate::entry::{BLOCK_THREADS, Entry, GRID_MAX};
-use crate::session::{Session, unavailable};
-use crate::{NAME, Result};
+use crate::session::unavailable;
 
 /// Threads for one leaf, a lane each, as `kernels/normed.cuh` knows them.
 const LEAF_THREADS: u32 = 64;
-
-pub(crate) const ROW_BYTES: usize = ROW_VALUES as usize * size_of::<f64>();
-
-/// Where a row has how often its tensor was skipped, and whether it was in the last step.
-const COUNT_AT: usize = ROW_BYTES - 2 * size_of::<f64>();
-pub(crate) const SKIPPED_AT: usize = ROW_BYTES - size_of::<f64>();
-
-/// Device memory for the sums of every chunk of a launch, kept from step to step.
-#[derive(Debug, Default)]
-pub(crate) struct Rows {
-    buffer: Option<DeviceBuffer>,
-    /// Tensors skipped that buffers which are gone had counted.
-    skipped: u64,
-}
-
-impl Rows {
-    /// The address of at least `count` rows. Only a launch of more chunks than any before
-    /// allocates.
-    pub(crate) fn at_least(
-        &mut self,
-        session: &Arc<Session>,
-        count: u64,
-    ) -> Result<u64, BackendError> {
-        let len_bytes = usize::try_from(count)
-            .ok()
-            .and_then(|count| count.checked_mul(ROW_BYTES))
-            .ok_or(BackendError::OutOfMemory { backend: NAME, len_bytes: usize::MAX })?;
-        if let Some(buffer) = &self.buffer
-            && buffer.len_bytes() >= len_bytes
-        {
-            return Ok(buffer.address());
-        }
-        self.skipped = self.take_skipped()?;
-        let buffer = DeviceBuffer::zeroed(session, len_bytes)?;
-        let address = buffer.address();
-        self.buffer = Some(buffer);
-        Ok(address)
-    }
-
-    /// Sets all of them to 0, in the order of the stream; their address.
-    pub(crate) fn zero(&mut self) -> Result<u64, BackendError> {
-        match &mut self.buffer {
-            Some(buffer) => {
-                buffer.zero()?;
-                Ok(buffer.address())
-            }
-            None => Ok(0),
-        }
-    }
-
-    /// Reads the first bytes; waits for the device.
-    pub(crate) fn read(&self, bytes: &mut [u8]) -> Result<()> {
-        match &self.buffer {
-            Some(buffer) => buffer.read(0, bytes),
-            None => Ok(()),
-        }
-    }
-
-    /// Writes the first bytes.
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        match &mut self.buffer {
-            Some(buffer) => buffer.write(0, bytes),
-            None => Ok(()),
-        }
-    }
-
-    /// Counts tensors that others have skipped.
-    pub(crate) fn count_skipped(&mut self, skipped: u64) {
-        self.skipped += skipped;
-    }
-
-    /// What keeps the memory, once there is some.
-    pub(crate) fn allocation(&self) -> Option<&Arc<Allocation>> {
-        self.buffer.as_ref().map(DeviceBuffer::allocation)
-    }
-
-    /// Tensors skipped since the last call; waits for the device.
-    pub(crate) fn take_skipped(&mut self) -> Result<u64, BackendError> {
-        let mut skipped = self.skipped;
-        if let Some(buffer) = &mut self.buffer {
-            let mut bytes = vec![0; buffer.len_bytes()];
-            buffer.read(0, &mut bytes)?;
-            for row in bytes.chunks_exact(ROW_BYTES) {
-                let counter = &row[COUNT_AT..SKIPPED_AT];
-                skipped += bytemuck::pod_read_unaligned::<f64>(counter) as u64;
-            }
-            bytes.fill(0);
-            buffer.write(0, &bytes)?;
-        }
-        self.skipped = 0;
-        Ok(skipped)
-    }
-}
 
 /// Enqueues all batches of a launch whose kernel is normed; they have been checked, and `pack`
 /// writes the arguments of one.
@@ -182,11 +86,11 @@ pub(crate) fn row_count(launch: &Launch<'_>) -> Result<u64, BackendError> {
     Ok(chunks)
 }
 
-/// Threads of a block, and blocks, for a batch: one block for each unit of its chunks, or where
-/// most units have no elements, as with tensors of few leaves, one for each that has some. Blocks
+/// Threads of a block, and blocks, for a batch: one block for each unit of its chunks. Where most
+/// units have no elements, as with tensors of few leaves, one for each unit that has some. Blocks
 /// go on by the size of the grid, and an odd one takes each of them through all units.
 ///
-/// Where no tensor is longer than a leaf, a block has the threads of one and takes a chunk.
+/// If no tensor is longer than a leaf, a block has the threads of one leaf and takes a chunk.
 pub(crate) fn shape(batch: &Batch) -> (u32, u32) {
     let mut records = batch.records.iter();
     if records.all(|record| record.numel <= LEAF_ELEMENTS) && batch.chunks > 0 {

@@ -6,7 +6,7 @@ use fusestep_launch::{
 };
 
 use crate::backend::CudaBackend;
-use crate::checks::check_records;
+use crate::checks::{check_end, check_records};
 use crate::entry::{BLOCK_THREADS, Entry, threads_for};
 use crate::{NAME, Result, checks};
 
@@ -84,20 +84,7 @@ pub(crate) fn conclude(
     Ok(LaunchReport { launches: 1, elements: 0 })
 }
 
-/// Refuses a buffer that ends before `end` bytes.
-pub(crate) fn check_end(end: u64, found: usize) -> Result<()> {
-    if end <= found as u64 {
-        return Ok(());
-    }
-    Err(BackendError::OutOfBounds {
-        backend: NAME,
-        offset_bytes: 0,
-        len_bytes: usize::try_from(end).unwrap_or(usize::MAX),
-        found,
-    })
-}
-
-/// The list that a reduction reads, where nobody lends it.
+/// The list that a reduction reads, unless its tensors are borrowed.
 pub(crate) fn read_list<'a>(reduce: &Reduce<'a>) -> Result<&'a ListBuffer, BackendError> {
     reduce.list.ok_or(BackendError::ForeignBuffer { backend: NAME })
 }

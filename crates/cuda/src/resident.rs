@@ -13,11 +13,11 @@ use fusestep_launch::{
 
 use crate::backend::CudaBackend;
 use crate::buffer::{Allocation, DeviceBuffer};
-use crate::checks::check_records;
+use crate::checks::{check_end, check_records};
 use crate::entry::threads_for;
-use crate::leaves::list_addresses;
-use crate::normed::{self, Rows, row_count, workspace};
-use crate::reduce::{check_end, read_list};
+use crate::normed::{self, row_count, workspace};
+use crate::reduce::read_list;
+use crate::rows::Rows;
 use crate::session::unavailable;
 use crate::tensor_sums::{Place, workspaces_of_parts};
 use crate::update_sums::{PlacedSums, check_update_sums};
@@ -26,19 +26,20 @@ use crate::{NAME, Result, tensor_sums, update_sums};
 /// The tables of one launch, one for each batch.
 #[derive(Debug)]
 pub(crate) struct DeviceTable {
-    /// The lists, the control block, the rows for update sums and the element that each list
-    /// begins with, or the list and then the partial sums, that the tables were built from.
+    /// The addresses that the tables were built from: lists, control block and rows for update
+    /// sums, then the element that each list begins with. For a reduction: its list and its first
+    /// partial sum.
     addresses: Vec<u64>,
-    /// Of the kernel that it was built for.
+    /// The device entry of the kernel that the table was built for.
     entry: &'static str,
     batches: Vec<PlacedBatch>,
     elements: u64,
     does: Does,
-    /// What the tables have the addresses of, besides lists.
+    /// Memory besides lists whose addresses the tables have.
     memory: Vec<Arc<Allocation>>,
 }
 
-/// What launches from a table do, once its step scalars are derived.
+/// Work of the launches from a table, once its step scalars are derived.
 #[derive(Debug)]
 enum Does {
     /// Update, or read gradients.
@@ -62,17 +63,17 @@ impl Does {
 
 #[derive(Debug)]
 struct PlacedBatch {
-    /// What step scalars are derived from, and behind it the table.
+    /// The values that step scalars are derived from, and behind them the table.
     memory: DeviceBuffer,
     table: u64,
-    /// Of launches from the table.
+    /// The arguments of launches from the table.
     arguments: Vec<u8>,
     groups: u32,
     shape: Shape,
     sums: Option<PlacedSums>,
 }
 
-/// How a batch is launched.
+/// The grid of a batch's launch.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     threads: u32,
@@ -141,7 +142,7 @@ pub(crate) fn place_launch(
     })
 }
 
-/// As [`fusestep_launch::Backend::place_leaf_sums`].
+/// Places tables of sums over leaves, as [`fusestep_launch::Backend::place_leaf_sums`] says.
 pub(crate) fn place_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -215,7 +216,7 @@ fn place_batch(
 fn launch_addresses(backend: &CudaBackend, launch: &Launch<'_>) -> Result<Vec<u64>, BackendError> {
     let count = launch.lists.len();
     let mut addresses = Vec::with_capacity(2 * count + 2);
-    addresses.extend(&list_addresses(backend, launch)?[..count]);
+    addresses.extend(&backend.list_addresses(launch)?[..count]);
     addresses.push(backend.control_address(launch.control)?);
     addresses.push(update_sums::address_of(backend, launch)?);
     addresses.extend((0..count).map(|list| launch.first(list)));
@@ -263,7 +264,7 @@ pub(crate) fn place_reads(
     })
 }
 
-/// Those of the list and of the reduction's first partial sum.
+/// The addresses of the list and of the reduction's first partial sum.
 fn reduce_addresses(backend: &CudaBackend, reduce: &Reduce<'_>) -> Result<[u64; 2], BackendError> {
     let list = backend.address(read_list(reduce)?.buffer.as_ref())?;
     let partials = backend.address(&*reduce.partials)?;

@@ -8,7 +8,7 @@ use cust::stream::{Stream, StreamFlags};
 use cust::sys::{self, CUdevice_attribute, CUresult, CUstream};
 use fusestep_launch::{ARGUMENT_BYTES_LARGE, BackendError};
 
-use crate::adopt::StreamHandle;
+use crate::handles::StreamHandle;
 use crate::status::{check, describe, wrapped};
 use crate::{DeviceInfo, NAME, Result};
 
@@ -24,7 +24,7 @@ pub(crate) struct Session {
     pub(crate) info: DeviceInfo,
 }
 
-/// Where work is enqueued.
+/// The stream that work is enqueued on.
 #[derive(Debug)]
 pub(crate) enum WorkStream {
     /// Made here and destroyed with the session.

@@ -23,7 +23,8 @@ pub(crate) fn check(status: CUresult, operation: impl FnOnce() -> String) -> Res
     })
 }
 
-/// An error of the part of the driver that is called through wrappers, named by `operation`.
+/// The result of a call of the driver through the wrappers of `cust`; `operation` names the call in
+/// an error.
 pub(crate) fn wrapped<T>(
     result: Result<T, CudaError>,
     operation: impl FnOnce() -> String,

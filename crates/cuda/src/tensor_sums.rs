@@ -7,17 +7,17 @@ use fusestep_launch::{
 };
 
 use crate::backend::CudaBackend;
-use crate::checks::check_records;
+use crate::checks::{check_end, check_records};
 use crate::entry::Entry;
-use crate::normed::{ROW_BYTES, check_chunks, row_count};
-use crate::reduce::check_end;
+use crate::normed::{check_chunks, row_count};
+use crate::rows::ROW_BYTES;
 use crate::session::unavailable;
-use crate::{Result, leaves, normed};
+use crate::{Result, normed};
 
-/// Records that one launch places the sums of; `kernels/tensor_sums.cu`: MOST_PLACES.
+/// Most records whose sums one launch places: MOST_PLACES of `kernels/tensor_sums.cu`.
 const MOST_PLACES: usize = 2044;
 
-/// Threads of a block that places sums, and how many of its warps each has a record.
+/// Threads of a block that places sums, and its warps, each of which has a record.
 const PLACE_THREADS: u32 = 128;
 const PLACING_WARPS: u32 = PLACE_THREADS / 32;
 
@@ -34,14 +34,14 @@ struct RecordPlace {
     reserved: u32,
 }
 
-/// Where the rows of a launch lie.
+/// The place of a launch's rows.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) rows: u64,
     pub(crate) first_row: u32,
 }
 
-/// As [`fusestep_launch::Backend::leaf_sums_into`].
+/// Enqueues sums over leaves into rows, as [`fusestep_launch::Backend::leaf_sums_into`] says.
 pub(crate) fn enqueue_leaf_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -51,8 +51,8 @@ pub(crate) fn enqueue_leaf_sums(
     enqueue_parts(backend, launch, (normed.sums_and_update().sums, launch.batches), place)
 }
 
-/// Refuses records of more leaves than a row has, and rows behind the buffer; the kernel, and
-/// where its rows lie.
+/// Refuses records of more leaves than a row has, and rows behind the buffer. Returns the kernel
+/// and the place of its rows.
 pub(crate) fn check_leaf_sums<'a>(
     backend: &CudaBackend,
     launch: &Launch<'a>,
@@ -99,7 +99,7 @@ pub(crate) fn launch_with_sums(
     enqueue_parts(backend, launch, (normed.sums_and_update().update, launch.batches), place)
 }
 
-/// Writes sums that the host has; where the rows lie. Waits for the device.
+/// Writes sums that the host has, and returns the address of the rows; waits for the device.
 fn write_tensor_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -122,8 +122,8 @@ fn write_tensor_sums(
     Ok(address)
 }
 
-/// Lets the device add up the sums of chunks, and put those of each tensor where the update
-/// looks for them; where the rows lie.
+/// Lets the device add up the sums of chunks, and put those of each tensor where the update looks
+/// for them. Returns the address of the rows.
 fn place_tensor_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -157,7 +157,7 @@ pub(crate) fn pack_places(
     Ok(packed.collect())
 }
 
-/// Enqueues one of them.
+/// Enqueues one launch of [`pack_places`].
 pub(crate) fn enqueue_places(backend: &CudaBackend, arguments: &[u8]) -> Result<()> {
     let records = (arguments.len() - PLACES_HEAD_BYTES) / size_of::<RecordPlace>();
     let entry = Entry {
@@ -177,7 +177,7 @@ pub(crate) fn enqueue_parts(
     (name, batches): (&'static str, &[Batch]),
     place: Place,
 ) -> Result<()> {
-    let addresses = leaves::list_addresses(backend, launch)?;
+    let addresses = backend.list_addresses(launch)?;
     let addresses = Addresses {
         lists: &addresses[..launch.lists.len()],
         control: backend.control_address(launch.control)?,
@@ -221,7 +221,7 @@ fn places<'a>(launch: &'a Launch<'_>) -> impl Iterator<Item = (&'a Record, Recor
     })
 }
 
-/// What a launch's kernel takes of tensors.
+/// The launch's kernel, as one that takes sums over tensors.
 ///
 /// # Errors
 /// [`BackendError::Unavailable`] for a kernel that takes no sums.

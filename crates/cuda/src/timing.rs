@@ -8,15 +8,15 @@ use fusestep_launch::{Backend, BackendError};
 use crate::backend::CudaBackend;
 use crate::event::{Event, EventUse};
 
-/// How long some steps took that were enqueued one after the other.
+/// The time of steps that were enqueued one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceTime {
-    /// How many steps there were.
+    /// The number of steps.
     pub steps: NonZeroU32,
-    /// From the first step's start to the last one's end by the device's clock, gaps in which it
-    /// waited for the host included.
+    /// Time from the first step's start to the last one's end by the device's clock, gaps in which
+    /// it waited for the host included.
     pub device: Duration,
-    /// From before the first step was enqueued until the host has seen the last one's end.
+    /// Time from before the first step was enqueued until the host has seen the last one's end.
     pub wall: Duration,
 }
 
@@ -33,10 +33,11 @@ impl DeviceTime {
 }
 
 impl CudaBackend {
-    /// Enqueues `step` so many times, numbered from 0, between two events, and waits for the last.
+    /// Enqueues `step` as often as `steps` says, numbered from 0, between two events, and waits for
+    /// the last.
     ///
-    /// What was enqueued before is waited for first. A step that waits for the device is timed with
-    /// its waiting.
+    /// Earlier work is waited for first. A step that waits for the device is timed with its
+    /// waiting.
     ///
     /// # Errors
     /// The first error of `step`, and none is enqueued after it; [`BackendError::Device`] with the

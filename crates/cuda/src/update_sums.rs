@@ -10,9 +10,10 @@ use fusestep_tensor::{DType, Role};
 use crate::Result;
 use crate::backend::CudaBackend;
 use crate::buffer::DeviceBuffer;
+use crate::checks::check_end;
 use crate::entry::{Entry, threads_for};
-use crate::normed::{ROW_BYTES, SKIPPED_AT, check_chunks, head_chunks, workspace};
-use crate::reduce::check_end;
+use crate::normed::{check_chunks, head_chunks, workspace};
+use crate::rows::{ROW_BYTES, SKIPPED_AT};
 use crate::session::unavailable;
 
 const STEM: &str = "update_sums";
@@ -20,7 +21,7 @@ const STEM: &str = "update_sums";
 /// Alignment of each tensor's copy, so that it is accessed 16 bytes at a time.
 const COPY_ALIGNMENT: u64 = 16;
 
-/// What is placed for the sums of one batch.
+/// The memory and the arguments that the sums of one batch take.
 #[derive(Debug)]
 pub(crate) struct PlacedSums {
     /// The copies of the values, and behind them the table.
@@ -31,7 +32,7 @@ pub(crate) struct PlacedSums {
     blocks: u32,
 }
 
-/// How a parameter's value is kept: the entries for it, and the bytes of a copy.
+/// The storage of a parameter's value: the entries for it, and the bytes of a copy.
 #[derive(Clone, Copy, Debug)]
 struct Value {
     keep: &'static str,
@@ -42,9 +43,9 @@ struct Value {
 /// The two launches of one batch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum SumsPart {
-    /// Before the update.
+    /// Keeps the values, before the update.
     Keep,
-    /// Behind it.
+    /// Sums up the changes, behind the update.
     Sum,
 }
 
@@ -56,9 +57,9 @@ pub(crate) fn address_of(backend: &CudaBackend, launch: &Launch<'_>) -> Result<u
     }
 }
 
-/// Places what the sums of a batch take, if the launch leaves some. `addresses` are those of
-/// the lists, `control` and `sums` those of control block and rows, and `tensor_rows` that of
-/// the sums that the kernel itself takes of tensors, if it does.
+/// Places the memory and the arguments of a batch's sums, if the launch leaves some. `addresses`
+/// are those of the lists, `control` and `sums` those of control block and rows. `tensor_rows` is
+/// that of the sums that the kernel itself takes of tensors, if it does.
 pub(crate) fn place(
     backend: &CudaBackend,
     launch: &Launch<'_>,
@@ -112,8 +113,8 @@ pub(crate) fn enqueue(backend: &CudaBackend, sums: &PlacedSums, part: SumsPart) 
     entry.enqueue_packed(backend, &sums.arguments)
 }
 
-/// For every record of a batch where the kernel notes that it has skipped the tensor, which it does
-/// in the row of the tensor's first chunk.
+/// For every record of a batch the address of the kernel's note that it has skipped the tensor. The
+/// note is in the row of the tensor's first chunk.
 fn changed_records(
     launch: &Launch<'_>,
     index: usize,
@@ -133,7 +134,7 @@ fn changed_records(
     changed.collect()
 }
 
-/// How a parameter of the launch is kept, and the lists that have it.
+/// The storage of the launch's parameters, and the lists that have their values.
 fn value_of(launch: &Launch<'_>) -> Result<(Value, Vec<usize>), BackendError> {
     let place = |role| launch.lists.iter().position(|list| list.role() == role);
     let value = |keep, sum, copy_bytes| Value { keep, sum, copy_bytes };

@@ -1,6 +1,6 @@
-//! What the CUDA backend says when things go wrong. A fault of the device stays until its process
-//! ends, and the emulated driver is put into a state by the environment: those tests run in a
-//! process of their own.
+//! Errors of the CUDA backend when things go wrong. A fault of the device stays until its process
+//! ends, and the emulated driver is put into a state by the environment. So those tests run in
+//! processes of their own.
 
 mod common;
 

@@ -7,11 +7,12 @@ mod common;
 use common::mutants::{Mutant, check_mutants};
 use common::resident::*;
 use common::{Places, cpu, cuda, formats, step_at};
+use fusestep_collective::Solo;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Lars, Trust};
 use fusestep_launch::{Backend, LaunchLimits, Precision, Rounding, StateDType};
-use fusestep_planner::{Optimizer, PlanError, Planner, TableKind};
+use fusestep_planner::{Comms, Optimizer, PlanError, Planner, TableKind};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome, rules};
 
@@ -203,6 +204,38 @@ fn what_cannot_be_recorded_is_refused() {
     assert!(waits.is_err());
     plan.run(&mut state, &backend).unwrap();
     assert_eq!(state.step(), 3);
+}
+
+#[test]
+fn parameters_asked_for_before_an_enqueued_step_are_known_to_be_stale() {
+    let case = Case::new([700, 3], DType::F32);
+    let planner = Planner::new(Adam::default().into()).table(TableKind::Resident);
+    let plan = planner.plan(&case.params).unwrap();
+    let backend = cuda();
+    let mut state = allocate(&plan, &case, &backend);
+    let mut solo = Solo::new();
+    let mut comms = Comms::direct(&mut solo);
+    let ahead = plan.prefetch(&state, &backend, &mut comms, &["tensor.0"]).unwrap();
+    write_grads(&mut state, &case, 1, &backend);
+    plan.enqueue(&mut state, &backend).unwrap();
+    state.settle(&backend).unwrap();
+    let stale = ahead.wait(&state).unwrap_err();
+    assert!(matches!(stale, PlanError::StaleParams { changes: 1 }), "{stale}");
+}
+
+#[test]
+fn a_view_that_is_refused_leaves_its_gradient_as_not_given() {
+    let case = Case::new([700, 3], DType::F32);
+    let plan = Planner::new(Adam::default().into()).plan(&case.params).unwrap();
+    let backend = cuda();
+    let mut state = allocate(&plan, &case, &backend);
+    let mut solo = Solo::new();
+    let mut comms = Comms::direct(&mut solo);
+    let refused = state.grad_mut::<f32>("tensor.0").unwrap_err();
+    assert!(matches!(refused, PlanError::NotOnHost { .. }), "{refused}");
+    plan.step(&mut state, &backend, &mut comms).unwrap();
+    // What nobody has given is left out.
+    assert_eq!(state.step_of("tensor.0").unwrap(), 0);
 }
 
 #[test]

@@ -1,8 +1,8 @@
-//! What goes on around the update of a part of a tensor: gradients come from other ranks and new
-//! values go to them, and sums are taken along.
+//! Work around the update of a part of a tensor: gradients come from other ranks, new values go to
+//! them, and sums are taken along.
 //!
-//! None of it depends on the rule, and most updates have none of it: it is not part of their loop,
-//! which is compiled for every rule and level.
+//! None of this work depends on the rule, and most updates have none of it. So it is not part of
+//! their loop, which is compiled for every rule and level.
 
 use std::ops::Range;
 
@@ -10,29 +10,29 @@ use bytemuck::Pod;
 use fusestep_launch::{ACROSS_BYTES, AcrossRanks, HostCall, HostList};
 use fusestep_simd::{fetches_by_itself, prefetch_bytes};
 
-use crate::Compute;
-use crate::param_storage::ParamStorage;
-use crate::run::part;
+use crate::compute::{Compute, ParamStorage};
+use crate::parts::part;
 use crate::tally::Tally;
 
-/// What the parts of one call have around them.
+/// The work around the parts of one call.
 pub(crate) struct Around<'a, 'b, C: Compute, K: ParamStorage<C>> {
-    /// Whether there is nothing: no other ranks and no sums.
+    /// Whether there is no such work: no other ranks and no sums.
     pub(crate) is_alone: bool,
-    /// How many elements are to be asked for at a time.
+    /// Most elements that are updated at a time.
     pub(crate) most: usize,
-    /// How many bytes ahead of their use cache lines of all lists are asked for; 0 where the
-    /// processor does better by itself: asking for a line as it is read costs next to nothing.
+    /// Distance in bytes from the elements under way to the cache lines that are asked for, in all
+    /// lists. It is 0 where the processor does better by itself: asking for a line as it is read
+    /// costs next to nothing.
     pub(crate) ahead_bytes: usize,
     grads: Gradients<'a, 'b, K::Param>,
     tally: Option<Tally<'b, C, K>>,
 }
 
-/// Where the gradients of a call are.
+/// The gradients of a call.
 enum Gradients<'a, 'b, P> {
-    /// In a list.
+    /// Gradients in a list.
     Here(&'a [P]),
-    /// With all ranks.
+    /// Gradients of all ranks, to be averaged.
     Ranks(&'b mut (dyn AcrossRanks + 'a)),
 }
 
@@ -73,8 +73,8 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
         around
     }
 
-    /// The gradients of elements that are about to be updated, parameters `param` with `master`
-    /// beside them.
+    /// The gradients of elements that are about to be updated; `param` and `master` are their
+    /// values until then.
     #[inline(always)]
     pub(crate) fn before(
         &mut self,
@@ -104,8 +104,8 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
         }
     }
 
-    /// Takes what they have become: `place` is that of [`Tally::after`], `start` the first one's
-    /// place in the lists.
+    /// Takes the new values of elements. `place` is as for [`Tally::after`], `start` the first
+    /// element's place in the lists.
     #[inline(never)]
     pub(crate) fn after<S: Pod>(
         &mut self,

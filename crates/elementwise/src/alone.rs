@@ -4,14 +4,12 @@ use bytemuck::Zeroable;
 use fusestep_launch::{Format, MAX_LISTS};
 use fusestep_simd::Level;
 
-use crate::format::FormatVisitor;
+use crate::compute::{Compute, FormatVisitor, ParamStorage, Storage};
 use crate::norm::{
     FEW_LANES, LEAF_ELEMENTS as LEAF, NORM_LANES as LANES, chunk_square_sum, fold,
     prefetch_part_of_row, sum_leaf,
 };
-use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
-use crate::{Compute, Storage};
 
 /// The sum of squares over a chunk of a parameter alone, of its master where it has one: the bits
 /// of [`crate::chunk_sums`] over it. `lists` are the chunk's bytes in those of [`Format::lists`]
@@ -55,7 +53,7 @@ impl<C: Compute> FormatVisitor<C> for Param<'_> {
     }
 }
 
-// By itself: formats that differ in state or rounding have one and the same.
+// A function of its own, which formats that differ only in state or rounding share.
 #[inline(never)]
 fn param_sum<C: Compute, K: ParamStorage<C>>(
     level: Level,
@@ -116,7 +114,7 @@ impl<C: Compute> FormatVisitor<C> for Gradient<'_> {
     }
 }
 
-/// The sum over a leaf, or what there is of it.
+/// The sum over a leaf, which may end early.
 #[inline(always)]
 pub(crate) fn leaf_sum<C: Compute, K: ParamStorage<C>, const SIDE: usize>(
     param: &[K::Param],

@@ -1,36 +1,23 @@
 //! Updates at the portable level, whose formats are converted on the way.
 //!
-//! A loop that is compiled for each rule and each format at every level is most of what a build
-//! takes and of what a program weighs. Processors without vectors worth the name are few, so at
-//! their level a rule's loop is compiled for values alone: a few hundred elements at a time are
-//! widened, updated and narrowed in the nearest cache, by code that all rules share. Widening is
-//! exact and narrowing rounds as elsewhere, so the bits are the same.
+//! A loop that is compiled for each rule and each format at every level is most of a build and most
+//! of a program. Processors without vectors worth the name are few, so at their level a rule's loop
+//! is compiled for values alone. A few hundred elements at a time are widened, updated and narrowed
+//! in the nearest cache, by code that all rules share. Widening is exact and narrowing rounds as
+//! elsewhere, so the bits do not change.
 
 use fusestep_launch::{HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
 
 use crate::across::Around;
-use crate::format::FormatVisitor;
-use crate::param_storage::{ParamStorage, master};
+use crate::compute::{Compute, Converted, FormatVisitor, ParamStorage, Storage};
+use crate::param_storage::master;
 use crate::rounding::Rounding;
-use crate::{Compute, Storage};
 
 /// Most elements that are converted at a time.
 const MOST: usize = 256;
 
 /// Most roles of state.
 const ROLES: usize = MAX_LISTS - 2;
-
-/// An update of lists of values, and lists of another format that it is to be run over.
-pub struct Converted<'a, 'b> {
-    /// How many roles of state there are.
-    pub(crate) roles: usize,
-    /// Bytes of step scalars, without what random rounding is keyed by.
-    pub(crate) step_scalar_bytes: usize,
-    /// The update, for lists of values without anything beside the parameter.
-    pub(crate) update: &'b dyn Fn(HostRun<'_, '_>),
-    /// The lists, and where in them the tensors lie.
-    pub(crate) run: HostRun<'a, 'b>,
-}
 
 /// Values of consecutive elements.
 struct Values<C> {

@@ -13,15 +13,15 @@ use crate::{Compute, padded_bytes, read_values, write_padded};
 /// Names of a rule's device entries for one format.
 #[derive(Clone, Copy, Debug)]
 pub struct Entries {
-    /// The one that updates, of [`fusestep_launch::entry`].
+    /// The entry that updates, by [`fusestep_launch::entry`].
     pub update: &'static str,
-    /// The one that derives the step scalars of a resident table, of
+    /// The entry that derives the step scalars of a resident table, by
     /// [`fusestep_launch::step_scalars_entry`].
     pub step_scalars: &'static str,
 }
 
-/// A rule that updates every element on its own, with `SCALARS` scalars that all tensors share and
-/// `STEP_SCALARS` that tensors of one group share at one step.
+/// A rule that updates every element on its own. It has `SCALARS` scalars that all tensors share,
+/// and `STEP_SCALARS` that tensors of one group share at one step.
 ///
 /// Scalars are formed in f64 here and rounded once, so that every backend computes from the same
 /// bytes. They are read by the rule's `.cu` file in this order.
@@ -40,13 +40,14 @@ pub trait ElementRule<const SCALARS: usize, const STEP_SCALARS: usize>:
     /// Options as the device reads them.
     fn flags(&self) -> u32;
 
-    /// What all tensors share.
+    /// The scalars that all tensors share.
     fn scalars(&self) -> [f64; SCALARS];
 
-    /// What tensors of one group share at one step.
+    /// The scalars that tensors of one group share at one step.
     fn step_scalars(&self, values: GroupValues) -> [f64; STEP_SCALARS];
 
-    /// What a device derives step scalars from, besides the learning rate, which comes first.
+    /// The hyper-parameters that a device derives step scalars from; the learning rate comes before
+    /// them.
     fn hyper_parameters_of_step_scalars(&self) -> Vec<f64>;
 
     /// Updates tensors on the host: [`crate::run_format`] with the update of one element.

@@ -1,21 +1,12 @@
-//! From dtypes known at run time to code compiled for them.
+//! The way from dtypes known at run time to code compiled for them.
 
 use fusestep_launch::{Format, HostRun, Layout};
 use half::{bf16, f16};
 
-use crate::converted::Converted;
-use crate::param_storage::{ParamStorage, Plain, WithMaster, WithRemainder};
+use crate::compute::{Compute, Converted, FormatVisitor, ParamStorage, Storage};
+use crate::param_storage::{Plain, WithMaster, WithRemainder};
 use crate::rounding::{Nearest, Rounding, Stochastic};
-use crate::run::run_stored;
-use crate::{Compute, Storage, Update};
-
-/// Code that is compiled for every way to keep tensors.
-pub trait FormatVisitor<C: Compute> {
-    /// What it returns.
-    type Output;
-    /// Runs for parameters kept as `K`, state as `S`, and rounding as `R`.
-    fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) -> Self::Output;
-}
+use crate::run::{Update, run_stored};
 
 pub(crate) fn visit_f64<V: FormatVisitor<f64>>(format: Format, visitor: V) -> V::Output {
     assert_eq!(format.layout(), Layout::F64, "the rule computes in f64");
@@ -38,7 +29,7 @@ pub(crate) fn visit_f32<V: FormatVisitor<f32>>(format: Format, visitor: V) -> V:
     }
 }
 
-/// For formats in which something may be rounded at random.
+/// Runs for formats in which something may be rounded at random.
 fn rounded<K, S, V>(format: Format, visitor: V) -> V::Output
 where
     K: ParamStorage<f32>,
@@ -52,7 +43,7 @@ where
     }
 }
 
-/// What a loop runs over.
+/// An update, and the lists that its loop runs over.
 struct Call<'a, 'b, U, const N: usize> {
     update: &'b U,
     run: HostRun<'a, 'b>,
@@ -66,9 +57,9 @@ impl<C: Compute, U: Update<C, N>, const N: usize> FormatVisitor<C> for Call<'_, 
     }
 }
 
-/// Runs an update over all tensors of a call, whose lists are those of [`Format::lists`] with `N`
-/// roles of state: parameter, gradient, state, and what is beside the parameter. Whatever the
-/// format, an update is written for values of `C` alone.
+/// Runs an update over all tensors of a call. Their lists are those of [`Format::lists`] with `N`
+/// roles of state: parameter, gradient, state, and master or remainder. Whatever the format, an
+/// update is written for values of `C` alone.
 ///
 /// Above [`Level::PORTABLE`](fusestep_simd::Level::PORTABLE) the loop is compiled for each format;
 /// there it is compiled for values alone, which `converted.rs` forms from any format and keeps.

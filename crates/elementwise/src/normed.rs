@@ -30,14 +30,14 @@ pub struct Cached<'a> {
     pub valid: &'a AtomicBool,
 }
 
-/// A tensor in host memory, or a part of one, and what updates it.
+/// A tensor in host memory, or a part of one, and the kernel that updates it.
 ///
-/// It is whole for a kernel that takes sums, unless these are given, and begins with a chunk if the
-/// sums over what is changed are asked for.
+/// For a kernel that takes sums it is a whole tensor, unless `sums` are given. It begins with a
+/// chunk if `update_sums` are asked for.
 pub struct Tensor<'a> {
     /// The kernel.
     pub kernel: &'a dyn MultiTensorKernel,
-    /// What it is called with.
+    /// The settings and scalars of the kernel's calls.
     pub call: HostCall<'a>,
     /// Index of the tensor's group.
     pub group: u32,
@@ -49,8 +49,8 @@ pub struct Tensor<'a> {
     pub first_element: u64,
     /// The elements in each of the kernel's lists.
     pub lists: [HostList<'a>; MAX_LISTS],
-    /// Sums that the tensor's last update took along, and where this one leaves them, if somebody
-    /// sees to it that they are still those of the parameters.
+    /// Sums that the tensor's last update took along, and the place for those of this update.
+    /// `None` unless somebody makes sure that they are still the sums of the parameters.
     pub cached: Option<Cached<'a>>,
     /// Σ g² over the whole tensor in the fixed tree, if somebody has taken it.
     pub grad_sum: Option<f64>,
@@ -94,8 +94,8 @@ fn step_normed(tensor: Tensor<'_>, normed: &dyn NormedKernel, pool: Option<&Pool
             ..tensor
         };
         let cached = finished.caching().map(|(_, cached)| cached.valid);
-        // Between the two nobody may take the sums for those of the parameters, a caller that
-        // survives a panic included.
+        // During the update nobody may take the sums for those of the parameters, not even a caller
+        // that survives a panic.
         if let Some(valid) = cached {
             valid.store(false, Ordering::Relaxed);
         }
@@ -209,7 +209,7 @@ fn shared_sums(
     let partials: [[AtomicU64; MAX_SUMS]; GROUP] =
         std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0)));
     tree_sum(chunks, |chunk| {
-        // Asked for in order: with the first of a group all of it are taken.
+        // The tree asks in order, so the sums of a whole group are taken with its first.
         if chunk.is_multiple_of(GROUP) {
             let count = GROUP.min(chunks - chunk);
             pool.share(count, Order::Forward, &|index| {
@@ -264,7 +264,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// What is left of a tensor between two cuts.
+/// A part of a tensor, which may be cut once more.
 impl Split for Tensor<'_> {
     fn elements(&self) -> u64 {
         self.numel as u64

@@ -1,16 +1,15 @@
 //! The loop over lists that all hold bf16: two neighbours in a 32-bit word.
 //!
-//! A bf16 is the upper half of an f32, so of a word of two the one widens by a shift and the other
-//! by a mask, and both come back with a mask, a shift and an or. Sixteen words make two vectors of
-//! f32, those at even and those at odd places, without a shuffle, of which a conversion by the
-//! element takes two for each list: worth a fifth of the time of Adam all in bf16.
+//! A bf16 is the upper half of an f32. So of a word of two, one widens by a shift and the other by
+//! a mask. Both come back with a mask, a shift and an or. Sixteen words make two vectors of f32,
+//! one of even places and one of odd places, without a shuffle. A conversion by the element takes
+//! two shuffles for each list; to save them is worth a fifth of the time of Adam all in bf16.
 
 use bytemuck::Pod;
 
-use crate::param_storage::ParamStorage;
+use crate::compute::{Compute, ParamStorage, Storage};
 use crate::rounding::Rounding;
 use crate::run::{LANES, Tensor, Update};
-use crate::{Compute, Storage};
 
 /// One word for each lane.
 type Words = [u32; LANES];
@@ -60,9 +59,9 @@ where
         let state: [Words; N] = std::array::from_fn(|list| load(self.state[list], first));
         let low = self.half::<U, SCALED>(update, step_scalars, param, grad, &state, 0);
         let high = self.half::<U, SCALED>(update, step_scalars, param, grad, &state, 1);
-        // One test for all, instead of a comparison and a choice for each value: a twentieth of the
-        // time in a cache of a rule with two states. Rules with fewer get slower, and so
-        // does rounding at random.
+        // One test for all values, instead of a comparison and a choice for each: worth a twentieth
+        // of the time of a rule with two states, in a cache. Rules with fewer states get slower,
+        // and so does rounding at random.
         let asks = N >= 2 && !R::AT_RANDOM;
         let mut nan = asks && unordered(&low.0, &high.0);
         if asks {

@@ -1,5 +1,5 @@
-//! Where the value of a parameter is kept: by itself, or with a list beside it that holds what it
-//! lost in rounding.
+//! Storage of a parameter's value: the parameter alone, or with a list of masters or remainders,
+//! which keep the bits lost in rounding.
 
 use std::marker::PhantomData;
 
@@ -7,32 +7,8 @@ use bytemuck::Pod;
 use fusestep_launch::HostList;
 use half::bf16;
 
-use crate::{Compute, Storage};
+use crate::compute::{Compute, ParamStorage, Storage};
 use fusestep_simd::{join_bf16, split_bf16};
-
-/// How the update reads and writes a parameter.
-pub trait ParamStorage<C: Compute> {
-    /// The storage type of parameter and gradient.
-    type Param: Storage<C>;
-    /// The element of the list beside the parameter: a master weight, the residual of one, or `()`
-    /// if there is no such list.
-    type Master: Pod + Send + Sync;
-    /// Whether the value depends on the parameter itself.
-    const READS_PARAM: bool = true;
-    /// Whether the parameter is the value, with nothing beside it.
-    const IS_VALUE: bool = false;
-
-    /// The value that the update starts from.
-    fn widen(param: Self::Param, master: Self::Master) -> C;
-    /// The value that the update ended with.
-    fn narrow(value: C) -> (Self::Param, Self::Master);
-    /// The value that the update ended with, rounded by `random_bits` where the parameter is all
-    /// there is.
-    #[inline(always)]
-    fn narrow_at_random(value: C, _random_bits: u32) -> (Self::Param, Self::Master) {
-        Self::narrow(value)
-    }
-}
 
 /// The parameter alone.
 pub(crate) struct Plain<P>(PhantomData<P>);
@@ -89,8 +65,8 @@ impl ParamStorage<f32> for WithRemainder {
     }
 }
 
-/// The elements of the list beside a parameter; `numel` nothings, which take no memory, if there is
-/// none.
+/// The elements of the list of masters or remainders. If there is no such list, `numel` values
+/// without bytes.
 pub(crate) fn master<'a, 'b: 'a, T: Pod>(
     lists: &mut std::slice::IterMut<'_, HostList<'b>>,
     numel: usize,

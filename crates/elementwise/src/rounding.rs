@@ -1,4 +1,4 @@
-//! How the loop rounds: to nearest, or at random by keys that do not depend on how the work was
+//! Rounding in the loop: to nearest, or at random by keys that do not depend on how the work was
 //! cut.
 
 use fusestep_launch::random_bits::{element_word, tensor_key};
@@ -6,9 +6,9 @@ use fusestep_launch::{HostSpan, KEY_BYTES};
 
 use crate::read_values;
 
-/// Where the random bits of a tensor's elements come from.
+/// The source of the random bits of a tensor's elements.
 pub trait Rounding: Copy {
-    /// Whether there are any.
+    /// Whether there are random bits.
     const AT_RANDOM: bool;
     /// Bytes behind the kernel's own step scalars.
     const KEY_BYTES: usize;
@@ -22,7 +22,7 @@ pub trait Rounding: Copy {
     fn random_bits(self, lane: usize, list: usize) -> u32;
 }
 
-/// To nearest even; nothing is drawn.
+/// Rounding to nearest even, without random bits.
 #[derive(Clone, Copy)]
 pub(crate) struct Nearest;
 
@@ -43,7 +43,7 @@ impl Rounding for Nearest {
     }
 }
 
-/// At random.
+/// Rounding at random.
 #[derive(Clone, Copy)]
 pub(crate) struct Stochastic {
     key: u64,

@@ -1,24 +1,26 @@
-//! The loop.
+//! The loop of all element-wise updates.
 //!
-//! The plain version is `for i in 0..numel { update(i) }`. Two deviations, both for memory speed:
-//! elements go in blocks of [`LANES`], whose fixed length the compiler turns into vector
-//! instructions, and each block asks for the cache lines `prefetch_bytes` ahead on all streams,
-//! worth 13 to 15 % where tensors exceed the cache (`benches/fused_adam.rs`). Where whole blocks
-//! leave elements over, the last [`LANES`] are computed from a copy that was taken before, and
-//! overlap the block before them with the same bits: a copy of what is left over, of varying
-//! length, costs a small tensor more than its arithmetic, 76 ns of 608 for 64 to 512 elements
-//! (`fusestep bench` on 10,000 of them). Only a tensor shorter than a block is padded with zeros.
-
-use std::ops::Range;
+//! The plain version is `for i in 0..numel { update(i) }`. Three deviations make it faster:
+//!
+//! Elements go in blocks of [`LANES`], whose fixed length the compiler turns into vector
+//! instructions. Each block asks for the cache lines `prefetch_bytes` ahead on all streams: 13 to
+//! 15 % where tensors exceed the cache (`benches/fused_adam.rs`).
+//!
+//! Where whole blocks leave elements over, the last [`LANES`] are computed from a copy that was
+//! taken before. They overlap the block before them with equal bits. A copy of just the elements
+//! left over varies in length and costs a small tensor more than its arithmetic. That is 76 ns of
+//! 608 for 64 to 512 elements (`fusestep bench` on 10,000 of them). Only a tensor shorter than a
+//! block is padded with zeros.
 
 use bytemuck::{Pod, Zeroable};
 use fusestep_launch::{HostList, HostRun};
 use fusestep_simd::prefetch_ahead;
 
 use crate::across::Around;
-use crate::param_storage::{ParamStorage, master};
+use crate::compute::{Compute, ParamStorage, Storage};
+use crate::param_storage::master;
+use crate::parts::{next_part, outside, part, part_mut};
 use crate::rounding::Rounding;
-use crate::{Compute, Storage};
 
 /// Elements of a block: one cache line of f32, two of f64.
 pub const LANES: usize = 16;
@@ -30,7 +32,7 @@ const LINE_BYTES: usize = 64;
 /// Plain operations on `C` only: no fused multiply-add and no reassociation happens behind them, so
 /// that the bits are those of `kernels/STEM.cu`.
 pub trait Update<C: Compute, const N: usize>: Copy + Sync {
-    /// What tensors of one group share at one step.
+    /// The scalars that tensors of one group share at one step.
     type StepScalars: Copy;
 
     /// Bytes of a group's step scalars.
@@ -66,7 +68,8 @@ where
         const { K::IS_VALUE && S::IS_VALUE },
         #[inline(always)]
         || {
-            // Copies: what may lie anywhere may overlap a block, which then stays in memory.
+            // Local copies: a value that may lie anywhere may overlap a block, which then stays in
+            // memory.
             let update = *update;
             let grad_factor = C::round(call.grad_factor);
             let Around { most, ahead_bytes, .. } = around;
@@ -114,7 +117,7 @@ pub(crate) struct Tensor<'a, C: Compute, K: ParamStorage<C>, S, R, const N: usiz
     pub(crate) state: [&'a mut [S]; N],
     pub(crate) grad_factor: C,
     pub(crate) rounding: R,
-    /// How far ahead of a block cache lines are asked for.
+    /// Distance in bytes from a block to the cache lines that are asked for.
     pub(crate) ahead_bytes: usize,
 }
 
@@ -357,43 +360,6 @@ fn put_last<T: Pod>(list: &mut [T], block: &[T; LANES]) {
         Some(own) => *own = *block,
         None => outside(),
     }
-}
-
-/// The part of a list that these elements are.
-#[inline(always)]
-fn part_mut<'a, T>(list: &'a mut [T], elements: &Range<usize>) -> &'a mut [T] {
-    match list.get_mut(elements.clone()) {
-        Some(part) => part,
-        None => outside(),
-    }
-}
-
-/// [`part_mut`] of a list that is only read.
-#[inline(always)]
-pub(crate) fn part<'a, T>(list: &'a [T], elements: &Range<usize>) -> &'a [T] {
-    match list.get(elements.clone()) {
-        Some(part) => part,
-        None => outside(),
-    }
-}
-
-/// [`part_mut`] of the next list.
-#[inline(always)]
-fn next_part<'a, T>(
-    lists: &mut std::slice::IterMut<'a, &mut [T]>,
-    elements: &Range<usize>,
-) -> &'a mut [T] {
-    match lists.next() {
-        Some(list) => part_mut(list, elements),
-        None => &mut [],
-    }
-}
-
-/// One call for all places, which a loop has once: each with lengths of its own is 30 bytes.
-#[cold]
-#[inline(never)]
-fn outside() -> ! {
-    panic!("expected lists of one numel, with all elements of every tensor");
 }
 
 /// The block from element `first` on.

@@ -64,9 +64,9 @@ pub enum StepError {
         list: &'static str,
         /// Position of the tensor in the lists.
         tensor: usize,
-        /// What the settings ask for.
+        /// The content that the settings ask for, in words.
         expected: &'static str,
-        /// What was given.
+        /// The content given, in words.
         found: &'static str,
     },
     /// Steps count from 1.
@@ -79,7 +79,7 @@ pub enum StepError {
         what: &'static str,
         /// Position of the tensor in the lists.
         tensor: usize,
-        /// What was given.
+        /// The value given.
         found: f64,
     },
 }

@@ -1,6 +1,5 @@
-//! The type that tensors are kept in.
+//! The types that tensors are kept in: those of arithmetic, f16 and bf16.
 
-use bytemuck::Pod;
 use fusestep_simd::{
     narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random, narrow_f16,
     widen_bf16, widen_bf16_pair, widen_f16,
@@ -8,44 +7,7 @@ use fusestep_simd::{
 use fusestep_tensor::DType;
 use half::{bf16, f16};
 
-use crate::Compute;
-
-/// A type that tensors are kept in and that arithmetic in `C` reads exactly and writes with one
-/// rounding.
-pub trait Storage<C: Compute>: Pod + Send + Sync {
-    /// The element type.
-    const DTYPE: DType;
-    /// Whether it is `C` itself.
-    const IS_VALUE: bool = false;
-    /// The value, unchanged.
-    fn widen(self) -> C;
-    /// The nearest value, ties to even.
-    fn narrow(value: C) -> Self;
-    /// Whether two neighbours are read and written as one word of 32 bits.
-    const PAIRED: bool = false;
-    /// The values of the lower and of the upper half; only where [`Self::PAIRED`].
-    #[inline(always)]
-    fn widen_pair(_word: u32) -> [C; 2] {
-        [C::ZERO; 2]
-    }
-    /// The word of two values, each as by [`Self::narrow`]; only where [`Self::PAIRED`]. Neither is
-    /// NaN if they are `NUMBERS`.
-    #[inline(always)]
-    fn narrow_pair<const NUMBERS: bool>(_values: [C; 2]) -> u32 {
-        0
-    }
-    /// The word of two values, each as by [`Self::narrow_at_random`]; only where [`Self::PAIRED`].
-    #[inline(always)]
-    fn narrow_pair_at_random(_values: [C; 2], _random_bits: [u32; 2]) -> u32 {
-        0
-    }
-    /// A neighbouring value, chosen by the lower 16 bits of `random_bits`; the nearest one for a
-    /// type that is not rounded at random.
-    #[inline(always)]
-    fn narrow_at_random(value: C, _random_bits: u32) -> Self {
-        Self::narrow(value)
-    }
-}
+use crate::{Compute, Storage};
 
 impl<C: Compute> Storage<C> for C {
     const DTYPE: DType = C::DTYPE;

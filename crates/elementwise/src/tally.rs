@@ -7,9 +7,8 @@ use bytemuck::Zeroable;
 use fusestep_launch::{CHUNK_UNITS, HostCall, LeafSums, UnitSums};
 use fusestep_simd::Level;
 
-use crate::Compute;
+use crate::compute::{Compute, ParamStorage};
 use crate::norm::{LEAF_ELEMENTS as LEAF, NORM_LANES, fold};
-use crate::param_storage::ParamStorage;
 
 /// The sums that a call leaves of a chunk.
 pub(crate) struct Tally<'a, C: Compute, K: ParamStorage<C>> {
@@ -20,7 +19,7 @@ pub(crate) struct Tally<'a, C: Compute, K: ParamStorage<C>> {
     old_master: [K::Master; LEAF],
 }
 
-/// One of them: where its leaves go, and the lanes of the leaf under way.
+/// One kind of sums: the places of its leaves, and the lanes of the leaf under way.
 struct Sums<'a> {
     leaves: &'a LeafSums,
     lanes: [f64; NORM_LANES],
@@ -37,9 +36,10 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
     /// the tree, so few that the nearest cache holds them before and after.
     pub(crate) const MOST: usize = LEAF;
 
-    /// What the call asks for, if it asks for any.
+    /// The sums that the call asks for; `None` if it asks for none.
     ///
-    /// Compiled once for each way to keep a parameter, not for each rule, and so are the others.
+    /// This function and the next two are compiled once for each storage of a parameter, not for
+    /// each rule.
     #[inline(never)]
     pub(crate) fn of(call: HostCall<'a>) -> Option<Self> {
         let (changes, squares) = (call.changes.map(Sums::of), call.squares.map(Sums::of));
@@ -52,7 +52,7 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
         })
     }
 
-    /// Keeps what is about to be updated.
+    /// Keeps the values of elements that are about to be updated.
     #[inline(never)]
     pub(crate) fn before(&mut self, param: &[K::Param], master: &[K::Master]) {
         if self.changes.is_some() {
@@ -61,8 +61,8 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
         }
     }
 
-    /// Takes what has become of it: these are the elements from `first` on, a multiple of
-    /// [`NORM_LANES`], of a chunk of `numel`.
+    /// Takes the new values of these elements, which lie from `first` on, a multiple of
+    /// [`NORM_LANES`], in a chunk of `numel`.
     #[inline(never)]
     pub(crate) fn after(
         &mut self,
@@ -102,7 +102,7 @@ fn add<C: Compute, K: ParamStorage<C>, const CHANGES: bool>(
     old: (&[K::Param], &[K::Master]),
     new: (&[K::Param], &[K::Master]),
 ) {
-    /// As many sums as stay in registers.
+    /// Number of sums that stay in registers.
     const COLUMN: usize = 32;
     let square = |param: (K::Param, K::Param), master: (K::Master, K::Master)| {
         let mut value = K::widen(param.1, master.1).exact();

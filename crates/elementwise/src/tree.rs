@@ -7,13 +7,11 @@ use bytemuck::Zeroable;
 use fusestep_launch::{CHUNK_ELEMENTS, Format, MAX_LISTS};
 use fusestep_simd::{Level, fetches_by_itself, prefetch_ahead};
 
-use crate::format::FormatVisitor;
+use crate::compute::{Compute, FormatVisitor, ParamStorage, Storage};
 use crate::norm::{
     FEW_LANES, LEAF_ELEMENTS as LEAF, NORM_CHUNK_ELEMENTS, NORM_LANES as LANES, fold, sum_leaf,
 };
-use crate::param_storage::ParamStorage;
 use crate::rounding::Rounding;
-use crate::{Compute, Storage};
 
 /// Elements that are formed side by side.
 const BLOCK: usize = 16;
@@ -23,8 +21,8 @@ type Leaf<C, const SUMS: usize> = [[C; LEAF]; SUMS];
 
 const _: () = assert!(NORM_CHUNK_ELEMENTS == CHUNK_ELEMENTS as usize);
 
-/// What is squared and summed: `SUMS` values formed from one element's parameter, gradient and `N`
-/// state tensors.
+/// The values that are squared and summed: `SUMS` of them, formed from the parameter, the gradient
+/// and `N` state tensors of one element.
 pub trait Terms<C: Compute, const N: usize, const SUMS: usize>: Sync {
     /// State tensors that the values are formed from, the first ones; the others are not read, and
     /// given as 0.
@@ -82,7 +80,7 @@ where
             grad: bytemuck::cast_slice(grad),
             state: std::array::from_fn(|list| bytemuck::cast_slice(rest[list])),
             master,
-            // A Zen 5 reads a tenth faster so, all lists of LAMB.
+            // Half a leaf ahead a Zen 5 reads all lists of LAMB a tenth faster.
             ahead: if fetches_by_itself(size_of::<K::Param>()) { LEAF / 2 } else { LEAF },
         };
         chunk.sums(self.level, self.terms)
@@ -96,12 +94,12 @@ struct Chunk<'a, C: Compute, K: ParamStorage<C>, S, const N: usize> {
     state: [&'a [S]; N],
     /// Empty if there is no such list.
     master: &'a [K::Master],
-    /// How many elements ahead of their use lists are asked for.
+    /// Distance in elements from the elements under way to those that are asked for.
     ahead: usize,
 }
 
 impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N> {
-    // By itself: whoever visits formats has those that differ in rounding, too.
+    // A function of its own, which visitors of formats that differ only in rounding share.
     #[inline(never)]
     fn sums<T, const SUMS: usize>(&self, level: Level, terms: &T) -> [f64; SUMS]
     where
@@ -128,9 +126,9 @@ impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C,
     /// The sums over one leaf.
     ///
     /// The plain version adds as it walks the elements, to 64 running sums for each term, more than
-    /// there are registers. Here the values are formed first, in the order the lists lie in
-    /// memory, and `values` holds them, which the nearest cache does, until they are summed in
-    /// an order that keeps running sums in registers.
+    /// there are registers. Here the values are formed first, in the order the lists lie in memory,
+    /// and kept in `values`, which fits the nearest cache. Then they are summed in an order that
+    /// keeps running sums in registers.
     #[inline(always)]
     fn leaf_sums<T, const SUMS: usize>(
         &self,

@@ -6,7 +6,7 @@ use fusestep_elementwise::{
 };
 use fusestep_launch::{
     Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
-    UpdateRule, WeightDecay, check_hyper, entry, step_scalars_entry,
+    Settings, UpdateRule, WeightDecay, entry, settings, step_scalars_entry, switch,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -20,40 +20,29 @@ pub enum SecondMoment {
     Largest,
 }
 
-/// Hyper-parameters of one Adam or AdamW optimizer.
-///
-/// # Cost
-/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 36 with AMSGrad;
-/// twice that for f64; from 14 on for 16-bit formats.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Adam {
-    /// Learning rate per step; 1e-3 by default.
-    pub lr: f64,
-    /// Decay of the first moment, in [0, 1); 0.9 by default.
-    pub beta1: f64,
-    /// Decay of the second moment, in [0, 1); 0.999 by default.
-    pub beta2: f64,
-    /// ε, added to the root outside of it, at least 0; 1e-8 by default.
-    pub eps: f64,
-    /// λ and how it enters; decoupled 0.01 by default, as in PyTorch's AdamW.
-    pub weight_decay: WeightDecay,
-    /// Which second moment scales the step.
-    pub second_moment: SecondMoment,
-    /// Whether to step against or along the gradient.
-    pub objective: Objective,
-}
+switch!(SecondMoment: Running, Largest);
 
-impl Default for Adam {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            beta1: 0.9,
-            beta2: 0.999,
-            eps: 1e-8,
-            weight_decay: WeightDecay::Decoupled(0.01),
-            second_moment: SecondMoment::Running,
-            objective: Objective::Minimize,
-        }
+settings! {
+    /// Hyper-parameters of one Adam or AdamW optimizer.
+    ///
+    /// # Cost
+    /// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 36 with
+    /// AMSGrad; twice that for f64; from 14 on for 16-bit formats.
+    pub struct Adam {
+        /// Learning rate per step; 1e-3 by default.
+        pub lr: f64 = 1e-3 => number(Domain::NotNegative);
+        /// Decay of the first moment, in [0, 1); 0.9 by default.
+        pub beta1: f64 = 0.9 => number(Domain::BelowOne);
+        /// Decay of the second moment, in [0, 1); 0.999 by default.
+        pub beta2: f64 = 0.999 => number(Domain::BelowOne);
+        /// ε, added to the root outside of it, at least 0; 1e-8 by default.
+        pub eps: f64 = 1e-8 => number(Domain::NotNegative);
+        /// λ and how it enters; decoupled 0.01 by default, as in PyTorch's AdamW.
+        pub weight_decay: WeightDecay = WeightDecay::Decoupled(0.01) => decay;
+        /// Which second moment scales the step.
+        pub second_moment: SecondMoment = SecondMoment::Running => switch("amsgrad");
+        /// Whether to step against or along the gradient.
+        pub objective: Objective = Objective::Minimize => switch("maximize");
     }
 }
 
@@ -70,13 +59,7 @@ impl UpdateRule for Adam {
     }
 
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
-        vec![
-            ("lr", self.lr),
-            ("beta1", self.beta1),
-            ("beta2", self.beta2),
-            ("eps", self.eps),
-            ("weight_decay", self.weight_decay.lambda()),
-        ]
+        self.numbers()
     }
 
     fn objective(&self) -> Option<Objective> {
@@ -84,13 +67,7 @@ impl UpdateRule for Adam {
     }
 
     fn validate(&self) -> Result<(), RuleError> {
-        check_hyper(&[
-            ("lr", self.lr, Domain::NotNegative),
-            ("beta1", self.beta1, Domain::BelowOne),
-            ("beta2", self.beta2, Domain::BelowOne),
-            ("eps", self.eps, Domain::NotNegative),
-            ("weight_decay", self.weight_decay.lambda(), Domain::NotNegative),
-        ])
+        self.check()
     }
 
     fn kernel(

@@ -1,4 +1,4 @@
-//! The definition: f64, scalar, one element at a time.
+//! The definition of SGD: f64, scalar, one element at a time.
 //!
 //! ```text
 //! g ← −g if maximize;  g ← r·g;  g ← g + λ·p if L2
@@ -6,19 +6,19 @@
 //! p ← p·(1 − lr·λ) if decoupled
 //! p ← p − lr·u, or p − lr·(g + μ·u) with Nesterov
 //! ```
-//! Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity as PyTorch 2.7 does;
-//! dampening and the first step are PyTorch's too.
+//! Sutskever, Martens, Dahl & Hinton 2013, with lr outside the velocity as in PyTorch 2.7.
+//! Dampening and the first step are PyTorch's, too.
 
 use fusestep_launch::{Objective, WeightDecay};
 
 use crate::{Nesterov, Sgd};
 
-/// One element's parameter and state.
+/// The parameter and the state of one element.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Element {
     /// p.
     pub param: f64,
-    /// u; without momentum it is the last gradient and of no effect.
+    /// u; without momentum u is the last gradient and has no effect.
     pub velocity: f64,
 }
 

@@ -1,61 +1,50 @@
-//! The rule: hyper-parameters, what a step takes of them, and the update of one element.
+//! The rule of SGD: hyper-parameters, step scalars, and the update of one element.
 
 use fusestep_elementwise::{
     Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
 };
 use fusestep_launch::{
     Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
-    UpdateRule, WeightDecay, check_hyper, entry, step_scalars_entry,
+    Settings, UpdateRule, WeightDecay, entry, settings, step_scalars_entry, switch,
 };
 use fusestep_tensor::{DType, Role};
 
-/// Where along its velocity a parameter goes.
+/// Direction in which a parameter moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Nesterov {
-    /// Along the velocity.
+    /// The velocity.
     #[default]
     Plain,
-    /// Along the gradient and the next step's share of the velocity.
+    /// The gradient plus the next step's share of the velocity (Nesterov's).
     Nesterov,
 }
 
-/// Hyper-parameters of SGD, with a velocity if momentum is above 0.
-///
-/// # Cost
-/// 12 bytes of memory traffic per f32 element (read p, g; write p), 20 with a velocity; twice that
-/// for f64.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sgd {
-    /// Learning rate per step; 1e-3 by default.
-    pub lr: f64,
-    /// μ, what is left of the velocity after a step, in [0, 1); 0 by default, which keeps no
-    /// velocity.
-    pub momentum: f64,
-    /// τ, the share of the gradient that does not reach the velocity after the first step, in [0,
-    /// 1); 0 by default.
-    pub dampening: f64,
-    /// Where along the velocity to go; needs momentum and no dampening.
-    pub nesterov: Nesterov,
-    /// λ and how it enters; L2 0 by default. It is not rescaled.
-    pub weight_decay: WeightDecay,
-    /// Factor on the gradient, finite and above 0: 1/n turns a sum over n into a mean; 1 by
-    /// default.
-    pub rescale: f64,
-    /// Whether to step against or along the gradient.
-    pub objective: Objective,
-}
+switch!(Nesterov: Plain, Nesterov);
 
-impl Default for Sgd {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            momentum: 0.0,
-            dampening: 0.0,
-            nesterov: Nesterov::Plain,
-            weight_decay: WeightDecay::L2(0.0),
-            rescale: 1.0,
-            objective: Objective::Minimize,
-        }
+settings! {
+    /// Hyper-parameters of SGD, with a velocity if momentum is above 0.
+    ///
+    /// # Cost
+    /// 12 bytes of memory traffic per f32 element (read p, g; write p), 20 with a velocity; twice
+    /// that for f64.
+    pub struct Sgd {
+        /// Learning rate per step; 1e-3 by default.
+        pub lr: f64 = 1e-3 => number(Domain::NotNegative);
+        /// μ, the share of the velocity that remains after a step, in [0, 1). 0 by default, which
+        /// keeps no velocity.
+        pub momentum: f64 = 0.0 => number(Domain::BelowOne);
+        /// τ, the share of the gradient that does not reach the velocity after the first step, in
+        /// [0, 1). 0 by default.
+        pub dampening: f64 = 0.0 => number(Domain::BelowOne);
+        /// Direction of the update; Nesterov's needs momentum and no dampening.
+        pub nesterov: Nesterov = Nesterov::Plain => switch("nesterov");
+        /// Weight decay λ, and how it enters; L2 0 by default. `rescale` does not apply to λ·p.
+        pub weight_decay: WeightDecay = WeightDecay::L2(0.0) => decay;
+        /// Factor on the gradient, finite and above 0; 1 by default. 1/n turns a sum over n into a
+        /// mean.
+        pub rescale: f64 = 1.0 => number(Domain::Positive);
+        /// Whether to step against or along the gradient.
+        pub objective: Objective = Objective::Minimize => switch("maximize");
     }
 }
 
@@ -88,8 +77,8 @@ impl UpdateRule for Sgd {
         Some(self.objective)
     }
 
-    /// The velocity has λ·p in it with L2 and not with decoupled decay. It is one of rescaled
-    /// gradients, so that another `rescale` goes with gradients of another scale.
+    /// The velocity contains λ·p with L2, but not with decoupled decay. The velocity is one of
+    /// rescaled gradients, so another `rescale` goes with gradients of another scale.
     fn settings_of_state(&self) -> Vec<(&'static str, String)> {
         let decay = ("weight_decay", self.weight_decay.name().to_owned());
         let with_velocity = self.has_velocity().then_some(decay);
@@ -97,14 +86,7 @@ impl UpdateRule for Sgd {
     }
 
     fn validate(&self) -> Result<(), RuleError> {
-        let lambda = self.weight_decay.lambda();
-        check_hyper(&[
-            ("lr", self.lr, Domain::NotNegative),
-            ("momentum", self.momentum, Domain::BelowOne),
-            ("dampening", self.dampening, Domain::BelowOne),
-            ("weight_decay", lambda, Domain::NotNegative),
-            ("rescale", self.rescale, Domain::Positive),
-        ])?;
+        self.check()?;
         let refuse = |what, expected, found| Err(RuleError::Hyper { what, expected, found });
         if self.nesterov == Nesterov::Nesterov && !self.has_velocity() {
             return refuse("momentum", "a value in (0, 1) with nesterov", self.momentum);
@@ -128,24 +110,24 @@ impl UpdateRule for Sgd {
 }
 
 impl Sgd {
-    /// Momentum as most use it: μ 0.9, the rest as by default.
+    /// SGD with the usual momentum: μ is 0.9, and the rest is the default.
     pub fn with_momentum() -> Self {
         Self { momentum: 0.9, ..Self::default() }
     }
 
-    /// Whether there is a velocity: momentum is above 0.
+    /// Whether the rule has a velocity, because momentum is above 0.
     pub fn has_velocity(&self) -> bool {
         self.momentum != 0.0
     }
 }
 
-/// Flag: there is a third list, the velocity.
+/// Flag of a third list, the velocity.
 const FLAG_VELOCITY: u32 = 1;
 
-/// Flag: the parameter goes along gradient and velocity (Nesterov); only with [`FLAG_VELOCITY`].
+/// Flag of Nesterov's direction along gradient and velocity; only with [`FLAG_VELOCITY`].
 const FLAG_NESTEROV: u32 = 2;
 
-/// Flag: the gradient's sign is turned (maximize).
+/// Flag that turns the gradient's sign (maximize).
 const FLAG_MAXIMIZE: u32 = 4;
 
 /// Lists of state in the order of a record's addresses; only with momentum.
@@ -219,7 +201,7 @@ impl ElementRule<2, 4> for Sgd {
     }
 }
 
-/// The update of `kernels/fused_sgd.cu`, operation for operation.
+/// Update of one element. The operations are those of `kernels/fused_sgd.cu`, in the same order.
 #[derive(Clone, Copy)]
 struct SgdUpdate<T> {
     scalars: [T; 2],
@@ -227,7 +209,7 @@ struct SgdUpdate<T> {
     objective: Objective,
 }
 
-/// With a state tensor momentum, without one plain SGD.
+/// An element with a state tensor takes momentum; without one, plain SGD.
 impl<T: Compute, const N: usize> Update<T, N> for SgdUpdate<T> {
     type StepScalars = [T; 4];
     const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(4);

@@ -1,4 +1,4 @@
-//! The crate alone: safe slices, no plan, no backend.
+//! SGD on safe slices, without a plan or a backend.
 
 use fusestep_elementwise::{Compute, SliceTensor, step_slices};
 use fusestep_launch::UpdateRule;
@@ -6,7 +6,7 @@ use fusestep_simd::Pool;
 
 use crate::{Sgd, StepError};
 
-/// The tensors of one parameter; all slices have the same numel, 0 allowed.
+/// Tensors of one parameter. All slices have the same numel; 0 is allowed.
 #[derive(Debug)]
 pub struct SgdTensors<'a, T> {
     /// p, updated in place.
@@ -36,7 +36,7 @@ impl Sgd {
     /// # Cost
     /// 12 bytes of memory traffic per f32 element, 20 with momentum.
     /// # Source
-    /// Sutskever, Martens, Dahl & Hinton 2013, with lr outside of the velocity, dampening and first
+    /// Sutskever, Martens, Dahl & Hinton 2013, with lr outside the velocity; dampening and first
     /// step as in PyTorch.
     pub fn step<T: Compute>(
         &self,
@@ -49,7 +49,7 @@ impl Sgd {
     /// [`Sgd::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
-    /// As [`Sgd::step`].
+    /// Those of [`Sgd::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,

@@ -1,4 +1,4 @@
-//! Where steps run.
+//! Devices that an optimizer's steps run on.
 
 use std::num::NonZeroUsize;
 
@@ -10,16 +10,17 @@ use fusestep_simd::Pool;
 
 use crate::Error;
 
-/// Where the steps of an optimizer run.
-pub trait Device {
-    /// What one launch may carry.
+/// A device that the steps of an optimizer run on.
+pub trait Device: Send {
+    /// Per-launch limits: bytes of arguments, elements of a chunk and number of chunks.
     fn limits(&self) -> LaunchLimits;
 
-    /// Makes it ready for one of so many ranks that share it.
+    /// Opens a backend on the device for one rank, where `ranks` ranks of this process share the
+    /// device.
     ///
     /// # Errors
-    /// The backend's.
-    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend>, Error>;
+    /// Errors of opening the backend.
+    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend + Send>, Error>;
 }
 
 /// Host memory and the processor's threads, shared out among the ranks of a process.
@@ -29,13 +30,15 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// As many threads as the rayon pool has that the caller is in, or else rayon's global one.
+    /// Uses as many threads as the caller's rayon pool has, or rayon's global pool if the caller is
+    /// in none.
     pub fn new() -> Self {
         let threads = NonZeroUsize::new(Pool::current().threads());
         Self::with_threads(threads.unwrap_or(NonZeroUsize::MIN))
     }
 
-    /// At most so many threads, of all ranks of the process together; they change no bits.
+    /// Uses at most so many threads for all ranks of the process together. The number changes no
+    /// bits.
     pub fn with_threads(threads: NonZeroUsize) -> Self {
         Self { threads }
     }
@@ -52,7 +55,7 @@ impl Device for Cpu {
         LaunchLimits::default()
     }
 
-    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend>, Error> {
+    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend + Send>, Error> {
         let threads = NonZeroUsize::new(self.threads.get().div_ceil(ranks.max(1)));
         Ok(Box::new(CpuBackend::new(threads.unwrap_or(NonZeroUsize::MIN))))
     }
@@ -63,7 +66,7 @@ impl Device for CpuBackend {
         Backend::limits(self)
     }
 
-    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend>, Error> {
+    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
         Ok(self)
     }
 }
@@ -74,7 +77,7 @@ impl Device for CudaBackend {
         Backend::limits(self)
     }
 
-    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend>, Error> {
+    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
         Ok(self)
     }
 }

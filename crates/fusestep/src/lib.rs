@@ -4,13 +4,16 @@
 mod builder;
 mod device;
 mod optimizer;
+mod options;
 mod threads;
 
 pub use builder::{
-    Adagrad, Adam, AdamW, Builder, Kind, Lamb, Lars, Lion, RmsProp, ScheduleFree, Sgd, kinds,
+    Adagrad, Adam, AdamW, Adamax, Builder, Kind, Lamb, Lars, Lion, NAdam, RmsProp, ScheduleFree,
+    Sgd, kinds,
 };
 pub use device::{Cpu, Device};
 pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
+pub use fusestep_adamax::{self as adamax, AdamaxTensors};
 pub use fusestep_amp as amp;
 pub use fusestep_coalesce as coalesce;
 pub use fusestep_collective::{self as collective, Communicator};
@@ -26,10 +29,11 @@ pub use fusestep_launch::{
     StateDType, WeightDecay,
 };
 pub use fusestep_lion::{self as lion, LionTensors};
+pub use fusestep_nadam::{self as nadam, NAdamTensors};
 pub use fusestep_planner::{
-    self as planner, Checkpoints, ClipByGlobalNorm, DeviceParams, GatheredParams, GradReport,
-    LossScale, LossScaling, MicroStepReport, Note, Optimizer, Phase, Plan, PlanError, Planner,
-    Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
+    self as planner, Checkpoints, ClipByGlobalNorm, DeviceParams, Distributed, GatheredParams,
+    GradMut, GradReport, Initial, LossScale, LossScaling, MicroStepReport, Note, Optimizer, Phase,
+    Plan, PlanError, Planner, Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
 };
 pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};
 pub use fusestep_schedule_free::{self as schedule_free, ScheduleFreeTensors};
@@ -37,6 +41,10 @@ pub use fusestep_simd::{self as simd, Level, Pool, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};
 pub use optimizer::FusedOptimizer;
+pub use options::{
+    Alone, Changed, Conflict, Named, Names, OfParams, OptionError, OwnRule, PrecisionOf, Row,
+    Section, StepOptions, Visit,
+};
 pub use threads::threads;
 
 /// Whatever went wrong, here or in the caller's own part of a rank.

@@ -2,38 +2,47 @@
 
 mod saves;
 
-use fusestep_collective::{Communicator, Solo};
-use fusestep_launch::{Backend, DeviceSliceMut};
+use fusestep_collective::{Communicator, Solo, require_alone};
+use fusestep_launch::Backend;
 use fusestep_planner::{
-    Checkpoints, Comms, DeviceParams, GatheredParams, MicroStepReport, Optimizer, Plan, PlanError,
-    Reach, State, Topology,
+    Checkpoints, Comms, DeviceParams, GatheredParams, GradMut, Initial, MicroStepReport, Plan,
+    PlanError, Reach, State, Topology,
 };
-use fusestep_tensor::{Element, ParamDesc, Role};
+use fusestep_tensor::{DeviceSliceMut, Element, ParamDesc, Role};
 
-use crate::builder::Asked;
-use crate::{Device, Error};
+use crate::{Device, Error, StepOptions};
 
 /// The optimizer of one rank: gradients go in, [`FusedOptimizer::step`] updates parameters.
 ///
-/// All ranks make the same calls. It is a thin face of [`Plan`] and [`State`], which stay public
+/// All ranks make the same calls. Without [`on`](FusedOptimizer::on) it is the whole of a run, so
+/// its first use is refused in a process of a launcher that has joined none of the others:
+/// FUSESTEP_ALONE=1 says that each is to run alone, or that the program brings gradients together
+/// itself. It is a thin face of [`Plan`] and [`State`], which stay public
 /// for programs that want more.
 pub struct FusedOptimizer<'c> {
-    rule: Optimizer,
-    asked: Asked,
+    options: StepOptions,
     plan: Plan,
     device: Option<Box<dyn Device>>,
     ranks: Ranks<'c>,
     running: Option<Running>,
     /// Whether ranks have compared what decides their bits.
     met: bool,
+    /// Parameters that ranks begin with, until they have begun.
+    brings: Initial,
     checkpoints: Checkpoints,
-    /// Of a save, heard of behind a step.
+    /// Error of a save, heard of behind a step.
     untold: Option<Error>,
     /// Whether a call has failed that other ranks may not know of.
     failed: bool,
 }
 
-/// Who else there is.
+/// Optimizers may be built on one thread and stepped on another.
+const _: () = {
+    const fn is_send<T: Send>() {}
+    is_send::<FusedOptimizer<'static>>();
+};
+
+/// The other ranks.
 enum Ranks<'c> {
     Alone(Solo),
     /// Not asked for memory yet.
@@ -43,16 +52,16 @@ enum Ranks<'c> {
     Lost,
 }
 
-/// What is there from the first use on.
+/// State and backend, from the first use on.
 struct Running {
-    backend: Box<dyn Backend>,
+    backend: Box<dyn Backend + Send>,
     state: State,
 }
 
 impl std::fmt::Debug for FusedOptimizer<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("FusedOptimizer")
-            .field("rule", &self.rule)
+            .field("rule", &self.options.rule)
             .field("topology", &self.plan.topology())
             .finish_non_exhaustive()
     }
@@ -60,21 +69,29 @@ impl std::fmt::Debug for FusedOptimizer<'_> {
 
 impl FusedOptimizer<'static> {
     pub(crate) fn new(
-        rule: Optimizer,
-        asked: Asked,
+        options: StepOptions,
         params: &[ParamDesc],
         device: Box<dyn Device>,
     ) -> Result<Self, Error> {
+        if params.is_empty() {
+            return Err("build: expected a parameter at least, found none".into());
+        }
         let topology = Topology::SOLO;
-        let planner = asked.planner(rule, device.limits(), topology)?;
+        if let Some(threads) = options.threads {
+            let told = "expected none, since the device brings its own, found";
+            return Err(format!("threads: {told} {threads}; use `Cpu::with_threads`").into());
+        }
+        let mut params = params.to_vec();
+        options.describe(&mut params)?;
+        let planner = options.planner(&params, topology, device.limits())?;
         Ok(Self {
-            rule,
-            asked,
-            plan: planner.plan_for(params, topology)?,
+            plan: planner.plan_for(&params, topology)?,
             device: Some(device),
             ranks: Ranks::Alone(Solo::new()),
             running: None,
             met: false,
+            brings: options.initial,
+            options,
             checkpoints: Checkpoints::default(),
             untold: None,
             failed: false,
@@ -84,31 +101,39 @@ impl FusedOptimizer<'static> {
 
 impl<'c> FusedOptimizer<'c> {
     /// This optimizer as one rank of `comm`, before its first use. Ranks that see each other's
-    /// memory reduce and update in it.
+    /// memory reduce and update in it. With
+    /// [`Builder::distributed`](crate::Builder::distributed) all ranks call it together.
     ///
     /// # Errors
-    /// What the planner refuses for so many ranks; an optimizer that has been used.
+    /// What the planner refuses for so many ranks; an optimizer that has been used; ranks that name
+    /// other slices.
     pub fn on<'d>(mut self, comm: &'d mut dyn Communicator) -> Result<FusedOptimizer<'d>, Error> {
         let topology = Topology::of(comm);
         let Some(device) = self.device.take() else {
             return Err("on: expected an optimizer before its first use, found one in use".into());
         };
-        let planner = self.asked.planner(self.rule, device.limits(), topology)?;
+        let mut planner = self.options.planner(self.plan.params(), topology, device.limits())?;
+        if !self.options.distributed.is_empty() {
+            self.options.compare(comm)?;
+        }
+        if let Some(slices) = self.options.slices(self.plan.params(), comm)? {
+            planner = planner.with(slices);
+        }
         Ok(FusedOptimizer {
             plan: planner.plan_for(self.plan.params(), topology)?,
-            rule: self.rule,
-            asked: std::mem::take(&mut self.asked),
+            options: std::mem::take(&mut self.options),
             device: Some(device),
             ranks: Ranks::Waiting(comm),
             running: None,
             met: false,
+            brings: self.brings,
             checkpoints: std::mem::take(&mut self.checkpoints),
             untold: None,
             failed: false,
         })
     }
 
-    /// What every step does; print it.
+    /// The plan of every step; print it.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -125,7 +150,8 @@ impl<'c> FusedOptimizer<'c> {
             .ok_or_else(|| "state: expected an optimizer that could be set up".into())
     }
 
-    /// Sets a parameter; all ranks set the same.
+    /// Sets a parameter; all ranks set the same. Before ranks meet rank 0 may set it alone: its
+    /// values come to all ranks ([`Builder::initial`](crate::Builder::initial)).
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::WrongDType`], [`PlanError::LenBytes`].
@@ -136,7 +162,8 @@ impl<'c> FusedOptimizer<'c> {
         })
     }
 
-    /// A parameter that this rank has whole, which is any below ZeRO stage 3.
+    /// A parameter that this rank has whole, which is any below ZeRO stage 3. Before ranks meet
+    /// ([`Builder::initial`](crate::Builder::initial)) it is the value of this rank alone.
     ///
     /// # Errors
     /// As [`State::param`].
@@ -145,11 +172,12 @@ impl<'c> FusedOptimizer<'c> {
     }
 
     /// Whole parameters at any ZeRO stage, for as long as the result lives; all ranks ask for the
-    /// same.
+    /// same. Ranks that have not met do so first, so that what they get is what they train.
     ///
     /// # Errors
-    /// As [`Plan::gather`].
+    /// As [`Plan::gather`]; as [`Plan::handshake`].
     pub fn gather(&mut self, names: &[&str]) -> Result<GatheredParams, Error> {
+        self.meet()?;
         self.with(|plan, state, backend, comms| plan.gather(state, backend, comms, names))
     }
 
@@ -157,8 +185,9 @@ impl<'c> FusedOptimizer<'c> {
     /// [`FusedOptimizer::use_again`] takes it back once it has been read.
     ///
     /// # Errors
-    /// As [`Plan::gather_on_device`].
+    /// As [`Plan::gather_on_device`]; as [`Plan::handshake`].
     pub fn gather_on_device(&mut self, names: &[&str]) -> Result<DeviceParams, Error> {
+        self.meet()?;
         self.with(|plan, state, backend, comms| plan.gather_on_device(state, backend, comms, names))
     }
 
@@ -173,20 +202,23 @@ impl<'c> FusedOptimizer<'c> {
         })
     }
 
-    /// What a model is evaluated with: averages under a rule that keeps them (Schedule-Free), else
-    /// the parameters; training goes on with its bits. All ranks ask for the same.
+    /// Values that a model is evaluated with: averages under a rule that keeps them
+    /// (Schedule-Free), else the parameters; training goes on with its bits. All ranks ask for the
+    /// same.
     ///
     /// # Errors
-    /// As [`Plan::gather_averages`].
+    /// As [`Plan::gather_averages`]; as [`Plan::handshake`].
     pub fn gather_averages(&mut self, names: &[&str]) -> Result<GatheredParams, Error> {
+        self.meet()?;
         self.with(|plan, state, backend, comms| plan.gather_averages(state, backend, comms, names))
     }
 
-    /// A gradient, to be written where the step reads it; it counts as given.
+    /// A gradient, to be written where the step reads it; it counts as given, and is zero until it
+    /// is written.
     ///
     /// # Errors
     /// As [`State::grad_mut`].
-    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<&mut [T], Error> {
+    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<GradMut<'_, T>, Error> {
         self.start()?;
         let running = self.running.as_mut();
         let running = running.ok_or("grad_mut: expected an optimizer that could be set up")?;
@@ -196,7 +228,7 @@ impl<'c> FusedOptimizer<'c> {
     }
 
     /// A gradient on a device, to be written there where the step reads it, in the order of events;
-    /// it counts as given.
+    /// it counts as given, and is not set to zero: write all of it.
     ///
     /// # Errors
     /// As [`State::grad_on_device`].
@@ -212,7 +244,7 @@ impl<'c> FusedOptimizer<'c> {
     }
 
     /// Gives a gradient; with communication streams its bucket is reduced as soon as it is full,
-    /// and with [`Builder::update_in_backward`](crate::Builder::update_in_backward) updated.
+    /// and updated, too, where the builder was told that backward passes allow it.
     ///
     /// # Errors
     /// As [`Plan::push_grad`]; [`PlanError::WrongDType`].
@@ -269,22 +301,46 @@ impl<'c> FusedOptimizer<'c> {
         self.with(|plan, state, backend, comms| plan.flush(state, backend, comms))
     }
 
-    /// Brings the parameters of rank `root` to all ranks, before the first step.
+    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD. A step without
+    /// one is followed by an average.
+    ///
+    /// # Errors
+    /// That memory, threads or streams cannot be had.
+    pub fn set_loss(&mut self, loss: f64) -> Result<(), Error> {
+        self.state()?.set_loss(loss);
+        Ok(())
+    }
+
+    /// Brings the parameters of rank `root` to all ranks, before the first step; those of rank 0
+    /// come by themselves ([`Builder::initial`](crate::Builder::initial)).
     ///
     /// # Errors
     /// As [`Plan::broadcast_parameters`].
     pub fn broadcast_parameters(&mut self, root: usize) -> Result<(), Error> {
         self.with(|plan, state, backend, comms| {
             plan.broadcast_parameters(state, backend, comms, root)
-        })
+        })?;
+        self.brings = Initial::OwnAndEqual;
+        Ok(())
     }
 
-    /// Compares what decides the bits of a run over all ranks, once.
+    /// Brings the first parameters of rank 0 to all ranks, and compares what decides the bits of a
+    /// run over all of them; once.
     fn meet(&mut self) -> Result<(), Error> {
-        if !self.met {
-            self.with(|plan, state, backend, comms| plan.handshake(state, backend, comms, &[]))?;
-            self.met = true;
+        if self.met {
+            return Ok(());
         }
+        let brings = self.brings;
+        self.with(|plan, state, backend, comms| {
+            if brings == Initial::OfRankZero && plan.topology().world > 1 {
+                plan.compare_settings(state, comms)?;
+                if state.step() == 0 {
+                    plan.broadcast_parameters(state, backend, comms, 0)?;
+                }
+            }
+            plan.handshake(state, backend, comms, &[])
+        })?;
+        (self.met, self.brings) = (true, Initial::OwnAndEqual);
         Ok(())
     }
 
@@ -319,6 +375,10 @@ impl<'c> FusedOptimizer<'c> {
 
     /// Opens the device and allocates, at the first use.
     fn start(&mut self) -> Result<(), Error> {
+        if matches!(self.ranks, Ranks::Alone(_)) {
+            require_alone()?;
+            self.options.check_alone()?;
+        }
         let Some(device) = self.device.take() else {
             return Ok(());
         };
@@ -330,10 +390,9 @@ impl<'c> FusedOptimizer<'c> {
         let backend = device.open(sharing)?;
         let state = match std::mem::replace(&mut self.ranks, Ranks::Lost) {
             Ranks::Waiting(comm) => {
-                let streams = self.asked.streams(topology);
-                Comms::direct(comm).compare(&[("comm_streams", streams.to_string())])?;
+                self.options.compare(comm)?;
                 let state = self.plan.allocate_on(backend.as_ref(), comm)?;
-                self.ranks = Ranks::Many(Comms::with_streams(comm, streams)?.reducing_when_full());
+                self.ranks = Ranks::Many(self.options.comms(comm)?);
                 state
             }
             others => {

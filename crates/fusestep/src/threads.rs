@@ -5,11 +5,11 @@ use fusestep_planner::PlanError;
 
 use crate::Error;
 
-/// Runs `body` on so many ranks, each a thread, and returns what they return, in rank order.
+/// Runs `body` on `ranks` ranks, each a thread, and returns their results in rank order.
 ///
 /// # Errors
-/// That of the first rank with a reason of its own; others then only say that it has left. No
-/// ranks, of which none would run `body`. A thread that cannot be started.
+/// The error of the first rank that has failed by itself; errors of other ranks then only name that
+/// rank. Zero `ranks`. A thread that cannot be started.
 pub fn threads<R: Send>(
     ranks: usize,
     body: impl Fn(&mut dyn Communicator) -> Result<R, Error> + Sync,
@@ -29,7 +29,8 @@ pub fn threads<R: Send>(
     }
 }
 
-/// Whether an error says no more than that another rank has failed.
+/// Whether an error is one of a call between ranks, which may only mean that another rank has
+/// failed.
 fn of_others(error: &Error) -> bool {
     let planned = error.downcast_ref::<PlanError>();
     matches!(planned, Some(PlanError::Collective(_))) || error.is::<CollectiveError>()

@@ -39,9 +39,11 @@ fn train(opt: &mut FusedOptimizer<'_>, rank: usize, folder: &Path) -> Result<Vec
 #[test]
 fn one_rank_and_three_end_with_the_bits_of_updates_in_the_step() -> Result<(), Error> {
     for zero in 0..=2 {
-        let build = |in_backward: bool| {
-            let builder = AdamW::new(1e-2).zero(zero).bucket_cap_mib(0.01);
-            let builder = if in_backward { builder.update_in_backward() } else { builder };
+        let build = |in_backward: bool, world: usize| {
+            let alone = || AdamW::new(1e-2);
+            let builder = if world > 1 { alone().zero(zero).bucket_cap_mib(0.01) } else { alone() };
+            let in_buckets = |builder: AdamW| builder.bucket_cap_mib(0.01).update_in_backward();
+            let builder = if in_backward { in_buckets(builder) } else { builder };
             builder.build(&params(), Cpu::new())
         };
         let run = |in_backward, world: usize| -> Result<Vec<Vec<u8>>, Error> {
@@ -49,11 +51,11 @@ fn one_rank_and_three_end_with_the_bits_of_updates_in_the_step() -> Result<(), E
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
             let _ = std::fs::remove_dir_all(&folder);
             if world == 1 {
-                return train(&mut build(in_backward)?, 0, &folder);
+                return train(&mut build(in_backward, world)?, 0, &folder);
             }
             let ended = fusestep::threads(world, |comm| {
                 let rank = comm.rank();
-                train(&mut build(in_backward)?.on(comm)?, rank, &folder)
+                train(&mut build(in_backward, world)?.on(comm)?, rank, &folder)
             })?;
             assert!(ended.iter().all(|found| *found == ended[0]));
             Ok(ended[0].clone())

@@ -1,6 +1,6 @@
 //! Numbers that no run means are errors, which name what was given and what would work.
 
-use fusestep::{AdamW, Cpu, DType, Error, FusedOptimizer, Lion, ParamDesc, Shape, lion};
+use fusestep::{AdamW, Cpu, DType, Error, FusedOptimizer, Initial, Lion, ParamDesc, Shape, lion};
 
 fn params() -> [ParamDesc; 1] {
     [ParamDesc::new("a", Shape::new([3]).unwrap(), DType::F32)]
@@ -90,7 +90,7 @@ fn more_streams_than_a_rank_can_have_are_refused() {
         Ok::<(), Error>(())
     });
     let error = run.unwrap_err().to_string();
-    assert!(error.contains("expected at most 1024"), "{error}");
+    assert!(error.contains("comm_streams: expected a whole number from 0 to 64"), "{error}");
 }
 
 #[test]
@@ -175,4 +175,31 @@ fn a_rate_that_f32_has_as_infinite_is_refused_and_f64_takes_it() {
 fn one_parameter_is_one() {
     let error = optimizer().push_grad("b", &[1.0_f32]).unwrap_err().to_string();
     assert!(error.contains("one of the plan's 1 parameter,"), "{error}");
+}
+
+#[test]
+fn what_only_ranks_do_is_refused_by_name_without_any() {
+    let asked = || AdamW::new(1e-2);
+    let cases = [
+        (asked().zero(2), "zero", "2"),
+        (asked().local_sgd(4), "local_sgd", "4"),
+        (asked().distributed(["a"]), "distributed", "a"),
+        (asked().comm_streams(1), "comm_streams", "1"),
+        (asked().bucket_cap_mib(0.5), "bucket_cap_mib", "0.5"),
+        (asked().initial(Initial::OwnAndEqual), "initial", "own_and_equal"),
+    ];
+    for (asked, option, found) in cases {
+        let mut alone = asked.build(&params(), Cpu::new()).unwrap();
+        let told = alone.push_grad("a", &[1.0_f32; 3]).unwrap_err().to_string();
+        let expected = format!("{option} of {found}: expected an optimizer on ranks");
+        assert!(told.starts_with(&expected), "{told}");
+        // A group of one rank takes it.
+        let mut solo = fusestep::collective::Solo::new();
+        let mut on_one = alone.on(&mut solo).unwrap();
+        on_one.push_grad("a", &[1.0_f32; 3]).unwrap();
+        on_one.step().unwrap();
+    }
+    // Here it means something.
+    let in_backward = asked().update_in_backward().bucket_cap_mib(0.5);
+    in_backward.build(&params(), Cpu::new()).unwrap().step().unwrap();
 }

@@ -2,40 +2,28 @@
 
 use fusestep_elementwise::integer_power;
 use fusestep_launch::{
-    Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, UpdateRule,
-    check_hyper, check_width,
+    Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, Settings,
+    UpdateRule, check_width, settings, tuned,
 };
 use fusestep_tensor::{DType, Trust};
 
 use crate::{LambKernel, device};
 
-/// Hyper-parameters of one LAMB optimizer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Lamb {
-    /// Learning rate per step; 1e-3 by default.
-    pub lr: f64,
-    /// Decay of the first moment, in [0, 1); 0.9 by default.
-    pub beta1: f64,
-    /// Decay of the second moment, in [0, 1); 0.999 by default.
-    pub beta2: f64,
-    /// ε, added to the root outside of it, at least 0; 1e-6 by default.
-    pub eps: f64,
-    /// λ, added to the direction as λ·p; 0.01 by default.
-    pub weight_decay: f64,
-    /// Which rate tensors take whose own weight decay is set to 0.
-    pub excluded: Excluded,
-}
-
-impl Default for Lamb {
-    fn default() -> Self {
-        Self {
-            lr: 1e-3,
-            beta1: 0.9,
-            beta2: 0.999,
-            eps: 1e-6,
-            weight_decay: 0.01,
-            excluded: Excluded::PlainLr,
-        }
+settings! {
+    /// Hyper-parameters of one LAMB optimizer.
+    pub struct Lamb {
+        /// Learning rate per step; 1e-3 by default.
+        pub lr: f64 = 1e-3 => number(Domain::NotNegative);
+        /// Decay of the first moment, in [0, 1); 0.9 by default.
+        pub beta1: f64 = 0.9 => number(Domain::BelowOne);
+        /// Decay of the second moment, in [0, 1); 0.999 by default.
+        pub beta2: f64 = 0.999 => number(Domain::BelowOne);
+        /// ε, added to the root from outside, at least 0; 1e-6 by default.
+        pub eps: f64 = 1e-6 => number(Domain::NotNegative);
+        /// λ, added to the direction as λ·p; 0.01 by default.
+        pub weight_decay: f64 = 0.01 => number(Domain::NotNegative);
+        /// Rate of tensors whose own weight decay is 0.
+        pub excluded: Excluded = Excluded::PlainLr => hidden;
     }
 }
 
@@ -49,23 +37,17 @@ impl UpdateRule for Lamb {
     }
 
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
-        vec![
-            ("lr", self.lr),
-            ("beta1", self.beta1),
-            ("beta2", self.beta2),
-            ("eps", self.eps),
-            ("weight_decay", self.weight_decay),
-        ]
+        self.numbers()
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        let mut all = tuned(self.hyper_parameters());
+        all.push(("excluded", self.excluded.name().to_owned()));
+        all
     }
 
     fn validate(&self) -> Result<(), RuleError> {
-        check_hyper(&[
-            ("lr", self.lr, Domain::NotNegative),
-            ("beta1", self.beta1, Domain::BelowOne),
-            ("beta2", self.beta2, Domain::BelowOne),
-            ("eps", self.eps, Domain::NotNegative),
-            ("weight_decay", self.weight_decay, Domain::NotNegative),
-        ])
+        self.check()
     }
 
     fn kernel(
@@ -84,10 +66,10 @@ impl UpdateRule for Lamb {
 }
 
 impl Lamb {
-    /// What the update of a group of tensors is made of at one step, in f64.
+    /// The step scalars of a group of tensors at one step, in f64.
     ///
-    /// m̂ / (√v̂ + ε) is m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ): the bias
-    /// corrections cost no division per element.
+    /// m̂ / (√v̂ + ε) is computed as m·s / (√v + ε·b) with b = √(1 − β₂ᵗ) and s = b / (1 − β₁ᵗ).
+    /// Thus the bias corrections cost no division per element.
     pub(crate) fn step_scalars(&self, values: GroupValues) -> device::StepScalars<f64> {
         let bias2_sqrt = (1.0 - integer_power(self.beta2, values.step)).sqrt();
         device::StepScalars {

@@ -1,4 +1,4 @@
-//! The kernel on the host.
+//! The kernel of LAMB on the host.
 
 use std::marker::PhantomData;
 
@@ -14,17 +14,18 @@ use fusestep_launch::{
 use crate::Lamb;
 use crate::device::{Direction, Finished, STATE, Scalars, StepScalars};
 
-/// Bytes of step scalars before the scalars of the direction: lr and trust.
+/// Bytes of a group's step scalars before those of the direction: lr and trust.
 const DIRECTION_AT: usize = 2 * size_of::<f64>();
 
-/// LAMB with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any
-/// format that is computed in `T`; the norm of a parameter with a master is the master's.
+/// Kernel of LAMB with all arithmetic of an element in `T`, and norms and rates in f64. It serves
+/// tensors in every format that is computed in `T`. The norm of a parameter with a master is the
+/// master's.
 ///
 /// # Cost
-/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v), 44 where a tensor
-/// does not fit into the cache and all four are read again; twice that for f64. The moments are
-/// computed twice and not written between: so a tensor that is skipped keeps every bit, and nothing
-/// is written that is not final.
+/// 28 bytes of memory traffic per f32 element (read p, g, m, v; write p, m, v). 44 if a tensor does
+/// not fit into the cache and all four lists are read again. Twice that for f64. The moments are
+/// computed twice and not written in between. Thus a skipped tensor keeps every bit, and only final
+/// values are written.
 #[derive(Debug, Clone)]
 pub struct LambKernel<T> {
     config: Lamb,
@@ -39,7 +40,7 @@ impl<T: Compute> LambKernel<T> {
         Self { config, format, lists: format.lists(&STATE), compute: PhantomData }
     }
 
-    /// The step scalars of a group, as this kernel wrote them, and what follows.
+    /// The bytes of a group's step scalars, as this kernel wrote them, and of the key behind them.
     fn step_scalars_of<'a>(&self, call: HostCall<'a>, group: u32) -> &'a [u8] {
         call.step_scalars_of(group, step_scalar_bytes::<T>() + self.format.key_bytes())
     }
@@ -165,8 +166,8 @@ impl<T: Compute> Scalars<T> {
         Self { beta1, one_minus_beta1, beta2, one_minus_beta2 }
     }
 
-    /// The new moments, and the direction of the step, operation for operation those of
-    /// `kernels/lamb.cu`.
+    /// The new moments and the direction of the step. The operations are those of
+    /// `kernels/lamb.cu`, in the same order.
     #[inline(always)]
     fn direction(&self, step_scalars: &Direction<T>, p: T, g: T, [m, v]: [T; 2]) -> ([T; 2], T) {
         let m = self.beta1 * m + self.one_minus_beta1 * g;
@@ -177,7 +178,7 @@ impl<T: Compute> Scalars<T> {
     }
 }
 
-/// lr·φ, in f64 and rounded once; `None` if it or a norm is not finite.
+/// lr·φ, in f64 and rounded once; `None` if lr·φ or a norm is not finite.
 fn step_size<T: Compute>(lr: f64, trust: f64, sums: [f64; MAX_SUMS]) -> Option<T> {
     let p = sums[0].sqrt();
     let r = sums[1].sqrt();
@@ -190,7 +191,7 @@ fn step_size<T: Compute>(lr: f64, trust: f64, sums: [f64; MAX_SUMS]) -> Option<T
     finite.then_some(step_size)
 }
 
-/// The squares of parameter and direction are summed.
+/// Terms of an element whose squares are summed: parameter and direction.
 struct ParamAndDirection<T> {
     scalars: Scalars<T>,
     direction: Direction<T>,
@@ -208,7 +209,7 @@ impl<T: Compute> Terms<T, 2, 2> for ParamAndDirection<T> {
     }
 }
 
-/// The update of `kernels/lamb.cu`, operation for operation.
+/// Update of one element. The operations are those of `kernels/lamb.cu`, in the same order.
 #[derive(Clone, Copy)]
 struct LambUpdate<T> {
     scalars: Scalars<T>,

@@ -1,12 +1,12 @@
-//! What `kernels/lamb.cu` reads: entries, list order, scalars and step scalars.
+//! Inputs of `kernels/lamb.cu`: entries, list order, scalars and step scalars.
 //!
-//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the
-//! same bytes.
+//! This module is always compiled, so that the two sides cannot drift apart unseen. The emulator
+//! tests run the same bytes.
 
 pub use fusestep_elementwise::Compute;
 use fusestep_tensor::Role;
 
-/// Scalars shared by all tensors, in the compute type; they stand behind the workspace.
+/// Scalars shared by all tensors, in the compute type; in the arguments they follow the workspace.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Scalars<T> {
@@ -20,7 +20,7 @@ pub struct Scalars<T> {
     pub one_minus_beta2: T,
 }
 
-/// What the direction of the tensors of one group takes at one step, in the compute type.
+/// Scalars of the direction of one group's tensors at one step, in the compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Direction<T> {
@@ -32,8 +32,7 @@ pub struct Direction<T> {
     pub lambda: T,
 }
 
-/// What the update of the tensors of one group is made of at one step; padded to a multiple of 8
-/// bytes.
+/// Step scalars of one group's tensors at one step; padded to a multiple of 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct StepScalars<T> {
@@ -45,7 +44,8 @@ pub struct StepScalars<T> {
     pub direction: Direction<T>,
 }
 
-/// What one tensor's sums and its group's step scalars are finished to, in the compute type.
+/// Scalars of one tensor's update, computed from its sums and its group's step scalars, in the
+/// compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Finished<T> {

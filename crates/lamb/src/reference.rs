@@ -1,4 +1,4 @@
-//! The definition: f64, one tensor at a time.
+//! The definition of LAMB: f64, one tensor at a time.
 //!
 //! ```text
 //! m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²
@@ -12,7 +12,7 @@ use fusestep_tensor::Trust;
 
 use crate::Lamb;
 
-/// One tensor's parameter and state.
+/// The parameter and the state of one tensor.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tensor {
     /// p.
@@ -23,8 +23,8 @@ pub struct Tensor {
     pub moment2: Vec<f64>,
 }
 
-/// The tensor after step `step` (from 1); as it was, and `false`, if its norms or its rate are not
-/// finite. `lamb` holds the tensor's own lr and λ.
+/// Applies step `step` (from 1) to one tensor. If its norms or its rate are not finite, the tensor
+/// stays as it is and the result is `false`. `lamb` holds the tensor's own lr and λ.
 pub fn update(lamb: &Lamb, trust: Trust, step: u64, tensor: &mut Tensor, grad: &[f64]) -> bool {
     let t = step as f64;
     let mut new = tensor.clone();

@@ -1,4 +1,4 @@
-//! The crate alone: safe slices, no plan, no backend.
+//! LAMB on safe slices, without a plan or a backend.
 
 use fusestep_elementwise::{Compute, OwnHyper, SliceTensor, step_normed_slices};
 use fusestep_simd::Pool;
@@ -6,7 +6,7 @@ use fusestep_tensor::Trust;
 
 use crate::{Lamb, StepError};
 
-/// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0
+/// Tensors of one parameter, and its own hyper-parameters. All slices have the same numel; 0 is
 /// allowed.
 #[derive(Debug)]
 pub struct LambTensors<'a, T> {
@@ -20,9 +20,9 @@ pub struct LambTensors<'a, T> {
     pub moment2: &'a mut [T],
     /// Factor on the learning rate; usually 1.
     pub lr_scale: f64,
-    /// λ of this tensor; `None` for that of [`Lamb`].
+    /// λ of this tensor; `None` takes that of [`Lamb`].
     pub weight_decay: Option<f64>,
-    /// Whether the rate is scaled by the trust ratio; `None` leaves it to [`Lamb::excluded`].
+    /// Whether the trust ratio scales the rate; `None` leaves the choice to [`Lamb::excluded`].
     pub trust: Option<Trust>,
 }
 
@@ -39,8 +39,8 @@ impl<'a, T> LambTensors<'a, T> {
 }
 
 impl Lamb {
-    /// Applies one step to every tensor, in the calling thread; returns the positions of tensors
-    /// that were left as they are because a norm or the rate is not finite.
+    /// Applies one step to every tensor, in the calling thread. Returns the positions of tensors
+    /// that stay as they are because a norm or the rate is not finite.
     ///
     /// ```text
     /// m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²
@@ -56,7 +56,7 @@ impl Lamb {
     /// [`StepError::Rule`], [`StepError::StepZero`], [`StepError::NumelMismatch`],
     /// [`StepError::OwnHyper`]; everything is checked before anything is written.
     /// # Cost
-    /// 28 bytes of memory traffic per f32 element, 44 where a tensor exceeds the cache.
+    /// 28 bytes of memory traffic per f32 element, 44 if a tensor exceeds the cache.
     /// # Source
     /// You et al. 2020, Algorithm 2, arXiv:1904.00962, with φ the identity.
     pub fn step<T: Compute>(
@@ -70,7 +70,7 @@ impl Lamb {
     /// [`Lamb::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
-    /// As [`Lamb::step`].
+    /// Those of [`Lamb::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,

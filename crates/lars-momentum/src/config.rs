@@ -1,43 +1,31 @@
 //! Hyper-parameters of LARS.
 
 use fusestep_launch::{
-    Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, UpdateRule,
-    check_hyper, check_width,
+    Domain, Excluded, Format, GroupValues, MultiTensorKernel, Precision, RuleError, Settings,
+    UpdateRule, check_width, settings, tuned,
 };
 use fusestep_tensor::{DType, Trust};
 
 use crate::{LarsKernel, device};
 
-/// Hyper-parameters of one LARS optimizer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Lars {
-    /// Learning rate per step; 0.1 by default.
-    pub lr: f64,
-    /// Decay of the velocity (μ), in [0, 1); 0.9 by default.
-    pub momentum: f64,
-    /// Factor on the trust ratio (η), at least 0; 0.001 by default.
-    pub trust_coefficient: f64,
-    /// λ, added to the gradient as λ·p; 0.0005 by default.
-    pub weight_decay: f64,
-    /// ε, added to the denominator of the trust ratio, at least 0; 0 by default.
-    pub eps: f64,
-    /// Factor on every gradient, such as one over the loss scale, above 0; 1 by default.
-    pub rescale: f64,
-    /// Which rate tensors take whose own weight decay is set to 0.
-    pub excluded: Excluded,
-}
-
-impl Default for Lars {
-    fn default() -> Self {
-        Self {
-            lr: 0.1,
-            momentum: 0.9,
-            trust_coefficient: 0.001,
-            weight_decay: 0.0005,
-            eps: 0.0,
-            rescale: 1.0,
-            excluded: Excluded::PlainLr,
-        }
+settings! {
+    /// Hyper-parameters of one LARS optimizer.
+    pub struct Lars {
+        /// Learning rate per step; 0.1 by default.
+        pub lr: f64 = 0.1 => number(Domain::NotNegative);
+        /// Decay of the velocity (μ), in [0, 1); 0.9 by default.
+        pub momentum: f64 = 0.9 => number(Domain::BelowOne);
+        /// Factor on the trust ratio (η), at least 0; 0.001 by default.
+        pub trust_coefficient: f64 = 0.001 => number(Domain::NotNegative);
+        /// λ, added to the gradient as λ·p; 0.0005 by default.
+        pub weight_decay: f64 = 0.0005 => number(Domain::NotNegative);
+        /// ε, added to the denominator of the trust ratio, at least 0; 0 by default.
+        pub eps: f64 = 0.0 => number(Domain::NotNegative);
+        /// Factor on every gradient, for example one over the loss scale; above 0, and 1 by
+        /// default.
+        pub rescale: f64 = 1.0 => number(Domain::Positive);
+        /// Rate of tensors whose own weight decay is 0.
+        pub excluded: Excluded = Excluded::PlainLr => hidden;
     }
 }
 
@@ -51,25 +39,17 @@ impl UpdateRule for Lars {
     }
 
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
-        vec![
-            ("lr", self.lr),
-            ("momentum", self.momentum),
-            ("trust_coefficient", self.trust_coefficient),
-            ("weight_decay", self.weight_decay),
-            ("eps", self.eps),
-            ("rescale", self.rescale),
-        ]
+        self.numbers()
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        let mut all = tuned(self.hyper_parameters());
+        all.push(("excluded", self.excluded.name().to_owned()));
+        all
     }
 
     fn validate(&self) -> Result<(), RuleError> {
-        check_hyper(&[
-            ("lr", self.lr, Domain::NotNegative),
-            ("momentum", self.momentum, Domain::BelowOne),
-            ("trust_coefficient", self.trust_coefficient, Domain::NotNegative),
-            ("weight_decay", self.weight_decay, Domain::NotNegative),
-            ("eps", self.eps, Domain::NotNegative),
-            ("rescale", self.rescale, Domain::Positive),
-        ])
+        self.check()
     }
 
     fn kernel(
@@ -88,7 +68,7 @@ impl UpdateRule for Lars {
 }
 
 impl Lars {
-    /// What the local rate of a group of tensors is made of.
+    /// The scalars of the local rate of a group of tensors.
     pub(crate) fn step_scalars(&self, values: GroupValues) -> device::StepScalars {
         device::StepScalars {
             lr: values.lr * values.lr_scale,

@@ -1,4 +1,4 @@
-//! The kernel on the host.
+//! The kernel of LARS on the host.
 
 use std::marker::PhantomData;
 
@@ -18,21 +18,22 @@ use crate::device::{Finished, RateScalars, STATE, Scalars, StepScalars};
 /// Bytes of a group's step scalars.
 const STEP_SCALAR_BYTES: usize = size_of::<StepScalars>();
 
-/// Where the scalars of the update start.
+/// Offset of the update's scalars among the scalars of a launch.
 const UPDATE_AT: usize = WORKSPACE_BYTES + size_of::<RateScalars>();
 
-/// Positions of the sums.
+/// Positions of the two sums.
 const PARAM_SUM: usize = 0;
 const GRAD_SUM: usize = 1;
 
-/// LARS with all arithmetic of an element in `T`, norms and rates in f64, for tensors kept in any
-/// format that is computed in `T`; the norm of a parameter with a master is the master's.
+/// Kernel of LARS with all arithmetic of an element in `T`, and norms and rates in f64. It serves
+/// tensors in every format that is computed in `T`. The norm of a parameter with a master is the
+/// master's.
 ///
 /// # Cost
-/// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u). Where a tensor does not
-/// fit into the cache, g is read again, 24, and so is p, 28, unless the backend still has the sum
-/// that the update before took along; nor is g if the step has summed it for the global norm. Twice
-/// that for f64.
+/// 20 bytes of memory traffic per f32 element (read p, g, u; write p, u). If a tensor does not fit
+/// into the cache, g and p are read again: 28. The second read of p is saved if the backend has a
+/// cached norm from the last update. The second read of g is saved if the step has summed g for the
+/// global norm. Twice all that for f64.
 #[derive(Debug, Clone)]
 pub struct LarsKernel<T> {
     config: Lars,
@@ -114,7 +115,7 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
     fn chunk_sums(
         &self,
         call: HostCall<'_>,
-        _class: u32,
+        _group: u32,
         lists: [&[u8]; MAX_LISTS],
         [param, grad]: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS] {
@@ -159,8 +160,8 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
     }
 }
 
-/// The tensor's rate, in f64 and rounded once, operation for operation that of
-/// `kernels/lars_momentum.cu`; `None` if it or a norm is not finite.
+/// The tensor's rate, in f64 and rounded once; `None` if the rate or a norm is not finite. The
+/// operations are those of `kernels/lars_momentum.cu`, in the same order.
 fn finished<T: Compute>(
     scalars: &RateScalars,
     step_scalars: &StepScalars,
@@ -178,7 +179,8 @@ fn finished<T: Compute>(
     finite.then(|| Finished { local, lambda: T::round(step_scalars.lambda) })
 }
 
-/// The update of `kernels/lars_momentum.cu`, operation for operation.
+/// Update of one element. The operations are those of `kernels/lars_momentum.cu`, in the same
+/// order.
 #[derive(Clone, Copy)]
 struct LarsUpdate<T> {
     scalars: Scalars<T>,

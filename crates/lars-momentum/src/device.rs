@@ -1,13 +1,13 @@
-//! What `kernels/lars_momentum.cu` reads: entries, list order, scalars and step scalars.
+//! Inputs of `kernels/lars_momentum.cu`: entries, list order, scalars and step scalars.
 //!
-//! Always compiled, so that the two sides cannot drift apart unseen: the emulator tests run the
-//! same bytes.
+//! This module is always compiled, so that the two sides cannot drift apart unseen. The emulator
+//! tests run the same bytes.
 
 pub use fusestep_elementwise::Compute;
 use fusestep_tensor::Role;
 
-/// Scalars shared by all tensors that the local rate is made of; behind the workspace, before those
-/// of the update.
+/// Scalars of the local rate that all tensors share; in the arguments they stand between the
+/// workspace and the scalars of the update.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct RateScalars {
@@ -19,7 +19,7 @@ pub struct RateScalars {
     pub rescale: f64,
 }
 
-/// Scalars shared by all tensors that the update reads, in the compute type.
+/// Scalars of the update that all tensors share, in the compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Scalars<T> {
@@ -29,11 +29,11 @@ pub struct Scalars<T> {
     pub rescale: T,
 }
 
-/// What the local rate of the tensors of one group is made of at one step.
+/// Scalars of the local rate of one group's tensors at one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct StepScalars {
-    /// Learning rate times the tensor's factor.
+    /// The learning rate times the tensor's factor.
     pub lr: f64,
     /// λ.
     pub lambda: f64,
@@ -41,7 +41,8 @@ pub struct StepScalars {
     pub trust: f64,
 }
 
-/// What one tensor's sums and its group's step scalars are finished to, in the compute type.
+/// Scalars of one tensor's update, computed from its sums and its group's step scalars, in the
+/// compute type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Finished<T> {

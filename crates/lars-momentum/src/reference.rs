@@ -1,12 +1,11 @@
-//! The definition: f64, one tensor at a time.
+//! The definition of LARS: f64, one tensor at a time.
 //!
 //! ```text
 //! P = ‖p‖        G = rescale·‖g‖
 //! local = lr·η·P / (G + λ·P + ε) if trusted, P > 0 and G > 0, else lr
 //! u ← μ·u + local·(rescale·g + λ·p)        p ← p − u
 //! ```
-//! You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity, as PaddlePaddle
-//! has it.
+//! You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside the velocity, as in PaddlePaddle.
 
 use fusestep_tensor::Trust;
 
@@ -23,8 +22,8 @@ pub fn local_rate(lars: &Lars, trust: Trust, param: &[f64], grad: &[f64]) -> f64
     }
 }
 
-/// Applies one step to one tensor; it is left as it is, and `false` returned, if its norms or its
-/// rate are not finite.
+/// Applies one step to one tensor. If its norms or its rate are not finite, the tensor stays as it
+/// is and the result is `false`.
 pub fn update(
     lars: &Lars,
     trust: Trust,

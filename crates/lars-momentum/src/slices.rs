@@ -1,4 +1,4 @@
-//! The crate alone: safe slices, no plan, no backend.
+//! LARS on safe slices, without a plan or a backend.
 
 use fusestep_elementwise::{Compute, OwnHyper, SliceTensor, step_normed_slices};
 use fusestep_simd::Pool;
@@ -6,7 +6,7 @@ use fusestep_tensor::Trust;
 
 use crate::{Lars, StepError};
 
-/// The tensors of one parameter, and its own hyper-parameters; all slices have the same numel, 0
+/// Tensors of one parameter, and its own hyper-parameters. All slices have the same numel; 0 is
 /// allowed.
 #[derive(Debug)]
 pub struct LarsTensors<'a, T> {
@@ -18,9 +18,9 @@ pub struct LarsTensors<'a, T> {
     pub velocity: &'a mut [T],
     /// Factor on the learning rate; usually 1.
     pub lr_scale: f64,
-    /// λ of this tensor; `None` for that of [`Lars`].
+    /// λ of this tensor; `None` takes that of [`Lars`].
     pub weight_decay: Option<f64>,
-    /// Whether the rate is scaled by the trust ratio; `None` leaves it to [`Lars::excluded`].
+    /// Whether the trust ratio scales the rate; `None` leaves the choice to [`Lars::excluded`].
     pub trust: Option<Trust>,
 }
 
@@ -32,8 +32,8 @@ impl<'a, T> LarsTensors<'a, T> {
 }
 
 impl Lars {
-    /// Applies one step to every tensor, in the calling thread; returns the positions of tensors
-    /// that were left as they are because a norm or the rate is not finite.
+    /// Applies one step to every tensor, in the calling thread. Returns the positions of tensors
+    /// that stay as they are because a norm or the rate is not finite.
     ///
     /// ```text
     /// P = ‖p‖        G = rescale·‖g‖
@@ -49,7 +49,7 @@ impl Lars {
     /// [`StepError::Rule`], [`StepError::NumelMismatch`], [`StepError::OwnHyper`]; everything is
     /// checked before anything is written.
     /// # Cost
-    /// 20 bytes of memory traffic per f32 element, 28 where a tensor exceeds the cache.
+    /// 20 bytes of memory traffic per f32 element, 28 if a tensor exceeds the cache.
     /// # Source
     /// You, Gitman & Ginsburg 2017, arXiv:1708.03888; lr is inside of the velocity.
     pub fn step<T: Compute>(
@@ -62,7 +62,7 @@ impl Lars {
     /// [`Lars::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
-    /// As [`Lars::step`].
+    /// Those of [`Lars::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,

@@ -1,11 +1,12 @@
-//! Who owns memory and runs launches.
+//! The trait of backends, which own memory and run launches.
 
+use bytemuck::Zeroable;
 use fusestep_simd::Level;
 
 use crate::{
-    Accumulate, BackendError, Buffer, Conclude, FoldLeaves, Graph, GroupValues, LEAF_ELEMENTS,
-    Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, ResidentTable,
-    SquareSum,
+    Accumulate, BackendError, Buffer, Conclude, ControlBlock, FoldLeaves, Graph, GroupValues,
+    LEAF_ELEMENTS, Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas,
+    ResidentTable, SquareSum,
 };
 
 /// Owns memory and runs launches.
@@ -20,7 +21,7 @@ pub trait Backend {
         None
     }
 
-    /// What one launch may carry here.
+    /// Limits of one launch on this backend.
     fn limits(&self) -> LaunchLimits;
 
     /// Allocates zeroed memory aligned to 256 bytes; 0 bytes are allowed.
@@ -51,7 +52,7 @@ pub trait Backend {
         bytes: &mut [u8],
     ) -> Result<(), BackendError>;
 
-    /// Copies bytes between two buffers of this backend; on a device without the host, and it
+    /// Copies bytes between two buffers of this backend. A device copies them itself, and the call
     /// returns when the copy is enqueued.
     ///
     /// # Errors
@@ -78,18 +79,19 @@ pub trait Backend {
         self.write(to, to_offset_bytes, &staged)
     }
 
-    /// Adds gradients up over micro-steps where they lie on a device; returns when the launch is
-    /// enqueued. A backend that works in host memory is not asked.
+    /// Adds up gradients over micro-steps on a device; returns when the launch is enqueued.
+    /// Gradients in host memory are summed in place, without this call.
     ///
     /// # Errors
     /// [`BackendError::OutOfBounds`], [`BackendError::Device`]; [`BackendError::Unavailable`] for a
     /// type that has no sums, and on a backend of the host.
-    fn accumulate(&self, _accumulate: Accumulate<'_>) -> Result<(), BackendError> {
+    fn add_gradients(&self, _sums: Accumulate<'_>) -> Result<(), BackendError> {
         Err(BackendError::not_of_host(self.name()))
     }
 
-    /// Makes a device's buffer ready for others that work on the device: what they do begins behind
-    /// what is enqueued here by now ([`Buffer::device_mut`]). Nothing on the host.
+    /// Makes a device's buffer ready for others that work on the device. Their work on it begins
+    /// behind all work that is enqueued here by now ([`Buffer::device_mut`]). A host backend does
+    /// nothing.
     ///
     /// # Errors
     /// [`BackendError::ForeignBuffer`]; [`BackendError::Device`].
@@ -97,8 +99,8 @@ pub trait Backend {
         Ok(())
     }
 
-    /// Lets what is enqueued here from now on begin behind what others have done with a buffer that
-    /// was handed over; the host does not wait.
+    /// Lets work that is enqueued here from now on wait for the work of others on a buffer that was
+    /// handed over. The host does not wait.
     ///
     /// # Errors
     /// As [`Backend::hand_over`].
@@ -127,9 +129,9 @@ pub trait Backend {
     /// device's own code.
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError>;
 
-    /// Reduces gradients over all ranks, averages them, updates from what that gives, and writes
-    /// what is new to all ranks that keep it: one pass, and the averages are never written. The
-    /// gradients' list and those of which `replicas` has all ranks' are not looked at.
+    /// Averages gradients over all ranks, updates from the averages, and writes new values to all
+    /// ranks that keep them. This takes one pass, and the averages are never written. The launch's
+    /// own list of gradients is not used, and neither are lists that `replicas` has.
     ///
     /// # Errors
     /// [`BackendError::Unavailable`] on a backend that does not work in the host's memory.
@@ -146,7 +148,8 @@ pub trait Backend {
         })
     }
 
-    /// The sum of squares of every leaf, in the order of the records: `⌈numel / 1024⌉` of each.
+    /// The sum of squares of every leaf, in the order of the records; a record has `⌈numel / 1024⌉`
+    /// leaves.
     ///
     /// # Errors
     /// [`BackendError::OutOfBounds`] if `sums` has another length or the list is too short.
@@ -174,11 +177,12 @@ pub trait Backend {
         Ok(())
     }
 
-    /// [`Backend::leaf_squares`] into memory of the device, from sum `first` on; returns when it is
-    /// enqueued.
+    /// [`Backend::leaf_squares`] into memory of the device, from sum `first` on; returns when the
+    /// launches are enqueued.
     ///
     /// # Errors
-    /// As there; [`BackendError::Unavailable`] on a backend that works in host memory.
+    /// As [`Backend::leaf_squares`]; [`BackendError::Unavailable`] on a backend that works in host
+    /// memory.
     fn leaf_squares_into(
         &self,
         _leaves: LeafSquares<'_>,
@@ -187,7 +191,7 @@ pub trait Backend {
         Err(BackendError::not_of_host(self.name()))
     }
 
-    /// Folds sums over leaves into those over chunks, in the fixed tree; returns when it is
+    /// Folds sums over leaves into those over chunks, in the fixed tree; returns when the launch is
     /// enqueued.
     ///
     /// # Errors
@@ -206,8 +210,8 @@ pub trait Backend {
         self.write(buffer, 0, &zeros)
     }
 
-    /// The sums over every leaf that the kernel of a launch takes of a tensor before it updates it,
-    /// in the order of the records.
+    /// The sums over every leaf that the launch's kernel takes before an update, in the order of
+    /// the records.
     ///
     /// # Errors
     /// [`BackendError::Unavailable`] on a backend that takes them in the update only; as
@@ -225,10 +229,11 @@ pub trait Backend {
         })
     }
 
-    /// [`Backend::leaf_sums`] into memory of the device, for records of [`crate::CHUNK_UNITS`]
-    /// leaves at most: each leaves its sums in the next row of [`crate::ROW_VALUES`] f64, from
-    /// `first` on, one leaf behind the other ([`crate::leaf_place`]). Returns when it is enqueued;
-    /// nothing is written if the control block stops the step.
+    /// [`Backend::leaf_sums`] into memory of the device, for records of at most
+    /// [`crate::CHUNK_UNITS`] leaves. The first record's sums go to row `first` of
+    /// [`crate::ROW_VALUES`] f64, each further record's to the next row, one leaf behind the other
+    /// ([`crate::leaf_place`]). Returns when the launches are enqueued. Nothing is written if the
+    /// control block stops the step.
     ///
     /// # Errors
     /// As [`Backend::leaf_squares_into`].
@@ -243,7 +248,7 @@ pub trait Backend {
     /// Builds the tables of [`Backend::leaf_sums_into`]; as [`Backend::place_table`].
     ///
     /// # Errors
-    /// As those two.
+    /// As [`Backend::leaf_sums_into`] and [`Backend::place_table`].
     fn place_leaf_sums(
         &self,
         _launch: &Launch<'_>,
@@ -256,7 +261,7 @@ pub trait Backend {
     /// Takes the sums that `table` was built for; as [`Backend::launch_table`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Backend::launch_table`].
     fn leaf_sums_of_table(
         &self,
         _launch: &Launch<'_>,
@@ -270,9 +275,9 @@ pub trait Backend {
         false
     }
 
-    /// Builds the tables of a launch in this memory; `values` are those of the next step, by group.
-    /// `None` on a backend whose launches read the batches in place: it takes
-    /// [`Backend::launch`] with step scalars from the host.
+    /// Builds the tables of a launch in the backend's memory; `values` are the groups'
+    /// hyper-parameters at the next step. `None` on a backend whose launches read the batches in
+    /// place: call [`Backend::launch`] there, with step scalars from the host.
     ///
     /// # Errors
     /// [`BackendError::Unavailable`] for a kernel that derives no step scalars, and else as
@@ -287,9 +292,9 @@ pub trait Backend {
         Ok(None)
     }
 
-    /// Runs the launch that `table` was built from: the device counts a step, derives the step
-    /// scalars and updates, unless the control block skips the step. The host does the same little
-    /// whatever the number of tensors.
+    /// Runs the launch that `table` was built from. The device counts a step, derives the step
+    /// scalars and updates, unless the control block skips the step. The host's work does not grow
+    /// with the number of tensors.
     ///
     /// # Errors
     /// [`BackendError::ForeignTable`] if the table was built from other lists or another control
@@ -334,8 +339,8 @@ pub trait Backend {
         Err(BackendError::ForeignTable { backend: self.name() })
     }
 
-    /// Records what `enqueue` enqueues instead of running it. The memory of what was recorded lives
-    /// as long as the graph.
+    /// Records the launches that `enqueue` enqueues, instead of running them. The graph keeps the
+    /// memory that they refer to.
     ///
     /// # Errors
     /// [`BackendError::Unavailable`] on a backend that has no such recording; `enqueue`'s own
@@ -370,4 +375,28 @@ pub trait Backend {
     /// # Errors
     /// [`BackendError::Device`] with the device's own code.
     fn synchronize(&self) -> Result<(), BackendError>;
+}
+
+impl ControlBlock {
+    /// Copies the block from a backend's memory; waits for what was enqueued before.
+    ///
+    /// # Errors
+    /// As [`Backend::read`].
+    pub fn read(backend: &dyn Backend, buffer: &dyn Buffer) -> Result<Self, BackendError> {
+        let mut block = Self::zeroed();
+        backend.read(buffer, 0, bytemuck::bytes_of_mut(&mut block))?;
+        Ok(block)
+    }
+
+    /// Copies the block into a backend's memory.
+    ///
+    /// # Errors
+    /// As [`Backend::write`].
+    pub fn write(
+        &self,
+        backend: &dyn Backend,
+        buffer: &mut dyn Buffer,
+    ) -> Result<(), BackendError> {
+        backend.write(buffer, 0, bytemuck::bytes_of(self))
+    }
 }

@@ -52,7 +52,7 @@ pub enum BackendError {
     Unavailable {
         /// The backend.
         backend: &'static str,
-        /// What is missing and what would work.
+        /// Text that says what is missing and what would work.
         reason: String,
     },
     /// The device reported an error.
@@ -60,7 +60,7 @@ pub enum BackendError {
     Device {
         /// The backend.
         backend: &'static str,
-        /// What was being done.
+        /// The operation that failed.
         operation: String,
         /// The device's own code.
         code: i64,
@@ -70,7 +70,7 @@ pub enum BackendError {
 }
 
 impl BackendError {
-    /// What is asked of a device only.
+    /// The refusal of a call that only a device can serve.
     pub(crate) fn not_of_host(backend: &'static str) -> Self {
         Self::Unavailable {
             backend,

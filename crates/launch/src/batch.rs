@@ -11,7 +11,7 @@ pub struct Batchable {
     pub tensor: u32,
     /// First element that takes part; 0 unless only a part of the tensor does.
     pub first_element: u64,
-    /// Element count of what takes part; empty tensors take no place.
+    /// Count of elements that take part; empty tensors take no place.
     pub numel: u64,
     /// Index of the tensor's hyper-parameters; tensors of one group share step scalars.
     pub group: u32,
@@ -31,19 +31,19 @@ pub struct Record {
     /// Chunks of this launch before this record.
     pub first_chunk: u32,
     /// Index into [`Batch::groups`].
-    // As it was called when plans were first written out.
+    // The name of the field when plans were first written out.
     #[cfg_attr(feature = "serde", serde(rename = "set"))]
     pub group: u16,
 }
 
-/// What goes into one launch.
+/// The records and groups of one launch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Batch {
     /// The tensors, in storage order.
     pub records: Vec<Record>,
     /// The groups of hyper-parameters that the records refer to.
-    // As they were called when plans were first written out.
+    // The name of the field when plans were first written out.
     #[cfg_attr(feature = "serde", serde(rename = "classes"))]
     pub groups: Vec<u32>,
     /// Chunks of all records together: the launch's grid.

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 
-use crate::DeviceSliceMut;
+use fusestep_tensor::DeviceSliceMut;
 
 /// Memory of a backend: zeroed at allocation, aligned to 256 bytes.
 pub trait Buffer: Send + fmt::Debug {
@@ -18,8 +18,8 @@ pub trait Buffer: Send + fmt::Debug {
     fn device_mut(&mut self) -> Option<DeviceSliceMut<'_>> {
         None
     }
-    /// For the backend that allocated it.
+    /// The buffer as a value of any type, from which its backend gets back its own type.
     fn as_any(&self) -> &dyn Any;
-    /// For the backend that allocated it.
+    /// The buffer as a value of any type, from which its backend gets back its own type.
     fn as_any_mut(&mut self) -> &mut dyn Any;
 }

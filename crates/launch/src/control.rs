@@ -1,8 +1,9 @@
-//! What a step decides before it updates: the block that kernels read instead of the host.
+//! The control block: decisions that a step takes before it updates, and that kernels read without
+//! the host.
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::{Backend, BackendError, Buffer};
+use crate::Buffer;
 
 /// Bytes of a [`ControlBlock`] in a backend's memory.
 pub const CONTROL_BYTES: usize = 64;
@@ -29,7 +30,7 @@ pub struct ControlBlock {
     pub good_steps: u32,
     /// Skipped steps since the scale last changed or a step was applied.
     pub bad_steps: u32,
-    /// 0.
+    /// Padding: 0.
     pub reserved: u32,
     /// Steps applied.
     pub applied: u64,
@@ -46,28 +47,6 @@ impl Default for ControlBlock {
 }
 
 impl ControlBlock {
-    /// Copies the block from a backend's memory; waits for what was enqueued before.
-    ///
-    /// # Errors
-    /// As [`Backend::read`].
-    pub fn read(backend: &dyn Backend, buffer: &dyn Buffer) -> Result<Self, BackendError> {
-        let mut block = Self::zeroed();
-        backend.read(buffer, 0, bytemuck::bytes_of_mut(&mut block))?;
-        Ok(block)
-    }
-
-    /// Copies the block into a backend's memory.
-    ///
-    /// # Errors
-    /// As [`Backend::write`].
-    pub fn write(
-        &self,
-        backend: &dyn Backend,
-        buffer: &mut dyn Buffer,
-    ) -> Result<(), BackendError> {
-        backend.write(buffer, 0, bytemuck::bytes_of(self))
-    }
-
     /// The block in memory that the host reads in place; `None` if the host cannot, or the buffer
     /// is shorter.
     pub fn on_host(buffer: &dyn Buffer) -> Option<Self> {
@@ -76,7 +55,7 @@ impl ControlBlock {
     }
 }
 
-/// What a control block tells an update kernel.
+/// A control block's decision for an update kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Gate {
     /// Update, with this factor on every gradient.

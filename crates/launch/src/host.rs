@@ -11,7 +11,7 @@ use crate::{Batch, CHUNK_ELEMENTS, Record};
 /// Most tensor lists of one kernel.
 pub const MAX_LISTS: usize = 8;
 
-/// What all parts of one launch share.
+/// The settings and scalars that all parts of one launch share.
 #[derive(Clone, Copy, Debug)]
 pub struct HostCall<'a> {
     /// The instruction set to use.
@@ -24,17 +24,17 @@ pub struct HostCall<'a> {
     /// The kernel's step scalars, group after group, as it wrote them; a tensor names its own by
     /// [`HostSpan::group`].
     pub step_scalars: &'a [u8],
-    /// Where to leave Σ (new − old)² over each leaf of the fixed tree, as the bits of an f64, if
-    /// it is asked for: then there is one span, which starts with a chunk of its tensor and is
-    /// no longer than that.
+    /// Places for Σ (new − old)² over each leaf of the fixed tree, as the bits of an f64; `None` if
+    /// nobody asks. With places the call has one span, which begins with a chunk of its tensor and
+    /// is no longer than that.
     pub changes: Option<&'a LeafSums>,
-    /// Where to leave Σ p² over each leaf of the parameters as the call leaves them, of the master
-    /// where there is one, likewise: the sums that [`crate::NormedKernel::param_sum`] speaks of.
+    /// Places for Σ p² over each leaf of the new parameters, or of their masters where there are
+    /// some. Otherwise as `changes`. These are the sums of [`crate::NormedKernel::param_sum`].
     pub squares: Option<&'a LeafSums>,
 }
 
 impl<'a> HostCall<'a> {
-    /// The step scalars of a group, where each group's take `len_bytes`, and what follows.
+    /// The bytes of step scalars from a group's first on, if each group has `len_bytes` of them.
     #[inline(always)]
     pub fn step_scalars_of(&self, group: u32, len_bytes: usize) -> &'a [u8] {
         match self.step_scalars.get(group as usize * len_bytes..) {
@@ -71,7 +71,7 @@ pub enum HostList<'a> {
 /// 1,024 in place of 512, and half as long again with 32 KiB.
 pub const ACROSS_BYTES: usize = 512;
 
-/// The other side of an update that reduces its gradients itself.
+/// The other ranks, as an update that reduces its own gradients needs them.
 pub trait AcrossRanks: std::fmt::Debug {
     /// The average over all ranks of these elements of the lists, of at most
     /// [`ACROSS_BYTES`] bytes.
@@ -119,7 +119,7 @@ impl<'a> HostList<'a> {
     /// [`HostList::elements_mut`] of the next of a kernel's lists, which is taken.
     ///
     /// # Panics
-    /// As that, and if there is no list left.
+    /// As [`HostList::elements_mut`], and if there is no list left.
     // One for each type: within a kernel's loop it would be compiled for every rule and format.
     #[inline(never)]
     pub fn take_mut<T: Pod>(lists: &mut std::slice::IterMut<'_, HostList<'a>>) -> &'a mut [T] {
@@ -161,15 +161,14 @@ impl<'a> HostList<'a> {
 /// Tensors, or parts of them, that one thread updates.
 #[derive(Debug)]
 pub struct HostRun<'a, 'b> {
-    /// What all parts of the launch share.
+    /// The settings and scalars that all parts of the launch share.
     pub call: HostCall<'b>,
     /// The kernel's lists, in its order and of one numel, which it takes. They stay where they are
     /// from caller to kernel: a small tensor feels every copy of all of them.
     pub lists: &'b mut [HostList<'a>; MAX_LISTS],
-    /// Where in them the tensors lie. How tensors were cut into spans changes no bit.
+    /// The places of the tensors in the lists. How tensors were cut into spans changes no bit.
     pub spans: HostSpans<'b>,
-    /// The other ranks, if gradients are reduced here: the list of gradients is not looked at
-    /// then.
+    /// The other ranks, if gradients are reduced here; then the list of gradients is not read.
     pub across: Option<&'b mut (dyn AcrossRanks + 'a)>,
 }
 
@@ -200,7 +199,7 @@ pub struct HostSpan {
 }
 
 impl HostSpan {
-    /// At most `most` elements of these, from the `first`-th on.
+    /// At most `most` elements of this span, from its element `first` on.
     #[inline(always)]
     pub fn part(&self, first: usize, most: usize) -> Self {
         Self {
@@ -230,7 +229,7 @@ pub struct HostSpans<'a> {
     end: u64,
 }
 
-/// Where the tensors of a storage lie, and which parameters they are.
+/// The places of tensors in a storage, and their positions among the parameters.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Places<'a> {
     /// First element of each tensor.
@@ -252,8 +251,8 @@ impl<'a> HostSpans<'a> {
         Self { single: (numel > 0).then_some(span), ..Self::of(&[], Places::default(), 0, 0) }
     }
 
-    /// What of these batches lies in the storage elements `first..end`, for lists that hold exactly
-    /// those; what lies between tensors is passed over.
+    /// The elements of these batches in `first..end` of the storage, for lists that hold exactly
+    /// this range. Elements between tensors are passed over.
     pub fn of(batches: &'a [Batch], places: Places<'a>, first: u64, end: u64) -> Self {
         let Places { offsets, members } = places;
         let behind = |record: &Record| span(offsets, record).1 <= first;
@@ -323,7 +322,7 @@ impl<'a> HostSpans<'a> {
     }
 }
 
-/// One call for all places, which a loop has once.
+/// The panic of all places: a loop has one call of it.
 #[cold]
 #[inline(never)]
 fn unknown() -> ! {

@@ -1,60 +1,9 @@
-//! What a kernel crate offers to planner and backends.
+//! The trait of kernels, which kernel crates implement, and planner and backends call.
 
-use fusestep_tensor::{DType, Role, Trust};
-
-use crate::{ArgumentLayout, HostRun, NormedKernel, ResidentStepScalars};
-
-/// Whether a kernel reads or writes a tensor list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
-pub enum Access {
-    /// Only read.
-    Read,
-    /// Read and written in place.
-    ReadWrite,
-    /// Only written, from other lists.
-    Write,
-}
-
-/// All tensors in one role, as a kernel takes them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-pub struct TensorList {
-    /// The part the tensors play.
-    pub role: Role,
-    /// Their storage type.
-    pub dtype: DType,
-    /// Whether the kernel writes them.
-    pub access: Access,
-}
-
-impl TensorList {
-    /// Bytes of memory traffic per element: one read, and one write if written.
-    pub const fn traffic_bytes(&self) -> u64 {
-        let len_bytes = self.dtype.len_bytes() as u64;
-        match self.access {
-            Access::Read | Access::Write => len_bytes,
-            Access::ReadWrite => 2 * len_bytes,
-        }
-    }
-}
-
-/// The hyper-parameters of one tensor at one step, from which a kernel derives the step scalars it
-/// reads.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GroupValues {
-    /// Learning rate of the optimizer at this step.
-    pub lr: f64,
-    /// The tensor's factor on the learning rate.
-    pub lr_scale: f64,
-    /// The tensor's own weight decay; `None` for the optimizer's.
-    pub weight_decay: Option<f64>,
-    /// Whether a layer-wise rule scales the tensor's rate; `None` leaves it to the rule.
-    pub trust: Option<Trust>,
-    /// The tensor's step (t), counted from 1.
-    pub step: u64,
-}
+use crate::{
+    ArgumentLayout, GroupValues, HostRun, LaunchLimits, NormedKernel, ResidentStepScalars,
+    TensorList,
+};
 
 /// A kernel that updates many tensors in one launch.
 ///
@@ -89,12 +38,14 @@ pub trait MultiTensorKernel: Send + Sync {
     /// gradients in their list alone.
     fn run_host(&self, run: HostRun<'_, '_>);
 
-    /// What the kernel needs to know of a whole tensor before it updates it; `None` if nothing.
+    /// The sums that the kernel takes over a whole tensor before it updates it; `None` if it takes
+    /// none.
     fn normed(&self) -> Option<&dyn NormedKernel> {
         None
     }
 
-    /// How a device derives the step scalars of a resident table; `None` if only the host can.
+    /// The values from which a device derives the step scalars of a resident table; `None` if only
+    /// the host derives them.
     fn resident(&self) -> Option<ResidentStepScalars> {
         None
     }
@@ -102,5 +53,16 @@ pub trait MultiTensorKernel: Send + Sync {
     /// Bytes of memory traffic per element.
     fn traffic_bytes(&self) -> u64 {
         self.lists().iter().map(TensorList::traffic_bytes).sum()
+    }
+}
+
+impl LaunchLimits {
+    /// The limits for batches of `kernel`: a kernel that takes sums is cut at the chunks of their
+    /// tree.
+    pub fn of(self, kernel: &dyn MultiTensorKernel) -> Self {
+        match kernel.normed() {
+            Some(_) => self.measured(),
+            None => self,
+        }
     }
 }

@@ -1,36 +1,6 @@
-//! What a launch takes, and what it reports.
+//! Launches: a kernel, its batches and its memory; and the report of running them.
 
-use fusestep_tensor::{DType, Role};
-
-use crate::{
-    Access, Batch, Buffer, LaunchLimits, MultiTensorKernel, TensorList, TensorSums, UpdateSums,
-};
-
-/// The buffer that holds one tensor list of a storage.
-#[derive(Debug)]
-pub struct ListBuffer {
-    /// The list's role, dtype and access.
-    pub list: TensorList,
-    /// Its memory.
-    pub buffer: Box<dyn Buffer>,
-}
-
-impl ListBuffer {
-    /// The list's role.
-    pub fn role(&self) -> Role {
-        self.list.role
-    }
-
-    /// The list's storage type.
-    pub fn dtype(&self) -> DType {
-        self.list.dtype
-    }
-
-    /// Whether the kernel writes the list.
-    pub fn access(&self) -> Access {
-        self.list.access
-    }
-}
+use crate::{Batch, Buffer, LaunchLimits, ListBuffer, MultiTensorKernel, TensorSums, UpdateSums};
 
 /// A kernel, its batches and the memory they refer to: all that running them takes.
 pub struct Launch<'a> {
@@ -63,9 +33,9 @@ pub struct Launch<'a> {
     /// taken: the batches hold parts of tensors then, and the sums of a whole tensor come from all
     /// ranks.
     pub tensor_sums: Option<TensorSums<'a>>,
-    /// Where to leave the sums over what is changed, if they are asked for. If the control block
-    /// stops the step, nothing is left. Cuda leaves them where a launch goes from a resident
-    /// table ([`crate::Backend::launch_table`]) and refuses others with
+    /// Places for the sums over changes, if they are asked for. If the control block stops the
+    /// step, nothing is written there. CUDA writes them in launches from a resident table
+    /// ([`crate::Backend::launch_table`]) and refuses other launches with
     /// [`crate::BackendError::Unavailable`].
     pub update_sums: Option<UpdateSums<'a>>,
     /// The kernel's step scalars, group after group.
@@ -104,7 +74,7 @@ pub struct Replicated<'a, 'b> {
     pub ranks: &'a mut [&'b mut [u8]],
 }
 
-/// What running a [`Launch`] took.
+/// The report of running a [`Launch`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaunchReport {
     /// Launches issued.

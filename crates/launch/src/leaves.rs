@@ -5,13 +5,13 @@ use crate::{
     ROW_VALUES,
 };
 
-/// Leaves of gradients, 1,024 elements from the start of their tensor on, whose sums of squares are
-/// wanted.
+/// Leaves of gradients whose sums of squares are wanted. A leaf is 1,024 elements, counted from the
+/// start of its tensor.
 #[derive(Clone, Copy)]
 pub struct LeafSquares<'a> {
-    /// The kernel whose tree they belong to.
+    /// The kernel whose tree the leaves belong to.
     pub kernel: &'a dyn MultiTensorReduction,
-    /// What is read; records begin with a leaf.
+    /// The batches to read; every record begins with a leaf.
     pub batches: &'a [Batch],
     /// First element of each tensor of the storage.
     pub offsets: &'a [u64],
@@ -46,12 +46,12 @@ pub struct FoldLeaves<'a> {
     pub index: Option<&'a dyn Buffer>,
     /// For every chunk its leaves, as [`crate::TensorPartials`]: 64 at most.
     pub places: &'a dyn Buffer,
-    /// Where the [`crate::SquareSum`] of every chunk goes, or its [`MAX_SUMS`] sums.
+    /// Memory for the [`crate::SquareSum`] of every chunk, or for its [`MAX_SUMS`] sums.
     pub partials: &'a mut dyn Buffer,
 }
 
-/// Where the sums of a leaf lie in rows: of unit `leaf` of a row, counted in groups of
-/// [`MAX_SUMS`] values; `None` beyond what 32 bits count.
+/// The place of a leaf among all rows, counted in groups of [`MAX_SUMS`] values; `None` beyond 32
+/// bits. The sums of leaf `leaf` lie in unit `leaf` of row `row`.
 pub fn leaf_place(row: u64, leaf: u64) -> Option<u32> {
     const { assert!(ROW_VALUES.is_multiple_of(MAX_SUMS as u64)) };
     debug_assert!(leaf < CHUNK_UNITS);
@@ -62,7 +62,8 @@ pub fn leaf_place(row: u64, leaf: u64) -> Option<u32> {
 /// The sums over whole tensors that a kernel with norms needs to update parts of them.
 #[derive(Clone, Copy)]
 pub enum TensorSums<'a> {
-    /// For each tensor of the storage ([`crate::Backend::leaf_sums`], folded by who asks).
+    /// On the host, for each tensor of the storage ([`crate::Backend::leaf_sums`], folded by the
+    /// caller).
     Host(&'a [[f64; MAX_SUMS]]),
     /// On a device, where they are yet to be added up.
     Device(ChunkSums<'a>),

@@ -1,16 +1,13 @@
 #![doc = include_str!("../README.md")]
-// Forbidden but in the one module whose constructor is a promise of its caller.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
-mod accumulate;
 mod backend;
 mod backend_error;
 mod batch;
 mod buffer;
 mod control;
-#[expect(unsafe_code, reason = "memory of a device can only be promised, and tests promise some")]
-mod device;
 mod error;
+mod gradient_sums;
 mod host;
 mod kernel;
 mod launch;
@@ -23,23 +20,26 @@ pub mod random_bits;
 mod reduction;
 mod resident;
 mod rule;
+mod rule_error;
+mod settings;
+mod step_scalars;
+mod tensor_list;
 mod tree_sum;
 mod update_sums;
 
-pub use accumulate::{Accumulate, Accumulation};
 pub use backend::Backend;
 pub use backend_error::BackendError;
 pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
 pub use buffer::Buffer;
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
-pub use device::{DeviceOrder, DeviceSliceMut};
 pub use error::LaunchError;
+pub use gradient_sums::{Accumulate, Accumulation};
 pub use host::{
     ACROSS_BYTES, AcrossRanks, CHUNK_LEAVES, HostCall, HostList, HostRun, HostSpan, HostSpans,
     LEAF_ELEMENTS, LeafSums, MAX_LISTS, Places,
 };
-pub use kernel::{Access, GroupValues, MultiTensorKernel, TensorList};
-pub use launch::{Launch, LaunchReport, ListBuffer, Replicas, Replicated};
+pub use kernel::MultiTensorKernel;
+pub use launch::{Launch, LaunchReport, Replicas, Replicated};
 pub use leaves::{ChunkSums, FoldLeaves, LeafSquares, TensorSums, leaf_place};
 pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,
@@ -51,7 +51,7 @@ pub use normed::{
 };
 pub use pack::{
     Addresses, CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction, pack_reduction_of_tensors,
-    pack_tensors,
+    pack_tensors, pack_update_sums,
 };
 pub use precision::{
     FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,
@@ -61,10 +61,13 @@ pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
 };
 pub use resident::{
-    FLAG_RESIDENT, GROUP_BYTES, Graph, HYPER_VALUES, ResidentStepScalars, ResidentTable,
-    STEPS_BYTES, pack_launch_of_table, pack_reduction_table, pack_steps, pack_table,
-    resident_step_scalars,
+    FLAG_RESIDENT, GROUP_BYTES, Graph, ResidentTable, STEPS_BYTES, pack_launch_of_table,
+    pack_reduction_table, pack_steps, pack_table, resident_step_scalars,
 };
-pub use rule::{Domain, Objective, RuleError, UpdateRule, WeightDecay, check_hyper, check_width};
+pub use rule::{Domain, Objective, UpdateRule, WeightDecay, check_hyper, check_width, tuned};
+pub use rule_error::RuleError;
+pub use settings::{Setting, SettingValue, Settings, Switch};
+pub use step_scalars::{GroupValues, HYPER_VALUES, ResidentStepScalars};
+pub use tensor_list::{Access, ListBuffer, TensorList};
 pub use tree_sum::{Summand, TREE_WIDTH, tree_sum};
-pub use update_sums::{ChangedRecord, UnitSums, UpdateSums, fold_units, pack_update_sums};
+pub use update_sums::{ChangedRecord, UnitSums, UpdateSums, fold_units};

@@ -24,24 +24,31 @@ pub const ROW_VALUES: u64 = CHUNK_UNITS * MAX_SUMS as u64 + 2;
 /// Whether a tensor is updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It is.
+    /// The tensor is updated.
     Update,
     /// A sum or a scalar derived from it is not finite: the tensor and its state stay as they are.
     Skip,
 }
 
-/// Which learning rate tensors take that are excluded from weight decay: those whose own decay is
-/// set to 0.
+/// The learning rate of tensors that are excluded from weight decay: their own decay is set to 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Excluded {
-    /// The plain one, as large-batch training of ResNet-50 does best.
+    /// The plain rate, as large-batch training of ResNet-50 does best.
     #[default]
     PlainLr,
-    /// The one scaled by the trust ratio, as all others.
+    /// The rate scaled by the trust ratio, as for all other tensors.
     TrustRatio,
 }
 
 impl Excluded {
+    /// `plain_lr` or `trust_ratio`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Excluded::PlainLr => "plain_lr",
+            Excluded::TrustRatio => "trust_ratio",
+        }
+    }
+
     /// 1 if excluded tensors take the plain rate, else 0, as a device reads it.
     pub fn plain_scalar(self) -> f64 {
         f64::from(self == Excluded::PlainLr)
@@ -58,13 +65,13 @@ impl Excluded {
     }
 }
 
-/// What a kernel offers besides [`crate::MultiTensorKernel`] if it needs sums over a tensor before
-/// it can update it.
+/// The part of a kernel, besides [`crate::MultiTensorKernel`], that takes sums over a tensor before
+/// it updates it.
 ///
-/// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]), adds up a tensor's
-/// chunks ([`crate::tree_sum`]), lets the kernel derive the scalars of the update
-/// ([`NormedKernel::finish`]) and then runs [`crate::MultiTensorKernel::run_host`] with what that
-/// wrote in place of the group's step scalars. Sums follow the fixed tree, whose chunk is
+/// A backend takes the sums of every chunk ([`NormedKernel::chunk_sums`]) and adds up a tensor's
+/// chunks ([`crate::tree_sum`]). The kernel derives the scalars of the update from them
+/// ([`NormedKernel::finish`]). The backend then runs [`crate::MultiTensorKernel::run_host`] with
+/// these in place of the group's step scalars. Sums follow the fixed tree, whose chunk is
 /// [`crate::CHUNK_ELEMENTS`] whatever the limits say, so they depend on the tensor alone.
 pub trait NormedKernel: Send + Sync {
     /// The device entries; [`crate::MultiTensorKernel::entry`] is the name of both together.
@@ -117,8 +124,8 @@ pub struct SumsAndUpdate {
     pub update: &'static str,
 }
 
-/// Where a device keeps partial sums, and which of them a launch touches; the first part of a
-/// normed kernel's scalars.
+/// The place of partial sums on a device, and the part of them that a launch touches. The scalars
+/// of a normed kernel begin with it.
 ///
 /// Every chunk has a row of its own for the whole step, so no row is written twice and none has
 /// to be buffered.

@@ -1,8 +1,8 @@
 //! A batch as the argument bytes that a device kernel reads.
 
 use crate::{
-    ArgumentLayout, Batch, FLAG_STOCHASTIC, HEADER_BYTES, Launch, MultiTensorReduction,
-    ORIGIN_WORDS, Record,
+    ArgumentLayout, Batch, ChangedRecord, FLAG_STOCHASTIC, HEADER_BYTES, Launch,
+    MultiTensorReduction, ORIGIN_WORDS, Record,
 };
 
 /// Bytes of a conclusion's arguments before the rule's own: header, three addresses and the tensor
@@ -36,9 +36,9 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
     })
 }
 
-/// [`pack`] for tensors that lie anywhere: `launch.lists` has those that are kept; `tensors` are
-/// the addresses of each tensor's first element in each of the kernel's lists, in its order, and
-/// `control` that of the control block, 0 if there is none.
+/// [`pack`] for tensors that lie anywhere; `launch.lists` has those that are kept. `tensors` has,
+/// for each tensor, the address of its first element in each of the kernel's lists, in their order.
+/// `control` is the address of the control block, 0 if there is none.
 ///
 /// # Panics
 /// As [`pack`].
@@ -57,7 +57,7 @@ pub fn pack_tensors(
     })
 }
 
-/// Writes a batch of records of so many lists, whose addresses `address_of` says.
+/// Writes a batch of records with `lists` addresses each, which `address_of` gives.
 fn pack_records(
     launch: &Launch<'_>,
     batch: &Batch,
@@ -180,14 +180,68 @@ pub fn pack_conclusion(
     writer.at
 }
 
+/// The bytes of the table from which a device keeps the values of a batch before the update, and
+/// sums up their changes behind it; `kernels/update_sums.cu` reads it.
+///
+/// `values` are the positions of the lists that make up a value, with their addresses; `sums` is
+/// the address of the rows, and `changed` is as long as the batch's records.
+///
+/// # Panics
+/// If the launch leaves no sums.
+pub fn pack_update_sums(
+    launch: &Launch<'_>,
+    batch: &Batch,
+    values: &[(usize, u64)],
+    (control, sums): (u64, u64),
+    changed: &[ChangedRecord],
+) -> Vec<u8> {
+    let rows = launch.update_sums.as_ref();
+    let rows = rows.expect("the launch leaves sums over what it changes");
+    let layout = ArgumentLayout { lists: values.len() + 3, scalar_bytes: 8, step_scalar_bytes: 0 };
+    let mut out = vec![0; layout.bytes(batch.records.len(), 0)];
+    let mut writer = Writer { out: &mut out, at: 0 };
+    let counts = [batch.records.len() as u32, 0];
+    writer.header(counts, launch.limits.chunk_elements, 0, control);
+    writer.u64(sums);
+    for (record, changed) in batch.records.iter().zip(changed) {
+        let element = launch.offsets[record.tensor as usize] + record.first_element;
+        for &(list, address) in values {
+            let width = launch.lists[list].dtype().len_bytes() as u64;
+            writer.u64(address + element.wrapping_sub(launch.first(list)) * width);
+        }
+        writer.u64(changed.kept);
+        writer.u64(rows.row(record.tensor, record.first_element));
+        writer.u64(changed.skipped);
+        writer.place(record);
+    }
+    debug_assert_eq!(writer.at, out.len());
+    push_chunks(&mut out, batch, launch.limits.chunk_elements);
+    out
+}
+
+/// Appends the record of every chunk of a batch.
+pub(crate) fn push_chunks(out: &mut Vec<u8>, batch: &Batch, chunk_elements: u32) {
+    out.reserve(4 * batch.chunks as usize);
+    for (index, record) in batch.records.iter().enumerate() {
+        for _ in 0..chunks_of(record.numel, chunk_elements) {
+            out.extend_from_slice(&(index as u32).to_le_bytes());
+        }
+    }
+}
+
+fn chunks_of(numel: u64, chunk_elements: u32) -> u32 {
+    // A batch's chunks fit a u32 together.
+    u32::try_from(numel.div_ceil(u64::from(chunk_elements))).unwrap_or(u32::MAX)
+}
+
 /// Argument bytes, written one part behind the other.
-pub(crate) struct Writer<'a> {
-    pub(crate) out: &'a mut [u8],
-    pub(crate) at: usize,
+struct Writer<'a> {
+    out: &'a mut [u8],
+    at: usize,
 }
 
 impl Writer<'_> {
-    pub(crate) fn header(
+    fn header(
         &mut self,
         [records, groups]: [u32; 2],
         chunk_elements: u32,
@@ -202,7 +256,7 @@ impl Writer<'_> {
     }
 
     /// The part of a record behind its addresses.
-    pub(crate) fn place(&mut self, record: &Record) {
+    fn place(&mut self, record: &Record) {
         self.u64(record.numel);
         self.u32(record.first_chunk);
         self.bytes(&record.group.to_le_bytes());
@@ -218,7 +272,7 @@ impl Writer<'_> {
         self.bytes(&value.to_le_bytes());
     }
 
-    pub(crate) fn u64(&mut self, value: u64) {
+    fn u64(&mut self, value: u64) {
         self.bytes(&value.to_le_bytes());
     }
 }

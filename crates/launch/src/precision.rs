@@ -1,4 +1,4 @@
-//! How exactly parameters and state are kept.
+//! The precision of parameters and state: masters, dtypes and rounding.
 
 use std::fmt;
 
@@ -7,18 +7,18 @@ use fusestep_tensor::{DType, Role};
 use crate::random_bits::step_key;
 use crate::{Access, ArgumentLayout, RuleError, TensorList};
 
-/// What a 16-bit parameter has beside it, so that updates smaller than its rounding are not lost.
+/// Further bits of a 16-bit parameter, so that updates smaller than its rounding are not lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Master {
-    /// Nothing: the parameter is all there is.
+    /// No further bits.
     #[default]
     None,
     /// An f32 copy, which is updated; the parameter is the copy rounded to nearest even.
     F32,
-    /// 16 bits: what the f32 master differs from the bf16 parameter by. The two together are the
-    /// master, bit for bit.
+    /// The 16 bits by which the f32 master differs from the bf16 parameter. The two together are
+    /// the master, bit for bit.
     Remainder,
 }
 
@@ -34,7 +34,7 @@ pub enum StateDType {
     Bf16,
 }
 
-/// How values are rounded to bf16. Other dtypes, and parameters with a master, are always rounded
+/// The rounding of values to bf16. Other dtypes, and parameters with a master, are always rounded
 /// to nearest even.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -43,7 +43,7 @@ pub enum Rounding {
     /// To nearest, ties to even.
     #[default]
     Nearest,
-    /// Up or down at random, so that the expected value is the exact one. The bits drawn depend on
+    /// Up or down at random, so that the expected value is the exact one. The random bits depend on
     /// seed, step, parameter and element alone ([`crate::random_bits`]).
     Stochastic {
         /// Start of the random numbers.
@@ -51,16 +51,16 @@ pub enum Rounding {
     },
 }
 
-/// How the tensors of parameters are kept; the default is by themselves, with state in the compute
-/// type, rounded to nearest.
+/// The precision of a parameter and its state. By default there is no master, state is in the
+/// compute type, and values are rounded to nearest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Precision {
-    /// What a parameter has beside it.
+    /// The master or remainder of a parameter, if it has one.
     pub master: Master,
     /// The dtype of state.
     pub state: StateDType,
-    /// How values are rounded to bf16.
+    /// The rounding of values to bf16.
     pub rounding: Rounding,
 }
 
@@ -91,7 +91,7 @@ impl fmt::Display for Precision {
 
 /// The dtypes of a kernel's lists: the combinations there are kernels for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs)] // Each name says parameter, what is beside it, and state.
+#[allow(missing_docs)] // Each name says parameter, master or remainder, and state.
 pub enum Layout {
     F64,
     F32,
@@ -106,8 +106,8 @@ pub enum Layout {
     Bf16RemainderState16,
 }
 
-/// How a kernel keeps the tensors of its parameters: a combination of dtype and [`Precision`] that
-/// was checked.
+/// A checked combination of dtype and [`Precision`] in which a kernel keeps the tensors of its
+/// parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
     layout: Layout,
@@ -115,7 +115,7 @@ pub struct Format {
     precision: Precision,
 }
 
-/// Flag of every kernel: records and step scalars carry what random rounding is keyed by.
+/// Flag of every kernel: records and step scalars carry the keys of random rounding.
 pub const FLAG_STOCHASTIC: u32 = 1 << 31;
 
 /// Words that a record has behind its addresses with [`FLAG_STOCHASTIC`]: parameter, first element.
@@ -173,7 +173,7 @@ impl Format {
         self.layout
     }
 
-    /// How values are rounded to bf16.
+    /// The rounding of values to bf16.
     pub fn rounding(&self) -> Rounding {
         self.precision.rounding
     }
@@ -197,7 +197,7 @@ impl Format {
         }
     }
 
-    /// What a parameter has beside it.
+    /// The master or remainder of a parameter, if it has one.
     pub fn master(&self) -> Master {
         self.precision.master
     }
@@ -207,8 +207,8 @@ impl Format {
             || (self.param() == DType::BF16 && self.master() == Master::None)
     }
 
-    /// The lists of a rule with this state: parameter, gradient, state, and at last what is beside
-    /// the parameter.
+    /// The lists of a rule with this state: parameter, gradient, state, and last the master or
+    /// remainder.
     pub fn lists(&self, state: &[Role]) -> Vec<TensorList> {
         let list = |role, dtype, access| TensorList { role, dtype, access };
         // A master is all that the update reads; the parameter is only its rounded copy.
@@ -230,7 +230,7 @@ impl Format {
         lists
     }
 
-    /// The sizes of a kernel whose own are `own`, with room for what random rounding is keyed by.
+    /// The sizes `own` of a kernel, with room for the keys of random rounding.
     pub fn argument_layout(&self, own: ArgumentLayout) -> ArgumentLayout {
         if !self.is_stochastic() {
             return own;

@@ -19,13 +19,13 @@ pub struct SquareSum {
     pub non_finite: u64,
 }
 
-/// Where a tensor's partial sums lie among all.
+/// The place of a tensor's partial sums among those of all tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct TensorPartials {
-    /// The first one.
+    /// Index of its first partial sum.
     pub first: u64,
-    /// How many there are; 0 for an empty tensor or one that takes no part.
+    /// Count of its partial sums; 0 for an empty tensor or one that takes no part.
     pub count: u64,
 }
 
@@ -54,7 +54,7 @@ pub trait MultiTensorReduction: Send + Sync {
     fn run_host(&self, level: Level, chunk: &[u8]) -> SquareSum;
 }
 
-/// What is concluded from all partial sums: fills the control block. One thread of a device does
+/// A rule that fills the control block from all partial sums. On a device one block of threads runs
 /// it.
 pub trait ControlRule: Send + Sync {
     /// The system's stem: `amp`.
@@ -89,11 +89,11 @@ pub struct Reduce<'a> {
     pub offsets: &'a [u64],
     /// Position of each tensor of the storage among the caller's parameters.
     pub members: &'a [u32],
-    /// The list that is read; `None` if the caller lends its tensors.
+    /// The list that is read; `None` if the tensors are borrowed.
     pub list: Option<&'a ListBuffer>,
     /// One [`SquareSum`] for each chunk of all batches, in order, from `first_partial` on.
     pub partials: &'a mut dyn Buffer,
-    /// Where this reduction's partial sums start.
+    /// Index of this reduction's first partial sum.
     pub first_partial: u64,
 }
 
@@ -105,7 +105,7 @@ pub struct Conclude<'a> {
     pub scalars: &'a [u8],
     /// The partial sums: [`SquareSum`].
     pub partials: &'a dyn Buffer,
-    /// Where each tensor's lie, in plan order: [`TensorPartials`].
+    /// The places of each tensor's partial sums, in plan order: [`TensorPartials`].
     pub tensors: &'a dyn Buffer,
     /// Each tensor's sum: [`SquareSum`].
     pub sums: &'a mut dyn Buffer,

@@ -1,10 +1,11 @@
 //! Argument tables that stay in a backend's memory: built once, launched with the same few words at
 //! every step.
 //!
-//! Beside the table lies what its step scalars are derived from: hyper-parameters, and for every
-//! group of tensors its own and the steps it has taken. The device counts and derives itself, by
-//! the operations of [`MultiTensorKernel::write_step_scalars`], so that a step takes the same
-//! launches with the same arguments whatever the number of tensors, and the host waits for nothing.
+//! Beside the table lie the values that its step scalars are derived from: the rule's
+//! hyper-parameters, and those of every group of tensors with the steps it has taken. The device
+//! counts and derives itself, by the operations of [`MultiTensorKernel::write_step_scalars`]. So a
+//! step takes the same launches with the same arguments whatever the number of tensors, and the
+//! host waits for nothing.
 //!
 //! ```text
 //! steps:  { f64 hyper[8]; u64 seed; u32 groups; u32 step_scalar_bytes } | group₀ group₁ …
@@ -19,88 +20,43 @@ use std::fmt;
 
 use fusestep_tensor::Trust;
 
+use crate::pack::push_chunks;
 use crate::{
-    Addresses, ArgumentLayout, Batch, GroupValues, Launch, MultiTensorKernel, MultiTensorReduction,
-    Reduce, pack, pack_reduction,
+    Addresses, ArgumentLayout, Batch, GroupValues, HYPER_VALUES, Launch, MultiTensorKernel,
+    MultiTensorReduction, Reduce, ResidentStepScalars, pack, pack_reduction,
 };
 
-/// Hyper-parameters that a device derives step scalars from, the learning rate first.
-pub const HYPER_VALUES: usize = 8;
-
-/// Bytes before the groups.
+/// Bytes of [`pack_steps`] before the groups.
 pub const STEPS_BYTES: usize = HYPER_VALUES * 8 + 16;
 
-/// Bytes of one group.
+/// Bytes of [`pack_steps`] for one group.
 pub const GROUP_BYTES: usize = 32;
-
-/// What a kernel offers besides [`MultiTensorKernel`] to run from a resident table.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ResidentStepScalars {
-    /// The device entry that derives the step scalars: `fused_adam_sets_f32`, as such entries have
-    /// always been named.
-    pub entry: &'static str,
-    /// The rule's hyper-parameters as the entry reads them; the first is left for the learning
-    /// rate.
-    pub hyper: [f64; HYPER_VALUES],
-    /// Start of the random numbers of stochastic rounding.
-    pub seed: u64,
-}
-
-impl ResidentStepScalars {
-    /// The entry and the hyper-parameters behind the learning rate.
-    ///
-    /// # Panics
-    /// If there are more than fit: a rule has a fixed number.
-    pub fn new(entry: &'static str, behind_lr: &[f64], seed: u64) -> Self {
-        let mut hyper = [0.0; HYPER_VALUES];
-        hyper[1..=behind_lr.len()].copy_from_slice(behind_lr);
-        Self { entry, hyper, seed }
-    }
-}
-
-/// The entry that derives step scalars: by the type that arithmetic is done in.
-///
-/// ```
-/// # use fusestep_launch::{step_scalars_entry, Format, Precision};
-/// # use fusestep_tensor::DType;
-/// let format = Format::new("adamw", DType::BF16, Precision::default()).unwrap();
-/// assert_eq!(step_scalars_entry!("fused_adam", format), "fused_adam_sets_f32");
-/// ```
-#[macro_export]
-macro_rules! step_scalars_entry {
-    ($stem:literal, $format:expr) => {
-        match $format.layout() {
-            $crate::Layout::F64 => concat!($stem, "_sets_f64"),
-            _ => concat!($stem, "_sets_f32"),
-        }
-    };
-}
 
 /// A launch's tables in a backend's memory.
 ///
 /// Made by [`crate::Backend::place_table`] or [`crate::Backend::place_reduction`], for the backend
 /// that made it.
 pub trait ResidentTable: Send + fmt::Debug {
-    /// For the backend that made it.
+    /// The table as a value of any type, from which its backend gets back its own type.
     fn as_any(&self) -> &dyn Any;
-    /// For the backend that made it.
+    /// The table as a value of any type, from which its backend gets back its own type.
     fn as_any_mut(&mut self) -> &mut dyn Any;
 }
 
-/// What a backend has recorded instead of running it; see [`crate::Backend::capture`].
+/// Launches that a backend has recorded instead of running them; see [`crate::Backend::capture`].
 ///
-/// Keeps the memory it refers to.
+/// A graph keeps the memory that its launches refer to.
 pub trait Graph: Send + fmt::Debug {
-    /// Enqueues all of it, by one call.
+    /// Enqueues all its launches, by one call.
     ///
     /// # Errors
     /// [`crate::BackendError::Device`] with the device's own code.
     fn launch(&self) -> Result<(), crate::BackendError>;
 }
 
-/// What the step scalars of one batch are derived from, as the device reads it.
+/// The bytes that a device derives the step scalars of one batch from.
 ///
-/// `values` are those of the next step, by group of the launch.
+/// `values` are the hyper-parameters of the launch's groups at the next step.
 pub fn pack_steps(
     step_scalars: &ResidentStepScalars,
     layout: ArgumentLayout,
@@ -154,8 +110,8 @@ pub fn pack_reduction_table(reduce: &Reduce<'_>, batch: &Batch, addresses: (u64,
     out
 }
 
-/// In the flags of a launch's header: behind its scalars stands the address of the table that has
-/// step scalars and records.
+/// Flag of a launch's header: behind its scalars stands the address of the table, which has step
+/// scalars and records.
 pub const FLAG_RESIDENT: u32 = 1 << 30;
 
 /// The arguments of launches from a table that lies at `address`: its header and its scalars, then
@@ -166,20 +122,6 @@ pub fn pack_launch_of_table(table: &[u8], layout: ArgumentLayout, address: u64) 
     out[12..16].copy_from_slice(&(flags | FLAG_RESIDENT).to_le_bytes());
     out.extend_from_slice(&address.to_le_bytes());
     out
-}
-
-pub(crate) fn push_chunks(out: &mut Vec<u8>, batch: &Batch, chunk_elements: u32) {
-    out.reserve(4 * batch.chunks as usize);
-    for (index, record) in batch.records.iter().enumerate() {
-        for _ in 0..chunks_of(record.numel, chunk_elements) {
-            out.extend_from_slice(&(index as u32).to_le_bytes());
-        }
-    }
-}
-
-fn chunks_of(numel: u64, chunk_elements: u32) -> u32 {
-    // A batch's chunks fit a u32 together.
-    u32::try_from(numel.div_ceil(u64::from(chunk_elements))).unwrap_or(u32::MAX)
 }
 
 /// The entry that derives step scalars, and what it reads; refuses a kernel without one.

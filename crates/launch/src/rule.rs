@@ -1,10 +1,10 @@
-//! What an optimizer is to planner and command line.
+//! Update rules, as planner and command line know them.
 
 use std::fmt;
 
-use fusestep_tensor::{DType, ParamDesc, short_number};
+use fusestep_tensor::{DType, ParamDesc};
 
-use crate::{MultiTensorKernel, Precision};
+use crate::{MultiTensorKernel, Precision, RuleError};
 
 /// An update rule with its hyper-parameters: the value that a user configures, from which kernels
 /// are made.
@@ -23,16 +23,22 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The factor w of x = p + w·(z − p), if a model is evaluated with such an average x of the
-    /// parameter p and the list [`fusestep_tensor::Role::Base`], z.
+    /// The factor w of x = p + w·(z − p), if a model is evaluated with such an average x. p is the
+    /// parameter, z the list [`fusestep_tensor::Role::Base`].
     fn averaging(&self) -> Option<f64> {
         None
     }
 
-    /// Settings under which the rule's state means something else, and their values, beside the
-    /// name and the objective. What is merely tuned (rates, decays, ε) is none of them.
+    /// Settings, besides name and objective, that decide what the rule's state means, and their
+    /// values. Rates, decays and ε are merely tuned and are not among them.
     fn settings_of_state(&self) -> Vec<(&'static str, String)> {
         Vec::new()
+    }
+
+    /// All other settings that decide the bits of a step, and their values. The learning rate and
+    /// factors on the gradient are not among them, because runs change them as they go.
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        tuned(self.hyper_parameters())
     }
 
     /// Checks every hyper-parameter.
@@ -54,7 +60,15 @@ pub trait UpdateRule: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn MultiTensorKernel>, RuleError>;
 }
 
-/// How weight decay enters the step.
+/// The hyper-parameters that [`UpdateRule::settings`] names, as text: all but the learning rate and
+/// `rescale`.
+pub fn tuned(hyper_parameters: Vec<(&'static str, f64)>) -> Vec<(&'static str, String)> {
+    let all = hyper_parameters.into_iter();
+    let tuned = all.filter(|(what, _)| !matches!(*what, "lr" | "rescale"));
+    tuned.map(|(what, value)| (what, value.to_string())).collect()
+}
+
+/// The way in which weight decay enters the step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum WeightDecay {
     /// λ·p is added to the gradient.
@@ -66,6 +80,13 @@ pub enum WeightDecay {
 impl WeightDecay {
     /// The factor λ.
     pub fn lambda(self) -> f64 {
+        match self {
+            WeightDecay::L2(lambda) | WeightDecay::Decoupled(lambda) => lambda,
+        }
+    }
+
+    /// The factor λ, to be set.
+    pub fn lambda_mut(&mut self) -> &mut f64 {
         match self {
             WeightDecay::L2(lambda) | WeightDecay::Decoupled(lambda) => lambda,
         }
@@ -120,6 +141,8 @@ pub enum Domain {
     NotNegative,
     /// In [0, 1).
     BelowOne,
+    /// In (0, 1).
+    BetweenZeroAndOne,
     /// Finite and above 0.
     Positive,
 }
@@ -129,14 +152,17 @@ impl Domain {
         match self {
             Domain::NotNegative => value.is_finite() && value >= 0.0,
             Domain::BelowOne => (0.0..1.0).contains(&value),
+            Domain::BetweenZeroAndOne => value > 0.0 && value < 1.0,
             Domain::Positive => value.is_finite() && value > 0.0,
         }
     }
 
-    fn text(self) -> &'static str {
+    /// The values in words.
+    pub fn text(self) -> &'static str {
         match self {
             Domain::NotNegative => "a finite value of at least 0",
             Domain::BelowOne => "a value in [0, 1)",
+            Domain::BetweenZeroAndOne => "a value in (0, 1)",
             Domain::Positive => "a finite value above 0",
         }
     }
@@ -168,44 +194,4 @@ pub fn check_width(rule: &dyn UpdateRule, dtype: DType) -> Result<(), RuleError>
         }
         _ => Ok(()),
     }
-}
-
-/// Why an update rule was refused; nothing has been written when it is returned.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RuleError {
-    /// A hyper-parameter is out of range.
-    #[error("{what}: expected {expected}, found {found}", found = short_number(*found))]
-    Hyper {
-        /// The hyper-parameter.
-        what: &'static str,
-        /// What it must be.
-        expected: &'static str,
-        /// What was given.
-        found: f64,
-    },
-    /// There is no kernel for this dtype.
-    #[error("{rule}: expected parameters of {expected}, found {found}; cast the parameter")]
-    DType {
-        /// The rule.
-        rule: &'static str,
-        /// The dtypes it has kernels for.
-        expected: &'static str,
-        /// The dtype asked for.
-        found: DType,
-    },
-    /// Parameters of this dtype cannot be kept so.
-    #[error("{rule}: {what} of {dtype} parameters: expected {expected}, found {found}")]
-    Precision {
-        /// The rule.
-        rule: &'static str,
-        /// What was asked for: master weights, state or rounding.
-        what: &'static str,
-        /// The parameters' dtype.
-        dtype: DType,
-        /// What there is for this dtype.
-        expected: &'static str,
-        /// What was asked for.
-        found: &'static str,
-    },
 }

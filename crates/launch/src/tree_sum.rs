@@ -2,10 +2,10 @@
 
 use crate::SquareSum;
 
-/// How many neighbours are folded at a time: as many as a warp of a device has lanes.
+/// Number of neighbours that are folded at a time: the lanes of a warp of a device.
 pub const TREE_WIDTH: usize = 32;
 
-/// What a tree adds up: sums of squares, for which adding [`Default`] changes no bit.
+/// A value that a tree adds up: a sum of squares, to which adding [`Default`] changes no bit.
 pub trait Summand: Copy + Default {
     /// This value plus another, each operation rounded once.
     fn plus(self, other: Self) -> Self;

@@ -1,4 +1,4 @@
-//! What rules say of their hyper-parameters and formats, as devices and people read it.
+//! Hyper-parameters and formats of rules, as devices and people read them.
 
 use fusestep_launch::{
     CHUNK_ELEMENTS, Domain, FLAG_STOCHASTIC, Format, KEY_BYTES, LaunchLimits, Master, Objective,

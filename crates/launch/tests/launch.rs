@@ -238,7 +238,7 @@ fn arguments_are_header_scalars_step_scalars_and_records() {
     }
 }
 
-/// Where tensors lie as in common lists, their arguments are the same.
+/// Tensors at addresses of their own have the arguments of common lists, if they lie as in these.
 #[test]
 fn tensors_that_lie_anywhere_have_addresses_of_their_own() {
     let places = OFFSETS.map(|first| (4 * first, first.wrapping_sub(64).wrapping_mul(2)));

@@ -1,4 +1,4 @@
-//! What fits into a launch, and what lies where in the host's memory.
+//! The tensors that fit into a launch, and their places in host memory.
 
 use fusestep_launch::{
     ArgumentLayout, Batch, Batchable, HostList, HostSpan, HostSpans, LaunchError, LaunchLimits,

@@ -1,4 +1,4 @@
-//! Handwritten digits, and the model that learns them.
+//! Handwritten digits, and the task of learning them.
 
 use std::io::Read;
 
@@ -26,7 +26,7 @@ const FILE: &[u8] = include_bytes!("../data/digits.csv.gz");
 /// Images and their labels.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Images {
-    /// Row by row, scaled to [0, 1].
+    /// Pixels of all images, row by row, scaled to [0, 1].
     pub(crate) pixels: Vec<f32>,
     pub(crate) labels: Vec<u32>,
 }
@@ -57,15 +57,15 @@ impl Images {
 pub struct Digits {
     /// 1,437 images.
     train: Images,
-    /// 360 others.
+    /// 360 other images.
     test: Images,
 }
 
 impl Digits {
-    /// The images; `seed` decides which are held back for the test.
+    /// Loads the images; `seed` decides which images are held back for the test.
     ///
     /// # Errors
-    /// Data that was damaged in the binary.
+    /// An error if the data in the binary is damaged.
     pub fn load(seed: u64) -> anyhow::Result<Self> {
         let (train, test) = load(seed)?;
         Ok(Self { train, test })
@@ -86,6 +86,10 @@ impl Task for Digits {
         "images"
     }
 
+    fn answers(&self) -> usize {
+        CLASSES
+    }
+
     fn shapes(&self) -> Vec<(String, Vec<usize>)> {
         mlp::shapes()
     }
@@ -103,7 +107,7 @@ impl Task for Digits {
     }
 }
 
-/// Training and test images; `seed` decides which are which.
+/// Loads training and test images; `seed` decides which are which.
 fn load(seed: u64) -> anyhow::Result<(Images, Images)> {
     let mut text = String::new();
     GzDecoder::new(FILE)

@@ -12,32 +12,35 @@ pub use digits::Digits;
 pub use text::Text;
 pub use transformer::Transformer;
 
-/// Something to learn: a model as a function of its variables, and data to train and test it on.
+/// A task to learn: a model as a function of its variables, and data to train and test it on.
 pub trait Task: Send + Sync {
-    /// What is learned, for people: `1437 training and 360 test images of handwritten digits`.
+    /// A description for people: `1437 training and 360 test images of handwritten digits`.
     fn describe(&self) -> String;
 
-    /// Training samples, numbered from 0.
+    /// The number of training samples, which are numbered from 0.
     fn samples(&self) -> usize;
 
-    /// Samples after which one looks at the test: all of them, unless they are very many.
+    /// The number of samples between two tests: all samples, unless there are very many.
     fn samples_of_epoch(&self) -> usize {
         self.samples()
     }
 
-    /// What a sample consists of, in the plural: `images`, `characters`.
+    /// The name of a sample's tokens, in the plural: `images`, `characters`.
     fn tokens(&self) -> &'static str;
 
-    /// How many of those are in a sample.
+    /// The number of tokens in a sample.
     fn tokens_of_sample(&self) -> usize {
         1
     }
 
-    /// Names and extents of the variables, in their order.
+    /// The number of answers among which the model chooses one for each token; images have a class.
+    fn answers(&self) -> usize;
+
+    /// The names and extents of the variables, in their order.
     fn shapes(&self) -> Vec<(String, Vec<usize>)>;
 
-    /// The first values of all variables, which follow from `seed` alone and not from the
-    /// framework's generator. They are rounded to `dtype` and kept in it; arithmetic is f32.
+    /// The first values of all variables, which depend on `seed` alone and not on the framework's
+    /// generator. They are rounded to `dtype` and kept in it; arithmetic is f32.
     ///
     /// # Errors
     /// Those of candle.
@@ -49,13 +52,13 @@ pub trait Task: Send + Sync {
     /// Those of candle: variables of other shapes than [`Task::shapes`].
     fn loss(&self, vars: &[Var], samples: &[usize]) -> Result<Tensor>;
 
-    /// How the model does on data that it is not trained on.
+    /// The model's loss and accuracy on data that it is not trained on.
     ///
     /// # Errors
     /// As [`Task::loss`].
     fn test(&self, vars: &[Var]) -> Result<Tested>;
 
-    /// What the model writes, drawn by `seed`, if it writes anything.
+    /// A text that the model writes, drawn by `seed`; `None` if the model writes none.
     ///
     /// # Errors
     /// As [`Task::loss`].
@@ -64,7 +67,7 @@ pub trait Task: Send + Sync {
     }
 }
 
-/// How a model does on data that it is not trained on.
+/// Loss and accuracy of a model on data that it is not trained on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tested {
     /// Mean cross-entropy, in nats.

@@ -10,7 +10,7 @@ use crate::digits::{CLASSES, Images, PIXELS};
 /// Inputs and outputs of the layers.
 const LAYERS: [usize; 4] = [PIXELS, 128, 64, CLASSES];
 
-/// Names and extents: a bias and a weight for each layer, in this order.
+/// The names and extents of the variables: a bias and a weight for each layer, in this order.
 pub(crate) fn shapes() -> Vec<(String, Vec<usize>)> {
     let layers = LAYERS.windows(2).enumerate();
     let of_layer = layers.flat_map(|(index, pair)| {

@@ -12,33 +12,33 @@ use crate::{Task, Tested, Transformer};
 
 const FILE: &[u8] = include_bytes!("../data/shakespeare.txt.gz");
 
-/// One character in so many is held back for the test, at the end.
+/// Reciprocal of the share of characters held back for the test, at the end of the text.
 const HELD_BACK: usize = 10;
-/// Windows of an epoch, unless there are fewer.
+/// Most windows of an epoch.
 const EPOCH: usize = 512;
-/// Windows of the test, spread evenly over what is held back.
+/// Most windows of the test, spread evenly over the characters held back.
 const TEST_WINDOWS: usize = 64;
-/// Windows that are tested together.
+/// Windows tested together.
 const TEST_BATCH: usize = 16;
-/// Characters that a model writes.
+/// Number of characters that a model writes.
 const WRITTEN: usize = 200;
 
-/// A text cut into windows of the model's context, and the transformer that learns it: each
-/// distinct character is a token, in the order of their codes.
+/// A text cut into windows of the model's context, and the transformer that learns the text. Each
+/// distinct character is a token; tokens are numbered in the order of the characters' codes.
 #[derive(Clone, Debug)]
 pub struct Text {
     characters: Vec<char>,
     tokens: Vec<u32>,
     model: Transformer,
-    /// Tokens to learn from; the rest is for the test.
+    /// Number of tokens to learn from; the rest is for the test.
     learned: usize,
 }
 
 impl Text {
-    /// The Shakespeare in this crate, for a model of these sizes; the vocabulary is the text's.
+    /// The Shakespeare of this crate, for a model of these sizes; the vocabulary is the text's.
     ///
     /// # Errors
-    /// As [`Text::of`]; data that was damaged in the binary.
+    /// Those of [`Text::of`]; data that was damaged in the binary.
     pub fn shakespeare(model: Transformer) -> anyhow::Result<Self> {
         let mut text = String::new();
         GzDecoder::new(FILE)
@@ -47,10 +47,11 @@ impl Text {
         Self::of(&text, model)
     }
 
-    /// A text of one's own.
+    /// A text of the caller's, cut into windows.
     ///
     /// # Errors
-    /// As [`Transformer::validate`]; a text too short for a window to learn and one to test.
+    /// Those of [`Transformer::validate`]; a text too short for one window to learn and one to
+    /// test.
     pub fn of(text: &str, model: Transformer) -> anyhow::Result<Self> {
         let mut characters: Vec<char> = text.chars().collect();
         characters.sort_unstable();
@@ -90,7 +91,7 @@ impl Text {
         ])
     }
 
-    /// Where the windows of the test begin.
+    /// The positions at which the windows of the test begin.
     fn test_windows(&self) -> Vec<usize> {
         let windows = (self.tokens.len() - self.learned - 1) / self.model.context;
         let every = windows.div_ceil(TEST_WINDOWS).max(1);
@@ -121,6 +122,10 @@ impl Task for Text {
         "characters"
     }
 
+    fn answers(&self) -> usize {
+        self.characters.len()
+    }
+
     fn tokens_of_sample(&self) -> usize {
         self.model.context
     }
@@ -140,7 +145,7 @@ impl Task for Text {
     }
 
     fn test(&self, vars: &[Var]) -> Result<Tested> {
-        // Values alone: nothing is differentiated here, so nothing is kept for it.
+        // Values alone: nothing is differentiated here, so no intermediate values are kept.
         let (mut loss, mut right, mut count) = (0.0, 0.0, 0.0);
         for starts in self.test_windows().chunks(TEST_BATCH) {
             let [tokens, next] = self.windows(starts.iter().copied())?;

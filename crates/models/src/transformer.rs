@@ -4,18 +4,18 @@ use candle_core::{D, DType, Device, Result, Tensor, Var, bail};
 use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Feed-forward layers are this many times as wide as the model.
+/// Width of feed-forward layers, in widths of the model.
 const EXPANSION: usize = 4;
 /// Variables of a layer.
 const OF_LAYER: usize = 8;
-/// Variables before the layers, and behind them.
+/// Number of variables before the layers, and behind them.
 const AROUND: [usize; 2] = [2, 2];
-/// Added to the mean square of a norm.
+/// Summand to the mean square in a norm.
 const EPS: f64 = 1e-6;
 
-/// A decoder-only transformer of these sizes, whose values are the caller's: layers of causal
-/// attention and a feed-forward network, each behind an RMS norm, learned positions, a squared
-/// ReLU, no biases (Vaswani et al. 2017, arXiv:1706.03762; Zhang & Sennrich 2019, arXiv:1910.07467;
+/// A decoder-only transformer of these sizes, whose variables the caller keeps. Layers of causal
+/// attention and a feed-forward network, each behind an RMS norm; learned positions; a squared
+/// ReLU; no biases (Vaswani et al. 2017, arXiv:1706.03762; Zhang & Sennrich 2019, arXiv:1910.07467;
 /// So et al. 2021, arXiv:2109.08668).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transformer {
@@ -43,7 +43,8 @@ impl Transformer {
     /// Checks the sizes.
     ///
     /// # Errors
-    /// A size that is 0, larger than 65,536, or no multiple of the heads; it is named.
+    /// An error that names a size that is 0 or larger than 65,536, or a width that is no multiple
+    /// of the heads.
     pub fn validate(&self) -> Result<()> {
         const MOST: usize = 65_536;
         let (width, heads) = (self.width, self.heads);
@@ -94,7 +95,7 @@ impl Transformer {
     /// First values of all variables, which follow from `seed` alone, rounded to `dtype`.
     ///
     /// # Errors
-    /// As [`Transformer::validate`]; those of candle.
+    /// Those of [`Transformer::validate`] and of candle.
     pub fn start(&self, seed: u64, dtype: DType) -> Result<Vec<Var>> {
         self.validate()?;
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -114,7 +115,7 @@ impl Transformer {
         Ok(vars)
     }
 
-    /// For each position how likely each next token is, before the softmax, in f32.
+    /// The logits of every next token at each position, before the softmax, in f32.
     ///
     /// # Shapes
     /// Tokens are u32, `[batch, length]`; logits `[batch·length, vocabulary]`.
@@ -149,7 +150,7 @@ impl Transformer {
         norm(&x, &behind[0])?.matmul(&behind[1])
     }
 
-    /// softmax(Q·Kᵀ/√width)·V of each head, of positions up to one's own.
+    /// softmax(Q·Kᵀ/√(width/heads))·V of each head, over positions up to the query's own.
     fn attention(
         &self,
         x: &Tensor,
@@ -173,18 +174,18 @@ impl Transformer {
     /// The mean cross-entropy of the next tokens, in nats.
     ///
     /// # Shapes
-    /// Tokens and the ones that follow them are u32, `[batch, length]`.
+    /// Tokens and the tokens that follow them are u32, `[batch, length]`.
     ///
     /// # Errors
-    /// As [`Transformer::logits`].
+    /// Those of [`Transformer::logits`].
     pub fn loss(&self, vars: &[Var], tokens: &Tensor, next: &Tensor) -> Result<Tensor> {
         candle_nn::loss::cross_entropy(&self.logits(vars, tokens)?, &next.flatten_all()?)
     }
 
-    /// Goes on from some tokens, at least one, drawing each next one by its likelihood.
+    /// Continues a sequence of at least one token, and draws each next token by its likelihood.
     ///
     /// # Errors
-    /// As [`Transformer::logits`].
+    /// Those of [`Transformer::logits`].
     pub fn generate(
         &self,
         vars: &[Var],
@@ -209,9 +210,9 @@ impl Transformer {
     }
 }
 
-/// The standard deviation of a variable's first values: matrices keep the variance of what they are
-/// multiplied with, and what is added to the stream of all layers is the smaller the more layers
-/// add to it (Radford et al. 2019).
+/// The standard deviation of a variable's first values. Matrices keep the variance of their inputs.
+/// Matrices whose products are added to the stream of all layers are smaller, the more layers there
+/// are (Radford et al. 2019).
 fn deviation(name: &str, inputs: usize, layers: usize) -> f32 {
     if matches!(name, "tokens" | "positions" | "head") {
         return 0.02;
@@ -227,15 +228,15 @@ fn norm(x: &Tensor, gain: &Tensor) -> Result<Tensor> {
     x.broadcast_div(&root)?.broadcast_mul(gain)
 }
 
-/// pᵢⱼ = exp(sᵢⱼ − mᵢ) / Σₖ exp(sᵢₖ − mᵢ) with the largest score mᵢ of the row, which the result
-/// does not depend on and its gradient need not pass.
+/// pᵢⱼ = exp(sᵢⱼ − mᵢ) / Σₖ exp(sᵢₖ − mᵢ), where mᵢ is the largest score of row i. The result does
+/// not depend on mᵢ, so the gradient need not pass through it.
 fn softmax(scores: &Tensor) -> Result<Tensor> {
     let most = scores.max_keepdim(D::Minus1)?.detach();
     let exp = scores.broadcast_sub(&most)?.exp()?;
     exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)
 }
 
-/// What keeps scores of later positions from being seen: −∞ above the diagonal, else 0.
+/// The mask that hides later positions: −∞ above the diagonal, else 0.
 fn unseen(length: usize) -> Result<Tensor> {
     let score = |at: usize| {
         if at % length > at / length { f32::NEG_INFINITY } else { 0.0 }

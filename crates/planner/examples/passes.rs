@@ -16,7 +16,9 @@ fn train(plan: &Plan, params: &[ParamDesc]) -> Result<Vec<f32>, Box<dyn Error>> 
     let mut state = plan.allocate(&backend)?;
     for step in 1..=3 {
         for param in params {
-            for (at, grad) in state.grad_mut::<f32>(&param.name)?.iter_mut().enumerate() {
+            for (at, grad) in
+                state.grad_mut::<f32>(&param.name)?.as_mut_slice().iter_mut().enumerate()
+            {
                 *grad = ((at * step) % 13) as f32 - 6.0;
             }
         }

@@ -1,4 +1,4 @@
-//! Why a plan could not be made or run.
+//! Errors of making, allocating and running a plan.
 
 use fusestep_amp::AmpError;
 use fusestep_coalesce::CoalesceError;
@@ -8,10 +8,10 @@ use fusestep_schedule::ScheduleError;
 use fusestep_tensor::{DType, Quoted, Role, TensorError, counted};
 use fusestep_tensor_file::TensorFileError;
 
-/// What a function of this crate returns that can fail.
+/// Result of a function of this crate that can fail.
 pub(crate) type Result<T, E = PlanError> = std::result::Result<T, E>;
 
-/// Why a plan could not be made, allocated or run. Unless it says otherwise nothing has been
+/// Error of making, allocating or running a plan. Unless the error says otherwise, nothing has been
 /// written.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -29,7 +29,7 @@ pub enum PlanError {
     /// A loss scale or a limit of the norm is out of range.
     #[error(transparent)]
     Amp(#[from] AmpError),
-    /// A pass that can be there once is there twice.
+    /// A pass that is allowed once was given twice.
     #[error("{pass}: expected the pass once, found it twice; remove one")]
     PassTwice { pass: &'static str },
     /// Two passes contradict each other.
@@ -37,9 +37,12 @@ pub enum PlanError {
     Conflict {
         first: String,
         second: String,
-        /// What both decide.
+        /// Reason why the two contradict each other, in words.
         why: &'static str,
     },
+    /// The slices that ranks have of a parameter do not fit each other, or not this rank's.
+    #[error("slices of `{name}`: expected {expected}, found {found}", name = Quoted(name))]
+    Slices { name: String, expected: String, found: String },
     /// A rank, a world size or a communicator does not fit the plan.
     #[error("ranks: expected {expected}, found {found}")]
     Topology { expected: String, found: String },
@@ -55,11 +58,11 @@ pub enum PlanError {
         expected: String,
         found: String,
     },
-    /// Another rank could not do its part of what all do together; it has this error itself.
+    /// Another rank could not do its part of a common operation, and returns an error of its own.
     #[error("rank {rank}: {reason}")]
     OtherRank {
         rank: usize,
-        /// Its error, or the beginning of it.
+        /// Error of that rank, or its beginning.
         reason: String,
     },
     /// A gradient was given twice in one micro-step.
@@ -68,7 +71,7 @@ pub enum PlanError {
         name = Quoted(name)
     )]
     GradientTwice { name: String },
-    /// Some buckets of a step have been updated, and others would be by something else.
+    /// A step has updated some buckets in backward, and the call needs a state between two steps.
     #[error(
         "{what}: expected a state between two steps, found one whose step {step} has updated \
          {} in backward; end it by `step` first",
@@ -77,7 +80,7 @@ pub enum PlanError {
     StepUnderWay {
         what: &'static str,
         step: u64,
-        /// Parameters that it has updated.
+        /// Parameters that the step has updated.
         updated: usize,
     },
     /// A parameter lies in shards.
@@ -109,10 +112,10 @@ pub enum PlanError {
     /// The plan has no such rule.
     #[error("rule {rule}: expected one of the plan's {count}, counted from 0")]
     UnknownRule { rule: usize, count: usize },
-    /// A micro-step cannot be weighed so.
+    /// The weight of a micro-step is out of range.
     #[error("weight of the micro-step: expected a number from 2e-38 to 3e38, found {found}")]
     Weight { found: f64 },
-    /// A micro-step is weighed when gradients of it have been added.
+    /// A micro-step was weighed after gradients of it had been added.
     #[error(
         "weight of the micro-step: expected before its first gradient, found behind {}; set it \
          when the micro-step begins",
@@ -122,7 +125,7 @@ pub enum PlanError {
         /// Gradients that have been given.
         given: usize,
     },
-    /// Ranks of one run differ in what decides its bits.
+    /// Ranks of one run differ in a setting that decides its bits.
     #[error(
         "{field}: expected {expected} as on rank 0, found {found} on rank {rank}; start all ranks \
          with the same settings"
@@ -137,7 +140,7 @@ pub enum PlanError {
     /// The rule has no kernel for a parameter's dtype, or none that keeps it as asked for.
     #[error("`{name}`: {error}", name = Quoted(name))]
     Kernel { name: String, error: RuleError },
-    /// The state cannot make a master of a parameter that the caller lends.
+    /// The state cannot make a master weight of a borrowed parameter.
     #[error(
         "master of `{name}`: expected values before the first step, found none, because the caller lends the parameter; give them with `follow_borrowed`, write role master, or load a state",
         name = Quoted(name)
@@ -150,7 +153,7 @@ pub enum PlanError {
     )]
     TooManyBuckets {
         expected: usize,
-        /// Ranks that share out, each of which has a part of every bucket.
+        /// Ranks that share out the buckets; each has a part of every bucket.
         world: usize,
     },
     /// There are more parameters than a plan can number.
@@ -168,7 +171,7 @@ pub enum PlanError {
     NoSuchList {
         role: Role,
         name: String,
-        /// What would work.
+        /// Hint at a call or a plan that would work.
         hint: &'static str,
     },
     /// The tensor has another dtype.
@@ -183,7 +186,7 @@ pub enum PlanError {
         name = Quoted(name)
     )]
     NotOnHost { role: Role, name: String, backend: &'static str },
-    /// Host memory has no views on a device, and a call that is under way has the memory.
+    /// Host memory has no views on a device, nor has memory that a call under way is using.
     #[error(
         "grad of `{name}`: expected memory of a device that no call is using, found none; use \
          `grad_mut` on the host, or give it before its bucket is reduced",
@@ -203,7 +206,7 @@ pub enum PlanError {
         counted(*changes, "change")
     )]
     StaleParams {
-        /// Updates, averages and writes of parameters since they were asked for.
+        /// Updates, averages and writes of parameters since the copies were asked for.
         changes: u64,
     },
     /// An earlier step failed half-way, so the state may be half-changed.
@@ -212,24 +215,24 @@ pub enum PlanError {
          it from a file"
     )]
     Poisoned { step: u64 },
-    /// Resident tables hold addresses, and the caller lends others at every step.
+    /// Resident tables hold addresses, and borrowed tensors may have others at every step.
     #[error(
         "tables: expected tensors that the state keeps for resident ones, found tensors that the \
          caller lends; plan with arguments"
     )]
     BorrowedTable,
-    /// A step cannot be enqueued without waiting for it, or not be recorded.
+    /// A step cannot be enqueued without waiting for it, or cannot be recorded.
     #[error(
         "step: expected one that the device runs without the host, found that {found}; plan with \
          resident tables, or use `run`"
     )]
     NotCapturable { found: &'static str },
-    /// A graph was recorded on tables that are no longer the state's.
+    /// A graph was recorded on tables that the state no longer uses.
     #[error(
         "graph: expected one recorded on the state's tables, found one of others; record it anew"
     )]
     StaleGraph,
-    /// The host does not know yet what the device has decided.
+    /// The host has not read yet whether the device took or skipped enqueued steps.
     #[error(
         "state: expected every step's outcome to be known, found {} enqueued and not read; \
          call `settle`",
@@ -239,7 +242,7 @@ pub enum PlanError {
         /// Steps enqueued since the host last read.
         pending: u64,
     },
-    /// A tensor's step count cannot be set so.
+    /// A tensor's step count cannot exceed the state's.
     #[error(
         "step of `{name}`: expected at most the state's step {expected}, found {found}; set the state's step first",
         name = Quoted(name)
@@ -248,8 +251,8 @@ pub enum PlanError {
 }
 
 impl PlanError {
-    /// Whether it is one of saving or resuming, which comes on all ranks in the same call and
-    /// leaves the run as it was: training may go on.
+    /// Whether the error comes from saving or resuming. All ranks return such an error in the same
+    /// call, and it leaves the run as it was: training may go on.
     pub fn is_of_checkpoint(&self) -> bool {
         matches!(self, Self::Checkpoint { .. } | Self::File(_) | Self::OtherRank { .. })
     }

@@ -1,100 +1,52 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
-mod absorb;
-mod allocate;
-mod arena;
-mod average;
-mod averages;
-mod batches;
-mod bucket;
-mod bytes;
-mod calls;
 mod checkpoint;
-mod comms;
-mod cost;
-mod device_norm;
-mod device_params;
-mod device_trust;
-mod display;
-mod enqueue;
 mod error;
-mod exchange;
-mod finish;
-mod gather;
-mod gradient_memory;
-mod gradients;
-mod group;
-mod handshake;
-mod html;
-mod in_backward;
-mod launches;
-mod leaves;
-mod master;
-mod norm;
-mod optimizer;
-mod passes;
 mod plan;
-mod planner;
-mod prefetch;
-mod rank_summary;
-mod ready;
-mod reduce;
-mod region;
-mod replaced_rule;
-mod report;
 mod run;
-mod segment_calls;
-mod shard_groups;
-mod stage;
-mod state;
-mod step;
-mod storage;
-mod summary;
-mod table;
-mod tensors;
-mod topology;
-mod update_norms;
-mod wanted;
 
-pub use bucket::{Bucket, MAX_BUCKETS, Segment};
-pub use calls::{CallPurpose, PlannedCall};
 pub use checkpoint::{
     BorrowedParams, CheckpointFolder, Checkpoints, FolderLock, MAX_SHARDS, Manifest, OpenRun,
     OpenWindow, Remembered, RunToSave, Saved, Saves, ShardSpec, StateTensors, TensorSpec, Verified,
     WholeTensors,
 };
-pub use comms::Comms;
-pub use cost::{CostModel, Event, EventKind};
-pub use device_params::DeviceParams;
-pub use enqueue::{RankGraph, StepGraph};
 pub use error::PlanError;
 pub(crate) use error::Result;
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 pub use fusestep_launch::Precision;
 pub use fusestep_schedule::{Phase, Schedule, ScheduleError};
-pub use gather::GatheredParams;
-pub use group::SizeClass;
-pub use html::html_page;
-pub use optimizer::Optimizer;
-pub(crate) use optimizer::Precisions;
-pub use passes::{
-    Accumulated, ActsOn, Averaged, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce,
-    FuseBroadcast, FuseOptimizer, FuseReduceIntoUpdate, GradientAccumulation, Interval, LocalSgd,
-    LossScaling, Oversize, Ownership, Pass, ReducedWhen, Shard, UpdateInBackward, UpdateNorms,
-    ZeroStage,
+pub use plan::bucket::{Bucket, Segment};
+pub use plan::calls::{CallPurpose, PlannedCall};
+pub use plan::cost::{CostModel, Event, EventKind};
+pub use plan::group::{ParameterGroup, SizeClass};
+pub use plan::note::{Note, Verdict};
+pub use plan::page::html_page;
+pub use plan::passes::buckets::MAX_BUCKETS;
+pub use plan::passes::{
+    ActsOn, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce, FuseBroadcast,
+    FuseOptimizer, FuseReduceIntoUpdate, LossScaling, Pass, Shard, UpdateInBackward, UpdateNorms,
 };
-pub use plan::Plan;
-pub use planner::{Planner, Tensors};
-pub use prefetch::PendingGather;
-pub use rank_summary::{RankBytes, RankSummary};
-pub use report::{GradReport, MicroStepReport, StepReport};
-pub use run::Lender;
-pub use stage::{
-    Accumulate, Broadcast, Extent, Gather, GradientRead, Norm, Optimize, ParameterGroup, Part,
-    Reduce, Reduced, Stage, StorageSpec, When,
+pub use plan::planner::Planner;
+pub use plan::rank_summary::{RankBytes, RankSummary};
+pub use plan::rule::{NamedRule, Optimizer};
+pub use plan::settings::{
+    Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
+    ReducedWhen, TableKind, Tensors, ZeroStage,
 };
-pub use state::{MAX_STEPS, State};
-pub use summary::{Note, PlanSummary, Verdict};
-pub use table::TableKind;
-pub use topology::{MAX_WORLD, Reach, Topology};
+pub use plan::stage::{
+    Accumulate, Broadcast, Gather, GradientRead, Norm, Optimize, Reduce, Reduced, Stage, When,
+};
+pub use plan::storage::{Extent, Part, StorageSpec};
+pub use plan::summary::PlanSummary;
+pub use plan::topology::{Initial, MAX_WORLD, Reach, Topology};
+pub use plan::value::Plan;
+pub use run::comms::calls::Comms;
+pub use run::executor::Lender;
+pub use run::graph::{RankGraph, StepGraph};
+pub use run::memory::device_params::DeviceParams;
+pub use run::memory::gradient_view::GradMut;
+pub use run::memory::state::{MAX_STEPS, State};
+pub use run::prefetch::PendingGather;
+pub use run::report::{GradReport, MicroStepReport, StepReport};
+pub use run::stages::gather::GatheredParams;

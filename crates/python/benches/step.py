@@ -1,9 +1,11 @@
 """Times of a step from Python, ours beside PyTorch's: in turns, then each by itself.
 
-    python step.py [--rounds N] [--shapes gpt2.json]
+    python step.py [--rounds N] [--shapes gpt2.json] [--threads N] [few | turns | small | gpt2]
 
-Prints the least and the median of each in milliseconds, and PyTorch's over ours. In turns a step
-finds what the others have left of the caches; by itself it finds its own.
+`few` has 1 to 10 tensors of each rule in microseconds, `turns` lists of parameters that take turns
+in one optimizer, beside DeepSpeed's where it is installed. The others print the least and the
+median of each in milliseconds, and PyTorch's over ours. In turns a step finds what the others have
+left of the caches; by itself it finds its own.
 """
 
 import argparse
@@ -16,30 +18,46 @@ import torch
 
 import fusestep.torch
 
+FEW = (1, 2, 5, 10)
+RULES = {
+    "SGD": {},
+    "SGD, momentum": {"momentum": 0.9},
+    "Adam": {},
+    "AdamW": {},
+    "Adagrad": {},
+    "RMSprop": {},
+    "Adamax": {},
+    "NAdam": {},
+    "Lion": {},
+    "Lars": {},
+    "Lamb": {},
+    "ScheduleFreeAdamW": {},
+}
+LOOPS = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def parameters(shapes):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for own in made:
+        own.grad = torch.randn(own.shape, generator=generator)
+    return made
+
 
 def contest(title, shapes, rounds):
-    generator = torch.Generator().manual_seed(0)
-    kinds = {
-        "ours": lambda params: fusestep.torch.AdamW(params),
-        "torch default": lambda params: torch.optim.AdamW(params),
-        "torch foreach": lambda params: torch.optim.AdamW(params, foreach=True),
-        "torch fused": lambda params: torch.optim.AdamW(params, fused=True),
-    }
-    runs = {}
-    for kind, make in kinds.items():
-        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator)
-        runs[kind] = make(params)
-        # The first step makes state and plan.
-        runs[kind].step()
+    kinds = {"ours": fusestep.torch.AdamW(parameters(shapes))}
+    for name, how in LOOPS.items():
+        kinds[f"torch {name}"] = torch.optim.AdamW(parameters(shapes), **how)
+    # The first step makes state and plan.
+    for optimizer in kinds.values():
+        optimizer.step()
     in_turns = {kind: [] for kind in kinds}
     for _ in range(rounds):
-        for kind, optimizer in runs.items():
-            in_turns[kind].append(time_of(optimizer))
+        for kind, optimizer in kinds.items():
+            in_turns[kind].append(time_of(optimizer.step))
     alone = {
-        kind: [time_of(optimizer) for _ in range(rounds + 1)][1:]
-        for kind, optimizer in runs.items()
+        kind: [time_of(optimizer.step) for _ in range(rounds + 1)][1:]
+        for kind, optimizer in kinds.items()
     }
     numel = sum(math.prod(shape) for shape in shapes)
     print(f"{title}: {len(shapes)} tensors, {numel:,} elements, {torch.get_num_threads()} threads")
@@ -49,19 +67,82 @@ def contest(title, shapes, rounds):
         for kind, own in times.items():
             least, median = min(own), statistics.median(own)
             print(
-                f"  {kind:14} {least:9.3f} {median:9.3f}"
+                f"  {kind:14} {1e3 * least:9.3f} {1e3 * median:9.3f}"
                 f"   least {least / min(ours):6.2f}, median {median / statistics.median(ours):6.2f}"
             )
 
 
-def time_of(optimizer):
+def few(rounds):
+    """Steps that are over before a loop of Python's has begun."""
+    print(f"few: 1 to 10 tensors of 64 elements, microseconds, {torch.get_num_threads()} threads")
+    for rule, settings in RULES.items():
+        name = rule.split(",")[0]
+        for count in FEW:
+            ours = getattr(fusestep.torch, name)
+            runs = {"ours": ours(parameters([(64,)] * count), lr=1e-3, **settings).step}
+            for loop, how in LOOPS.items():
+                theirs = getattr(torch.optim, name, None)
+                # PyTorch's RMSprop has no fused one.
+                if theirs is None or (name, loop) == ("RMSprop", "fused"):
+                    continue
+                made = theirs(parameters([(64,)] * count), lr=1e-3, **settings, **how)
+                runs[f"torch {loop}"] = made.step
+            row(f"{rule}, {count}", runs, rounds, 50)
+
+
+def turns(rounds):
+    """Four lists of one parameter each, one after the other in place of the group's."""
+    print(f"turns: AdamW, microseconds a step, {torch.get_num_threads()} threads")
+    kinds = {
+        "ours": fusestep.torch.AdamW,
+        "torch fused": lambda own, **settings: torch.optim.AdamW(own, fused=True, **settings),
+    }
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        kinds["deepspeed"] = DeepSpeedCPUAdam
+    except ImportError:
+        pass
+    for numel in (1_000, 10_000, 100_000, 1_000_000, 4_000_000):
+        runs = {kind: in_turn(make, numel) for kind, make in kinds.items()}
+        row(f"{numel:,} elements", runs, rounds, max(1, 100_000 // numel), steps=4)
+
+
+def in_turn(make, numel):
+    # Of as many shapes, as parts of a model are.
+    parts = parameters([(numel + 16 * part,) for part in range(4)])
+    optimizer = make(parts[:1], lr=1e-3, weight_decay=1e-2)
+
+    def run():
+        for part in parts:
+            optimizer.param_groups[0]["params"] = [part]
+            optimizer.step()
+            optimizer.param_groups[0]["params"] = []
+
+    return run
+
+
+def row(title, runs, rounds, times, steps=1):
+    for run in runs.values():
+        run()
+    medians = {kind: [] for kind in runs}
+    for _ in range(rounds):
+        for kind, run in runs.items():
+            each = [time_of(run) for _ in range(times)]
+            medians[kind].append(1e6 * statistics.median(each) / steps)
+    shown = (f"{kind} {statistics.median(own):8.1f}" for kind, own in medians.items())
+    print(f"  {title:24} {', '.join(shown)}", flush=True)
+
+
+def time_of(run):
     start = time.perf_counter()
-    optimizer.step()
-    return 1e3 * (time.perf_counter() - start)
+    run()
+    return time.perf_counter() - start
 
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("part", nargs="*", choices=[[], "few", "turns", "small", "gpt2"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--shapes", default="../../../data/shapes/gpt2.json")
     parser.add_argument("--threads", type=int, default=2)
@@ -71,8 +152,14 @@ def main():
         shapes = json.load(file)
     shapes = shapes.get("params", shapes) if isinstance(shapes, dict) else shapes
     shapes = [tuple(one["shape"]) for one in shapes]
-    contest("small", [(64,)] * 10_000, given.rounds)
-    contest("gpt2", shapes, given.rounds)
+    parts = {
+        "few": lambda: few(given.rounds),
+        "turns": lambda: turns(given.rounds),
+        "small": lambda: contest("small", [(64,)] * 10_000, given.rounds),
+        "gpt2": lambda: contest("gpt2", shapes, given.rounds),
+    }
+    for name in given.part or parts:
+        parts[name]()
 
 
 if __name__ == "__main__":

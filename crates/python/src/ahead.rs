@@ -1,9 +1,9 @@
-//! Memory that is asked for before it is read.
+//! Prefetch of memory that a step will read.
 //!
-//! A tensor of PyTorch is three objects, each somewhere: Python's, the description, the storage. A
-//! step over thousands of small ones would wait for one line of memory after the other. Their
-//! addresses are remembered as hints for the next step, which looks at tensors anew: a hint
-//! that is out of date costs time and nothing else.
+//! A tensor of PyTorch is three objects in different places: Python's object, the description and
+//! the storage. A step over thousands of small tensors would wait for one line of memory after the
+//! other. So their addresses are kept as hints for the next step. That step looks at all tensors
+//! anew, so a hint that is out of date costs time and nothing else.
 
 use fusestep::launch::MAX_LISTS;
 use fusestep::simd::prefetch_memory;
@@ -12,17 +12,18 @@ use pyo3::prelude::*;
 
 use crate::loan::GRADIENT;
 
-/// Tensors of a parameter: the lists of its kernel, and the one that counts steps.
+/// Number of tensors of a parameter: the lists of its kernel, and the tensor that counts steps.
 pub(crate) const TENSORS: usize = MAX_LISTS + 1;
 
-/// How many parameters ahead memory is asked for: enough to be there in time, few enough to stay.
+/// Distance of the prefetch in parameters: far enough that memory arrives in time, near enough that
+/// it stays in the cache.
 const AHEAD: usize = 8;
 
-/// Bytes of a description and of a storage that a look reads. PyTorch does not tell their sizes.
+/// Bytes of a description and of a storage that a look reads; PyTorch does not tell their sizes.
 const DESCRIPTION_BYTES: usize = 184;
 const STORAGE_BYTES: usize = 64;
 
-/// Where one tensor was seen; zeros where nothing is known.
+/// Addresses at which one tensor was seen; 0 for an unknown address.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     object: usize,
@@ -43,16 +44,17 @@ impl Seen {
     }
 }
 
-/// Where the tensors of all parameters were seen in the last step.
+/// Addresses at which the tensors of all parameters were seen in the last step.
 #[derive(Debug)]
 pub(crate) struct Ahead {
-    /// Parameter and gradient, apart from state, which private state needs no look at.
+    /// Addresses of parameter and gradient. State has its own field, since a step does not look at
+    /// private state.
     own: Vec<[Seen; GRADIENT + 1]>,
     state: Vec<[Seen; TENSORS - GRADIENT - 1]>,
 }
 
 impl Ahead {
-    /// For so many parameters, none of which has been seen.
+    /// Hints for `parameters` parameters, none of which has been seen.
     pub(crate) fn new(parameters: usize) -> Self {
         Self {
             own: vec![Default::default(); parameters],
@@ -60,8 +62,8 @@ impl Ahead {
         }
     }
 
-    /// Asks for the memory of a parameter that comes soon after `parameter`, that of its state if
-    /// it will be looked at.
+    /// Prefetches the memory of a parameter that comes soon after `parameter`, with its state if
+    /// the step will look at it.
     #[inline]
     pub(crate) fn ask(&self, parameter: usize, with_state: bool) {
         let Some(own) = self.own.get(parameter + AHEAD) else {
@@ -73,8 +75,8 @@ impl Ahead {
         }
     }
 
-    /// Takes down where a tensor of a parameter is. What comes again is worth being asked for all
-    /// its addresses, which takes a microsecond.
+    /// Notes the address of a tensor of a parameter. All its addresses are looked up, in a
+    /// microsecond, only if the tensor is seen again.
     #[inline]
     pub(crate) fn saw(&mut self, parameter: usize, tensor: usize, object: &Bound<'_, PyAny>) {
         let seen = match tensor.checked_sub(GRADIENT + 1) {
@@ -85,14 +87,15 @@ impl Ahead {
         if seen.object != address {
             *seen = Seen { object: address, ..Seen::default() };
         } else if seen.description == 0 {
-            // Its own again where a library does not tell, which is asked once.
+            // A library that does not tell its addresses is asked only once: the object's own
+            // address stands for them.
             let found = addresses(object).unwrap_or((address, address));
             (seen.description, seen.storage) = found;
         }
     }
 }
 
-/// Where PyTorch has the description and the storage of a tensor.
+/// The addresses of PyTorch's description and storage of a tensor.
 fn addresses(object: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
     let py = object.py();
     let description = object.getattr(intern!(py, "_cdata"))?.extract()?;

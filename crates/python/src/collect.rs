@@ -1,5 +1,5 @@
-//! The tensors of a step: parameters, their gradients and their state, found anew at every step
-//! unless nobody else can have them.
+//! Collection of a step's tensors: parameters, gradients and state. They are found anew at every
+//! step, unless nobody else can have them.
 
 use fusestep::DType;
 use pyo3::exceptions::PyValueError;
@@ -15,14 +15,14 @@ use crate::parameter::{COUNT, Parameter};
 use crate::private::Private;
 use crate::tensor::{Expected, Place, Told, Unfit};
 
-/// Most steps that a tensor counts.
+/// Bound on the number of steps that a tensor counts; the number is below it.
 const MAX_COUNT: f64 = (1u64 << 53) as f64;
 
-/// Where gradients are.
+/// Source of the gradients.
 pub(crate) enum Gradients<'a, 'py> {
-    /// In a list, in the order of the parameters.
+    /// A list, in the order of the parameters.
     Given(&'a Bound<'py, PyList>),
-    /// Each with its parameter.
+    /// The property `grad` of each parameter.
     Own(Getter<'a, 'py>),
 }
 
@@ -36,7 +36,7 @@ impl<'py> Gradients<'_, 'py> {
     }
 }
 
-/// What has been found so far.
+/// Collection of a step that is under way.
 pub(crate) struct Collected<'a, 'py> {
     places: &'a mut Places,
     ahead: &'a mut Ahead,
@@ -45,20 +45,20 @@ pub(crate) struct Collected<'a, 'py> {
     pub(crate) found: Found<'py>,
 }
 
-/// What a step needs to know besides where tensors lie.
+/// Facts about the tensors of a step, besides their places.
 pub(crate) struct Found<'py> {
-    /// The steps that each parameter has taken.
+    /// Number of steps that each parameter has taken.
     pub(crate) steps: Vec<u64>,
     /// Positions of parameters that have a gradient.
     pub(crate) updated: Vec<usize>,
-    /// Which parameters of the plan have had their state looked at.
+    /// Members of the plan whose state was looked at.
     pub(crate) looked: Vec<usize>,
-    /// Tensors that count steps, and what they have counted.
+    /// Tensors that count steps, and the numbers of steps that they count.
     pub(crate) counts: Vec<(Place, DType, f64)>,
-    /// References that keep gradients.
+    /// References that keep gradients alive.
     kept: Vec<Bound<'py, PyAny>>,
     pub(crate) copied: u64,
-    /// Whether the owner has made state.
+    /// Whether the owner has made state in this step.
     pub(crate) made_state: bool,
 }
 
@@ -87,19 +87,21 @@ impl<'a> Collected<'a, '_> {
     }
 }
 
-/// How tensors are found.
+/// Way of finding tensors.
 pub(crate) struct Collector {
-    /// `None` if the library's tensors cannot be looked at that way.
+    /// Access through PyTorch's C interface; `None` if the library's tensors cannot be looked at
+    /// through it.
     pub(crate) handles: Option<Handles>,
-    /// The Python side: `describe(tensor)` in place of handles, `refuse(name, gradient)`.
+    /// The library's Python side, with `describe(tensor)` in place of handles, and `refuse(name,
+    /// parameter, gradient)`.
     pub(crate) library: Py<PyAny>,
-    /// Whether steps are counted by a tensor, `step`, in each parameter's state.
+    /// Whether a tensor `step` in each parameter's state counts its steps.
     pub(crate) counted: bool,
 }
 
 impl Collector {
-    /// Finds the tensors of one parameter, number `index` of `owner`'s; `false` if it is not what
-    /// was planned for.
+    /// Finds the tensors of one parameter, number `index` among those of `owner`. `false` if the
+    /// parameter is no longer as planned.
     pub(crate) fn collect<'py>(
         &self,
         py: Python<'py>,
@@ -136,7 +138,7 @@ impl Collector {
         Ok(true)
     }
 
-    /// Finds the gradient, or a copy of one whose elements do not lie in order.
+    /// Finds the gradient, or makes a copy of a gradient whose elements do not lie in order.
     fn gradient<'py>(
         &self,
         parameter: &Parameter,
@@ -149,7 +151,8 @@ impl Collector {
             Ok(place) => return Ok((place, gradient)),
             Err(unfit) => unfit,
         };
-        // Python's side raises what PyTorch would for sparse gradients and the like.
+        // The Python side raises the error that PyTorch would raise, for example for sparse
+        // gradients.
         let library = self.library.bind(py);
         library.call_method1("refuse", (&parameter.name, &parameter.tensor, &gradient))?;
         if let Unfit::Strides | Unfit::Alignment | Unfit::Negated = unfit {
@@ -162,7 +165,7 @@ impl Collector {
         Err(misfit(parameter, "gradient", own, unfit))
     }
 
-    /// Finds the state beside a parameter, which `owner` makes if it is not there.
+    /// Finds the state of a parameter; `owner` makes the state if it is missing.
     fn state_of<'py>(
         &self,
         py: Python<'py>,
@@ -200,14 +203,14 @@ impl Collector {
         if self.counted {
             collected.found.steps[member] = self.count(py, parameter, index, collected)?;
         } else {
-            // Rules that count nothing tell a first step from all others.
+            // Rules that count no steps only need to know whether a step is the first.
             let steps = &mut collected.found.steps[member];
             *steps = if first { 0 } else { (*steps).max(1) };
         }
         Ok(())
     }
 
-    /// Reads what the tensor `step` counts.
+    /// Reads the number of steps from the tensor `step`.
     fn count(
         &self,
         py: Python<'_>,
@@ -236,7 +239,7 @@ impl Collector {
         )))
     }
 
-    /// Where a tensor lies that can count steps, and its dtype.
+    /// The place and the dtype of a tensor, if it can count steps.
     fn counter(&self, step: &Bound<'_, PyAny>) -> Option<(Place, DType)> {
         let mut dtypes = [DType::F32, DType::F64].into_iter();
         dtypes.find_map(|dtype| {
@@ -245,7 +248,7 @@ impl Collector {
         })
     }
 
-    /// Writes how many steps a parameter has taken to the tensor that counts them, if it has one.
+    /// Writes the number of steps of a parameter to the tensor that counts them, if there is one.
     pub(crate) fn write_steps(&self, py: Python<'_>, parameter: &Parameter, steps: u64) {
         let step = parameter.state.found[COUNT].as_ref();
         if let Some((place, dtype)) = step.and_then(|step| self.counter(step.bind(py))) {
@@ -255,7 +258,7 @@ impl Collector {
         }
     }
 
-    /// Where a tensor lies, whose values are those in memory.
+    /// The place of a tensor whose values are those in memory.
     #[inline]
     fn place(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
         match &self.handles {
@@ -264,7 +267,7 @@ impl Collector {
         }
     }
 
-    /// Where a tensor lies, by what its methods tell.
+    /// The place of a tensor, as its methods in Python tell it.
     fn told(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
         let library = self.library.bind(tensor.py());
         let told = library.call_method1("describe", (tensor,));
@@ -285,7 +288,7 @@ fn expected(parameter: &Parameter, list: usize) -> Expected<'_> {
     Expected { dtype: parameter.lists[list].dtype, shape: &parameter.shape }
 }
 
-/// What does not fit, in PyTorch's kinds.
+/// The error for a tensor that does not fit, of PyTorch's kind.
 fn misfit(parameter: &Parameter, what: &str, expected: Expected<'_>, unfit: Unfit) -> PyErr {
     let Expected { dtype, shape } = expected;
     let text = |found: String| {

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use fusestep::collective::{ALONE_REMEDY, Carrier, started_together};
 use fusestep::{Communicator, Error};
-use fusestep_collective_mpi::launched_ranks;
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions};
 
 /// The communicator of the processes that a launcher has started.
@@ -14,7 +14,9 @@ pub(crate) fn connect(
     match engine {
         Some("processes") => {}
         Some("mpi") => return mpi(timeout),
-        None if launched_ranks().is_some() => return mpi(timeout),
+        None if started_together().is_some_and(|started| started.carrier == Carrier::Mpi) => {
+            return mpi(timeout);
+        }
         None => {}
         Some(other) => {
             return Err(format!("engine: expected processes or mpi, found {other}").into());
@@ -33,8 +35,11 @@ fn mpi(timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
 
 #[cfg(not(feature = "mpi"))]
 fn mpi(_: Duration) -> Result<Box<dyn Communicator>, Error> {
-    Err("engine: expected a build with MPI, found one that leaves it out; build the wheel with \
-         `maturin build --release --features mpi` (it takes an MPI with mpicc, and libclang), or \
-         start the processes with torchrun"
-        .into())
+    let started = started_together().map_or_else(String::new, |started| format!("{started}; "));
+    Err(format!(
+        "engine: {started}expected a build with MPI, found one that leaves it out; build the wheel \
+         with `maturin build --release --features mpi` (it takes an MPI with mpicc, and libclang), \
+         or start the processes of one machine with torchrun, or {ALONE_REMEDY}"
+    )
+    .into())
 }

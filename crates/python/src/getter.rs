@@ -1,4 +1,4 @@
-//! An attribute of thousands of objects of one class.
+//! Reads of one attribute of thousands of objects of one class.
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::ffi;
@@ -7,20 +7,21 @@ use pyo3::types::{PyString, PyType};
 
 use crate::gradient::Direct;
 
-/// What gives an attribute of objects of one class, found once in place of once for each of them.
+/// Getter of an attribute of objects of one class. The attribute's function is looked up once, and
+/// not for each object.
 ///
-/// It is for as long as nobody can have changed the class.
+/// A getter is valid as long as nobody can have changed the class.
 pub(crate) struct Getter<'a, 'py> {
     class: Bound<'py, PyType>,
     name: &'py Bound<'py, PyString>,
-    /// What stands in for the class's own property.
+    /// Functions that stand in for the class's own property.
     direct: Option<&'a Direct>,
-    /// The class's own property or slot; `None` where an object may have the attribute elsewhere.
+    /// The class's own property or slot; `None` if an object may have the attribute elsewhere.
     own: Option<(Bound<'py, PyAny>, ffi::descrgetfunc)>,
 }
 
 impl<'a, 'py> Getter<'a, 'py> {
-    /// For objects of the class that `like` is of.
+    /// A getter for objects of the class of `like`.
     pub(crate) fn of(
         like: &Bound<'py, PyAny>,
         name: &'py Bound<'py, PyString>,
@@ -32,7 +33,7 @@ impl<'a, 'py> Getter<'a, 'py> {
         let own = class.getattr(name).ok().filter(|_| finds == generic);
         let own = own.and_then(|own| {
             let kind = own.get_type();
-            // What can be set as well goes before an attribute that the object itself has.
+            // A property that can also be set comes before an attribute of the object itself.
             let (get, set) = (slot(&kind, ffi::Py_tp_descr_get), slot(&kind, ffi::Py_tp_descr_set));
             if get.is_null() || set.is_null() {
                 return None;
@@ -46,7 +47,7 @@ impl<'a, 'py> Getter<'a, 'py> {
         Self { class, name, direct, own }
     }
 
-    /// The attribute of an object, of whatever class.
+    /// The attribute of an object, whatever its class.
     #[inline]
     pub(crate) fn get(&self, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         match &self.own {
@@ -70,7 +71,8 @@ impl<'a, 'py> Getter<'a, 'py> {
     }
 }
 
-/// A function of a class; null where it has none, or where this version of Python does not tell.
+/// The function in a slot of a class; null if the class has none, or if this version of Python does
+/// not tell.
 fn slot(class: &Bound<'_, PyType>, which: std::ffi::c_int) -> *mut std::ffi::c_void {
     // SAFETY: a live class and the number of a slot.
     let found = unsafe { ffi::PyType_GetSlot(class.as_ptr().cast(), which) };

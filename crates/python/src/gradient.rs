@@ -1,10 +1,10 @@
-//! Gradients of PyTorch's parameters without their property.
+//! Gradients of PyTorch's parameters, read without their property `grad`.
 //!
-//! The property `grad` takes 45 ns a tensor, most of it to look for subclasses, modes and warnings
-//! that thousands of plain parameters do not have. Behind it are two functions of PyTorch's C++
-//! libraries, which take half of that. They are no part of the stable interface, but their mangled
-//! names tell what they take; where one is missing, or gives something else than the property for a
-//! few tensors, the property is asked.
+//! The property `grad` takes 45 ns a tensor. Most of it goes into looking for subclasses, modes and
+//! warnings that thousands of plain parameters do not have. The property calls two functions of
+//! PyTorch's C++ libraries, which take half of that time. They are no part of the stable interface,
+//! but their mangled names tell their arguments. The property is asked if a function is missing, or
+//! if it gives another result than the property for a few tensors.
 
 use std::ffi::c_void;
 
@@ -21,25 +21,26 @@ const WRAP: &[u8] = b"_Z16THPVariable_WrapRKN2at10TensorBaseE";
 /// tensor outside of inference mode.
 const BUMP: &[u8] = b"_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE";
 
-/// The functions behind the property `grad`, and for which objects they stand in.
+/// Functions behind the property `grad`, and the objects for which they stand in.
 pub(crate) struct Direct {
     grad: unsafe extern "C-unwind" fn(*const c_void) -> *const c_void,
     wrap: unsafe extern "C-unwind" fn(*const c_void) -> *mut ffi::PyObject,
     bump: unsafe extern "C-unwind" fn(*const c_void),
     /// Bytes from an object to PyTorch's tensor in it.
     distance: usize,
-    /// The property they stand in for.
+    /// The property that the functions stand in for.
     property: Py<PyAny>,
-    /// Classes whose objects have no override of it.
+    /// Classes whose objects have no override of the property.
     plain: Vec<Py<PyType>>,
-    /// Says how many modes may override it for all objects.
+    /// Python function that returns the number of modes that may override the property for all
+    /// objects.
     modes: Py<PyAny>,
-    /// Keeps the functions.
+    /// Keeps the functions loaded.
     _library: Library,
 }
 
 impl Direct {
-    /// Those of the library in `file`; `None` if they do not give what the property does.
+    /// The functions of the library in `file`; `None` if their results differ from the property's.
     pub(crate) fn of(
         library: &Bound<'_, PyAny>,
         file: &str,
@@ -84,7 +85,7 @@ impl Direct {
         Ok(Some(direct))
     }
 
-    /// Whether they stand in for this property of objects of this class.
+    /// Whether the functions stand in for the property `own` of objects of this class.
     pub(crate) fn fits(&self, class: &Bound<'_, PyType>, own: &Bound<'_, PyAny>) -> bool {
         let modes = || self.modes.bind(class.py()).call0()?.is_truthy();
         own.is(&self.property)
@@ -109,7 +110,7 @@ impl Direct {
         }
     }
 
-    /// PyTorch's tensor in an object whose versions [`Direct::count`] counts, if they are counted.
+    /// PyTorch's tensor in an object, if its versions are counted; [`Direct::count`] counts them.
     pub(crate) fn countable(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<Known>> {
         let class = tensor.get_type();
         let is_plain = self.plain.iter().any(|plain| plain.is(&class));
@@ -120,10 +121,10 @@ impl Direct {
         Ok(Some(Known(unsafe { self.handle(tensor).read() }.addr())))
     }
 
-    /// Counts a version of a tensor, unless it has become another than is known.
+    /// Counts a version of a tensor, unless the object now has another tensor than `known`.
     ///
     /// # Safety
-    /// `known` is what [`Direct::countable`] has said of this object.
+    /// `known` is the answer of [`Direct::countable`] for this object.
     #[inline]
     pub(crate) unsafe fn count(&self, tensor: &Bound<'_, PyAny>, known: Known) -> bool {
         // SAFETY: an object of a plain class, kept by `tensor` while the interpreter's lock is
@@ -147,6 +148,6 @@ impl Direct {
     }
 }
 
-/// A tensor of PyTorch's whose versions are counted, by its address.
+/// Address of a tensor of PyTorch whose versions are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Known(usize);

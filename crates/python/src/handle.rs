@@ -1,9 +1,9 @@
-//! Tensors of PyTorch by its stable C interface.
+//! Access to tensors of PyTorch through its stable C interface.
 //!
-//! Python's object of a tensor has PyTorch's handle in it, always at the same distance, which is
-//! found by what `_cdata` says. A look takes some 10 ns, so that each tensor is looked at anew at
-//! every step and no address can be out of date. Where the interface is missing, or says of a few
-//! tensors something else than they say themselves, tensors are asked by their methods.
+//! Python's object of a tensor contains PyTorch's handle, always at the same distance, which the
+//! value of `_cdata` tells. A look takes some 10 ns, so each tensor is looked at anew at every
+//! step, and no address can be out of date. If the interface is missing, or if it contradicts the
+//! methods of a few tensors, the methods are used instead.
 
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
@@ -18,17 +18,17 @@ use pyo3::{ffi, intern};
 use crate::gradient::Direct;
 use crate::tensor::{Expected, Place, Told, Unfit};
 
-/// Classes of tensors that are remembered.
+/// Most classes of tensors that are remembered.
 const MOST_KNOWN: usize = 4;
 
-/// Asks one thing of a tensor; 0 says that it has been written.
+/// Function that reads one property of a tensor; it returns 0 if it has written the value.
 type Get<T> = unsafe extern "C" fn(*const c_void, *mut T) -> c_int;
 type Code = unsafe extern "C" fn() -> c_int;
 
-/// What PyTorch's interface tells of a tensor, and what its numbers mean.
+/// PyTorch's functions that describe a tensor, and the meanings of their numbers.
 struct Interface {
     device: Get<c_int>,
-    /// None in PyTorch 2.6, where tensors that are not strided have no strides to tell.
+    /// `None` in PyTorch 2.6, where tensors that are not strided cannot tell strides.
     layout: Option<Get<c_int>>,
     dtype: Get<c_int>,
     dim: Get<i64>,
@@ -38,12 +38,12 @@ struct Interface {
     cpu: c_int,
     strided: c_int,
     dtypes: [(c_int, DType); 4],
-    /// Keeps the functions.
+    /// Keeps the functions loaded.
     _library: Library,
 }
 
 impl Interface {
-    /// That of the library in this file.
+    /// The interface of the library in this file.
     fn load(file: &str) -> Result<Self, libloading::Error> {
         // SAFETY: the file is PyTorch's extension module, which the interpreter has loaded, and
         // these are functions of its libraries with the signatures that PyTorch keeps for good.
@@ -71,7 +71,7 @@ impl Interface {
         }
     }
 
-    /// Where the elements of a tensor lie, if it is as expected.
+    /// The place of a tensor's elements, if the tensor is as expected.
     ///
     /// # Safety
     /// `handle` is that of a tensor, which nobody changes meanwhile.
@@ -131,8 +131,8 @@ unsafe fn extents<'a>(values: *const i64, dim: i64) -> &'a [i64] {
     }
 }
 
-/// Whether elements lie one behind the other, the last index fastest; strides of extents of 1 say
-/// nothing, nor do those of a tensor without elements.
+/// Whether elements lie one behind the other, the last index fastest. Strides of extents of 1 say
+/// nothing, nor do strides of a tensor without elements.
 #[inline(always)]
 fn is_in_order(shape: &[i64], strides: &[i64]) -> bool {
     let mut expected = 1;
@@ -148,10 +148,10 @@ fn no_memory(why: &'static str) -> Unfit {
     Unfit::NoMemory(PyTypeError::new_err(why))
 }
 
-/// The class of PyTorch's tensors, and where each has its handle.
+/// The class of PyTorch's tensors, and the distance of the handle in its objects.
 pub(crate) struct Handles {
     class: Py<PyType>,
-    /// The class and what is known to be derived from it, of which most tensors are.
+    /// The class, and known classes derived from it; most tensors are of one of these.
     known: Vec<Py<PyType>>,
     /// Bytes from an object to the handle in it.
     distance: usize,
@@ -160,7 +160,7 @@ pub(crate) struct Handles {
 }
 
 impl Handles {
-    /// Those of the library; `None` if its tensors cannot be looked at this way.
+    /// The handles of a library's tensors; `None` if its tensors cannot be looked at this way.
     pub(crate) fn of(library: &Bound<'_, PyAny>, file: &str) -> PyResult<Option<Self>> {
         let Ok(interface) = Interface::load(file) else {
             return Ok(None);
@@ -190,7 +190,7 @@ impl Handles {
         Ok(Some(handles))
     }
 
-    /// What stands in for the property `grad`.
+    /// The functions that stand in for the property `grad`.
     pub(crate) fn direct(&self) -> Option<&Direct> {
         self.direct.as_ref()
     }
@@ -204,7 +204,8 @@ impl Handles {
             || unsafe { ffi::PyType_IsSubtype(kind, self.class.as_ptr().cast()) != 0 }
     }
 
-    /// Has further tensors of the class of this one known at once.
+    /// Remembers the class of this tensor, so that further tensors of the class are recognised at
+    /// once.
     pub(crate) fn expect(&mut self, tensor: &Bound<'_, PyAny>) {
         let kind = tensor.get_type();
         let is_known = self.known.iter().any(|known| known.is(&kind));
@@ -213,7 +214,7 @@ impl Handles {
         }
     }
 
-    /// Where the elements of `tensor` lie, if it is as expected.
+    /// The place of the elements of `tensor`, if the tensor is as expected.
     #[inline]
     pub(crate) fn place(
         &self,
@@ -229,8 +230,8 @@ impl Handles {
             let handle = tensor.as_ptr().byte_add(self.distance);
             self.interface.place(handle.cast(), expected)?
         };
-        // A negated view is the imaginary part of a conjugate. With more than one element it has
-        // strides and is copied for these, so only those of one element have to be asked.
+        // A negated view is the imaginary part of a conjugate. With more than one element the view
+        // has strides and is copied because of them, so only views of one element have to be asked.
         if place.len_bytes == expected.dtype.len_bytes() {
             let is_negated = tensor.call_method0(intern!(tensor.py(), "is_neg"));
             let is_negated = is_negated.and_then(|is_negated| is_negated.is_truthy());
@@ -242,7 +243,8 @@ impl Handles {
     }
 }
 
-/// Where objects of the class have what their `_cdata` says; `None` if that is not one place.
+/// The distance in objects of the class at which the value of their `_cdata` lies; `None` if there
+/// is no such distance.
 fn distance(class: &Bound<'_, PyType>, probes: &[Bound<'_, PyAny>]) -> PyResult<Option<usize>> {
     let len: usize = class.getattr("__basicsize__")?.extract()?;
     let handles = probes.iter().map(|probe| probe.getattr("_cdata")?.extract());

@@ -3,6 +3,7 @@
 mod ahead;
 mod collect;
 mod engine;
+mod errors;
 mod getter;
 mod gradient;
 mod handle;
@@ -13,10 +14,14 @@ mod private;
 mod rank;
 mod ranks;
 mod rules;
+mod sampled;
 mod session;
+mod settings;
 mod setup;
+mod snapshot;
 mod tensor;
 mod threads;
+mod waiting;
 mod written;
 
 use pyo3::prelude::*;
@@ -29,7 +34,43 @@ fn check(settings: &Bound<'_, PyDict>) -> PyResult<()> {
     settings.trust().and(settings.rule()).map(drop)
 }
 
-/// The ways for processes to reach each other that this build has.
+/// The settings of every rule, with their defaults.
+#[pyfunction]
+#[pyo3(name = "rules")]
+fn all_rules(python: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    rules::defaults(python)
+}
+
+/// Names of the tensors of state that a rule with these settings keeps beside a parameter.
+#[pyfunction]
+fn state_lists(settings: &Bound<'_, PyDict>) -> PyResult<Vec<&'static str>> {
+    rules::state_lists(&rules::Settings(settings).rule()?)
+}
+
+/// The product of NAdam's momenta up to a step.
+#[pyfunction]
+fn momentum_product(beta1: f64, momentum_decay: f64, step: u64) -> f64 {
+    let nadam = fusestep::nadam::NAdam { beta1, momentum_decay, ..Default::default() };
+    nadam.momentum_product(step)
+}
+
+/// Hashes of sampled values of each tensor, which reveal writes that no version counts. `places`
+/// are addresses and lengths in bytes.
+#[pyfunction]
+fn samples(places: Vec<(usize, usize)>) -> Vec<u64> {
+    let of = |(address, len_bytes): (usize, usize)| {
+        if len_bytes == 0 {
+            return 0;
+        }
+        let start = std::ptr::with_exposed_provenance::<u8>(address);
+        // SAFETY: the caller's tensor has so many bytes there, and is kept by it during the call;
+        // the interpreter's lock is held.
+        sampled::sample(unsafe { std::slice::from_raw_parts(start, len_bytes) })
+    };
+    places.into_iter().map(of).collect()
+}
+
+/// Engines of this build, by which processes reach each other.
 const ENGINES: &[&str] = if cfg!(feature = "mpi") { &["processes", "mpi"] } else { &["processes"] };
 
 /// The extension module of the package `fusestep`.
@@ -38,6 +79,13 @@ fn _fusestep(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("engines", PyTuple::new(module.py(), ENGINES)?)?;
     module.add_function(wrap_pyfunction!(check, module)?)?;
+    module.add_function(wrap_pyfunction!(momentum_product, module)?)?;
+    module.add_function(wrap_pyfunction!(all_rules, module)?)?;
+    module.add_function(wrap_pyfunction!(samples, module)?)?;
+    module.add_function(wrap_pyfunction!(state_lists, module)?)?;
+    module.add_function(wrap_pyfunction!(settings::settings, module)?)?;
+    module.add_function(wrap_pyfunction!(settings::check_settings, module)?)?;
     module.add_class::<ranks::Ranks>()?;
+    module.add_class::<snapshot::Snapshot>()?;
     module.add_class::<session::Session>()
 }

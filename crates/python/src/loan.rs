@@ -1,4 +1,4 @@
-//! Tensors of other libraries as slices, for as long as a step takes.
+//! Loans of other libraries' tensors, as slices, for the duration of a step.
 
 use std::sync::Arc;
 
@@ -11,18 +11,18 @@ use fusestep::{CpuBackend, DType};
 
 use crate::tensor::Place;
 
-/// How many tensors ahead memory is asked for.
+/// Distance of the prefetch in tensors.
 const AHEAD: usize = 3;
 
-/// The beginning of a tensor that is asked for ahead.
+/// Most bytes of a tensor that are prefetched.
 const SHORT_BYTES: usize = 512;
 
-/// A parameter of the plan, as its tensors are borrowed.
+/// A parameter of the plan, as a step borrows it.
 #[derive(Clone, Debug)]
 pub(crate) struct Member {
-    /// Elements of each of its tensors.
+    /// Number of elements of each of the parameter's tensors.
     pub(crate) elements: usize,
-    /// What its kernel does with them, in this order.
+    /// Lists of the parameter's kernel, in their order.
     pub(crate) lists: Arc<[TensorList]>,
 }
 
@@ -31,7 +31,8 @@ impl Member {
         Place { address, len_bytes: self.elements * self.lists[list].dtype.len_bytes() }
     }
 
-    /// First and one past last address of tensors with elements, of those lists that `takes` takes.
+    /// First address, and the one behind the last, of each tensor with elements in a list that
+    /// `takes` accepts.
     fn spans<'a>(
         &'a self,
         addresses: &'a [usize],
@@ -45,10 +46,10 @@ impl Member {
     }
 }
 
-/// Where the tensors of a step lie, in the order of its plan and of each kernel's lists.
+/// Addresses of a step's tensors, in the order of its plan and of each kernel's lists.
 #[derive(Clone, Debug)]
 pub(crate) struct Places {
-    /// Addresses that each parameter has room for.
+    /// Number of addresses that each parameter has room for.
     most: usize,
     addresses: Vec<usize>,
     has_gradient: Vec<bool>,
@@ -65,7 +66,7 @@ impl Places {
         }
     }
 
-    /// The addresses of a parameter, of which those of state stay from step to step.
+    /// The addresses of a parameter; those of state stay from step to step.
     #[inline]
     pub(crate) fn of_mut(&mut self, member: usize) -> &mut [usize] {
         &mut self.addresses[member * self.most..][..self.most]
@@ -76,39 +77,38 @@ impl Places {
         &self.addresses[member * self.most..][..self.most]
     }
 
-    /// Says whether a parameter is updated, which takes all of its addresses.
+    /// Sets whether a parameter is updated; an updated parameter needs all of its addresses.
     #[inline]
     pub(crate) fn set_has_gradient(&mut self, member: usize, has: bool) {
         self.has_gradient[member] = has;
     }
 
-    /// For each parameter whether it is updated.
+    /// Whether each parameter is updated.
     pub(crate) fn has_gradient(&self) -> &[bool] {
         &self.has_gradient
     }
 }
 
-/// Two parameters, by position, whose tensors overlap where one of them is written.
+/// Two parameters, by position, whose tensors overlap although one of the tensors is written.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Overlap(pub(crate) usize, pub(crate) usize);
 
-/// The tensors that were looked at last, so that those that stay are not looked at again.
+/// Tensors of the last check, so that tensors that have not moved are not checked again.
 #[derive(Debug, Default)]
 pub(crate) struct Checked {
-    /// Where they lay; `None` until they have been found good.
+    /// Addresses at the last check; `None` until a check has succeeded.
     before: Option<Places>,
-    /// What is written, by address, and whose it is.
+    /// First and last address of each written tensor, and its parameter.
     written: Vec<(usize, usize, usize)>,
-    /// What is read of what has moved, likewise.
+    /// First and last address of each read tensor that has moved, and its parameter.
     read: Vec<(usize, usize, usize)>,
 }
 
 impl Checked {
-    /// Checks that what is written overlaps nothing else.
+    /// Checks that no written tensor overlaps another tensor.
     ///
-    /// # Cost
-    /// A comparison where nothing has moved, a sort of the gradients that have, and of what is
-    /// written where some of that has.
+    /// A comparison, if nothing has moved. Otherwise a sort of the gradients that have moved. If
+    /// written tensors have moved, a sort of all written tensors, too.
     fn check(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
         if let Some(before) = &self.before
             && before.has_gradient == now.has_gradient
@@ -155,7 +155,7 @@ impl Checked {
         }
     }
 
-    /// Checks that nothing of what is read has a byte of what is written, both in order.
+    /// Checks that no read tensor shares a byte with a written one; sorts the read tensors.
     fn check_read(&mut self) -> Result<(), Overlap> {
         self.read.sort_unstable();
         let mut written = self.written.iter().peekable();
@@ -171,7 +171,7 @@ impl Checked {
     }
 }
 
-/// Whether what is written lies where it lay.
+/// Whether all written tensors lie where they lay before.
 fn are_written_alike(before: &Places, now: &Places, members: &[Member]) -> bool {
     members.iter().enumerate().all(|(at, member)| {
         let mut lists = member.lists.iter().zip(before.of(at).iter().zip(now.of(at)));
@@ -180,7 +180,7 @@ fn are_written_alike(before: &Places, now: &Places, members: &[Member]) -> bool 
     })
 }
 
-/// The tensors of all parameters of a step, of which those that are written overlap no other.
+/// The tensors of all parameters of a step; no written tensor overlaps another one.
 pub(crate) struct Loan<'a> {
     places: &'a Places,
     members: &'a [Member],
@@ -188,14 +188,15 @@ pub(crate) struct Loan<'a> {
 }
 
 impl<'a> Loan<'a> {
-    /// Takes tensors over for a step.
+    /// Borrows tensors for a step.
     ///
     /// # Safety
-    /// Every place is initialised host memory of a tensor that somebody keeps for `'a`, and nobody
-    /// else writes to it or reads what is written. That they do not overlap is checked here.
+    /// Every place is initialised host memory of a tensor that the caller keeps for `'a`. Nobody
+    /// else writes to it, or reads memory that the step writes. This function checks that the
+    /// tensors do not overlap.
     ///
     /// # Errors
-    /// Two parameters whose tensors overlap.
+    /// Two parameters with tensors that overlap.
     pub(crate) unsafe fn new(
         places: &'a Places,
         members: &'a [Member],
@@ -206,8 +207,8 @@ impl<'a> Loan<'a> {
         Ok(Self { places, members, backend })
     }
 
-    /// Asks for the memory of a tensor that is updated soon, if it is too short for the processor
-    /// to see what comes.
+    /// Prefetches the beginning of a tensor that is updated soon; the processor foresees the rest
+    /// of a long tensor itself.
     #[inline]
     fn ask(&self, member: usize) {
         if self.places.has_gradient[member] {
@@ -218,7 +219,7 @@ impl<'a> Loan<'a> {
         }
     }
 
-    /// Where a list of a parameter lies, of which it has an address.
+    /// The place of a list of a parameter that has an address for the list.
     #[inline]
     fn place(&self, member: usize, (list, declared): (usize, &TensorList)) -> Place {
         Place {
@@ -292,13 +293,14 @@ impl Lender for Loan<'_> {
     }
 }
 
-/// Where kernels have the gradient among their lists.
+/// Position of the gradient among a kernel's lists.
 pub(crate) const GRADIENT: usize = 1;
 
-/// The steps that a tensor of one f32 or f64 counts.
+/// Reads the number of steps from a tensor of one f32 or f64.
 ///
 /// # Safety
-/// `place` is that of a tensor of this dtype and one element that somebody keeps and nobody writes.
+/// `place` is that of a tensor of this dtype and one element. Someone keeps the tensor, and nobody
+/// writes to it.
 pub(crate) unsafe fn read_count(place: Place, dtype: DType) -> f64 {
     // SAFETY: as the caller promises; places are aligned for their dtype.
     unsafe {
@@ -309,10 +311,10 @@ pub(crate) unsafe fn read_count(place: Place, dtype: DType) -> f64 {
     }
 }
 
-/// Writes what [`read_count`] reads.
+/// Writes the number of steps that [`read_count`] reads.
 ///
 /// # Safety
-/// As [`read_count`], and nobody reads it at the same time.
+/// As for [`read_count`]; in addition, nobody reads the number at the same time.
 pub(crate) unsafe fn write_count(place: Place, dtype: DType, count: f64) {
     // SAFETY: as the caller promises; places are aligned for their dtype.
     unsafe {

@@ -1,7 +1,7 @@
-//! The threads that PyTorch's own kernels run on, those of an OpenMP library.
+//! Threads of the OpenMP library on which PyTorch's own kernels run.
 //!
-//! They spin for some milliseconds behind a backward pass. Threads of our own would share the cores
-//! with them, and a step would take half as long again; theirs begin at once.
+//! These threads spin for some milliseconds after a backward pass. Other threads would share the
+//! cores with them, and a step would take half as long again. PyTorch's threads begin at once.
 
 use std::any::Any;
 use std::ffi::{c_int, c_uint, c_void};
@@ -12,24 +12,24 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use fusestep::Team;
 use libloading::Library;
 
-/// `void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags)`: what GCC makes
-/// of `#pragma omp parallel`. The libraries of LLVM and Intel have it as well.
+/// `void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags)`: the function
+/// that GCC calls for `#pragma omp parallel`. The libraries of LLVM and Intel have it as well.
 type Parallel = unsafe extern "C" fn(extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
 
-/// Threads of an OpenMP library, which keeps some for each thread that calls it.
+/// Threads of an OpenMP library, which keeps a team for each thread that calls it.
 #[derive(Debug)]
 struct OpenMp {
     parallel: Parallel,
     /// `int omp_get_thread_num(void)`
     number: unsafe extern "C" fn() -> c_int,
-    /// Keeps the functions.
+    /// Keeps the functions loaded.
     _library: Library,
 }
 
-/// What PyTorch has been found to use, and the process that found it.
+/// The OpenMP library that PyTorch was found to use, and the process that found it.
 static FOUND: OnceLock<(u32, Option<Arc<OpenMp>>)> = OnceLock::new();
 
-/// Looks for the OpenMP library that a library uses, the first time it is called.
+/// Looks up the OpenMP library that the library in `file` uses, at the first call.
 pub(crate) fn look_in(file: &str) {
     FOUND.get_or_init(|| {
         if is_forked() {
@@ -48,27 +48,27 @@ pub(crate) fn look_in(file: &str) {
     });
 }
 
-/// Whether this process was forked off and goes on with its parent's program, of which PyTorch may
-/// have had threads. Linux alone says so.
+/// Whether this process was forked and still runs its parent's program, in which PyTorch may have
+/// had threads. Only Linux tells.
 fn is_forked() -> bool {
     /// `PF_FORKNOEXEC` of the kernel.
     const FORKED: u64 = 0x40;
     let stat = std::fs::read("/proc/self/stat").unwrap_or_default();
     let stat = String::from_utf8_lossy(&stat);
-    // The flags are the seventh field behind the program's name, which is free text in brackets.
+    // The flags are the seventh field after the program's name, which is free text in brackets.
     let flags = stat.rsplit(')').next().and_then(|fields| fields.split_whitespace().nth(6));
     flags.and_then(|flags| flags.parse::<u64>().ok()).is_some_and(|flags| flags & FORKED != 0)
 }
 
-/// PyTorch's threads. A process that was forked off has none of its parent's, for which the library
-/// would wait.
+/// PyTorch's threads. A forked process has none of its parent's threads, and the library would wait
+/// for them.
 pub(crate) fn team() -> Option<Arc<dyn Team>> {
     let (process, found) = FOUND.get()?;
     let found = found.clone().filter(|_| *process == std::process::id())?;
     Some(found)
 }
 
-/// What all threads of a call are given.
+/// Arguments of a call, which all threads share.
 struct Call<'a> {
     task: &'a (dyn Fn(usize) + Sync),
     number: unsafe extern "C" fn() -> c_int,
@@ -88,7 +88,7 @@ impl Team for OpenMp {
     }
 }
 
-/// What each thread does.
+/// Part of a call that each thread runs.
 extern "C" fn take_part(call: *mut c_void) {
     // SAFETY: `OpenMp::call` has given this address, and waits.
     let call = unsafe { &*call.cast_const().cast::<Call<'_>>() };

@@ -1,4 +1,4 @@
-//! A parameter of a step, and where its state is found.
+//! A parameter of a step, and its state in the optimizer.
 
 use std::sync::Arc;
 
@@ -13,16 +13,16 @@ use crate::ahead::TENSORS;
 use crate::gradient::Known;
 use crate::loan::Member;
 
-/// Where a parameter has the tensor that counts its steps, behind those of its lists.
+/// Position of the tensor that counts a parameter's steps, behind the tensors of its lists.
 pub(crate) const COUNT: usize = MAX_LISTS;
 
-/// A parameter, and what was planned for it: little, since a step reads that of thousands.
+/// A parameter and the plan's facts about it. It is small, since a step reads thousands of them.
 pub(crate) struct Parameter {
     pub(crate) tensor: Py<PyAny>,
     pub(crate) shape: Arc<[u64]>,
-    /// Its position in the plan, if it trains.
+    /// Position of the parameter in the plan, if it trains.
     pub(crate) member: Option<usize>,
-    /// The lists of its kernel.
+    /// Lists of the parameter's kernel.
     pub(crate) lists: Arc<[TensorList]>,
     /// PyTorch's own tensor, whose versions are counted without Python.
     pub(crate) known: Option<Known>,
@@ -31,7 +31,7 @@ pub(crate) struct Parameter {
 }
 
 impl Parameter {
-    /// One that does not train; `last` is the one before it.
+    /// A parameter that does not train; `last` is the parameter before it.
     pub(crate) fn new(
         tensor: Py<PyAny>,
         name: String,
@@ -50,7 +50,7 @@ impl Parameter {
         }
     }
 
-    /// Has it trained as number `member`, by a kernel of these lists.
+    /// Makes the parameter train, as number `member` of the plan, by a kernel with these lists.
     pub(crate) fn train(
         &mut self,
         member: usize,
@@ -74,7 +74,15 @@ impl Parameter {
         Ok(())
     }
 
-    /// Shows the garbage collector what it keeps.
+    /// Gives back the parameter's tensors and forgets all that is known of them.
+    pub(crate) fn release(&mut self, py: Python<'_>) {
+        self.tensor = py.None();
+        self.known = None;
+        self.state.dict = None;
+        self.state.found = Default::default();
+    }
+
+    /// Shows the garbage collector the objects that the parameter keeps.
     pub(crate) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.tensor)?;
         visit.call(&self.state.dict)?;
@@ -82,7 +90,7 @@ impl Parameter {
         found.try_for_each(|found| visit.call(found))
     }
 
-    /// What it lends to a step, if it trains.
+    /// The part of the parameter that a step borrows, if the parameter trains.
     pub(crate) fn borrowed(&self) -> Option<Member> {
         self.member.map(|_| Member {
             // A tensor in host memory has no more elements than a usize counts.
@@ -95,20 +103,20 @@ impl Parameter {
 /// The state of a parameter in the optimizer's mapping.
 #[derive(Default)]
 pub(crate) struct OwnState {
-    /// What the lists of its kernel are called there; `None` for what is no state.
+    /// Keys of the lists of its kernel in the mapping; `None` for a list that is no state.
     pub(crate) keys: [Option<Py<PyString>>; MAX_LISTS],
     pub(crate) dict: Option<Py<PyDict>>,
-    /// What was found there last, kept until something else is there.
+    /// Tensors found in the mapping, kept until others take their place.
     pub(crate) found: [Option<Py<PyAny>>; TENSORS],
 }
 
 impl OwnState {
-    /// Whether there is nothing to look for but the count of steps.
+    /// Whether no list is state, so that there is at most a count of steps.
     pub(crate) fn is_empty(&self) -> bool {
         self.keys.iter().all(Option::is_none)
     }
 
-    /// Looks for tensor number `at`; whether there is anything.
+    /// Looks up tensor number `at`; whether the mapping has it.
     fn find(&mut self, py: Python<'_>, at: usize) -> PyResult<bool> {
         let Some(dict) = &self.dict else {
             return Ok(false);
@@ -131,7 +139,7 @@ impl OwnState {
         Ok(true)
     }
 
-    /// Whether there is all of it.
+    /// Whether the mapping has all the tensors.
     pub(crate) fn find_all(&mut self, py: Python<'_>, counted: bool) -> PyResult<bool> {
         for at in 0..MAX_LISTS {
             if self.keys[at].is_none() {
@@ -145,28 +153,31 @@ impl OwnState {
     }
 }
 
-/// The optimizer's mapping of parameters to their state, as it was when it was last looked
-/// through.
+/// Largest ratio of a mapping's parameters to those of a plan at which the mapping's items are
+/// compared at each step. In a larger mapping each parameter is looked up.
+const MANY_MORE: usize = 4;
+
+/// The optimizer's mapping of parameters to their state, as it was at the last look.
 #[derive(Default)]
 pub(crate) struct Mapping {
     items: Vec<[Py<PyAny>; 2]>,
-    /// A step has added to it since.
+    /// Whether a step has added to the mapping since.
     pub(crate) has_grown: bool,
 }
 
 impl Mapping {
-    /// Whether nothing was in it.
+    /// Whether the mapping was empty.
     pub(crate) fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
 
-    /// Shows the garbage collector what it keeps.
+    /// Shows the garbage collector the objects that the mapping keeps.
     pub(crate) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         let mut items = self.items.iter().flatten();
         items.try_for_each(|item| visit.call(item))
     }
 
-    /// Looks the state of parameters up again if the mapping, `state` of `owner`, has changed.
+    /// Looks up the state of all parameters again if the mapping, `state` of `owner`, has changed.
     pub(crate) fn look_through(
         &mut self,
         owner: &Bound<'_, PyAny>,
@@ -185,6 +196,7 @@ impl Mapping {
         if same {
             return Ok(());
         }
+        let count = parameters.len();
         for parameter in parameters {
             let own = state.get_item(parameter.tensor.bind(py))?;
             parameter.state.dict = match own {
@@ -193,13 +205,19 @@ impl Mapping {
             };
         }
         self.has_grown = false;
+        if state.len() > MANY_MORE * count {
+            // A few look-ups cost less than a comparison of all other parameters at each step.
+            self.items = Vec::new();
+            return Ok(());
+        }
         let items = state.iter();
         self.items = items.map(|(key, value)| [key.unbind(), value.unbind()]).collect();
         Ok(())
     }
 }
 
-/// Whether `is_same` holds for every key and value of a dict, whose addresses are for comparing.
+/// Whether `is_same` holds for every key and value of a dict; it gets their addresses, to compare
+/// them.
 fn items_of(
     dict: &Bound<'_, PyDict>,
     mut is_same: impl FnMut([*mut ffi::PyObject; 2]) -> bool,

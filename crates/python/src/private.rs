@@ -1,15 +1,16 @@
-//! State that nobody else can have seen.
+//! Private state, which nobody else can have seen.
 //!
-//! Whoever holds a tensor may move its memory, so that every tensor is looked at anew at each step.
-//! State that was made here and handed to nobody stays where it was found: a step over thousands
-//! of small parameters looks at parameters and gradients alone.
+//! Anyone who holds a tensor may move its memory, so every tensor is looked at anew at each step.
+//! State that was made here and never handed out stays at its place. A step over thousands of small
+//! parameters then looks only at parameters and gradients.
 
-/// Of which parameters of the plan the state is known, so that it can be nowhere else.
+/// Flags of the plan's parameters: whether the place of a parameter's state is known, and nobody
+/// can change it.
 #[derive(Debug)]
 pub(crate) struct Private(Vec<bool>);
 
 impl Private {
-    /// For so many parameters, of none of which anything is known.
+    /// A value for `members` parameters, whose state is not known yet.
     pub(crate) fn new(members: usize) -> Self {
         Self(vec![false; members])
     }
@@ -19,19 +20,19 @@ impl Private {
         self.0[member]
     }
 
-    /// Whether that of any parameter is known.
+    /// Whether the state of any parameter is known.
     pub(crate) fn has_any(&self) -> bool {
         self.0.contains(&true)
     }
 
-    /// Takes down that a step was taken with the state that was found of these parameters.
+    /// Marks the state of these parameters as known, after a step with it.
     pub(crate) fn remember(&mut self, members: &[usize]) {
         for &member in members {
             self.0[member] = true;
         }
     }
 
-    /// Forgets everything: from now on others may have seen it.
+    /// Forgets all state, since others may see it from now on.
     pub(crate) fn forget(&mut self) {
         self.0.fill(false);
     }

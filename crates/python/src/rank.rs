@@ -1,7 +1,8 @@
-//! One rank of many, on a thread of its own: it has the communicator, and does what Python asks.
+//! One of many ranks, on a thread of its own: the thread has the communicator and runs Python's
+//! tasks.
 //!
-//! Python waits for it in short pauses, so that Ctrl-C ends the wait of a call that other ranks do
-//! not come to.
+//! Python waits for the thread in short pauses, so that Ctrl-C ends the wait for a call to which
+//! other ranks do not come.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender};
@@ -9,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fusestep::collective::Aborter;
 use fusestep::planner::{
-    Checkpoints, Comms, MicroStepReport, Optimizer, Plan, PlanError, RunToSave, State, Topology,
+    Checkpoints, Comms, Initial, MicroStepReport, Optimizer, Plan, PlanError, RunToSave, State,
+    Topology,
 };
 use fusestep::tensor::{Element, ParamDesc, Role};
 use fusestep::{Communicator, CpuBackend, DType, Error};
@@ -18,10 +20,10 @@ use half::{bf16, f16};
 use crate::engine::connect;
 use crate::setup::Setup;
 
-/// Something to do on the rank's thread.
+/// Task for the rank's thread.
 pub(crate) type Task = Box<dyn FnOnce(&mut Rank<'_>) + Send>;
 
-/// What a rank says once it is set up.
+/// Facts about a rank, sent once it is set up.
 pub(crate) struct Ready {
     pub(crate) rank: usize,
     pub(crate) world: usize,
@@ -29,21 +31,26 @@ pub(crate) struct Ready {
     pub(crate) aborter: Aborter,
     pub(crate) kept: Arc<Kept>,
     pub(crate) places: Vec<Borrowed>,
+    /// Whether parameters are updated while gradients come.
+    pub(crate) is_in_backward: bool,
+    /// Whether ranks average parameters instead of gradients.
+    pub(crate) averages: bool,
 }
 
-/// Where a parameter of the rank's own memory and its gradient begin.
+/// Addresses of a parameter in the rank's own memory, and of its gradient.
 pub(crate) struct Borrowed {
     pub(crate) param: usize,
-    /// `None` where gradients move while they are reduced.
+    /// `None` if gradients move while they are reduced.
     pub(crate) grad: Option<usize>,
-    /// Bytes of each.
+    /// Bytes of the parameter, and of its gradient.
     pub(crate) len_bytes: usize,
 }
 
-/// The memory that Python has views of, for as long as any of them is there.
+/// Memory of which Python has views, kept as long as any of these views.
 pub(crate) struct Kept {
     state: Mutex<State>,
-    /// Keeps what the engine has shared with other processes, also when calls have lost theirs.
+    /// Keeps memory that the engine shares with other processes, even after failed calls have lost
+    /// theirs.
     _shared: Mutex<fusestep::coalesce::HostMemory>,
 }
 
@@ -53,20 +60,29 @@ impl Kept {
     }
 }
 
-/// The rank, on its thread.
+/// Kind of checkpoint that a rank goes on from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Resumed {
+    SameSettings,
+    AnySettings,
+}
+
+/// The rank, as its thread has it.
 pub(crate) struct Rank<'c> {
     plan: Plan,
     kept: Arc<Kept>,
     backend: CpuBackend,
     comms: Comms<'c>,
+    /// First values that ranks train.
+    initial: Initial,
     checkpoints: Checkpoints,
-    /// A save that has failed on all ranks, and that nobody has been told of.
+    /// Failure of a save on all ranks that Python has not been told of.
     failed_save: Option<PlanError>,
-    /// What has gone wrong that other ranks may not know of.
+    /// Failure that other ranks may not know of.
     failed: Option<String>,
 }
 
-/// Joins the others, says how it went, and does tasks until nobody can send any more. `_ended` is
+/// Joins the other ranks, sends the outcome, and runs tasks until nobody can send more. `_ended` is
 /// dropped last.
 pub(crate) fn serve(
     setup: Setup,
@@ -97,19 +113,17 @@ pub(crate) fn serve(
 impl<'c> Rank<'c> {
     fn new(setup: Setup, comm: &'c mut dyn Communicator) -> Result<(Self, Ready), Error> {
         let topology = Topology::of(comm);
-        let (streams, backend) = (setup.streams, CpuBackend::new(setup.threads));
-        // Memory that calls give back at the same place, and that outlives calls that fail.
-        let lends = setup.zero < 2
-            && setup.accumulate.get() == 1
-            && (comm.shares_memory() || topology.world == 1);
-        let plan = setup.plan(topology)?;
+        let backend = CpuBackend::new(setup.threads);
+        // Views need memory that calls leave at its place, and that outlives failed calls.
+        let lends = setup.lends_gradients() && (comm.shares_memory() || topology.world == 1);
+        let plan = setup.plan(comm)?;
         let (rank, world, aborter) = (topology.rank, topology.world, comm.aborter());
-        Comms::direct(comm).compare(&[("comm_streams", streams.to_string())])?;
         let state = plan.allocate_on(&backend, comm)?;
         let shared = comm.allocate(1)?;
         let mut rank_of = Self {
             kept: Arc::new(Kept { state: Mutex::new(state), _shared: Mutex::new(shared) }),
-            comms: Comms::with_streams(comm, streams)?.reducing_when_full(),
+            comms: setup.step.comms(comm)?,
+            initial: setup.step.initial,
             plan,
             backend,
             checkpoints: Checkpoints::default(),
@@ -127,6 +141,8 @@ impl<'c> Rank<'c> {
             aborter,
             kept: Arc::clone(&rank_of.kept),
             places: rank_of.places(lends)?,
+            is_in_backward: setup.is_in_backward,
+            averages: rank_of.plan.averaging().is_some(),
         };
         Ok((rank_of, ready))
     }
@@ -135,7 +151,7 @@ impl<'c> Rank<'c> {
         let mut state = self.kept.state();
         let mut places = Vec::with_capacity(self.plan.params().len());
         for desc in self.plan.params() {
-            // What has no elements has no memory to lend.
+            // A parameter without elements has no memory to lend.
             let borrowed = lends && desc.numel() > 0;
             places.push(Borrowed {
                 param: param_address(&mut state, desc)?,
@@ -146,10 +162,10 @@ impl<'c> Rank<'c> {
         Ok(places)
     }
 
-    /// Does `work` unless something has failed before, and remembers what fails now.
+    /// Runs `work`, unless an earlier task has failed, and remembers a failure.
     ///
     /// # Errors
-    /// That of `work`, or of what has failed before.
+    /// The error of `work`, or one that names the earlier failure.
     pub(crate) fn attempt<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T, Error>,
@@ -167,18 +183,19 @@ impl<'c> Rank<'c> {
         done
     }
 
-    /// Takes the parameters of rank 0, which Python has written to its memory, and compares all
-    /// that decides the bits of the run.
+    /// Takes the parameters of rank 0, which Python has written to its memory, unless each rank has
+    /// its own. Then compares all settings and values that decide the bits of the run.
     pub(crate) fn begin(&mut self) -> Result<(), Error> {
         let mut state = self.kept.state();
-        if self.plan.topology().world > 1 {
+        let brings = self.initial == Initial::OfRankZero;
+        if self.plan.topology().world > 1 && brings {
             self.plan.broadcast_parameters(&mut state, &self.backend, &mut self.comms, 0)?;
         }
         self.plan.handshake(&state, &self.backend, &mut self.comms, &[])?;
         Ok(())
     }
 
-    /// Says that a parameter's gradient is whole in its view.
+    /// Marks a parameter's gradient as complete in its view.
     pub(crate) fn given(&mut self, param: usize) -> Result<(), Error> {
         let mut state = self.kept.state();
         let name = &self.plan.params()[param].name;
@@ -186,7 +203,7 @@ impl<'c> Rank<'c> {
         Ok(())
     }
 
-    /// Takes a gradient.
+    /// Copies a parameter's gradient from `bytes`.
     pub(crate) fn push(&mut self, param: usize, bytes: &[u8]) -> Result<(), Error> {
         let mut state = self.kept.state();
         let name = &self.plan.params()[param].name;
@@ -194,10 +211,10 @@ impl<'c> Rank<'c> {
         Ok(())
     }
 
-    /// Ends a micro-step with these rules, numbered as the planner does.
+    /// Ends a micro-step with these rules, which have the planner's numbers.
     pub(crate) fn step(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
-        // Other ranks may be within calls of the step already: those of saves follow it then, and
-        // what they say is told by the next step, on all ranks alike.
+        // Other ranks may be within calls of the step already, so calls of saves come after it.
+        // Their failure is then told by the next step, on all ranks alike.
         let behind = self.plan.calls_while_given(&self.comms);
         self.tell_of_saves()?;
         if !behind {
@@ -213,7 +230,7 @@ impl<'c> Rank<'c> {
         Ok(stepped)
     }
 
-    /// The failure of a save that nobody has been told of.
+    /// Returns the failure of a save of which Python has not been told.
     fn tell_of_saves(&mut self) -> Result<(), PlanError> {
         self.failed_save.take().map_or(Ok(()), Err)
     }
@@ -225,7 +242,26 @@ impl<'c> Rank<'c> {
         Self::stepped(&state, &self.backend, report)
     }
 
-    /// Updates from fewer micro-steps than asked for.
+    /// Takes these rules, which have the planner's numbers, for updates that begin with gradients.
+    pub(crate) fn take(&mut self, rules: &[(usize, Optimizer)]) -> Result<(), Error> {
+        take_rules(&mut self.kept.state(), rules)?;
+        Ok(())
+    }
+
+    /// Takes the loss of the step under way, for an interval between averages that follows it.
+    pub(crate) fn set_loss(&mut self, loss: f64) -> Result<(), Error> {
+        self.kept.state().set_loss(loss);
+        Ok(())
+    }
+
+    /// Averages parameters over all ranks.
+    pub(crate) fn average(&mut self) -> Result<(), Error> {
+        let mut state = self.kept.state();
+        self.plan.average_now(&mut state, &self.backend, &mut self.comms)?;
+        Ok(())
+    }
+
+    /// Updates from fewer micro-steps than the plan accumulates.
     pub(crate) fn flush(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
         let mut state = self.kept.state();
         take_rules(&mut state, rules)?;
@@ -245,7 +281,7 @@ impl<'c> Rank<'c> {
         })
     }
 
-    /// Has masters follow parameters that are about to be written through their views.
+    /// Makes masters follow parameters that are about to be written through their views.
     pub(crate) fn touch(&mut self) -> Result<(), Error> {
         let mut state = self.kept.state();
         for desc in self.plan.params() {
@@ -259,9 +295,18 @@ impl<'c> Rank<'c> {
         Ok(scale.unwrap_or(1.0))
     }
 
-    /// Goes on from a checkpoint; how many steps had been done, `None` if there is none.
-    pub(crate) fn resume(&mut self, folder: &Path) -> Result<Option<usize>, Error> {
+    /// Goes on from a checkpoint and returns the number of steps that were done; `None` without a
+    /// checkpoint.
+    pub(crate) fn resume(
+        &mut self,
+        folder: &Path,
+        settings: Resumed,
+    ) -> Result<Option<usize>, Error> {
         let mut state = self.kept.state();
+        match settings {
+            Resumed::SameSettings => state.same_settings(),
+            Resumed::AnySettings => state.any_settings(),
+        }
         let resumed = self.checkpoints.resume(
             &self.plan,
             (&mut state, &self.backend),
@@ -274,7 +319,7 @@ impl<'c> Rank<'c> {
         Ok(resumed)
     }
 
-    /// Begins a checkpoint, which is written behind the steps that follow.
+    /// Begins a checkpoint, which is written in the background during the next steps.
     pub(crate) fn save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
         self.tell_of_saves()?;
         let state = self.kept.state();
@@ -283,7 +328,7 @@ impl<'c> Rank<'c> {
         Ok(())
     }
 
-    /// Waits for the checkpoint under way.
+    /// Waits for the checkpoint that is being written.
     pub(crate) fn finish_saves(&mut self) -> Result<(), Error> {
         self.tell_of_saves()?;
         self.checkpoints.finish(&self.plan, &mut self.comms)?;
@@ -291,14 +336,14 @@ impl<'c> Rank<'c> {
     }
 }
 
-/// What the end of a micro-step says.
+/// Results of the end of a micro-step.
 pub(crate) struct Stepped {
     pub(crate) report: MicroStepReport,
     pub(crate) loss_scale: f64,
     pub(crate) update_norms: Option<Vec<f64>>,
 }
 
-/// Where a parameter lies; its master takes over what will be written there.
+/// The address of a parameter; its master takes over values that are written there.
 fn param_address(state: &mut State, desc: &ParamDesc) -> Result<usize, PlanError> {
     fn of<T: Element>(state: &mut State, name: &str) -> Result<usize, PlanError> {
         let view = state.view_mut::<T>(Role::Param, name)?;
@@ -312,7 +357,7 @@ fn param_address(state: &mut State, desc: &ParamDesc) -> Result<usize, PlanError
     }
 }
 
-/// Where a gradient lies, without its counting as given.
+/// The address of a gradient; the gradient does not count as given.
 fn grad_address(state: &State, desc: &ParamDesc) -> Result<usize, PlanError> {
     fn of<T: Element>(state: &State, name: &str) -> Result<usize, PlanError> {
         Ok(state.view::<T>(Role::Grad, name)?.as_ptr().expose_provenance())
@@ -325,7 +370,7 @@ fn grad_address(state: &State, desc: &ParamDesc) -> Result<usize, PlanError> {
     }
 }
 
-/// Takes the settings of the update to come, each of the rule of that number.
+/// Takes settings for the next update; each pair has the number of a rule.
 fn take_rules(state: &mut State, rules: &[(usize, Optimizer)]) -> Result<(), PlanError> {
     for (number, rule) in rules {
         if state.rules()[*number] != *rule {

@@ -1,9 +1,8 @@
-//! `Ranks`: what Python has of a rank.
+//! `Ranks`: Python's object for a rank.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use fusestep::collective::Aborter;
 use fusestep::planner::Optimizer;
@@ -13,15 +12,14 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rank::{Borrowed, Kept, Rank, Stepped, Task, serve};
+use crate::errors::failed;
+use crate::rank::{Borrowed, Kept, Rank, Resumed, Stepped, Task, serve};
 use crate::rules::parse;
 use crate::session::Described;
 use crate::setup::Setup;
+use crate::waiting::{PAUSE, gone, wait};
 
-/// How long a wait lasts before signals are looked for.
-const PAUSE: Duration = Duration::from_millis(20);
-
-/// One rank of many, all of which make the same calls.
+/// One of many ranks, all of which make the same calls.
 #[pyclass(module = "fusestep._fusestep")]
 pub(crate) struct Ranks {
     link: Mutex<Link>,
@@ -32,23 +30,25 @@ pub(crate) struct Ranks {
     names: Vec<String>,
     rule_numbers: Vec<Option<usize>>,
     places: Vec<Borrowed>,
-    /// Views of Python's keep this object, and so the memory.
+    is_in_backward: bool,
+    averages: bool,
+    /// Memory of the views; Python's views keep this object, and so the memory.
     _kept: Arc<Kept>,
 }
 
-/// The way to the rank's thread.
+/// Link to the rank's thread.
 struct Link {
-    /// `None` once it is closed.
+    /// Sender of tasks; `None` once the link is closed.
     tasks: Option<Sender<Task>>,
-    /// Why there are no more tasks.
+    /// Reason why the link is closed.
     closed: &'static str,
-    /// Disconnected once the thread has left.
+    /// Receiver that is disconnected once the thread has ended.
     ended: Option<Receiver<()>>,
 }
 
 #[pymethods]
 impl Ranks {
-    /// Joins the other processes with the parameters that `described` lists, all of which train.
+    /// Joins the other processes with the parameters in `described`, all of which train.
     #[new]
     fn new(
         py: Python<'_>,
@@ -76,20 +76,34 @@ impl Ranks {
             names,
             rule_numbers,
             places: ready.places,
+            is_in_backward: ready.is_in_backward,
+            averages: ready.averages,
             _kept: ready.kept,
         })
     }
 
-    /// This process among all.
+    /// The number of this process among all.
     #[getter]
     fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many processes there are.
+    /// The number of processes.
     #[getter]
     fn world_size(&self) -> usize {
         self.world
+    }
+
+    /// Whether parameters are updated while gradients come.
+    #[getter]
+    fn is_in_backward(&self) -> bool {
+        self.is_in_backward
+    }
+
+    /// Whether ranks average parameters instead of gradients.
+    #[getter]
+    fn averages(&self) -> bool {
+        self.averages
     }
 
     /// The plan of a step, as text.
@@ -97,20 +111,20 @@ impl Ranks {
         self.plan.clone()
     }
 
-    /// For each parameter the address of its memory and of its gradient's, where that may be
-    /// written by others.
+    /// The addresses of each parameter's memory and of its gradient's, if others may write the
+    /// gradient.
     fn places(&self) -> Vec<(usize, Option<usize>)> {
         let places = self.places.iter();
         places.map(|borrowed| (borrowed.param, borrowed.grad)).collect()
     }
 
-    /// Takes the parameters of rank 0 and compares what decides the bits.
+    /// Takes the parameters of rank 0 and compares the settings that decide the bits.
     fn begin(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |rank| rank.begin())
     }
 
-    /// Copies a gradient of `len_bytes` bytes at an address, which its tensor keeps, into its view,
-    /// which nothing reads before [`Self::given`].
+    /// Copies a gradient of `len_bytes` bytes from an address into its view. The gradient's tensor
+    /// keeps the memory at the address. Nothing reads the view before [`Self::given`].
     fn copy(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
         self.check(index)?;
         let (address, len_bytes) = place;
@@ -138,16 +152,17 @@ impl Ranks {
         Ok(())
     }
 
-    /// Says that the gradient of a parameter is whole in its view; does not wait.
+    /// Marks the gradient of a parameter as complete in its view, without waiting.
     fn given(&self, index: usize) -> PyResult<()> {
         self.check(index)?;
         self.send(Box::new(move |rank| {
-            // What fails is remembered, and the step's error.
+            // The failure is remembered and becomes the error of the step.
             let _ = rank.attempt(|rank| rank.given(index));
         }))
     }
 
-    /// Copies a gradient of `len_bytes` bytes at an address, which its tensor keeps.
+    /// Copies a gradient of `len_bytes` bytes from an address, at which its tensor keeps the
+    /// memory.
     fn push(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
         self.check(index)?;
         let (send, receive) = channel();
@@ -167,7 +182,7 @@ impl Ranks {
         done.map_err(|_| gone())?.map_err(failed)
     }
 
-    /// Ends a micro-step: reduces and updates, if it is the last one of an update.
+    /// Ends a micro-step; if it is the last of an update, reduces and updates.
     fn step<'py>(
         &self,
         py: Python<'py>,
@@ -178,7 +193,27 @@ impl Ranks {
         self.told(py, stepped)
     }
 
-    /// Updates from fewer micro-steps than asked for, by the settings of the moment.
+    /// Takes the current settings for updates that begin with the gradients to come, without
+    /// waiting.
+    fn take(&self, rules: Vec<Bound<'_, PyDict>>) -> PyResult<()> {
+        let rules = self.numbered(parse(&rules)?)?;
+        self.send(Box::new(move |rank| {
+            // The failure is remembered and becomes the error of the gradient.
+            let _ = rank.attempt(|rank| rank.take(&rules));
+        }))
+    }
+
+    /// Tells the loss of the step under way.
+    fn set_loss(&self, py: Python<'_>, loss: f64) -> PyResult<()> {
+        self.call(py, move |rank| rank.set_loss(loss))
+    }
+
+    /// Averages parameters over all ranks.
+    fn average(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, |rank| rank.average())
+    }
+
+    /// Updates from fewer micro-steps than the plan accumulates, with the current settings.
     fn flush<'py>(
         &self,
         py: Python<'py>,
@@ -189,32 +224,44 @@ impl Ranks {
         self.told(py, stepped)
     }
 
-    /// Before parameters are written through their views.
+    /// Prepares for writes to parameters through their views.
     fn touch(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |rank| rank.touch())
     }
 
-    /// The factor to multiply the next loss with.
+    /// The factor on the next loss.
     fn loss_scale(&self, py: Python<'_>) -> PyResult<f64> {
         self.call(py, |rank| rank.loss_scale())
     }
 
-    /// Goes on from a folder's checkpoint; how many steps had been done, `None` without one.
-    fn resume(&self, py: Python<'_>, folder: PathBuf) -> PyResult<Option<usize>> {
-        self.call(py, move |rank| rank.resume(&folder))
+    /// Goes on from a folder's checkpoint and returns the number of steps that were done; `None`
+    /// without a checkpoint. `any_settings` also accepts a run with other settings.
+    fn resume(
+        &self,
+        py: Python<'_>,
+        folder: PathBuf,
+        any_settings: bool,
+    ) -> PyResult<Option<usize>> {
+        let settings = if any_settings { Resumed::AnySettings } else { Resumed::SameSettings };
+        self.call(py, move |rank| rank.resume(&folder, settings))
     }
 
-    /// Begins a checkpoint, which is written behind what follows.
+    /// Begins a checkpoint, which is written in the background.
     fn save(&self, py: Python<'_>, folder: PathBuf, steps: usize) -> PyResult<()> {
         self.call(py, move |rank| rank.save(&folder, steps))
     }
 
-    /// Waits for the checkpoint under way.
+    /// Waits for the checkpoint that is being written.
     fn finish_saves(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |rank| rank.finish_saves())
     }
 
-    /// Leaves the other ranks, once a checkpoint under way is complete.
+    /// Ends the waits of all ranks for a reason that this one has not to come.
+    fn abort(&self, reason: &str) {
+        self.aborter.abort(reason);
+    }
+
+    /// Leaves the other ranks, once the checkpoint that is being written is complete.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let ended = {
             let mut link = self.link();
@@ -264,8 +311,8 @@ impl Ranks {
         tasks.send(task).map_err(|_| gone())
     }
 
-    /// Does `work` on the rank's thread and waits for it, without the interpreter's lock. A signal
-    /// whose handler raises breaks the group off on all ranks.
+    /// Runs `work` on the rank's thread and waits for it, without the interpreter's lock. A signal
+    /// whose handler raises aborts the group on all ranks.
     fn call<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -283,7 +330,7 @@ impl Ranks {
         done?.map_err(failed)
     }
 
-    /// The rules with the plan's numbers.
+    /// The rules with their numbers in the plan.
     fn numbered(&self, rules: Vec<Optimizer>) -> PyResult<Vec<(usize, Optimizer)>> {
         if rules.len() != self.rule_numbers.len() {
             return Err(PyValueError::new_err(format!(
@@ -316,6 +363,7 @@ impl Ranks {
         let norms = stepped.update_norms;
         let norms = norms.map(|norms| self.names.iter().cloned().zip(norms).collect::<Vec<_>>());
         told.set_item("update_norms", norms)?;
+        told.set_item("averaged", stepped.report.averaged)?;
         let report = stepped.report.update.map(|update| {
             let report = PyDict::new(py);
             report.set_item("launches", update.launches)?;
@@ -331,35 +379,4 @@ impl Ranks {
         told.set_item("report", report.transpose()?)?;
         Ok(told)
     }
-}
-
-/// Waits for an answer; a signal whose handler raises ends the wait after `broken`.
-fn wait<T: Send>(
-    py: Python<'_>,
-    mut answer: Receiver<T>,
-    broken: impl FnOnce(&PyErr),
-) -> PyResult<T> {
-    loop {
-        let (back, came) = py.detach(move || {
-            let came = answer.recv_timeout(PAUSE);
-            (answer, came)
-        });
-        match came {
-            Ok(answer) => return Ok(answer),
-            Err(RecvTimeoutError::Disconnected) => return Err(gone()),
-            Err(RecvTimeoutError::Timeout) => answer = back,
-        }
-        if let Err(raised) = py.check_signals() {
-            broken(&raised);
-            return Err(raised);
-        }
-    }
-}
-
-fn gone() -> PyErr {
-    PyRuntimeError::new_err("expected the rank's thread to answer, found it gone")
-}
-
-fn failed(error: Error) -> PyErr {
-    PyRuntimeError::new_err(error.to_string())
 }

@@ -1,13 +1,15 @@
-//! Rules and options as Python gives them.
+//! Rules and options, read from Python's settings.
 
-use fusestep::planner::{LossScaling, Optimizer, Planner};
-use fusestep::{
-    Centering, ClipByGlobalNorm, DType, Excluded, LossScale, Master, Nesterov, Objective,
-    Precision, SecondMoment, StateDType, Tensors, Trust, UpdateNorms, WeightDecay,
-};
+use fusestep::launch::{LaunchLimits, Setting, SettingValue};
+use fusestep::planner::{Optimizer, Plan, Topology};
+use fusestep::tensor::ParamDesc;
+use fusestep::{DType, OwnRule, Precision, StepOptions, Tensors, Trust};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBool, PyDict};
+
+use crate::errors::refused;
+use crate::settings::{Texts, of_rule};
 
 /// Settings by name.
 pub(crate) struct Settings<'a, 'py>(pub(crate) &'a Bound<'py, PyDict>);
@@ -28,27 +30,27 @@ impl Settings<'_, '_> {
     }
 
     fn number(&self, name: &str) -> PyResult<f64> {
-        self.get(name, "a number")
+        self.counted(name, "a number")
+    }
+
+    /// A setting that is a number; Python's `True` is no number.
+    fn counted<T>(&self, name: &str, expected: &str) -> PyResult<T>
+    where
+        T: for<'py> FromPyObject<'py>,
+    {
+        if self.0.get_item(name)?.is_some_and(|value| value.is_instance_of::<PyBool>()) {
+            return Err(PyTypeError::new_err(format!(
+                "{name}: expected {expected}, found True or False"
+            )));
+        }
+        self.get(name, expected)
     }
 
     fn is_set(&self, name: &str) -> PyResult<bool> {
         self.get(name, "True or False")
     }
 
-    fn objective(&self) -> PyResult<Objective> {
-        Ok(if self.is_set("maximize")? { Objective::Maximize } else { Objective::Minimize })
-    }
-
-    fn decay(&self) -> PyResult<WeightDecay> {
-        let lambda = self.number("weight_decay")?;
-        Ok(if self.is_set("decoupled")? {
-            WeightDecay::Decoupled(lambda)
-        } else {
-            WeightDecay::L2(lambda)
-        })
-    }
-
-    /// Whether a layer-wise rule scales the rate of the group's parameters; `None` for others.
+    /// Whether a layer-wise rule scales the rate of the group's parameters; `None` for other rules.
     pub(crate) fn trust(&self) -> PyResult<Option<Trust>> {
         let has = self.0.contains("trust_ratio")?;
         let asked = has.then(|| self.is_set("trust_ratio")).transpose()?;
@@ -58,174 +60,103 @@ impl Settings<'_, '_> {
         Ok(asked.map(trust))
     }
 
-    /// The rule that `rule` names.
+    /// The rule that the setting `rule` names.
     ///
     /// # Errors
-    /// `ValueError` for a rule that there is not, or a setting that is missing or out of range.
+    /// `ValueError` for an unknown rule, or for a setting that is missing or out of range.
     pub(crate) fn rule(&self) -> PyResult<Optimizer> {
         let name: String = self.get("rule", "a name")?;
-        let lr = self.number("lr")?;
-        let rule = match name.as_str() {
-            "adam" => self.adam(lr)?.into(),
-            "sgd" => self.sgd(lr)?.into(),
-            "rmsprop" => self.rmsprop(lr)?.into(),
-            "adagrad" => fusestep::adagrad::Adagrad {
-                lr,
-                lr_decay: self.number("lr_decay")?,
-                // What PyTorch starts from, it writes into the sum itself.
-                initial_sum: 0.0,
-                eps: self.number("eps")?,
-                weight_decay: self.number("weight_decay")?,
-                objective: self.objective()?,
+        let mut rule = named(&name)?;
+        let mut failed = Ok(());
+        rule.each(&mut |setting| {
+            if failed.is_ok() && !is_kept(&name, setting.name) {
+                failed = self.read(setting);
             }
-            .into(),
-            "lion" => fusestep::lion::Lion {
-                lr,
-                beta1: self.number("beta1")?,
-                beta2: self.number("beta2")?,
-                weight_decay: self.number("weight_decay")?,
-                objective: self.objective()?,
-            }
-            .into(),
-            "schedule_free" => fusestep::schedule_free::ScheduleFree {
-                lr,
-                beta1: self.number("beta1")?,
-                beta2: self.number("beta2")?,
-                eps: self.number("eps")?,
-                weight_decay: self.number("weight_decay")?,
-                warmup_steps: self.get("warmup_steps", "a whole number from 0 on")?,
-            }
-            .into(),
-            "lars" => fusestep::lars_momentum::Lars {
-                lr,
-                momentum: self.number("momentum")?,
-                trust_coefficient: self.number("trust_coefficient")?,
-                weight_decay: self.number("weight_decay")?,
-                eps: self.number("eps")?,
-                rescale: 1.0,
-                excluded: Excluded::default(),
-            }
-            .into(),
-            "lamb" => fusestep::lamb::Lamb {
-                lr,
-                beta1: self.number("beta1")?,
-                beta2: self.number("beta2")?,
-                eps: self.number("eps")?,
-                weight_decay: self.number("weight_decay")?,
-                excluded: Excluded::default(),
-            }
-            .into(),
-            other => {
-                return Err(PyValueError::new_err(format!(
-                    "rule: expected adam, sgd, adagrad, rmsprop, lion, lars, lamb or \
-                     schedule_free, found {other}"
-                )));
-            }
-        };
+        });
+        failed?;
         Optimizer::validate(&rule).map_err(refused)?;
         Ok(rule)
     }
 
-    fn adam(&self, lr: f64) -> PyResult<fusestep::fused_adam::Adam> {
-        Ok(fusestep::fused_adam::Adam {
-            lr,
-            beta1: self.number("beta1")?,
-            beta2: self.number("beta2")?,
-            eps: self.number("eps")?,
-            weight_decay: self.decay()?,
-            second_moment: if self.is_set("amsgrad")? {
-                SecondMoment::Largest
-            } else {
-                SecondMoment::Running
-            },
-            objective: self.objective()?,
-        })
-    }
-
-    fn sgd(&self, lr: f64) -> PyResult<fusestep::fused_sgd::Sgd> {
-        Ok(fusestep::fused_sgd::Sgd {
-            lr,
-            momentum: self.number("momentum")?,
-            dampening: self.number("dampening")?,
-            nesterov: if self.is_set("nesterov")? { Nesterov::Nesterov } else { Nesterov::Plain },
-            weight_decay: WeightDecay::L2(self.number("weight_decay")?),
-            rescale: 1.0,
-            objective: self.objective()?,
-        })
-    }
-
-    fn rmsprop(&self, lr: f64) -> PyResult<fusestep::rmsprop::RmsProp> {
-        Ok(fusestep::rmsprop::RmsProp {
-            lr,
-            alpha: self.number("alpha")?,
-            eps: self.number("eps")?,
-            momentum: self.number("momentum")?,
-            weight_decay: self.number("weight_decay")?,
-            centering: if self.is_set("centered")? {
-                Centering::Centered
-            } else {
-                Centering::MeanSquare
-            },
-            objective: self.objective()?,
-        })
-    }
-
-    /// How parameters of a dtype are kept.
-    pub(crate) fn precision(&self, dtype: DType) -> PyResult<Precision> {
-        let narrow = matches!(dtype, DType::F16 | DType::BF16);
-        let mut precision = Precision::default();
-        if narrow && self.is_set("master_weights")? {
-            precision.master = Master::F32;
-        }
-        if dtype == DType::BF16 && self.is_set("state_16")? {
-            precision.state = StateDType::Bf16;
-        }
-        Ok(precision)
-    }
-
-    /// The planner with the passes asked for.
-    pub(crate) fn planner(&self, rule: Optimizer, tensors: Tensors) -> PyResult<Planner> {
-        let mut planner = Planner::new(rule).tensors(tensors);
-        for dtype in [DType::F16, DType::BF16] {
-            planner = planner.precision_of(dtype, self.precision(dtype)?);
-        }
-        if let Some(scaling) = self.loss_scaling()? {
-            planner = planner.with(scaling);
-        }
-        if let Some(norm) = self.get::<Option<f64>>("clip_norm", "a number")? {
-            planner = planner.with(ClipByGlobalNorm::new(norm));
-        }
-        if self.is_set("update_norms")? {
-            planner = planner.with(UpdateNorms);
-        }
-        Ok(planner)
-    }
-
-    /// The loss scale asked for: a number, `dynamic`, or one that was saved.
-    fn loss_scaling(&self) -> PyResult<Option<LossScaling>> {
-        let scale = match self.0.get_item("loss_scale")? {
-            Some(scale) if !scale.is_none() => scale,
-            _ => return Ok(None),
-        };
-        if let Ok(name) = scale.extract::<String>() {
-            if name == "dynamic" {
-                return Ok(Some(LossScaling::dynamic()));
+    /// Sets a setting of a rule to Python's value.
+    fn read(&self, setting: Setting<'_>) -> PyResult<()> {
+        match setting.value {
+            SettingValue::Number(value, _) => *value = self.number(setting.name)?,
+            SettingValue::Count(value) => {
+                *value = self.counted(setting.name, "a whole number from 0 on")?;
             }
-            return Err(PyValueError::new_err(format!(
-                "loss_scale: expected a number or \"dynamic\", found \"{name}\""
-            )));
+            SettingValue::Switch(switch) => switch.turn(self.is_set(setting.name)?),
         }
-        if let Ok((scale, good, bad)) = scale.extract::<(f64, u32, u32)>() {
-            let restored = LossScale::dynamic().restored(scale, good, bad);
-            return Ok(Some(restored.map_err(refused)?.into()));
+        Ok(())
+    }
+
+    /// The settings of a step around this rule.
+    pub(crate) fn options(&self, rule: Optimizer) -> PyResult<StepOptions> {
+        let texts: Texts = self.get("settings", "texts by name")?;
+        let mut step = of_rule(rule, &texts)?;
+        let at: Option<(f64, u32, u32)> = self.get("loss_scale_at", "a scale and two counts")?;
+        if let (Some((scale, good, bad)), Some(own)) = (at, step.loss_scale) {
+            step.loss_scale = Some(own.restored(scale, good, bad).map_err(refused)?);
         }
-        Ok(Some(LossScaling::fixed(scale.extract()?)))
+        Ok(step)
     }
 }
 
-/// A refusal in PyTorch's kind.
-pub(crate) fn refused(error: impl std::fmt::Display) -> PyErr {
-    PyValueError::new_err(error.to_string())
+/// The rule of a name of Python's, with its defaults.
+fn named(name: &str) -> PyResult<Optimizer> {
+    let all = Optimizer::all();
+    let found = all.iter().find(|rule| python_name(rule) == name);
+    found.copied().ok_or_else(|| {
+        let names: Vec<String> = all.iter().map(python_name).collect();
+        let (last, others) = names.split_last().expect("there are rules");
+        let others = others.join(", ");
+        PyValueError::new_err(format!("rule: expected {others} or {last}, found {name}"))
+    })
+}
+
+/// A rule's name in Python, which says of Adam by a setting how decay enters.
+fn python_name(rule: &Optimizer) -> String {
+    match rule {
+        Optimizer::Adam(_) => "adam".to_owned(),
+        rule => rule.name().replace('-', "_"),
+    }
+}
+
+/// Whether a setting keeps its default: PyTorch scales no gradients, has no decoupled decay of SGD,
+/// and writes Adagrad's initial value into the sum itself.
+fn is_kept(rule: &str, setting: &str) -> bool {
+    matches!((rule, setting), (_, "rescale") | ("sgd", "decoupled") | ("adagrad", "initial_sum"))
+}
+
+/// The settings of every rule with their defaults, by the rules' names.
+pub(crate) fn defaults(python: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let all = PyDict::new(python);
+    for mut rule in Optimizer::all() {
+        let (name, own) = (python_name(&rule), PyDict::new(python));
+        let mut failed = Ok(());
+        rule.each(&mut |setting| {
+            if failed.is_ok() && !is_kept(&name, setting.name) {
+                failed = match setting.value {
+                    SettingValue::Number(value, _) => own.set_item(setting.name, *value),
+                    SettingValue::Count(value) => own.set_item(setting.name, *value),
+                    SettingValue::Switch(switch) => own.set_item(setting.name, switch.is_on()),
+                };
+            }
+        });
+        failed?;
+        if matches!(rule, Optimizer::Lars(_) | Optimizer::Lamb(_)) {
+            own.set_item("trust_ratio", true)?;
+        }
+        all.set_item(name, own)?;
+    }
+    Ok(all)
+}
+
+/// Names of the tensors of state of a rule.
+pub(crate) fn state_lists(rule: &Optimizer) -> PyResult<Vec<&'static str>> {
+    let kernel = rule.rule().kernel(DType::F32, Precision::default()).map_err(refused)?;
+    let roles = kernel.lists().iter().map(|list| list.role);
+    Ok(roles.filter(|role| role.is_state()).map(|role| role.name()).collect())
 }
 
 /// The rules of the groups.
@@ -233,12 +164,28 @@ pub(crate) fn parse(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Optimizer>> {
     rules.iter().map(|rule| Settings(rule).rule()).collect()
 }
 
-/// Whether the rates of each group are scaled.
+/// Whether the rates of each group are scaled by the trust ratio.
 pub(crate) fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>> {
     rules.iter().map(|rule| Settings(rule).trust()).collect()
 }
 
-/// The distinct rules of groups that train, and which each group has, numbered as the planner does.
+/// Groups of the planner: the parameters of every distinct rule but the first, which is the step's.
+pub(crate) fn own_rules(names: Vec<Vec<String>>, distinct: &[Optimizer]) -> Vec<OwnRule> {
+    let of_groups = names.into_iter().zip(distinct).skip(1);
+    of_groups.map(|(names, rule)| OwnRule::of(names, *rule)).collect()
+}
+
+/// The plan of a step on tensors that PyTorch lends, state included. Descriptors get settings of
+/// some parameters.
+pub(crate) fn plan_of(step: &StepOptions, mut params: Vec<ParamDesc>) -> PyResult<Plan> {
+    step.describe(&mut params).map_err(refused)?;
+    let planner = step.planner(&params, Topology::SOLO, LaunchLimits::default());
+    let planner = planner.map_err(refused)?.tensors(Tensors::BorrowedWithState);
+    planner.plan(&params).map_err(refused)
+}
+
+/// The distinct rules of groups that train, and the number of each group's rule, in the planner's
+/// order.
 pub(crate) fn number(
     rules: &[Optimizer],
     trains: impl Fn(usize) -> bool,

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fusestep::planner::{Optimizer, Plan, State, StepReport};
 use fusestep::tensor::ParamDesc;
-use fusestep::{CpuBackend, DType, Shape, Tensors, Trust};
+use fusestep::{CpuBackend, DType, Shape, StepOptions, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
@@ -14,29 +14,34 @@ use pyo3::{ffi, intern};
 
 use crate::ahead::Ahead;
 use crate::collect::{Collected, Collector, Found, Gradients};
+use crate::errors::{failed, refused};
 use crate::getter::Getter;
 use crate::handle::Handles;
 use crate::loan::{Checked, Loan, Member, Places, write_count};
 use crate::openmp;
 use crate::parameter::{Mapping, Parameter};
 use crate::private::Private;
-use crate::rules::{Settings, number, parse, refused, trusts};
+use crate::rules::{Settings, number, own_rules, parse, plan_of, trusts};
+use crate::settings::{of_one_process, precision};
 use crate::threads;
 use crate::written::Written;
 
-/// Where PyTorch's tensors and the state beside them are found, and the plan of a step over them.
+/// Tensors of PyTorch, their state, and the plan of a step over them.
 #[pyclass(module = "fusestep._fusestep")]
 pub(crate) struct Session {
     plan: Plan,
-    /// In a lock, which nobody else takes: communication streams make it fit for one thread.
+    /// State of the plan, in a lock that no other code takes. The lock is needed because
+    /// communication streams make a state usable by one thread only.
     state: Mutex<State>,
-    /// The rules of the groups, and of each the number that the plan gives it; `None` for groups
-    /// of which nothing trains.
+    /// Rules of the groups, and the plan's number of each rule; `None` for a group without a
+    /// parameter that trains.
     rules: Vec<Optimizer>,
     rule_numbers: Vec<Option<usize>>,
-    /// Whether the rates of each group are scaled, by a rule that does so.
+    /// Whether the trust ratio scales the rates of each group, under a rule that has one.
     trusts: Vec<Option<Trust>>,
     parameters: Vec<Parameter>,
+    /// Number of parameters of each group, which tells the group of each parameter.
+    sizes: Vec<usize>,
     collector: Collector,
     ahead: Ahead,
     known: Mapping,
@@ -46,28 +51,28 @@ pub(crate) struct Session {
     checked: Checked,
     report: Option<StepReport>,
     copied_gradients: u64,
-    /// A step has failed half-way.
+    /// Whether a step has failed half-way, or settings were taken in part.
     broken: bool,
-    /// The last call of `step` has updated parameters, whatever it raised then.
+    /// Whether the last call of `step` has updated parameters, whatever it raised afterwards.
     has_updated: bool,
 }
 
-/// One parameter as Python describes it.
+/// A parameter as Python describes it.
 #[derive(FromPyObject)]
 pub(crate) struct Described {
     pub(crate) name: String,
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
     pub(crate) group: usize,
-    /// Whether it can have a gradient.
+    /// Whether the parameter can have a gradient.
     trains: bool,
 }
 
 #[pymethods]
 impl Session {
-    /// Plans a step. `parameters` are the tensors, `described` says what each is, `rules` has the
-    /// settings of each group, `options` what is done around the rule, `keys` the names of roles
-    /// in the optimizer's state.
+    /// Plans a step. `parameters` are the tensors, and `described` describes each of them. `rules`
+    /// has the settings of each group, and `options` the passes around the rule. `keys` has the
+    /// names of roles in the optimizer's state.
     #[new]
     #[pyo3(signature = (parameters, described, rules, options, keys, library))]
     fn new(
@@ -84,17 +89,18 @@ impl Session {
         let Some(&first) = distinct.first().or(rules.first()) else {
             return Err(PyValueError::new_err("expected a parameter group, found none"));
         };
-        let mut planner = Settings(options).planner(first, Tensors::BorrowedWithState)?;
+        let step = of_one_process(Settings(options).options(first)?)?;
         let mut names = vec![Vec::new(); distinct.len()];
         let mut descs = Vec::new();
         let mut own: Vec<Parameter> = Vec::with_capacity(parameters.len());
+        let mut sizes = vec![0; rules.len()];
         for (tensor, described) in parameters.into_iter().zip(described) {
             let (name, shape) = (described.name, described.shape);
+            sizes[described.group] += 1;
             let mut parameter = Parameter::new(tensor, name, shape, own.last());
             if let Some(rule) = rule_numbers[described.group].filter(|_| described.trains) {
                 let dtype = dtype_of(&described.dtype)?;
-                let precision = Settings(options).precision(dtype)?;
-                let kernel = distinct[rule].rule().kernel(dtype, precision);
+                let kernel = distinct[rule].rule().kernel(dtype, precision(&step, dtype));
                 let kernel = kernel.map_err(refused)?;
                 parameter.train(descs.len(), kernel.lists(), keys, own.last())?;
                 let shape = Shape::new(parameter.shape.to_vec()).map_err(refused)?;
@@ -105,10 +111,8 @@ impl Session {
             }
             own.push(parameter);
         }
-        for (names, rule) in names.into_iter().zip(&distinct).skip(1) {
-            planner = planner.group(names, *rule);
-        }
-        let plan = planner.plan(&descs).map_err(refused)?;
+        let step = StepOptions { groups: own_rules(names, &distinct), ..step };
+        let plan = plan_of(&step, descs)?;
         let state = plan.allocate(threads::backend(NonZeroUsize::MIN)?.as_ref());
         let counted: PyResult<bool> =
             options.get_item("counts")?.map_or(Ok(false), |counts| counts.extract());
@@ -129,6 +133,7 @@ impl Session {
                 counted: counted?,
             },
             parameters: own,
+            sizes,
             known: Mapping::default(),
             checked: Checked::default(),
             report: None,
@@ -138,14 +143,47 @@ impl Session {
         })
     }
 
-    /// Updates every parameter that has a gradient and says which, by position; `None` if tensors
-    /// or settings are no longer what was planned for, and nothing was done then.
+    /// Whether these tensors of each group are the planned ones.
+    fn fits(&self, parameters: Vec<Bound<'_, PyList>>) -> bool {
+        let lists = parameters.iter().enumerate();
+        let mut sizes = lists.map(|(group, list)| (list.len(), self.sizes.get(group)));
+        sizes.all(|(found, own)| found == own.copied().unwrap_or(0)) && self.is_of(&parameters)
+    }
+
+    /// Takes these tensors for all later steps; each must be like the planned one in its place.
+    fn bind(&mut self, py: Python<'_>, parameters: Vec<Py<PyAny>>) -> PyResult<()> {
+        let (expected, found) = (self.parameters.len(), parameters.len());
+        if expected != found {
+            let text = format!("parameters: expected {expected} tensors, found {found}");
+            return Err(PyValueError::new_err(text));
+        }
+        self.release(py);
+        for (own, tensor) in self.parameters.iter_mut().zip(parameters) {
+            own.tensor = tensor;
+        }
+        match &mut self.collector.handles {
+            Some(handles) => look_at(py, handles, &mut self.parameters),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives back all tensors and forgets what is known of them.
+    fn release(&mut self, py: Python<'_>) {
+        self.parameters.iter_mut().for_each(|own| own.release(py));
+        self.known = Mapping::default();
+        self.private.forget();
+        self.checked = Checked::default();
+        self.ahead = Ahead::new(self.parameters.len());
+    }
+
+    /// Updates every parameter that has a gradient, and returns their positions. `None` if tensors
+    /// or settings are no longer as planned; then nothing was done.
     ///
-    /// `parameters` are those of all groups, a list each, `rules` the groups' settings, `owner` is
-    /// asked for state, `gradients` stand in for the parameters' own, `written` is called with
-    /// parameters that have been or are being updated. While the state is `private`, nobody but
-    /// `owner` can have seen it: what was found in it stays where it is, and its steps are counted
-    /// here until [`Session::write_steps`].
+    /// `parameters` has a list for each group. `rules` are the groups' settings, if they have
+    /// changed since the last step. `owner` makes missing state. `gradients` replace the
+    /// parameters' own, and `written` is called with updated parameters. While the state is
+    /// `private`, only `owner` can have seen it. Then its tensors stay where they are, and steps
+    /// are counted here until [`Session::write_steps`].
     #[pyo3(
         signature = (parameters, rules, owner, gradients, threads, private=false, written=None)
     )]
@@ -154,7 +192,7 @@ impl Session {
         &mut self,
         py: Python<'py>,
         parameters: Vec<Bound<'py, PyList>>,
-        rules: Vec<Bound<'py, PyDict>>,
+        rules: Option<Vec<Bound<'py, PyDict>>>,
         owner: &Bound<'py, PyAny>,
         gradients: Option<&Bound<'py, PyList>>,
         threads: usize,
@@ -162,7 +200,12 @@ impl Session {
         written: Option<Py<PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.has_updated = false;
-        if self.broken || !self.is_of(&parameters) || !self.takes(&rules)? {
+        if self.broken || !self.is_of(&parameters) {
+            return Ok(None);
+        }
+        if let Some(rules) = rules
+            && !self.takes(&rules)?
+        {
             return Ok(None);
         }
         if !private {
@@ -203,7 +246,7 @@ impl Session {
         if private {
             self.private.remember(&found.looked);
         }
-        // Whatever was raised meanwhile, a Ctrl-C for one, the step is taken and counted.
+        // Whatever was raised meanwhile, such as a Ctrl-C, the step is done and counted.
         told?;
         let updated = found.updated;
         Ok(Some(if updated.len() == self.parameters.len() {
@@ -213,7 +256,7 @@ impl Session {
         }))
     }
 
-    /// Whether the last step has updated parameters, even if it raised something.
+    /// Whether the last step has updated parameters, even if it raised an error.
     fn has_updated(&self) -> bool {
         self.has_updated
     }
@@ -225,15 +268,15 @@ impl Session {
         parameters.try_for_each(|parameter| parameter.traverse(&visit))
     }
 
-    /// Gives back what may refer to the optimizer; there are no steps any more.
+    /// Gives back objects that may refer to the optimizer; no more steps are possible.
     fn __clear__(&mut self) {
         self.broken = true;
         self.parameters = Vec::new();
         self.known = Mapping::default();
     }
 
-    /// Writes what was counted here while the state was private to the tensors that count steps;
-    /// others may count on, so the next step looks.
+    /// Writes the steps that were counted here to the tensors that count them, since private state
+    /// stopped being private. The next step reads these tensors, as others may have counted on.
     fn write_steps(&mut self, py: Python<'_>) {
         let steps: Vec<u64> = unlocked(&mut self.state).steps().collect();
         for parameter in &self.parameters {
@@ -250,24 +293,25 @@ impl Session {
         self.plan.to_string()
     }
 
-    /// What the last step did, by name; `None` before the first.
+    /// The report of the last step, by name; `None` before the first step.
     fn report<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(report) = &self.report else {
             return Ok(None);
         };
         let named = PyDict::new(py);
-        named.set_item("launches", report.launches)?;
-        named.set_item("elements", report.elements)?;
-        named.set_item("without_gradient", report.without_gradient)?;
-        named.set_item("copied_gradients", self.copied_gradients)?;
-        named.set_item("grad_norm", report.grad_norm)?;
-        named.set_item("update_norm", report.update_norm)?;
-        named.set_item("non_finite", report.non_finite)?;
-        named.set_item("skipped", report.skipped)?;
+        named.set_item(intern!(py, "launches"), report.launches)?;
+        named.set_item(intern!(py, "elements"), report.elements)?;
+        named.set_item(intern!(py, "without_gradient"), report.without_gradient)?;
+        named.set_item(intern!(py, "copied_gradients"), self.copied_gradients)?;
+        named.set_item(intern!(py, "grad_norm"), report.grad_norm)?;
+        named.set_item(intern!(py, "update_norm"), report.update_norm)?;
+        named.set_item(intern!(py, "non_finite"), report.non_finite)?;
+        named.set_item(intern!(py, "skipped"), report.skipped)?;
         Ok(Some(named))
     }
 
-    /// How far each parameter moved in the last step, by name; `None` where it was not asked for.
+    /// The distance that each parameter moved in the last step, by name; `None` if the options do
+    /// not ask for it.
     fn update_norms(&mut self) -> PyResult<Option<Vec<(String, f64)>>> {
         let backend = threads::backend(NonZeroUsize::MIN)?;
         let norms = unlocked(&mut self.state).update_norms(backend.as_ref()).map_err(refused)?;
@@ -275,7 +319,7 @@ impl Session {
         Ok(norms.map(|norms| members.map(|p| p.name.clone()).zip(norms).collect()))
     }
 
-    /// The loss scale and how many good and bad steps it counts; `None` where there is none.
+    /// The loss scale, and its numbers of good and bad steps; `None` without a loss scale.
     fn loss_scale(&mut self) -> Option<(f64, u32, u32)> {
         let scale = unlocked(&mut self.state).loss_scale()?;
         Some((scale.scale(), scale.good_steps(), scale.bad_steps()))
@@ -283,7 +327,7 @@ impl Session {
 }
 
 impl Session {
-    /// Finds the tensors of all parameters; `None` if one is not what was planned for.
+    /// Finds the tensors of all parameters; `None` if one is no longer as planned.
     fn collect<'py>(
         &mut self,
         py: Python<'py>,
@@ -311,7 +355,7 @@ impl Session {
         Ok(Some(collected.found))
     }
 
-    /// Whether these are the parameters that were planned for.
+    /// Whether these are the planned parameters.
     fn is_of(&self, parameters: &[Bound<'_, PyList>]) -> bool {
         let mut own = self.parameters.iter();
         let count: usize = parameters.iter().map(|list| list.len()).sum();
@@ -325,7 +369,7 @@ impl Session {
             })
     }
 
-    /// Takes the settings of the step to come; `false` if they need another plan.
+    /// Takes the settings of the next step; `false` if they need another plan.
     fn takes(&mut self, rules: &[Bound<'_, PyDict>]) -> PyResult<bool> {
         Ok(self.trusts == trusts(rules)? && self.take_rules(parse(rules)?))
     }
@@ -337,7 +381,7 @@ impl Session {
         if rules.len() != self.rules.len() {
             return false;
         }
-        // Groups of one number have to stay alike.
+        // Groups that share a number must keep the same settings.
         let numbered = || rules.iter().zip(self.rule_numbers.iter().copied());
         for (rule, number) in numbered().filter(|(_, number)| number.is_some()) {
             let first = self.rule_numbers.iter().position(|&other| other == number);
@@ -349,6 +393,8 @@ impl Session {
         for (rule, number) in numbered() {
             let Some(number) = number else { continue };
             if state.rules()[number] != *rule && state.set_optimizer_of(number, *rule).is_err() {
+                // Rules before this one may have been taken already.
+                self.broken = true;
                 return false;
             }
         }
@@ -356,9 +402,9 @@ impl Session {
         true
     }
 
-    /// Runs the step on what has been collected, without the interpreter's lock, and tells who has
-    /// been written, unless the step came to nothing. Returns what telling raised beside what was
-    /// done.
+    /// Runs the step on the collected tensors, without the interpreter's lock. Then reports the
+    /// written parameters, unless the step was skipped. The inner result is the error that this
+    /// report raised.
     fn run(
         &mut self,
         py: Python<'_>,
@@ -403,12 +449,12 @@ impl Session {
     }
 }
 
-/// The state, of which the session is the only owner.
+/// The state of a session, which is its only owner.
 fn unlocked(state: &mut Mutex<State>) -> &mut State {
     state.get_mut().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How the library's tensors are looked at, those of the parameters at once.
+/// The access to the library's tensors, prepared for these parameters.
 fn handles(library: &Bound<'_, PyAny>, parameters: &mut [Parameter]) -> PyResult<Option<Handles>> {
     let file: Option<String> = library.getattr("file")?.extract()?;
     let Some(file) = file else {
@@ -417,23 +463,24 @@ fn handles(library: &Bound<'_, PyAny>, parameters: &mut [Parameter]) -> PyResult
     openmp::look_in(&file);
     let mut handles = Handles::of(library, &file)?;
     if let Some(handles) = &mut handles {
-        for own in parameters {
-            let tensor = own.tensor.bind(library.py());
-            handles.expect(tensor);
-            if let Some(direct) = handles.direct() {
-                own.known = direct.countable(tensor)?;
-            }
-        }
+        look_at(library.py(), handles, parameters)?;
     }
     Ok(handles)
 }
 
-/// A failure in PyTorch's kind.
-fn failed(error: impl std::fmt::Display) -> PyErr {
-    PyRuntimeError::new_err(error.to_string())
+/// Prepares the access to the tensors of these parameters.
+fn look_at(py: Python<'_>, handles: &mut Handles, parameters: &mut [Parameter]) -> PyResult<()> {
+    for own in parameters {
+        let tensor = own.tensor.bind(py);
+        handles.expect(tensor);
+        if let Some(direct) = handles.direct() {
+            own.known = direct.countable(tensor)?;
+        }
+    }
+    Ok(())
 }
 
-/// A dtype by PyTorch's name or NumPy's.
+/// The dtype of a name of PyTorch's or NumPy's.
 pub(crate) fn dtype_of(name: &str) -> PyResult<DType> {
     match name.rsplit('.').next().unwrap_or(name) {
         "float32" => Ok(DType::F32),

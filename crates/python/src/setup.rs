@@ -1,41 +1,33 @@
-//! What a rank is set up from: what Python asks for, and the plan that comes of it.
+//! The settings of a rank: those that Python gives, and the plan that they make.
 
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::NonZeroUsize;
 use std::time::Duration;
 
-use fusestep::planner::{
-    FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, Plan, Planner, Shard, Topology,
-    ZeroStage,
-};
+use fusestep::launch::LaunchLimits;
+use fusestep::planner::{Comms, Plan, Topology};
 use fusestep::tensor::ParamDesc;
-use fusestep::{Error, Shape, Tensors};
+use fusestep::{Communicator, Error, Section, Shape, StepOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rules::{Settings, number, parse, refused, trusts};
+use crate::errors::refused;
+use crate::rules::{Settings, number, own_rules, parse, trusts};
 use crate::session::{Described, dtype_of};
 
-/// Bytes of a MiB.
-const MIB: f64 = 1_048_576.0;
-
-/// What a rank is set up from.
+/// Settings of a rank.
 pub(crate) struct Setup {
-    planner: Planner,
+    pub(crate) step: StepOptions,
     params: Vec<ParamDesc>,
-    pub(crate) zero: u8,
-    pub(crate) accumulate: NonZeroU32,
-    /// Most bytes of gradients in one call.
-    bucket_bytes: Option<u64>,
-    /// Threads that reduce while gradients come; with none a step reduces and updates at once.
-    pub(crate) streams: usize,
     pub(crate) threads: NonZeroUsize,
     pub(crate) engine: Option<String>,
     pub(crate) timeout: Duration,
+    /// Whether buckets are updated while gradients come.
+    pub(crate) is_in_backward: bool,
 }
 
 impl Setup {
-    /// What Python asks for, and the number of each group's rule.
+    /// The settings that Python asks for, and the number of each group's rule.
     pub(crate) fn of(
         described: &[Described],
         rules: &[Bound<'_, PyDict>],
@@ -49,7 +41,7 @@ impl Setup {
             return Err(PyValueError::new_err("expected a parameter that trains, found none"));
         };
         let asked = Settings(options);
-        let mut planner = asked.planner(first, Tensors::Kept)?;
+        let mut step = asked.options(first)?;
         let mut names = vec![Vec::new(); distinct.len()];
         let mut params = Vec::with_capacity(described.len());
         for param in described {
@@ -61,19 +53,19 @@ impl Setup {
                 names[rule].push(param.name.clone());
             }
         }
-        for (names, rule) in names.into_iter().zip(&distinct).skip(1) {
-            planner = planner.group(names, *rule);
+        step.groups = own_rules(names, &distinct);
+        step.describe(&mut params).map_err(refused)?;
+        let is_in_backward = is_in_backward(&step)?;
+        if !step.separate && !step.naive && !is_in_backward {
+            // PyTorch's backward pass leaves time for calls beside it, in shared memory too.
+            step.comm_streams.get_or_insert(Comms::DEFAULT_STREAMS);
         }
-        let bucket_mib: Option<f64> = asked.get("bucket_mib", "a number")?;
+        step.check(1).map_err(refused)?;
         let timeout = Duration::try_from_secs_f64(asked.get("timeout", "a number")?);
         let setup = Self {
-            planner,
+            is_in_backward,
+            step,
             params,
-            zero: asked.get("zero", "0, 1 or 2")?,
-            accumulate: NonZeroU32::new(asked.get("accumulate", "a whole number")?)
-                .unwrap_or(NonZeroU32::MIN),
-            bucket_bytes: bucket_mib.map(|mib| (mib * MIB) as u64),
-            streams: asked.get("streams", "a whole number")?,
             threads: NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN),
             engine: asked.get("engine", "a name")?,
             timeout: timeout.map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?,
@@ -81,25 +73,27 @@ impl Setup {
         Ok((setup, rule_numbers))
     }
 
-    /// The plan of this rank.
-    pub(crate) fn plan(self, topology: Topology) -> Result<Plan, Error> {
-        let mut planner = self.planner;
-        if self.accumulate.get() > 1 {
-            planner = planner.with(GradientAccumulation::every(self.accumulate));
-        }
-        let zero = ZeroStage::of(self.zero).filter(|zero| *zero != ZeroStage::Three);
-        let zero = zero.ok_or_else(|| format!("zero: expected 0, 1 or 2, found {}", self.zero))?;
-        if zero != ZeroStage::None {
-            planner = planner.with(Shard::new(zero));
-        }
-        if topology.world > 1 {
-            let cap = self.bucket_bytes;
-            let cap = cap.unwrap_or(FuseAllReduce::DEFAULT_CAP_BYTES);
-            planner = planner.with(FuseAllReduce::of_bytes(cap));
-            if self.streams == 0 {
-                planner = planner.with(FuseReduceIntoUpdate);
-            }
+    /// The plan of this rank, which all ranks make together.
+    pub(crate) fn plan(&self, comm: &mut dyn Communicator) -> Result<Plan, Error> {
+        let topology = Topology::of(comm);
+        let mut planner = self.step.planner(&self.params, topology, LaunchLimits::default())?;
+        self.step.compare(comm)?;
+        if let Some(slices) = self.step.slices(&self.params, comm)? {
+            planner = planner.with(slices);
         }
         Ok(planner.plan_for(&self.params, topology)?)
     }
+
+    /// Whether gradients stay where views of them are: not where they are added up, shared out, or
+    /// updated with while they come.
+    pub(crate) fn lends_gradients(&self) -> bool {
+        let moves = self.step.zero > 1 || self.step.shard_group.is_some();
+        !moves && self.step.is_update_each() && !self.is_in_backward
+    }
+}
+
+/// Whether buckets are updated while gradients come.
+fn is_in_backward(step: &StepOptions) -> PyResult<bool> {
+    let changed = step.changed().map_err(refused)?;
+    Ok(changed.iter().any(|changed| changed.section == Section::Backward))
 }

@@ -1,43 +1,43 @@
-//! Where the tensors of other libraries lie, and whether they are what is expected.
+//! Places of other libraries' tensors, and checks that they are as expected.
 
 use fusestep::DType;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-/// What is wrong with a tensor.
+/// Reason why a tensor does not fit.
 #[derive(Debug)]
 pub(crate) enum Unfit {
-    /// It is no tensor of the library, or one that has no memory of its own.
+    /// The object is no tensor of the library, or a tensor without memory of its own.
     NoMemory(PyErr),
-    /// It lies elsewhere.
+    /// The tensor is on another device.
     Device,
-    /// It has another dtype, `None` for one that no kernel takes.
+    /// The tensor has another dtype; `None` for a dtype that no kernel takes.
     DType(Option<DType>),
-    /// It has other extents.
+    /// The tensor has other extents.
     Shape(Vec<i64>),
-    /// Its elements do not lie one behind the other in the order of their indices.
+    /// The tensor's elements do not lie one behind the other in the order of their indices.
     Strides,
-    /// Its address is no multiple of the size of its elements.
+    /// The tensor's address is no multiple of the size of its elements.
     Alignment,
-    /// Its values are those in memory with the sign turned.
+    /// The tensor's values are those in memory with the sign turned.
     Negated,
 }
 
-/// Where a tensor's elements lie.
+/// Place of a tensor's elements in host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) address: usize,
     pub(crate) len_bytes: usize,
 }
 
-/// What a tensor has to be.
+/// Properties that a tensor must have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Expected<'a> {
     pub(crate) dtype: DType,
     pub(crate) shape: &'a [u64],
 }
 
-/// What the library tells of a tensor in host memory.
+/// Properties that the library tells of a tensor in host memory.
 pub(crate) struct Told<'a> {
     pub(crate) dtype: Option<DType>,
     pub(crate) shape: &'a [i64],
@@ -46,7 +46,7 @@ pub(crate) struct Told<'a> {
 }
 
 impl Told<'_> {
-    /// Where the tensor lies, if it is as expected.
+    /// The place of the tensor, if the tensor is as expected.
     #[inline]
     pub(crate) fn place(&self, expected: Expected<'_>) -> Result<Place, Unfit> {
         if self.dtype != Some(expected.dtype) {
@@ -63,7 +63,7 @@ impl Told<'_> {
             return Err(Unfit::Strides);
         }
         let numel: u64 = expected.shape.iter().product();
-        // Some libraries keep no elements for a tensor of nothing but zeros.
+        // Some libraries keep no elements for a tensor that is all zeros.
         if self.address == 0 && numel > 0 {
             let error = PyTypeError::new_err("its address is null");
             return Err(Unfit::NoMemory(error));

@@ -1,4 +1,4 @@
-//! The threads that steps run on.
+//! Backends, and the threads on which steps run.
 
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +9,7 @@ use pyo3::exceptions::PyRuntimeError;
 
 use crate::openmp;
 
-/// A backend, the process that has its threads, how many they are, and whether they are PyTorch's.
+/// A backend, the process that has its threads, their number, and whether they are PyTorch's.
 struct Made {
     process: u32,
     threads: NonZeroUsize,
@@ -17,14 +17,14 @@ struct Made {
     backend: Arc<CpuBackend>,
 }
 
-/// The backends made last, the newest at the end.
+/// Backends that were made last, the newest at the end.
 static MADE: Mutex<Vec<Made>> = Mutex::new(Vec::new());
 
 /// Most backends that are kept.
 const MOST: usize = 4;
 
-/// A backend of so many threads, the caller's and PyTorch's where it is loaded. A process that was
-/// forked off has none of its parent's threads, so it gets its own.
+/// A backend on `threads` threads: the caller's, and PyTorch's if PyTorch is loaded. A forked
+/// process has none of its parent's threads, so it gets its own.
 ///
 /// # Errors
 /// `RuntimeError` if threads cannot be started.
@@ -42,7 +42,7 @@ pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
     if made.len() == MOST {
         let oldest = made.remove(0);
         if oldest.process != process {
-            // Dropping it would wait for threads that are not here.
+            // Dropping this backend would wait for threads that are not in this process.
             std::mem::forget(oldest);
         }
     }
@@ -50,8 +50,8 @@ pub(crate) fn backend(threads: NonZeroUsize) -> Result<Arc<CpuBackend>, PyErr> {
     Ok(backend)
 }
 
-/// The caller and workers of its own: one more than can work beside it, since one may be woken on
-/// a core where another library's threads spin.
+/// A pool of the caller and workers of its own. It has one worker more than can work beside the
+/// caller, since one may wake on a core where another library's threads spin.
 fn pool(threads: NonZeroUsize) -> Result<Pool, PyErr> {
     if threads == NonZeroUsize::MIN {
         return Ok(Pool::new(threads));

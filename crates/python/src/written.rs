@@ -1,4 +1,4 @@
-//! Who is told that parameters have been written.
+//! Report of the parameters that a step has written.
 
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -6,24 +6,25 @@ use pyo3::types::PyList;
 use crate::gradient::Direct;
 use crate::parameter::Parameter;
 
-/// Parameters that a step writes, and who is to know.
+/// Parameters that a step writes, and the ways to report them.
 pub(crate) struct Written<'a> {
-    /// Called with a list of those that are not counted directly.
+    /// Python function that gets a list of the parameters whose versions are not counted directly.
     pub(crate) call: &'a Py<PyAny>,
     pub(crate) direct: Option<&'a Direct>,
     pub(crate) parameters: &'a [Parameter],
-    /// Positions of those that are written.
+    /// Positions of the written parameters.
     pub(crate) updated: &'a [usize],
 }
 
 impl Written<'_> {
-    /// Counts a version of each of them.
+    /// Counts a version of each written parameter, or reports it.
     pub(crate) fn tell(&self, py: Python<'_>) -> PyResult<()> {
         let mut others = Vec::new();
         for &at in self.updated {
             let Parameter { tensor, known, .. } = &self.parameters[at];
             let is_counted = self.direct.zip(*known).is_some_and(|(direct, known)| {
-                // SAFETY: what was said of this object when it was planned for.
+                // SAFETY: `known` is the answer of `Direct::countable` for this object, from when
+                // the step was planned.
                 unsafe { direct.count(tensor.bind(py), known) }
             });
             if !is_counted {

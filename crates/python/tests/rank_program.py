@@ -10,9 +10,12 @@ import sys
 import threading
 import time
 
+import rank_others
+import rank_settings
 import torch
 
 import fusestep.torch
+
 
 class Model(torch.nn.Module):
     def __init__(self, width=37):
@@ -173,13 +176,14 @@ def kind_replaced():
 def kind_arriving():
     """Gradients that are one element, in another order, or another hook's."""
     model, optimizer, options = made(**OPTIONS)
-    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
     seen = {}
-    model.first.weight.register_hook(lambda gradient: 2 * gradient)
     for name in ("bias", "weight"):
-        getattr(model.second, name).register_hook(
-            lambda gradient, name=name: seen.update({name: gradient.data_ptr()})
+        # Called before ours, with what autograd has left.
+        getattr(model.second, name).register_post_accumulate_grad_hook(
+            lambda param, name=name: seen.update({name: param.grad.data_ptr()})
         )
+    parallel = fusestep.torch.DataParallel(model, optimizer, timeout=30, **options)
+    model.first.weight.register_hook(lambda gradient: 2 * gradient)
     factors = torch.arange(37.0 * 65).view(37, 65) + RANK
     loss = model.first.weight.sum() * (RANK + 1) + model.second.bias.sum()
     (loss + (model.second.weight.t() * factors).sum()).backward()
@@ -326,7 +330,12 @@ def main(kind, out, options, started=None):
         for name in ("RANK", "WORLD_SIZE")
     )
     torch.set_num_threads(1)
-    globals()[f"kind_{kind}"]()
+    own = globals().get(f"kind_{kind}")
+    if own is not None:
+        own()
+    else:
+        others = rank_settings if kind == "settings" else rank_others
+        getattr(others, kind)(OUT, OPTIONS, RANK, WORLD)
 
 
 if __name__ == "__main__":

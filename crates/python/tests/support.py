@@ -2,7 +2,8 @@
 
 import torch
 
-OURS_OF = ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop")
+OURS_OF = ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam")
+OWN = ("Lion", "Lars", "Lamb", "ScheduleFreeAdamW")
 SHAPES = [(3, 4), (7,), (), (0, 5), (130, 70), (1, 1, 65)]
 
 

@@ -18,6 +18,11 @@ THEIRS = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls._
 TOLERANCE = {torch.float32: 4e-6, torch.float64: 1e-12}
 
 
+def tolerance(name, dtype):
+    # PyTorch keeps NAdam's product of momenta in float32, whatever the parameter.
+    return max(TOLERANCE[dtype], 1e-8 if name == "NAdam" else 0.0)
+
+
 def info_of(name):
     """An `OptimizerInfo` for our class of this name."""
     theirs = THEIRS[name]
@@ -41,7 +46,7 @@ EVERY = pytest.mark.parametrize(("name", "settings"), list(configurations()))
 WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-def test_all_five_classes_are_in_the_table():
+def test_every_class_is_in_the_table():
     assert sorted(THEIRS) == sorted(OURS_OF)
 
 
@@ -83,7 +88,7 @@ def test_every_configuration_gives_pytorchs_numbers(name, settings, dtype):
         a.step()
         b.step()
     scale = max(float(p.abs().max()) for p in theirs if p.numel())
-    assert largest_difference(ours, theirs) <= TOLERANCE[dtype] * max(1.0, scale)
+    assert largest_difference(ours, theirs) <= tolerance(name, dtype) * max(1.0, scale)
     assert largest_difference(ours, start) > 1e-3, "a step that does nothing proves nothing"
 
 
@@ -116,7 +121,7 @@ def test_state_dicts_go_both_ways(name, settings, dtype, direction):
         a.step()
         b.step()
     scale = max(float(p.abs().max()) for p in theirs if p.numel())
-    assert largest_difference(ours, theirs) <= TOLERANCE[dtype] * max(1.0, scale)
+    assert largest_difference(ours, theirs) <= tolerance(name, dtype) * max(1.0, scale)
 
 
 @EVERY

@@ -1,14 +1,16 @@
 """The step inside of ``backward``."""
 
 import copy
+import gc
 
 import pytest
 import torch
-from support import OURS_OF, bits, parameters, same_bits
+from support import OURS_OF, OWN, bits, parameters, same_bits
 
 import fusestep.torch
+from fusestep.torch._taken import Taken
 
-NAMES = [*OURS_OF, "Lion", "Lars", "Lamb", "ScheduleFreeAdamW"]
+NAMES = [*OURS_OF, *OWN]
 
 
 class Net(torch.nn.Module):
@@ -26,6 +28,10 @@ class Net(torch.nn.Module):
             x = self.norm(x + torch.relu(layer(x)))
         x = self.layers[3](x)
         return self.rare(x) if rare else x
+
+
+def is_freed(param):
+    return param.grad is None or isinstance(param.grad, Taken)
 
 
 def make(name, model, **settings):
@@ -74,7 +80,7 @@ def test_gradients_need_a_tenth_of_the_model():
     seen = []
 
     def look(_):
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        grads = [p.grad for p in model.parameters() if not is_freed(p)]
         seen.append(sum(g.numel() * g.element_size() for g in grads))
 
     for param in model.parameters():
@@ -85,8 +91,9 @@ def test_gradients_need_a_tenth_of_the_model():
             # From the second step on buckets follow the order seen.
             assert max(seen) <= model_bytes / 10, (max(seen), model_bytes)
         seen.clear()
-        assert all(p.grad is None for p in model.parameters())
+        assert all(is_freed(p) for p in model.parameters())
         optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
     assert fused.peak_gradient_bytes > 0
 
 
@@ -219,7 +226,7 @@ def test_a_parameter_that_trains_later_is_updated_in_backward(added, alone):
         before = bits(thawed.parameters())
         model(torch.ones(8, 32)).sum().backward()
         if fuse:
-            assert all(p.grad is None for p in thawed.parameters())
+            assert all(is_freed(p) for p in thawed.parameters())
             assert not same_bits(before, thawed.parameters())
         optimizer.step()
     assert same_bits(models[0].parameters(), models[1].parameters())
@@ -241,3 +248,42 @@ def test_a_grad_scaler_is_refused():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(model(torch.ones(8, 32)).sum()).backward()
     scaler.step(optimizer)
+
+
+def test_objects_are_looked_through_once_for_all_orders_of_gradients(monkeypatch):
+    looks, objects = [], gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda *given: looks.append(given) or objects(*given))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+    late = torch.nn.Linear(4, 4)
+    model = torch.nn.ModuleList([*layers, late])
+    optimizer = fusestep.torch.AdamW(layers.parameters())
+    fused = fusestep.torch.fuse_backward(model, optimizer)
+    orders = set()
+    for step in range(6):
+        order = list(layers)[:: 1 if step % 2 else -1]
+        sum(layer(torch.ones(2, 4)).sum() for layer in order).backward()
+        optimizer.step()
+        orders.add(tuple(map(id, fused._order)))
+    assert len(orders) == 2, "buckets are cut anew at each step"
+    # When it was made, and at the first gradient.
+    assert len(looks) == 2
+    optimizer.add_param_group({"params": list(late.parameters())})
+    sum(layer(torch.ones(2, 4)).sum() for layer in model).backward()
+    assert len(looks) == 3, "once more for others"
+
+
+def test_settings_are_read_of_the_groups_that_are_updated(monkeypatch):
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(20))
+    groups = [{"params": list(layer.parameters())} for layer in layers]
+    optimizer = fusestep.torch.AdamW(groups)
+    fusestep.torch.fuse_backward(layers, optimizer, bucket_mib=1e-5)
+    read, settings = [], optimizer._settings
+    for _ in range(3):
+        sum(layer(torch.ones(2, 4)).sum() for layer in layers).backward()
+        optimizer.step()
+    monkeypatch.setattr(optimizer, "_settings", lambda group: read.append(1) or settings(group))
+    sum(layer(torch.ones(2, 4)).sum() for layer in layers).backward()
+    optimizer.step()
+    # Those of 40 buckets of one group each, and of all groups by the step.
+    assert 40 <= len(read) <= 60

@@ -21,11 +21,8 @@ ADAM = {
     "maximize": False,
 }
 OPTIONS = {
-    "clip_norm": None,
-    "loss_scale": None,
-    "master_weights": False,
-    "update_norms": False,
-    "state_16": False,
+    "settings": {},
+    "loss_scale_at": None,
     "counts": True,
 }
 KEYS = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
@@ -91,7 +88,7 @@ class Owner:
 
 def session(arrays, rules=(ADAM,), **options):
     described = [Described(f"p{i}", len(array.memory)) for i, array in enumerate(arrays)]
-    settings = {**OPTIONS, **options}
+    settings = {**OPTIONS, "settings": {name: [str(value)] for name, value in options.items()}}
     return _fusestep.Session(arrays, described, list(rules), settings, KEYS, Library)
 
 
@@ -232,7 +229,7 @@ class Bare(unittest.TestCase):
 
     def test_settings_are_checked(self):
         _fusestep.check(ADAM)
-        for name, value in (("lr", math.nan), ("beta1", 1.5), ("rule", "adamax")):
+        for name, value in (("lr", math.nan), ("beta1", 1.5), ("rule", "adadelta")):
             with self.assertRaises(ValueError):
                 _fusestep.check({**ADAM, name: value})
         with self.assertRaisesRegex(ValueError, "`eps`"):

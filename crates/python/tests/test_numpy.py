@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fusestep.numpy
+from fusestep import _fusestep, _plans
 
 RULES = list(fusestep.numpy.RULES)
 SHAPES = {"a": (3, 4), "b": (7,), "c": (), "d": (0, 2), "e": (300, 40)}
@@ -46,11 +47,8 @@ def test_steps_have_the_bits_of_the_torch_classes(rule, dtype):
     torch = pytest.importorskip("torch")
     import fusestep.torch
 
-    names = {
-        "adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad",
-        "rmsprop": "RMSprop", "lion": "Lion", "lars": "Lars", "lamb": "Lamb",
-        "schedule_free": "ScheduleFreeAdamW",
-    }  # fmt: skip
+    names = {name.lower(): name for name in fusestep.torch.__all__}
+    names["schedule_free"] = "ScheduleFreeAdamW"
     params, state = arrays(0, dtype), fusestep.numpy.State()
     tensors = [torch.nn.Parameter(torch.from_numpy(np.copy(p))) for p in params.values()]
     optimizer = getattr(fusestep.torch, names[rule])(tensors, **settings_of(rule))
@@ -81,6 +79,33 @@ def test_a_copied_state_goes_on_with_the_same_bits(rule, copier):
     run(rule, params, state, range(4, 9))
     run(rule, others, other, range(4, 9))
     assert same(params, others)
+
+
+def test_parts_that_take_turns_are_planned_once(monkeypatch):
+    def run_parts(most):
+        made = []
+
+        class Counting:
+            check = staticmethod(_fusestep.check)
+
+            @staticmethod
+            def Session(*arguments):
+                made.append(arguments[1])
+                return _fusestep.Session(*arguments)
+
+        monkeypatch.setattr(fusestep.numpy, "_fusestep", Counting)
+        monkeypatch.setattr(_plans, "MOST_PLANS", most)
+        state = fusestep.numpy.State()
+        parts = [{f"{at}": np.ones(3 + at, np.float32)} for at in range(3)]
+        for step in range(4):
+            for part in parts:
+                grads = {name: np.full_like(own, step + 1) for name, own in part.items()}
+                fusestep.numpy.step("adamw", part, grads, state, lr=0.1 / (step + 1))
+        return len(made), [own.tobytes() for part in parts for own in part.values()]
+
+    plans, ours = run_parts(64)
+    without, theirs = run_parts(0)
+    assert (plans, without) == (3, 12) and ours == theirs
 
 
 def test_threads_change_no_bit_and_the_plan_is_kept():
@@ -374,3 +399,55 @@ def test_threads_that_share_a_state_wait_for_each_other():
     for _ in range(80):
         fusestep.numpy.step("adamw", alone, grads, other)
     assert np.array_equal(params["x"], alone["x"])
+
+
+PART = {
+    "no count": ("adam", {"moment1": 1, "moment2": 1}, "step of `w`: expected a count"),
+    "moments at step 0": ("adam", {"moment1": 1, "moment2": 1, "step": 0.0}, "expected zeros"),
+    "a broken count": ("adam", {"moment1": 1, "moment2": 1, "step": 2.5}, "whole number, found 2.5"),
+    "PyTorch's names": ("adam", {"exp_avg": 1, "exp_avg_sq": 1, "step": 3.0}, "found exp_avg, exp"),
+    "no momentum": ("rmsprop", {"moment2": 1, "step": 3.0}, "velocity of `w`: expected an array"),
+    "no velocity": ("sgd", {"step": 3.0}, "velocity of `w`: expected an array"),
+    "a count alone": ("lars", {"step": 3.0}, "velocity of `w`: expected an array"),
+}
+
+
+@pytest.mark.parametrize("part", PART)
+def test_state_in_part_is_refused(part):
+    rule, own, match = PART[part]
+    own = {
+        key: np.array(value) if key == "step" else np.full(3, value, np.float32)
+        for key, value in own.items()
+    }
+    state, w = fusestep.numpy.State({"w": dict(own)}), np.ones(3, np.float32)
+    settings = {"momentum": 0.9} if rule in ("rmsprop", "sgd") else {}
+    with pytest.raises(ValueError, match=match):
+        fusestep.numpy.step(rule, {"w": w}, {"w": np.ones(3, np.float32)}, state, **settings)
+    assert (w == 1).all() and state["w"].keys() == own.keys()
+    assert all(np.array_equal(state["w"][key], value) for key, value in own.items())
+
+
+@pytest.mark.parametrize("name", ["lr", "beta1", "eps", "weight_decay", "clip_norm"])
+def test_truth_values_are_no_numbers(name):
+    arrays = {"w": np.ones(3, np.float32)}
+    with pytest.raises(TypeError, match=name):
+        fusestep.numpy.step("adam", arrays, arrays, fusestep.numpy.State(), **{name: True})
+
+
+def test_sums_of_adagrad_may_start_anywhere():
+    state = fusestep.numpy.State({"w": {"sum": np.full(3, 4.0, np.float32)}})
+    w = np.ones(3, np.float32)
+    grads = {"w": np.zeros(3, np.float32)}
+    fusestep.numpy.step("adagrad", {"w": w}, grads, state)
+    assert (state["w"]["sum"] == 4).all()
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "lion"])
+def test_a_step_does_not_read_all_of_the_state(rule, monkeypatch):
+    state, w = fusestep.numpy.State(), np.ones(1000, np.float32)
+    settings = {"momentum": 0.9} if rule == "sgd" else {}
+    read, any_of = [], np.any
+    for _ in range(3):
+        fusestep.numpy.step(rule, {"w": w}, {"w": w + 1}, state, **settings)
+        monkeypatch.setattr(np, "any", lambda array: read.append(np.size(array)) or any_of(array))
+    assert sum(read) < 10

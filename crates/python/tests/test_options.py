@@ -265,8 +265,6 @@ def test_state_in_bfloat16():
         ("clip_norm", float("nan")),
         ("loss_scale", "static"),
         ("loss_scale", -1.0),
-        ("loss_scale", [1.0]),
-        ("loss_scale", (1.0, 2, 3)),
         ("accumulate", 0),
         ("accumulate", 2.5),
         ("state_dtype", torch.float64),
@@ -296,7 +294,9 @@ def test_the_plan_says_what_runs():
         ("ScheduleFreeAdamW", "warmup_steps", -1, "a whole number from 0 on, found -1"),
         ("Lion", "lr", "1", "a number, found '1'"),
         ("Lars", "trust_ratio", 1, "True or False, found 1"),
-        ("AdamW", "clip_norm", [], r"a finite value above 0, found \[\]"),
+        ("AdamW", "clip_norm", [], r"a finite number above 0, found \[\]"),
+        ("AdamW", "loss_scale", [1.0], r"a power of two .*found \[1.0\]"),
+        ("AdamW", "loss_scale", (1.0, 2, 3), r"a power of two .*found \(1.0, 2, 3\)"),
     ],
 )
 def test_settings_of_a_wrong_type_are_named(name, setting, value, match):

@@ -246,6 +246,35 @@ def stepped(refused):
     refused(ValueError, "found sums of 1 micro-steps", make=micro)
 
 
+ONE_OF_SEVERAL = [
+    "RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500",
+    "RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=10.0.0.1",
+    "RANK=0",
+    "WORLD_SIZE=4",
+    "RANK=0 WORLD_SIZE=5000 MASTER_ADDR=a MASTER_PORT=1",
+    "OMPI_COMM_WORLD_RANK=0",
+    "OMPI_COMM_WORLD_SIZE=4 RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1",
+    "SLURM_STEP_NUM_TASKS=4 SLURM_PROCID=0 RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1",
+    "PMI_RANK=0",
+    "PMIX_RANK=0",
+    "SLURM_STEP_NUM_TASKS=2",
+    "PALS_RANKID=0",
+    "FLUX_TASK_RANK=0",
+    "JSM_NAMESPACE_SIZE=2",
+]
+
+
+@pytest.mark.parametrize("variables", ONE_OF_SEVERAL)
+def test_one_process_of_several_never_trains_alone(monkeypatch, variables):
+    for variable in variables.split(" "):
+        monkeypatch.setenv(*variable.split("="))
+    param = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = fusestep.torch.AdamW([param])
+    engine = "processes" if "mpi" in _fusestep.engines else None
+    with pytest.raises(RuntimeError, match="expected"):
+        fusestep.torch.DataParallel(model_of(param), optimizer, engine=engine)
+
+
 def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -263,7 +292,6 @@ def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch):
     refused(TypeError, "found AdamW", make=torch.optim.AdamW)
     refused(ValueError, "ScheduleFreeAdamW", make=fusestep.torch.ScheduleFreeAdamW)
     refused(ValueError, "contiguous", param=torch.nn.Parameter(torch.ones(3, 4).t()))
-    refused(RuntimeError, "meta", param=torch.nn.Parameter(torch.ones(3, device="meta")))
     refused(ValueError, "trains, found none", param=torch.nn.Parameter(torch.ones(3), False))
     refused(RuntimeError, "found WORLD_SIZE=.not set")
     refused(RuntimeError, "expected processes or mpi, found smoke", engine="smoke")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import (
     OURS_OF,
+    OWN,
     assert_unchanged,
     bits,
     give_gradients,
@@ -24,7 +25,7 @@ from support import (
 
 import fusestep.torch
 
-NAMES = [*OURS_OF, "Lion", "Lars", "Lamb", "ScheduleFreeAdamW"]
+NAMES = [*OURS_OF, *OWN]
 EVERY = pytest.mark.parametrize("name", NAMES)
 
 
@@ -296,14 +297,15 @@ def test_nothing_with_a_gradient_is_a_step_that_does_nothing():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["sparse", "meta"])
 def test_a_gradient_that_no_kernel_takes_changes_nothing(name, kind):
-    gradient = torch.randn(6, 4)
-    gradient = gradient.to_sparse() if kind == "sparse" else gradient.to("meta")
-    match = "sparse" if kind == "sparse" else "cpu"
     params = parameters(shapes=[(5,), (6, 4), (3,)])
+    match, gradient = "sparse", torch.randn(6, 4).to_sparse()
     if kind == "meta":
-        # PyTorch lets no gradient of another device be assigned; a parameter of one is refused.
-        params[1] = torch.nn.Parameter(torch.empty(6, 4, device="meta"))
+        # PyTorch lets no gradient of another device be assigned; a parameter of one, which is
+        # frozen when the optimizer is made, is refused.
+        match, gradient = "cpu", torch.empty(6, 4, device="meta")
+        params[1] = torch.nn.Parameter(torch.empty(6, 4, device="meta"), requires_grad=False)
     optimizer = make(name, params)
+    params[1].requires_grad_(True)
     good = [params[0], params[2]]
     give_gradients(good, 0)
     params[1].grad = gradient
@@ -316,6 +318,18 @@ def test_a_gradient_that_no_kernel_takes_changes_nothing(name, kind):
     if kind != "meta":
         optimizer.step()
         assert not same_bits(before[0], good)
+
+
+def test_a_parameter_of_another_device_is_refused_at_once():
+    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, device="meta"))]
+    with pytest.raises(RuntimeError, match="expected a tensor on the cpu, found one on meta"):
+        fusestep.torch.AdamW(params)
+    optimizer = fusestep.torch.AdamW(params[:1])
+    with pytest.raises(RuntimeError, match="found one on meta"):
+        optimizer.add_param_group({"params": params[1:]})
+    assert len(optimizer.param_groups) == 1
+    params[1].requires_grad_(False)
+    fusestep.torch.AdamW(params)
 
 
 def test_a_refused_first_step_is_still_the_first():

@@ -1,4 +1,4 @@
-//! The definition: f64, scalar, one element at a time.
+//! The definition of RMSprop: f64, scalar, one element at a time.
 //!
 //! ```text
 //! g ← −g if maximize;  g ← g + λ·p
@@ -7,15 +7,15 @@
 //! b ← μ·b + g / (√s + ε)
 //! p ← p − lr·b
 //! ```
-//! Tieleman & Hinton 2012 (lecture 6.5), centered as Graves 2013 (arXiv:1308.0850); ε outside of
-//! the root, momentum and L2 decay as in PyTorch 2.7. Where rounding makes v − a² negative,
+//! Tieleman & Hinton 2012 (lecture 6.5), centered as in Graves 2013 (arXiv:1308.0850). ε outside
+//! the root, momentum and L2 decay are as in PyTorch 2.7. If rounding makes v − a² negative,
 //! PyTorch's parameter becomes NaN; here the variance is 0.
 
 use fusestep_launch::Objective;
 
 use crate::{Centering, RmsProp};
 
-/// One element's parameter and state.
+/// The parameter and the state of one element.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Element {
     /// p.

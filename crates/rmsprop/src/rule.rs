@@ -1,63 +1,53 @@
-//! The rule: hyper-parameters, what a step takes of them, and the update of one element.
+//! The rule of RMSprop: hyper-parameters, step scalars, and the update of one element.
 
 use fusestep_elementwise::{
     Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
 };
 use fusestep_launch::{
     Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
-    UpdateRule, check_hyper, entry, step_scalars_entry,
+    Settings, UpdateRule, entry, settings, step_scalars_entry, switch,
 };
 use fusestep_tensor::{DType, Role};
 
-/// What the gradient is divided by.
+/// Divisor of the gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Centering {
     /// The root of the mean square.
     #[default]
     MeanSquare,
-    /// The root of the variance: the mean's square is taken off (Graves 2013).
+    /// The root of the variance, which is the mean square less the square of the mean (Graves
+    /// 2013).
     Centered,
 }
 
-/// Hyper-parameters of one RMSprop optimizer.
-///
-/// # Cost
-/// 20 bytes of memory traffic per f32 element (read p, g, v; write p, v), 8 more with momentum and
-/// 8 more if centered; twice that for f64.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RmsProp {
-    /// Learning rate per step; 1e-2 by default.
-    pub lr: f64,
-    /// α: decay of the mean square, in [0, 1); 0.99 by default.
-    pub alpha: f64,
-    /// ε, added to the root outside of it, at least 0; 1e-8 by default.
-    pub eps: f64,
-    /// μ, in [0, 1); 0 by default, which is no momentum and keeps no velocity.
-    pub momentum: f64,
-    /// λ: λ·p is added to the gradient; 0 by default.
-    pub weight_decay: f64,
-    /// What the gradient is divided by.
-    pub centering: Centering,
-    /// Whether to step against or along the gradient.
-    pub objective: Objective,
-}
+switch!(Centering: MeanSquare, Centered);
 
-impl Default for RmsProp {
-    fn default() -> Self {
-        Self {
-            lr: 1e-2,
-            alpha: 0.99,
-            eps: 1e-8,
-            momentum: 0.0,
-            weight_decay: 0.0,
-            centering: Centering::MeanSquare,
-            objective: Objective::Minimize,
-        }
+settings! {
+    /// Hyper-parameters of one RMSprop optimizer.
+    ///
+    /// # Cost
+    /// 20 bytes of memory traffic per f32 element (read p, g, v; write p, v), 8 more with momentum
+    /// and 8 more if centered; twice that for f64.
+    pub struct RmsProp {
+        /// Learning rate per step; 1e-2 by default.
+        pub lr: f64 = 1e-2 => number(Domain::NotNegative);
+        /// α: decay of the mean square, in [0, 1); 0.99 by default.
+        pub alpha: f64 = 0.99 => number(Domain::BelowOne);
+        /// ε, added to the root from outside, at least 0; 1e-8 by default.
+        pub eps: f64 = 1e-8 => number(Domain::NotNegative);
+        /// μ, in [0, 1); 0 by default, which means no momentum and keeps no velocity.
+        pub momentum: f64 = 0.0 => number(Domain::BelowOne);
+        /// λ: λ·p is added to the gradient; 0 by default.
+        pub weight_decay: f64 = 0.0 => number(Domain::NotNegative);
+        /// Divisor of the gradient.
+        pub centering: Centering = Centering::MeanSquare => switch("centered");
+        /// Whether to step against or along the gradient.
+        pub objective: Objective = Objective::Minimize => switch("maximize");
     }
 }
 
 impl RmsProp {
-    /// Whether there is a velocity: momentum is above 0.
+    /// Whether the rule has a velocity, because momentum is above 0.
     pub fn has_velocity(&self) -> bool {
         self.momentum != 0.0
     }
@@ -89,13 +79,7 @@ impl UpdateRule for RmsProp {
     }
 
     fn validate(&self) -> Result<(), RuleError> {
-        check_hyper(&[
-            ("lr", self.lr, Domain::NotNegative),
-            ("alpha", self.alpha, Domain::BelowOne),
-            ("eps", self.eps, Domain::NotNegative),
-            ("momentum", self.momentum, Domain::BelowOne),
-            ("weight_decay", self.weight_decay, Domain::NotNegative),
-        ])
+        self.check()
     }
 
     fn kernel(
@@ -107,13 +91,13 @@ impl UpdateRule for RmsProp {
     }
 }
 
-/// Flag: the gradient's sign is turned (maximize).
+/// Flag that turns the gradient's sign (maximize).
 const FLAG_MAXIMIZE: u32 = 1;
 
-/// Flag: behind the mean square lies the mean, whose square is taken off it.
+/// Flag of the centered form: the mean follows the mean square, and its square is subtracted.
 const FLAG_CENTERED: u32 = 2;
 
-/// Flag: the last list of state is the velocity.
+/// Flag of a velocity as the last list of state.
 const FLAG_VELOCITY: u32 = 4;
 
 impl ElementRule<4, 2> for RmsProp {
@@ -188,14 +172,14 @@ impl ElementRule<4, 2> for RmsProp {
     }
 }
 
-/// The update of `kernels/rmsprop.cu`, operation for operation.
+/// Update of one element. The operations are those of `kernels/rmsprop.cu`, in the same order.
 #[derive(Clone, Copy)]
 struct RmsPropUpdate<T, const CENTERED: bool> {
     scalars: [T; 4],
     objective: Objective,
 }
 
-/// The state is the mean square, the mean if centered, and the velocity if one is left.
+/// The state is the mean square, then the mean if centered, then the velocity if there is one.
 impl<T: Compute, const N: usize, const CENTERED: bool> Update<T, N> for RmsPropUpdate<T, CENTERED> {
     type StepScalars = [T; 2];
     const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(2);
@@ -223,7 +207,7 @@ impl<T: Compute, const N: usize, const CENTERED: bool> Update<T, N> for RmsPropU
             let a = alpha * state[1] + one_minus_alpha * g;
             new[1] = a;
             s = v - a * a;
-            // Rounding may leave less than 0; NaN stay.
+            // Rounding may leave a variance below 0; NaN stays NaN.
             s = if s < T::ZERO { T::ZERO } else { s };
         }
         let mut step = g / (s.sqrt() + eps);

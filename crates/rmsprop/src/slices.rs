@@ -1,4 +1,4 @@
-//! The crate alone: safe slices, no plan, no backend.
+//! RMSprop on safe slices, without a plan or a backend.
 
 use fusestep_elementwise::{Compute, SliceTensor, step_slices};
 use fusestep_launch::UpdateRule;
@@ -6,7 +6,7 @@ use fusestep_simd::Pool;
 
 use crate::{Centering, RmsProp, StepError};
 
-/// The tensors of one parameter; all slices have the same numel, 0 allowed.
+/// Tensors of one parameter. All slices have the same numel; 0 is allowed.
 #[derive(Debug)]
 pub struct RmsPropTensors<'a, T> {
     /// p, updated in place.
@@ -52,7 +52,7 @@ impl RmsProp {
     /// [`RmsProp::step`] on all threads of `pool`, with the same bits.
     ///
     /// # Errors
-    /// As [`RmsProp::step`].
+    /// Those of [`RmsProp::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,
@@ -93,7 +93,7 @@ impl RmsProp {
         }
     }
 
-    /// Whether a tensor brings the lists that these settings use, and no other.
+    /// Whether a tensor brings the lists that these settings use, and no others.
     fn check_lists<T>(
         &self,
         index: usize,

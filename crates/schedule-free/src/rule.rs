@@ -5,38 +5,35 @@ use fusestep_elementwise::{
     read_values, run_format,
 };
 use fusestep_launch::{
-    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Precision, RuleError, UpdateRule,
-    check_hyper, entry, step_scalars_entry,
+    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Precision, RuleError, Settings,
+    UpdateRule, entry, settings, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
-/// Hyper-parameters of one Schedule-Free AdamW optimizer.
-///
-/// The learning rate stays as it is after the warm-up: the average takes the place of a schedule. A
-/// rate that is changed all the same changes the length of steps, not the weights of the average.
-///
-/// # Cost
-/// 28 bytes of memory traffic per f32 element (read p, g, v, z; write p, v, z), twice that for f64.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ScheduleFree {
-    /// Learning rate per step, after the warm-up; 2.5e-3 by default.
-    pub lr: f64,
-    /// β₁: the share of the average in the point where gradients are taken, in (0, 1); 0.9 by
-    /// default.
-    pub beta1: f64,
-    /// β₂: decay of the second moment, in [0, 1); 0.999 by default.
-    pub beta2: f64,
-    /// ε, added to the root outside of it, at least 0; 1e-8 by default.
-    pub eps: f64,
-    /// λ: lr·λ·y is taken off, as AdamW does; 0 by default.
-    pub weight_decay: f64,
-    /// Steps over which the learning rate rises to `lr`; 0 by default.
-    pub warmup_steps: u32,
-}
-
-impl Default for ScheduleFree {
-    fn default() -> Self {
-        Self { lr: 2.5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0, warmup_steps: 0 }
+settings! {
+    /// Hyper-parameters of one Schedule-Free AdamW optimizer.
+    ///
+    /// The learning rate stays as it is after the warm-up: the average takes the place of a
+    /// schedule. A rate that is changed all the same changes the length of steps, not the weights
+    /// of the average.
+    ///
+    /// # Cost
+    /// 28 bytes of memory traffic per f32 element (read p, g, v, z; write p, v, z), twice that for
+    /// f64.
+    pub struct ScheduleFree {
+        /// Learning rate per step, after the warm-up; 2.5e-3 by default.
+        pub lr: f64 = 2.5e-3 => number(Domain::NotNegative);
+        /// β₁: the share of the average in the point where gradients are taken, in (0, 1); 0.9 by
+        /// default.
+        pub beta1: f64 = 0.9 => number(Domain::BetweenZeroAndOne);
+        /// β₂: decay of the second moment, in [0, 1); 0.999 by default.
+        pub beta2: f64 = 0.999 => number(Domain::BelowOne);
+        /// ε, added to the root outside of it, at least 0; 1e-8 by default.
+        pub eps: f64 = 1e-8 => number(Domain::NotNegative);
+        /// λ: lr·λ·y is taken off, as AdamW does; 0 by default.
+        pub weight_decay: f64 = 0.0 => number(Domain::NotNegative);
+        /// Steps over which the learning rate rises to `lr`; 0 by default.
+        pub warmup_steps: u32 = 0 => count;
     }
 }
 
@@ -68,14 +65,7 @@ impl UpdateRule for ScheduleFree {
     }
 
     fn hyper_parameters(&self) -> Vec<(&'static str, f64)> {
-        vec![
-            ("lr", self.lr),
-            ("beta1", self.beta1),
-            ("beta2", self.beta2),
-            ("eps", self.eps),
-            ("weight_decay", self.weight_decay),
-            ("warmup_steps", f64::from(self.warmup_steps)),
-        ]
+        self.numbers()
     }
 
     fn averaging(&self) -> Option<f64> {
@@ -89,20 +79,7 @@ impl UpdateRule for ScheduleFree {
     }
 
     fn validate(&self) -> Result<(), RuleError> {
-        check_hyper(&[("lr", self.lr, Domain::NotNegative)])?;
-        // No other rule divides by it.
-        if !(self.beta1 > 0.0 && self.beta1 < 1.0) {
-            return Err(RuleError::Hyper {
-                what: "beta1",
-                expected: "a value in (0, 1)",
-                found: self.beta1,
-            });
-        }
-        check_hyper(&[
-            ("beta2", self.beta2, Domain::BelowOne),
-            ("eps", self.eps, Domain::NotNegative),
-            ("weight_decay", self.weight_decay, Domain::NotNegative),
-        ])
+        self.check()
     }
 
     fn kernel(

@@ -1,27 +1,18 @@
-//! The crate alone: safe slices, no plan, no backend.
+//! Schedule-Free AdamW on safe slices, without a plan or a backend.
 
-use fusestep_elementwise::{Compute, SliceTensor, step_slices};
+use fusestep_elementwise::{Compute, element_slices};
 use fusestep_launch::UpdateRule;
-use fusestep_simd::Pool;
 
 use crate::{ScheduleFree, StepError};
 
-/// The tensors of one parameter; all slices have the same numel, 0 allowed.
-#[derive(Debug)]
-pub struct ScheduleFreeTensors<'a, T> {
-    /// y, where gradients are taken; updated in place.
-    pub param: &'a mut [T],
-    /// g, only read.
-    pub grad: &'a [T],
-    /// v, updated in place; zeros before step 1.
-    pub moment2: &'a mut [T],
-    /// z, updated in place; step 1 sets it, whatever it was.
-    pub base: &'a mut [T],
-}
-
-impl ScheduleFree {
-    /// Applies one step to every tensor, in the calling thread.
-    ///
+element_slices! {
+    /// Tensors of one parameter. All slices have the same numel; 0 is allowed.
+    pub struct ScheduleFreeTensors of ScheduleFree {
+        /// v, updated in place; zeros before step 1.
+        moment2,
+        /// z, updated in place; step 1 sets it, whatever it was.
+        base,
+    }
     /// ```text
     /// v ← β₂·v + (1 − β₂)·g²
     /// n = g / (√(v / (1 − β₂ᵗ)) + ε) + λ·y        γ = lr·min(1, t / warm-up)
@@ -29,38 +20,15 @@ impl ScheduleFree {
     /// z ← z − γ·n
     /// ```
     ///
-    /// # Shapes
-    /// A tensor has the same numel in all lists; 0 is allowed.
-    /// # Units
-    /// `step` counts from 1 without gaps. `lr` and λ are per step.
-    /// # Errors
-    /// [`StepError`] naming the list, the tensor and both counts; everything is checked before
-    /// anything is written.
+    /// The parameter is y, where gradients are taken. Steps count without gaps.
     /// # Cost
     /// 28 bytes of memory traffic per f32 element.
     /// # Source
     /// Defazio et al. 2024, algorithm 1, arXiv:2405.15682.
-    pub fn step<T: Compute>(
-        &self,
-        step: u64,
-        tensors: &mut [ScheduleFreeTensors<'_, T>],
-    ) -> Result<(), StepError> {
-        step_slices(self, step, None, slices(tensors))
-    }
+    step
+}
 
-    /// [`ScheduleFree::step`] on all threads of `pool`, with the same bits.
-    ///
-    /// # Errors
-    /// As [`ScheduleFree::step`].
-    pub fn step_with<T: Compute>(
-        &self,
-        pool: &Pool,
-        step: u64,
-        tensors: &mut [ScheduleFreeTensors<'_, T>],
-    ) -> Result<(), StepError> {
-        step_slices(self, step, Some(pool), slices(tensors))
-    }
-
+impl ScheduleFree {
     /// Writes the average x, which is what a model is evaluated and shipped with, and leaves y and
     /// z as they are: training goes on with its bits.
     ///
@@ -94,13 +62,4 @@ impl ScheduleFree {
         }
         Ok(())
     }
-}
-
-fn slices<'a, T>(tensors: &'a mut [ScheduleFreeTensors<'_, T>]) -> Vec<SliceTensor<'a, T, 2>> {
-    let slices = tensors.iter_mut().map(|tensor| SliceTensor {
-        param: &mut *tensor.param,
-        grad: tensor.grad,
-        state: [&mut *tensor.moment2, &mut *tensor.base],
-    });
-    slices.collect()
 }

@@ -1,11 +1,11 @@
-//! What is wrong with a schedule.
+//! Errors of schedules.
 
 use alloc::string::String;
 use core::fmt;
 
 use crate::MOST_PHASES;
 
-/// What is wrong with a schedule.
+/// Error of a schedule.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum ScheduleError {
@@ -13,11 +13,11 @@ pub enum ScheduleError {
     Range {
         /// Position of the phase, from 0.
         index: usize,
-        /// Its name.
+        /// Name of the phase.
         phase: &'static str,
-        /// The number.
+        /// Name of the number.
         what: &'static str,
-        /// What would work.
+        /// Values that would work.
         expected: &'static str,
         /// The value given.
         found: f64,
@@ -26,21 +26,21 @@ pub enum ScheduleError {
     Endless {
         /// Position of the phase, from 0.
         index: usize,
-        /// Its name.
+        /// Name of the phase.
         phase: &'static str,
     },
     /// More phases than [`MOST_PHASES`](crate::MOST_PHASES).
     Phases {
-        /// How many.
+        /// The number of phases.
         found: usize,
     },
     /// A text is no schedule.
     Text {
         /// Position of the phase, from 0.
         index: usize,
-        /// What would work.
+        /// A text that would work.
         expected: &'static str,
-        /// The phase as it was written, or how it begins.
+        /// The phase as it was written, or its beginning.
         found: String,
     },
 }
@@ -68,7 +68,7 @@ impl fmt::Display for ScheduleError {
                 f,
                 "schedule, phase {}: expected {expected}, found `{}`",
                 index + 1,
-                // What a terminal would act on is shown instead.
+                // Characters on which a terminal would act are shown escaped.
                 found.escape_debug()
             ),
         }

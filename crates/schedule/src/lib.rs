@@ -17,15 +17,16 @@ pub use phase::Phase;
 /// Most phases of a schedule, so that the factor of a step costs little whatever a file says.
 pub const MOST_PHASES: usize = 128;
 
-/// Most that a phase multiplies the learning rate with: no rate of a run overflows.
+/// Largest factor of a phase on the learning rate, so that no rate of a run overflows.
 pub const MOST_FACTOR: f64 = 1e6;
 
 /// The factor on the learning rate at every step: one phase after the other.
 ///
-/// A value: equal schedules have equal factors, and the factor of a step follows from its number.
+/// Schedules are values: equal schedules have equal factors, and a step's factor follows from its
+/// number.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
-    /// At least one.
+    /// The phases, at least one.
     phases: Vec<Phase>,
 }
 
@@ -35,18 +36,18 @@ impl Schedule {
         Phase::Constant { steps: None, factor: 1.0 }.into()
     }
 
-    /// A linear rise over so many steps: (t + 1) / (steps + 1), so that no step is lost at rate 0
-    /// and the first step after it has the whole rate.
+    /// A linear rise over `steps` steps, to (t + 1) / (steps + 1) at step t. No step is lost at
+    /// rate 0, and the first step afterwards has the whole rate.
     pub fn warmup(steps: u64) -> Self {
         Phase::warmup(steps).into()
     }
 
-    /// Half a cosine from 1 to 0 over so many steps.
+    /// Half a cosine from 1 to 0 over `steps` steps.
     pub fn cosine(steps: u64) -> Self {
         Phase::Cosine { steps, floor: 0.0 }.into()
     }
 
-    /// This schedule, and once its steps are over another from its own step 0 on.
+    /// This schedule, followed by another one, which begins at its own step 0.
     pub fn then(mut self, next: impl Into<Schedule>) -> Self {
         self.phases.extend(next.into().phases);
         self
@@ -60,10 +61,10 @@ impl Schedule {
     /// Checks every number.
     ///
     /// # Errors
-    /// A [`ScheduleError`] that names the phase, the number and what would work: powers are finite
-    /// and not negative, floors are from 0 to 1, no factor of any step is below 0 or above
-    /// [`MOST_FACTOR`], there are at most [`MOST_PHASES`] phases, and only the last one goes on for
-    /// ever.
+    /// A [`ScheduleError`] that names the phase, the number and what would work. Powers are finite
+    /// and not negative, and floors are from 0 to 1. No factor of any step is below 0 or above
+    /// [`MOST_FACTOR`]. There are at most [`MOST_PHASES`] phases, and only the last one may have no
+    /// end.
     pub fn validate(&self) -> Result<(), ScheduleError> {
         let found = self.phases.len();
         if found > MOST_PHASES {
@@ -79,7 +80,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// The factor of the update that so many updates went before.
+    /// The factor of the update that `step` updates went before.
     ///
     /// # Cost
     /// Linear in the number of phases.
@@ -98,7 +99,7 @@ impl Schedule {
         last.factor(step)
     }
 
-    /// The step from which on the factor is always the same; `None` if there is none.
+    /// The step from which on the factor never changes; `None` if there is none.
     pub fn settled_from(&self) -> Option<u64> {
         let steps = |phase: &Phase| match phase {
             Phase::Constant { steps: None, .. } => Some(0),

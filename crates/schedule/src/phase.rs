@@ -5,22 +5,22 @@ use core::num::NonZeroU64;
 
 use crate::{MOST_FACTOR, ScheduleError};
 
-/// One phase of a schedule: a curve over steps t = 0, 1, … of its own, and how many it takes.
+/// One phase of a schedule: a curve over its own steps t = 0, 1, … and the number of these steps.
 ///
-/// At t = `steps` and beyond a phase has the factor at t = `steps`; that is what remains if no
-/// phase follows.
+/// At t = `steps` and beyond a phase has the factor at t = `steps`. That factor remains if no phase
+/// follows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Phase {
     /// The factor at every step.
     Constant {
-        /// How many steps; for ever if `None`.
+        /// Number of steps; `None` for a phase without an end.
         steps: Option<u64>,
         /// Factor on the base rate, from 0 to [`MOST_FACTOR`].
         factor: f64,
     },
     /// from + (to − from)·t/steps.
     Linear {
-        /// How many steps.
+        /// Number of steps.
         steps: u64,
         /// Factor of the first step, from 0 to [`MOST_FACTOR`].
         from: f64,
@@ -30,16 +30,16 @@ pub enum Phase {
     /// floor + (1 − floor)·(1 + cos(π·t/steps))/2 (Loshchilov & Hutter 2017, arXiv:1608.03983,
     /// without restarts).
     Cosine {
-        /// How many steps.
+        /// Number of steps.
         steps: u64,
         /// Factor once the steps are over, in [0, 1].
         floor: f64,
     },
     /// floor + (1 − floor)·(1 − t/steps)^power: with power 2 the decay of the LARS papers.
     Polynomial {
-        /// How many steps.
+        /// Number of steps.
         steps: u64,
-        /// At least 0; 1 is a line.
+        /// Exponent, at least 0; 1 is a line.
         power: f64,
         /// Factor once the steps are over, in [0, 1].
         floor: f64,
@@ -50,18 +50,18 @@ pub enum Phase {
         every: NonZeroU64,
         /// Factor of a change, at least 0; above 1 only with `steps`.
         gamma: f64,
-        /// How many steps; for ever if `None`.
+        /// Number of steps; `None` for a phase without an end.
         steps: Option<u64>,
     },
 }
 
 impl Phase {
-    /// As [`crate::Schedule::warmup`].
+    /// The phase of [`crate::Schedule::warmup`].
     pub(crate) fn warmup(steps: u64) -> Self {
         Phase::Linear { steps, from: 1.0 / (steps as f64 + 1.0), to: 1.0 }
     }
 
-    /// How many steps it takes; `None` if it has no end.
+    /// The number of steps of the phase; `None` if it has no end.
     pub fn steps(&self) -> Option<u64> {
         match self {
             Phase::Linear { steps, .. }
@@ -71,14 +71,14 @@ impl Phase {
         }
     }
 
-    /// The factor at this step of its own.
+    /// The factor at `step`, counted from the phase's beginning.
     pub fn factor(&self, step: u64) -> f64 {
         let t = self.steps().map_or(step, |steps| step.min(steps));
         match self {
             Phase::Constant { factor, .. } => *factor,
             Phase::Linear { steps, from, to } => {
                 if t == *steps {
-                    // Rounding must not leave the end a little beside it.
+                    // The last factor must be exact, without the error of rounding.
                     return *to;
                 }
                 from + (to - from) * share(t, *steps)
@@ -130,7 +130,7 @@ impl Phase {
             Range::Share => (found <= 1.0, "a number from 0 to 1"),
             Range::Factor => (found <= MOST_FACTOR, "a number from 0 to 1e6"),
             Range::Power => (true, "a finite number of at least 0"),
-            // The last factor is the largest.
+            // A gamma above 1 makes the last factor the largest.
             Range::Gamma => (
                 found <= 1.0 || self.steps().is_some_and(|end| self.factor(end) <= MOST_FACTOR),
                 "a number from 0 to 1, or STEPS after which its factor is at most 1e6",
@@ -143,7 +143,7 @@ impl Phase {
     }
 }
 
-/// What a number of a phase may be, besides finite and at least 0.
+/// Range of a number of a phase, which is also finite and at least 0.
 enum Range {
     Share,
     Factor,
@@ -151,7 +151,7 @@ enum Range {
     Gamma,
 }
 
-/// How much of a phase is over; all of it if it takes no steps.
+/// The share of a phase that is over at step `t`; all of a phase without steps.
 fn share(t: u64, steps: u64) -> f64 {
     match steps {
         0 => 1.0,

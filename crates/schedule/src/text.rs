@@ -7,7 +7,7 @@ use core::str::FromStr;
 
 use crate::{MOST_PHASES, Phase, Schedule, ScheduleError};
 
-/// The form that [`Schedule::from_str`] reads.
+/// Writes the form that [`Schedule::from_str`] reads.
 impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, phase) in self.phases.iter().enumerate() {
@@ -59,11 +59,11 @@ fn optional<T: fmt::Display>(f: &mut fmt::Formatter<'_>, value: Option<&T>) -> f
 impl FromStr for Schedule {
     type Err = ScheduleError;
 
-    /// Reads phases joined by commas, each a name and its numbers joined by colons; the table on
-    /// the [crate's page](crate) has them all.
+    /// Reads phases joined by commas. A phase is its name and its numbers, joined by colons; the
+    /// table on the [crate's page](crate) lists all of them.
     ///
     /// # Errors
-    /// [`ScheduleError::Text`] with the form of the phase; as [`Schedule::validate`].
+    /// [`ScheduleError::Text`] with the form of the phase; those of [`Schedule::validate`].
     fn from_str(text: &str) -> Result<Self, ScheduleError> {
         let found = text.split(',').count();
         if found > MOST_PHASES {
@@ -83,7 +83,8 @@ const MOST_QUOTED: usize = 200;
 /// Most numbers of a phase.
 const MOST_NUMBERS: usize = 3;
 
-/// Makes a phase of its numbers; `None` if they are not of its form.
+/// Reader of one kind of phase: makes the phase of its numbers, or `None` if they do not have its
+/// form.
 type Reader = fn(&[&str]) -> Option<Phase>;
 
 fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
@@ -140,7 +141,7 @@ fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
 fn constant(numbers: &[&str]) -> Option<Phase> {
     let (steps, rest) = match numbers {
         [] => (None, numbers),
-        // A factor may follow on no number of steps.
+        // The number of steps may be empty if a factor follows.
         ["", rest @ ..] if !rest.is_empty() => (None, rest),
         [steps, rest @ ..] => (Some(number(steps)?), rest),
     };
@@ -151,7 +152,7 @@ fn number<T: FromStr>(text: &str) -> Option<T> {
     text.parse().ok()
 }
 
-/// A number that may be left out, and nothing behind it.
+/// Reads a number that may be left out, and allows nothing behind it.
 fn one_or<T: FromStr>(rest: &[&str], default: T) -> Option<T> {
     match rest {
         [] => Some(default),

@@ -4,8 +4,8 @@ use crate::Level;
 
 const LINE_BYTES: usize = 64;
 
-/// Does `work`, which may copy past the caches; what it copied is there for everyone who learns of
-/// it after this call.
+/// Does `work`, which may copy past the caches. Every thread that learns of the copies after this
+/// call sees their bytes.
 ///
 /// # Cost
 /// One fence. A fence behind every copy of a kilobyte makes the memory wait for each of them.
@@ -16,7 +16,7 @@ pub fn streaming<R>(level: Level, work: impl FnOnce(&StreamingCopies) -> R) -> R
     work(&copies)
 }
 
-/// Copies of so many bytes are not read again before they have left the caches.
+/// Length from which on a copy has left the caches before it is read again.
 const CACHED_BYTES: usize = 1 << 20;
 
 /// `dst ← src`: a short copy as usual, a long one past the caches.
@@ -37,17 +37,18 @@ pub struct StreamingCopies {
 }
 
 impl StreamingCopies {
-    /// `dst ← src`, past the caches where the processor can: what is not read again soon is written
-    /// without being read first, a third of an ordinary copy's traffic less, and pushes nothing out
-    /// of the caches. Whole cache lines go this way, the others are copied as usual.
+    /// `dst ← src`, past the caches where the processor can. The lines are written without being
+    /// read first, which is a third less traffic than an ordinary copy, and push nothing out of the
+    /// caches. Only whole cache lines go this way; the bytes before and behind them are copied as
+    /// usual.
     ///
     /// # Shapes
     /// Both slices have the same length; they need no alignment.
     /// # Panics
     /// If the lengths differ.
     /// # Cost
-    /// The lines are on their way to memory when it returns: a copy of less than a cache holds is
-    /// read from memory afterwards, which an ordinary copy is not.
+    /// The lines are on their way to memory when this returns. Even a short copy is then read from
+    /// memory, not from a cache as after an ordinary copy.
     #[inline]
     pub fn copy(&self, dst: &mut [u8], src: &[u8]) {
         assert!(dst.len() == src.len(), "a copy of {} bytes into {}", src.len(), dst.len());
@@ -62,8 +63,8 @@ impl StreamingCopies {
     }
 }
 
-/// Puts streaming stores before all stores that follow, as Rust's memory model expects of stores:
-/// without it another thread could be told of lines that have not arrived.
+/// A fence that puts streaming stores before all stores that follow, as Rust's memory model expects
+/// of stores. Without it another thread could be told of lines that have not arrived.
 struct Fence;
 
 impl Drop for Fence {
@@ -76,7 +77,8 @@ impl Drop for Fence {
     }
 }
 
-/// Copies lines, of which `dst` has as many as `src`, and the first begins with a cache line.
+/// Copies lines; `dst` and `src` have equally many, and the first of `dst` begins with a cache
+/// line.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 fn copy_lines(level: Level, dst: &mut [[u8; LINE_BYTES]], src: &[[u8; LINE_BYTES]]) {
     if dst.is_empty() {
@@ -87,7 +89,7 @@ fn copy_lines(level: Level, dst: &mut [[u8; LINE_BYTES]], src: &[[u8; LINE_BYTES
         // SAFETY: levels with vectors of 64 bytes prove AVX-512F, as `Level::vector_bytes` states;
         // `StreamingCopies::copy` cuts `dst` where a cache line begins.
         64 => unsafe { x86_64::copy_512(dst, src) },
-        // SAFETY: those of 32 bytes prove AVX; the alignment as above.
+        // SAFETY: levels with vectors of 32 bytes prove AVX; the alignment as above.
         32 => unsafe { x86_64::copy_256(dst, src) },
         // SAFETY: the alignment as above; SSE2 is part of every x86-64 processor.
         _ => unsafe { x86_64::copy_128(dst, src) },

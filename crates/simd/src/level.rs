@@ -1,4 +1,4 @@
-//! Which instruction set a loop is compiled for.
+//! Instruction sets that loops are compiled for.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,7 +15,7 @@ enum Kind {
     Avx2(x86_64::Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(x86_64::Avx512),
-    /// Part of every such processor.
+    /// NEON, a part of every aarch64 processor.
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
@@ -60,8 +60,9 @@ impl Level {
         matches!(self.0, Kind::Portable)
     }
 
-    /// Bytes of the level's vectors. On x86-64 holding a level of 64 proves that the processor has
-    /// AVX-512F, one of 32 that it has AVX: only `available` makes them, where both were found.
+    /// Bytes of the level's vectors. A level of 64 bytes proves that the processor has AVX-512F, a
+    /// level of 32 bytes that it has AVX. Only `available` makes these levels, where it has found
+    /// both.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     pub(crate) fn vector_bytes(self) -> usize {
         match self.0 {
@@ -71,7 +72,7 @@ impl Level {
         }
     }
 
-    /// Calls `body` compiled for this level; everything that is to profit must be inlined into it.
+    /// Calls `body` compiled for this level; code that is to profit must be inlined into `body`.
     ///
     /// The bits do not depend on the level: Rust neither contracts nor reassociates floating-point
     /// operations.
@@ -80,8 +81,9 @@ impl Level {
         self.run_compiled(true, body)
     }
 
-    /// [`Self::run`] for a loop whose running values fill the registers: 2 KiB of them with
-    /// AVX-512, 512 bytes or less elsewhere.
+    /// [`Self::run`] for a loop whose running values fill the registers. `many` is for the 2 KiB of
+    /// registers of AVX-512, `few` for the 512 bytes or less of other levels.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "for AVX-512"))]
     #[inline(always)]
     pub fn run_in_registers<R>(self, many: impl FnOnce() -> R, few: impl FnOnce() -> R) -> R {
         match self.0 {
@@ -95,8 +97,8 @@ impl Level {
         }
     }
 
-    /// [`Self::run`] for a body that is compiled for [`Self::PORTABLE`] only if `portable`, a
-    /// constant: code that nobody runs there is half of a kernel's.
+    /// [`Self::run`] for a body that is compiled for [`Self::PORTABLE`] only if the constant
+    /// `portable` is true. A portable body that nobody runs would be half of a kernel's code.
     ///
     /// # Panics
     /// If the level is portable and `portable` is false.
@@ -148,11 +150,11 @@ mod x86_64 {
     }
 
     level!(
-        /// What compilers call x86-64-v3, as far as loops gain by it.
+        /// The level that compilers call x86-64-v3, as far as loops gain by it.
         Avx2, "avx", "avx2", "bmi1", "bmi2", "fma", "lzcnt"
     );
     level!(
-        /// What they call x86-64-v4.
+        /// The level that compilers call x86-64-v4.
         Avx512, "avx", "avx2", "bmi1", "bmi2", "fma", "lzcnt", "avx512f", "avx512bw", "avx512cd",
         "avx512dq", "avx512vl"
     );
@@ -186,9 +188,9 @@ impl FromStr for Level {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("simd level `{found}`: expected one of {expected:?} on this processor")]
 pub struct LevelError {
-    /// What was asked for.
+    /// The name that was asked for.
     pub found: String,
-    /// What this processor has.
+    /// The names of this processor's levels.
     pub expected: Vec<&'static str>,
 }
 

@@ -2,14 +2,18 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod copy;
+#[cfg(any(test, feature = "rayon"))]
+mod handed;
 mod level;
 mod narrow;
 mod notifier;
+mod patience;
 mod pool;
-mod prefetch;
-mod rendezvous;
 #[cfg(test)]
-mod rendezvous_tests;
+mod pool_tests;
+mod prefetch;
+#[cfg(any(test, feature = "rayon"))]
+mod rayon_team;
 mod stream;
 mod sync;
 
@@ -19,9 +23,10 @@ pub use narrow::{
     join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random,
     narrow_f16, split_bf16, widen_bf16, widen_bf16_pair, widen_f16,
 };
+pub use notifier::Notifier;
+pub use patience::{Patience, Polling};
 pub use pool::{MAX_SHARED, MAX_THREADS, Order, Pool, Split, Team};
 pub use prefetch::{fetches_by_itself, prefetch_ahead, prefetch_bytes, prefetch_memory};
-pub use rendezvous::{
-    Claim, Contribution, MAX_REPLICAS, Participant, Peers, Rendezvous, Replicas, participants,
-};
+#[cfg(any(test, feature = "rayon"))]
+pub use rayon_team::start_workers;
 pub use stream::{MAX_WRITTEN, PREFETCH_DISTANCES, stream};

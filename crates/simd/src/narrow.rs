@@ -2,10 +2,10 @@
 //! become vector instructions.
 //!
 //! Widening is exact. Narrowing rounds once, to nearest even, keeps subnormals and makes every NaN
-//! a quiet one. But for the payload of NaN that are widened, the bits are those of the `half`
-//! crate, whose own conversions ask the processor what it can do for each value, which no loop
-//! profits from. Its conversions of f16 slices ask once for all of them and are faster than these;
-//! those of bf16 are slower.
+//! a quiet one. The bits are those of the `half` crate, but for the payload of widened NaN.
+//! Conversions of single values in that crate ask each time what the processor can do, which no
+//! loop profits from. Its conversions of f16 slices ask once and are faster than these; its
+//! conversions of bf16 slices are slower.
 
 const SIGN: u32 = 0x8000_0000;
 const MAGNITUDE: u32 = 0x7fff_ffff;
@@ -76,16 +76,16 @@ pub fn narrow_bf16(value: f32) -> u16 {
     (nearest::<false>(value) >> 16) as u16
 }
 
-/// Two of [`narrow_bf16`], in the lower and in the upper half of a word; neither is NaN if they are
-/// `NUMBERS`.
+/// The nearest bf16 of two values, in the lower and in the upper half of a word. With `NUMBERS`
+/// neither value is NaN.
 #[inline(always)]
 pub fn narrow_bf16_pair<const NUMBERS: bool>([low, high]: [f32; 2]) -> u32 {
     nearest::<NUMBERS>(low) >> 16 | nearest::<NUMBERS>(high) & UPPER
 }
 
 /// One of the two neighbouring bf16, the upper in magnitude with the probability that makes the
-/// expected value exact. Of `random_bits` the lower 16 bits count; a value that is a bf16 stays
-/// what it is.
+/// expected value exact. The lower 16 bits of `random_bits` count; a value that is a bf16 stays the
+/// same.
 #[inline(always)]
 pub fn narrow_bf16_at_random(value: f32, random_bits: u32) -> u16 {
     (at_random(value, random_bits) >> 16) as u16
@@ -104,18 +104,18 @@ fn nearest<const NUMBER: bool>(value: f32) -> u32 {
     rounded::<NUMBER>(value, 0x7fff + odd)
 }
 
-/// The bf16 that `random_bits` chose in the upper half.
+/// The bf16 that `random_bits` choose, in the upper half.
 #[inline(always)]
 fn at_random(value: f32, random_bits: u32) -> u32 {
     rounded::<false>(value, random_bits & 0xffff)
 }
 
-/// The bits after `addend`, less than 2¹⁶, was added, of which the upper half counts; NaN stay NaN.
+/// The bits of `value` plus `addend`, which is below 2¹⁶. The upper half counts; NaN stay NaN.
 #[inline(always)]
 fn rounded<const NUMBER: bool>(value: f32, addend: u32) -> u32 {
     let bits = value.to_bits();
     let sum = bits.wrapping_add(addend);
-    // A comparison of floats is one instruction, one of their bits two.
+    // Comparing floats is one instruction, comparing their bits two.
     if !NUMBER && value.is_nan() { bits | QUIET } else { sum }
 }
 
@@ -134,7 +134,7 @@ pub fn split_bf16(value: f32) -> (u16, u16) {
     (((bits.wrapping_add(0x8000)) >> 16) as u16, bits as u16)
 }
 
-/// The f32 of which [`split_bf16`] made these.
+/// The f32 that [`split_bf16`] split into these two.
 #[inline(always)]
 pub fn join_bf16(param: u16, remainder: u16) -> f32 {
     let remainder = i32::from(remainder as i16) as u32;

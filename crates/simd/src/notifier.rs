@@ -1,13 +1,11 @@
-//! Waiting for an atomic to change: spin first, sleep later.
+//! Waiting for an atomic to change: look first, sleep later.
 
-use crate::sync::{
-    AtomicUsize, Condvar, Instant, Mutex, Ordering, PATIENCE, PoisonError, pass, yield_now,
-};
+use crate::sync::{AtomicUsize, Condvar, Instant, Mutex, Ordering, Patience, PoisonError, pass};
 
 /// Wakes threads that wait until a condition on `SeqCst` atomics holds.
-pub(crate) struct Notifier {
-    spins: u32,
-    yields: u32,
+#[derive(Debug)]
+pub struct Notifier {
+    patience: Patience,
     sleepers: AtomicUsize,
     lock: Mutex<()>,
     changed: Condvar,
@@ -15,19 +13,9 @@ pub(crate) struct Notifier {
 
 impl Notifier {
     /// A notifier for `waiters` threads that wait for each other.
-    pub(crate) fn new(waiters: usize) -> Self {
-        // With fewer cores than threads, whoever spins keeps away the one that is waited for.
-        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        // A core that is offered there may go to strangers for milliseconds, so that sleep comes
-        // sooner.
-        let (spins, yields) = if waiters <= cores {
-            (PATIENCE.spins, PATIENCE.yields)
-        } else {
-            (0, PATIENCE.yields / 3)
-        };
+    pub fn new(waiters: usize) -> Self {
         Self {
-            spins,
-            yields,
+            patience: Patience::of(waiters),
             sleepers: AtomicUsize::new(0),
             lock: Mutex::new(()),
             changed: Condvar::new(),
@@ -35,7 +23,7 @@ impl Notifier {
     }
 
     /// Wakes all sleepers; to be called after the change that they wait for.
-    pub(crate) fn notify(&self) {
+    pub fn notify(&self) {
         // Either this sees the sleeper, or the sleeper's last look saw the change: all four
         // accesses are `SeqCst`. The lock makes sure that a sleeper seen here is not
         // between its last look and its sleep.
@@ -46,18 +34,9 @@ impl Notifier {
     }
 
     /// Waits until `done` or until the deadline has passed; says whether `done`.
-    pub(crate) fn wait(&self, done: impl Fn() -> bool, deadline: Option<Instant>) -> bool {
-        for _ in 0..self.spins {
-            if done() {
-                return true;
-            }
-            std::hint::spin_loop();
-        }
-        for _ in 0..self.yields {
-            if done() {
-                return true;
-            }
-            yield_now();
+    pub fn wait(&self, done: impl Fn() -> bool, deadline: Option<Instant>) -> bool {
+        if self.patience.look(&done) {
+            return true;
         }
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         self.sleepers.fetch_add(1, Ordering::SeqCst);

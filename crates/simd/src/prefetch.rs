@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 /// Distance where the first-level data cache has 32 KiB, or its size is not known.
 const NEAR_BYTES: usize = 512;
 
-/// Distance where it is larger.
+/// Distance where the first-level data cache is larger than 32 KiB.
 const FAR_BYTES: usize = 3072;
 
 /// The largest first-level data cache of the processors that want lines asked for late.
@@ -14,14 +14,16 @@ const SMALL_CACHE_BYTES: usize = 32 * 1024;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Distance on those of them that fetch by themselves, which stop where a page ends.
+/// Distance on processors with a larger cache that fetch lines by themselves, but stop where a page
+/// ends.
 const OVER_PAGES_BYTES: usize = 1024;
 
-/// Bytes of the narrowest elements whose lists such a processor fetches early enough by itself.
+/// Bytes of the narrowest elements whose lists an AMD processor with AVX-512 fetches early enough
+/// by itself.
 const OWN_ELEMENT_BYTES: usize = 4;
 
-/// How many bytes before their use an update asks for the cache lines of each of its lists, whose
-/// parameters have `element_bytes` bytes each.
+/// Distance in bytes between a cache line in use and the line that an update asks for, in each of
+/// its lists. A parameter has `element_bytes` bytes.
 ///
 /// Processors with larger first-level caches also keep more misses under way and want to know of
 /// them earlier. Measured on four (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are
@@ -41,9 +43,9 @@ pub fn prefetch_bytes(element_bytes: usize) -> usize {
     }
 }
 
-/// Whether the processor sees by itself which lines of a few lists come next, whose elements have
-/// `element_bytes` bytes, and loses where reductions, updates and copies take turns and ask for
-/// them as well: AMD's with AVX-512, from Zen 4 on.
+/// Whether the processor fetches the next lines of a few lists by itself, where an element has
+/// `element_bytes` bytes. AMD's processors with AVX-512 do, from Zen 4 on. They lose time where
+/// reductions, updates and copies take turns and ask for the lines as well.
 ///
 /// Measured on both (docs/PERFORMANCE.md): a step of two ranks loses a tenth, one of four ranks up
 /// to two thirds, an all-reduce 4 to 20 %; of 16-bit elements both gain by asking.
@@ -95,7 +97,7 @@ pub fn prefetch_ahead<T>(slice: &[T], index: usize) {
     prefetch_line(slice.as_ptr().wrapping_add(index).addr());
 }
 
-/// Asks the processor to bring `len_bytes` bytes at an address close, where there may be nothing.
+/// Asks the processor to bring `len_bytes` bytes at an address close; nothing need be mapped there.
 ///
 /// A hint only, as [`prefetch_ahead`].
 ///

@@ -1,15 +1,14 @@
-//! Says what is wrong with a file that the library refuses.
+//! Diagnosis of a file that the format's library refuses.
 
 use std::path::Path;
 
 use safetensors::Dtype;
 use serde_json::Value;
-use serde_json::value::RawValue;
 
 use crate::TensorFileError;
 use crate::header::{Entries, MAX_ENTRIES, MAX_ENTRY_BYTES, METADATA_KEY};
 
-/// Most bytes of a header, as the format's library has it.
+/// Most bytes of a header, as the format's library limits it.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Bytes before the header: its length.
@@ -41,11 +40,10 @@ pub(crate) fn header<'a>(path: &Path, bytes: &'a [u8]) -> Result<&'a str, Tensor
 
 /// The entries of a header, each name once and none longer than a tensor can need.
 pub(crate) fn entries<'a>(path: &Path, header: &'a str) -> Result<Entries<'a>, TensorFileError> {
-    let entries: Entries<'a> =
-        serde_json::from_str(header).map_err(|error| TensorFileError::Header {
-            path: path.to_owned(),
-            reason: format!("expected JSON, found an error: {error}"),
-        })?;
+    let entries = Entries::read(header).map_err(|error| TensorFileError::Header {
+        path: path.to_owned(),
+        reason: format!("expected JSON, found an error: {error}"),
+    })?;
     if let Some((name, found)) = entries.duplicate() {
         return Err(TensorFileError::DuplicateName {
             path: path.to_owned(),
@@ -70,7 +68,7 @@ pub(crate) fn entries<'a>(path: &Path, header: &'a str) -> Result<Entries<'a>, T
     Ok(entries)
 }
 
-/// Why the entries do not describe `data_bytes` of tensors; `None` if nothing is found.
+/// The error if the entries do not describe `data_bytes` of tensors; `None` if no fault is found.
 pub(crate) fn tensors(
     path: &Path,
     entries: &Entries<'_>,
@@ -82,7 +80,7 @@ pub(crate) fn tensors(
             continue;
         }
         // Entries have been parsed as JSON once, as a whole.
-        let value: Value = serde_json::from_str(value.get()).unwrap_or_default();
+        let value: Value = serde_json::from_str(value).unwrap_or_default();
         match tensor(&value) {
             Ok((begin, end)) => spans.push((begin, end, name)),
             Err(wrong) => return Some(wrong.of(path, name)),
@@ -112,7 +110,7 @@ fn length_error(path: &Path, what: &'static str, expected: u64, found: u64) -> T
     TensorFileError::Length { path: path.to_owned(), what, expected, found }
 }
 
-/// What is wrong with one entry.
+/// Fault of one entry: the property, its expected and its found value.
 struct Wrong {
     what: &'static str,
     expected: String,
@@ -131,22 +129,20 @@ impl Wrong {
     }
 }
 
-/// Whether the texts about a file are texts, and not more than it may have.
-fn metadata(value: &RawValue) -> Result<(), Wrong> {
+/// Whether the metadata of a file are texts, and no more of them than a file may have.
+fn metadata(value: &str) -> Result<(), Wrong> {
     let wrong = |expected: &str, found: String| Wrong {
         what: "metadata",
         expected: expected.to_owned(),
         found,
     };
-    let texts: Entries<'_> = serde_json::from_str(value.get())
-        .map_err(|_| wrong("an object of texts", value.get().to_owned()))?;
+    let texts = Entries::read(value).map_err(|_| wrong("an object of texts", value.to_owned()))?;
     if texts.0.len() > MAX_ENTRIES {
         let expected = format!("at most {MAX_ENTRIES} texts");
         return Err(wrong(&expected, texts.0.len().to_string()));
     }
-    let is_text = |value: &RawValue| value.get().starts_with('"');
-    match texts.0.iter().find(|(_, value)| !is_text(value)) {
-        Some((_, value)) => Err(wrong("an object of texts", value.get().to_owned())),
+    match texts.0.iter().find(|(_, value)| !value.starts_with('"')) {
+        Some((_, value)) => Err(wrong("an object of texts", (*value).to_owned())),
         None => Ok(()),
     }
 }

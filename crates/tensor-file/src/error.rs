@@ -1,10 +1,10 @@
-//! Why a file could not be read or written.
+//! Errors of reading and writing files.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use fusestep_tensor::{Quoted, TensorError};
 
-/// Why a file could not be read or written. A file that was there before is as it was.
+/// Error of reading or writing a file. A file that was there before is as it was.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorFileError {
@@ -13,7 +13,7 @@ pub enum TensorFileError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What was being done.
+        /// The operation that failed.
         operation: &'static str,
         /// The operating system's reason.
         reason: String,
@@ -23,7 +23,7 @@ pub enum TensorFileError {
     NotAFile {
         /// The path.
         path: PathBuf,
-        /// What it is.
+        /// Kind of thing that the path names.
         found: &'static str,
     },
     /// The file ends too early or goes on too long.
@@ -31,7 +31,7 @@ pub enum TensorFileError {
     Length {
         /// The file.
         path: PathBuf,
-        /// Which part.
+        /// The part of the file.
         what: &'static str,
         /// Bytes that the header asks for.
         expected: u64,
@@ -53,7 +53,7 @@ pub enum TensorFileError {
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault, in words.
         reason: String,
     },
     /// A tensor of the header is wrong.
@@ -69,11 +69,11 @@ pub enum TensorFileError {
         path: PathBuf,
         /// The tensor.
         name: String,
-        /// Which of its properties.
+        /// The property that is wrong.
         what: &'static str,
-        /// What it must be.
+        /// The value that it must have.
         expected: String,
-        /// What it is.
+        /// The value that it has.
         found: String,
     },
     /// Two entries have one name.
@@ -83,7 +83,7 @@ pub enum TensorFileError {
         path: PathBuf,
         /// The name.
         name: String,
-        /// How often it stands in the header.
+        /// Number of times that the name occurs in the header.
         found: usize,
     },
     /// A shape overflows.
@@ -91,23 +91,39 @@ pub enum TensorFileError {
     Shape {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault of the shape.
         source: TensorError,
     },
     /// Files that belong together could neither all be put in place nor all be taken back.
-    #[error("{reason}; {journal} has what is left: the next step on these files completes it", journal = journal.display())]
+    #[error("{reason}; {journal} has what is left: the next step on these files completes or undoes it", journal = journal.display())]
     Interrupted {
-        /// What the next call goes by.
+        /// The journal by which the next call completes the step or undoes it.
         journal: PathBuf,
-        /// Why it stopped.
+        /// Reason why the step stopped.
         reason: String,
+    },
+    /// Another program is writing a file.
+    #[error("{path}: expected a file that no other program is writing, found {lock} locked{told}; wait for that program, or give another file", path = path.display(), lock = lock.display())]
+    Busy {
+        /// The file.
+        path: PathBuf,
+        /// The lock that the other program holds.
+        lock: PathBuf,
+        /// Further text on the lock, appended to the message; may be empty.
+        told: String,
+    },
+    /// Another program has written a file between reading and replacing.
+    #[error("{path}: expected the file as it was at the beginning, found it changed by another program while this one ran; nothing was written, so begin again with the file as it is now", path = path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
     },
     /// A journal cannot be followed.
     #[error("{path}: {reason}", path = path.display())]
     Journal {
         /// The journal.
         path: PathBuf,
-        /// What is wrong, and what helps.
+        /// The fault, and what helps.
         reason: String,
     },
     /// The library that writes the format refused.
@@ -115,7 +131,15 @@ pub enum TensorFileError {
     Write {
         /// The file.
         path: PathBuf,
-        /// Its reason.
+        /// The library's reason.
         reason: String,
     },
+}
+
+/// The error of an operation that the system refused.
+pub(crate) fn io_error(
+    path: &Path,
+    operation: &'static str,
+) -> impl FnOnce(std::io::Error) -> TensorFileError {
+    move |error| TensorFileError::Io { path: path.to_owned(), operation, reason: error.to_string() }
 }

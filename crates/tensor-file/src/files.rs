@@ -1,18 +1,19 @@
-//! What saving and loading ask of a file system: the seam at which a simulation, or a fault, stands
-//! in for a disk.
+//! The interface of a file system for saving and loading; a simulation or a fault can stand in for
+//! a disk here.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::fmt::Debug;
+use std::io;
 use std::path::Path;
+use std::time::Duration;
 
-use crate::part;
+use xxhash_rust::xxh3::xxh3_64;
 
-/// What lies at a path; links are followed.
+/// Kind of a thing at a path; links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
-    /// An ordinary file of so many bytes.
+    /// An ordinary file.
     File {
-        /// Its length.
+        /// Length of the file.
         len_bytes: u64,
     },
     /// A folder.
@@ -21,45 +22,85 @@ pub enum FileKind {
     Other,
 }
 
+/// State of a thing at a path; a link there is itself [`FileKind::Other`], wherever it leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Look {
+    /// Kind of the thing.
+    pub kind: FileKind,
+    /// Time of the last change of its content, in nanoseconds since 1970.
+    pub modified_ns: i64,
+    /// The number by which the file system knows the file; another file in its place has another
+    /// number.
+    pub number: u64,
+    /// Whether this user or the superuser owns the file.
+    pub is_trusted: bool,
+}
+
+/// A lock that is held until it is dropped or its process ends.
+pub type Lock = Box<dyn Debug + Send + Sync>;
+
 /// A file system, as far as saving and loading need one.
 ///
-/// The promises are POSIX's: what [`Files::write_new`] has written is on disk when it returns, its
-/// name is once [`Files::sync_folder`] has returned, and [`Files::rename`] replaces in one step.
-pub trait Files: Send + Sync + std::fmt::Debug {
-    /// All bytes of an ordinary file; anything else is refused rather than waited for.
+/// The promises are POSIX's. Bytes from [`Files::write_new`] are on disk when it returns, and the
+/// file's name once [`Files::sync_folder`] has returned. [`Files::rename`] replaces a file in one
+/// step.
+pub trait Files: Send + Sync + Debug {
+    /// Reads all bytes of an ordinary file. Pipes and devices are refused rather than waited for,
+    /// and so is a file that changes meanwhile.
     ///
     /// # Errors
-    /// What the system says; [`io::ErrorKind::InvalidInput`] for what is no ordinary file.
+    /// Those of the system; [`io::ErrorKind::InvalidInput`] for a path that is no ordinary file.
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
 
-    /// What lies at a path.
+    /// The xxh3 of all bytes of an ordinary file.
     ///
     /// # Errors
-    /// What the system says; [`io::ErrorKind::NotFound`] if nothing does.
+    /// As [`Files::read`].
+    fn xxh3(&self, path: &Path) -> io::Result<u64> {
+        self.read(path).map(|bytes| xxh3_64(&bytes))
+    }
+
+    /// The kind of thing at a path.
+    ///
+    /// # Errors
+    /// Those of the system; [`io::ErrorKind::NotFound`] if nothing is there.
     fn kind(&self, path: &Path) -> io::Result<FileKind>;
 
-    /// Writes a file that must not be there yet, and its bytes to disk.
+    /// The state of the thing at a path; links are not followed.
     ///
     /// # Errors
-    /// What the system says; part of the file may be there then.
+    /// As [`Files::kind`].
+    fn look(&self, path: &Path) -> io::Result<Look>;
+
+    /// Keeps every other holder of the lock of this path out, in this process and in others. Waits
+    /// a moment if another holder has it.
+    ///
+    /// # Errors
+    /// Those of the system; [`io::ErrorKind::WouldBlock`] while another holder has the lock.
+    fn lock(&self, path: &Path) -> io::Result<Lock>;
+
+    /// Writes a new file and its bytes to disk; the file must not be there yet.
+    ///
+    /// # Errors
+    /// Those of the system; after one, part of the file may be there.
     fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
 
     /// Puts a file in place of another, or of none, in one step.
     ///
     /// # Errors
-    /// What the system says; both are as they were then.
+    /// Those of the system; after one, both files are as they were.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
     /// Gives a file a second name.
     ///
     /// # Errors
-    /// What the system says; some file systems have no second names.
+    /// Those of the system; some file systems have no second names.
     fn link(&self, from: &Path, to: &Path) -> io::Result<()>;
 
-    /// Gives a file the permissions of another, where there are any.
+    /// Gives a file the permissions of another, in a file system that has permissions.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system.
     fn keep_mode(&self, _of: &Path, _on: &Path) -> io::Result<()> {
         Ok(())
     }
@@ -67,127 +108,57 @@ pub trait Files: Send + Sync + std::fmt::Debug {
     /// Writes the names in a folder to disk.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// Makes a folder, and those above it, unless it is there.
+    /// Makes a folder and those above it, unless they are there.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
 
-    /// The names in a folder, in any order; names that are not UTF-8 are left out, since nothing
-    /// here has written them.
+    /// The names in a folder, in any order. Names that are not UTF-8 are left out, since no program
+    /// of this library has written them.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system.
     fn list(&self, path: &Path) -> io::Result<Vec<String>>;
 
     /// Removes a file.
     ///
     /// # Errors
-    /// What the system says.
+    /// Those of the system.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
 
-    /// Removes what processes that are dead were writing in a folder, where processes can be asked
-    /// about; what cannot be removed costs space only.
-    fn remove_abandoned(&self, _folder: &Path) {}
+    /// Whether the process that has written a part, by the part's name, lives; `None` if the system
+    /// does not tell.
+    fn lives(&self, _part: &Path) -> Option<bool> {
+        None
+    }
+
+    /// Time since a file was last written.
+    ///
+    /// # Errors
+    /// Those of the system; some file systems have no times.
+    fn age(&self, _path: &Path) -> io::Result<Duration> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// Time of the last change of a file, of its names or of its permissions, in nanoseconds since
+    /// 1970. A file that leaves its place and comes back differs in this alone.
+    ///
+    /// # Errors
+    /// As [`Files::kind`].
+    fn touched_ns(&self, path: &Path) -> io::Result<i64> {
+        self.look(path).map(|look| look.modified_ns)
+    }
+
+    /// Removes the file of a lock without a holder, in file systems where locks are files.
+    fn remove_free_lock(&self, _lock: &Path) {}
 
     /// Removes an empty folder.
     ///
     /// # Errors
-    /// What the system says; a folder with anything in it stays.
+    /// Those of the system; a folder with anything in it stays.
     fn remove_folder(&self, path: &Path) -> io::Result<()>;
-}
-
-/// The machine's own file systems.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Disk;
-
-impl Files for Disk {
-    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        // Looked at before it is opened: opening a pipe waits for a writer.
-        if !fs::metadata(path)?.is_file() {
-            return Err(no_file());
-        }
-        let mut file = File::open(path)?;
-        let found = file.metadata()?;
-        if !found.is_file() {
-            return Err(no_file());
-        }
-        let mut bytes = Vec::new();
-        // A length that memory cannot hold is an error and not the end of the process.
-        let len_bytes = usize::try_from(found.len()).unwrap_or(usize::MAX);
-        bytes
-            .try_reserve_exact(len_bytes)
-            .map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-        file.read_to_end(&mut bytes)?;
-        Ok(bytes)
-    }
-
-    fn kind(&self, path: &Path) -> io::Result<FileKind> {
-        let found = fs::metadata(path)?;
-        Ok(if found.is_file() {
-            FileKind::File { len_bytes: found.len() }
-        } else if found.is_dir() {
-            FileKind::Folder
-        } else {
-            FileKind::Other
-        })
-    }
-
-    fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
-        file.write_all(bytes)?;
-        file.sync_all()
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        fs::rename(from, to)
-    }
-
-    fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
-        fs::hard_link(from, to)
-    }
-
-    fn keep_mode(&self, of: &Path, on: &Path) -> io::Result<()> {
-        fs::set_permissions(on, fs::metadata(of)?.permissions())
-    }
-
-    fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        File::open(path)?.sync_all()
-    }
-
-    fn create_folder(&self, path: &Path) -> io::Result<()> {
-        fs::create_dir_all(path)
-    }
-
-    fn list(&self, path: &Path) -> io::Result<Vec<String>> {
-        let mut names = Vec::new();
-        for entry in fs::read_dir(path)? {
-            if let Ok(name) = entry?.file_name().into_string() {
-                names.push(name);
-            }
-        }
-        Ok(names)
-    }
-
-    fn remove_file(&self, path: &Path) -> io::Result<()> {
-        fs::remove_file(path)
-    }
-
-    fn remove_abandoned(&self, folder: &Path) {
-        part::remove_abandoned(folder);
-    }
-
-    fn remove_folder(&self, path: &Path) -> io::Result<()> {
-        fs::remove_dir(path)
-    }
-}
-
-fn no_file() -> io::Error {
-    io::Error::new(
-        io::ErrorKind::InvalidInput,
-        "no ordinary file but a folder, pipe, socket or device",
-    )
 }

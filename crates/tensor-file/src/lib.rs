@@ -1,22 +1,36 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
+mod abandoned;
+mod claim;
 mod commit;
 mod diagnose;
+mod disk;
 mod error;
 mod files;
+mod finish;
 mod header;
+mod journal;
+mod lock;
 mod part;
 mod place;
 mod read;
 mod serialize;
+mod system;
+mod versions;
 mod write;
 
-pub use commit::{commit_together, finish_interrupted, finish_interrupted_in};
+pub use abandoned::{remove_abandoned, remove_abandoned_in};
+pub use claim::{Claim, finish_interrupted, finish_interrupted_in};
+pub use commit::commit_together;
+pub use disk::Disk;
 pub use error::TensorFileError;
-pub use files::{Disk, FileKind, Files};
-pub use part::{is_part, remove_abandoned};
+pub use files::{FileKind, Files, Lock, Look};
+pub use finish::Finished;
+pub use header::object_entries;
+pub use part::is_part;
 pub use place::same_file;
 pub use read::{TensorEntry, TensorFile};
 pub use serialize::serialize;
+pub use versions::Versions;
 pub use write::{Prepared, TensorBytes, check_writable, check_writable_together, write_atomically};

@@ -1,14 +1,14 @@
-//! Where a path leads, so that two names of one file are known as such.
+//! Places that paths lead to, so that two names of one file are known as one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Most links that a path may lead through, as Linux has it.
+/// Most links that a path may lead through; Linux has the same limit.
 const MAX_LINKS: usize = 40;
 
-/// The file that a path names once links are followed, whether it is there yet or not.
+/// The file that a path names once links are followed, whether the file exists yet or not.
 ///
-/// Replacing a file replaces what a link leads to, and the link stays.
+/// Replacing the file leaves the link in place.
 pub(crate) fn target(path: &Path) -> PathBuf {
     if let Ok(found) = fs::canonicalize(path) {
         return found;
@@ -26,7 +26,7 @@ pub(crate) fn target(path: &Path) -> PathBuf {
     }
 }
 
-/// Whether [`target`] has found no end: links lead to each other, or through too many.
+/// Whether [`target`] is still a link: links lead to each other, or through too many.
 pub(crate) fn is_link(target: &Path) -> bool {
     fs::symlink_metadata(target).is_ok_and(|found| found.is_symlink())
 }
@@ -39,8 +39,8 @@ pub(crate) fn folder(path: &Path) -> PathBuf {
     }
 }
 
-/// Whether two paths name one file, by whatever spelling, link or hard link; neither has to be
-/// there.
+/// Whether two paths name one file, by whatever spelling, link or hard link. The file need not
+/// exist.
 pub fn same_file(a: &Path, b: &Path) -> bool {
     target(a) == target(b) || identity(a).is_some_and(|a| Some(a) == identity(b))
 }

@@ -1,4 +1,4 @@
-//! A file's tensors.
+//! Reading of files of tensors.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, SafeTensors};
 
-use crate::write::io_error;
+use crate::error::io_error;
 use crate::{Disk, FileKind, Files, TensorBytes, TensorFileError, diagnose};
 
-/// Where one tensor lies in a file and what it is.
+/// A tensor of a file: its dtype, shape and place.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorEntry {
-    /// The file's own name of the element type.
+    /// The element type, as the format's library names it.
     pub dtype: Dtype,
     /// Dimensions.
     pub shape: Shape,
@@ -51,7 +51,7 @@ impl TensorEntry {
     }
 }
 
-/// A whole file in memory, checked: names are unique and the tensors cover the data without gap or
+/// A whole file in memory, checked: names are unique, and the tensors cover the data without gap or
 /// overlap.
 #[derive(Debug)]
 pub struct TensorFile {
@@ -66,11 +66,11 @@ impl TensorFile {
     /// Reads and checks a file.
     ///
     /// # Errors
-    /// [`TensorFileError`], naming the file and, where one is to blame, the tensor with what was
-    /// expected and found.
+    /// [`TensorFileError`], which names the file, the faulty tensor if there is one, and the
+    /// expected and found values.
     /// # Cost
-    /// The file's length in memory: reading copies instead of mapping, so that a file changed
-    /// meanwhile cannot change a tensor.
+    /// Memory for the whole file. Reading copies instead of mapping, so that another program that
+    /// changes the file cannot change a tensor.
     pub fn read(path: &Path) -> Result<Self, TensorFileError> {
         Self::read_in(&Disk, path)
     }
@@ -128,7 +128,7 @@ impl TensorFile {
         })
     }
 
-    /// Where the file was read.
+    /// The path that the file was read from.
     pub fn path(&self) -> &Path {
         &self.path
     }

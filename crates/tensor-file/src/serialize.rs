@@ -1,6 +1,6 @@
 //! Tensors as the bytes of a file.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use fusestep_tensor::Quoted;
@@ -8,11 +8,12 @@ use fusestep_tensor::Quoted;
 use crate::header::METADATA_KEY;
 use crate::{TensorBytes, TensorFileError};
 
-/// A file of tensors as bytes.
+/// Serializes tensors and metadata to the bytes of a file.
 ///
 /// # Errors
-/// [`TensorFileError::Write`] naming `path` if a tensor's bytes do not fit its shape, or its name
-/// is another's or the one that the format keeps its texts under.
+/// [`TensorFileError::Write`], which names `path`, if a tensor's bytes do not fit its shape. It
+/// also refuses a name that occurs twice, and `__metadata__`, under which the format keeps its
+/// texts.
 pub fn serialize(
     path: &Path,
     tensors: &[(String, TensorBytes<'_>)],
@@ -20,6 +21,7 @@ pub fn serialize(
 ) -> Result<Vec<u8>, TensorFileError> {
     let refused = |reason| TensorFileError::Write { path: path.to_owned(), reason };
     check_names(tensors).map_err(refused)?;
+    check_memory(tensors).map_err(refused)?;
     let views = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
     let metadata = (!metadata.is_empty()).then_some(metadata);
     let bytes = safetensors::serialize(views, metadata);
@@ -28,7 +30,23 @@ pub fn serialize(
     Ok(bytes)
 }
 
-/// Refuses names that the library would panic at, or write a file of that nobody can read.
+/// Refuses a file that there is no memory for: the library would abort the program.
+fn check_memory(tensors: &[(String, TensorBytes<'_>)]) -> Result<(), String> {
+    // A line of the header has a name, a dtype, dimensions and two offsets.
+    let line = |name: &String| 2 * name.len() + 256;
+    let wanted: usize = tensors.iter().map(|(name, one)| one.bytes.len() + line(name)).sum();
+    let mut asked = Vec::<u8>::new();
+    let given = asked.try_reserve_exact(wanted);
+    drop(std::hint::black_box(asked));
+    given.map_err(|_| {
+        format!(
+            "expected memory for {wanted} bytes of the file, found none; close other programs, or \
+             raise the limit on address space (ulimit -v)"
+        )
+    })
+}
+
+/// Refuses names at which the library would panic, or with which nobody could read the file.
 fn check_names(tensors: &[(String, TensorBytes<'_>)]) -> Result<(), String> {
     let mut seen = HashSet::with_capacity(tensors.len());
     for (name, _) in tensors {
@@ -48,29 +66,30 @@ fn check_names(tensors: &[(String, TensorBytes<'_>)]) -> Result<(), String> {
     Ok(())
 }
 
-/// Puts the texts about a file in the order of their keys: the library leaves them in a hash map's,
+/// Sorts the texts about a file by their keys. The library writes them in the order of a hash map,
 /// so that equal content would not be equal bytes.
 fn sort_metadata(bytes: &mut [u8]) {
     let Some((length, rest)) = bytes.split_first_chunk_mut::<8>() else {
         return;
     };
     let length = u64::from_le_bytes(*length) as usize;
-    let Some(header) = rest.get_mut(..length) else {
+    // The library writes the texts first. The tensors behind them are left alone: as values of JSON
+    // they would take kilobytes each.
+    let begin = format!("{{\"{METADATA_KEY}\":");
+    let header = rest.get_mut(..length).filter(|header| header.starts_with(begin.as_bytes()));
+    let Some(texts) = header.and_then(|header| header.get_mut(begin.len()..)) else {
         return;
     };
-    let entries: Option<serde_json::Map<String, serde_json::Value>> =
-        serde_json::from_slice(header).ok();
-    let Some(mut entries) = entries else {
+    let mut found = serde_json::Deserializer::from_slice(texts).into_iter();
+    let Some(Ok(sorted)) = found.next() else {
         return;
     };
-    if let Some(serde_json::Value::Object(texts)) = entries.get_mut(METADATA_KEY) {
-        texts.sort_keys();
-    }
-    let sorted = serde_json::to_vec(&entries).unwrap_or_default();
-    // Sorting changes no length, but for the spaces at the end.
-    if sorted.len() <= length {
-        header[..sorted.len()].copy_from_slice(&sorted);
-        header[sorted.len()..].fill(b' ');
+    let sorted: BTreeMap<String, String> = sorted;
+    let len = found.byte_offset();
+    let sorted = serde_json::to_vec(&sorted).unwrap_or_default();
+    // Sorting changes no length.
+    if sorted.len() == len {
+        texts[..len].copy_from_slice(&sorted);
     }
 }
 

@@ -1,4 +1,4 @@
-//! Writing, all or nothing.
+//! Writing of files, all or nothing.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -8,9 +8,12 @@ use std::path::{Path, PathBuf};
 use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, View};
 
-use crate::commit::{Sum, journal_of};
+use crate::error::io_error;
+use crate::journal::{self, Sum};
 use crate::serialize::serialize;
-use crate::{Disk, FileKind, Files, TensorFileError, part, place};
+use crate::{
+    Disk, FileKind, Files, TensorFileError, commit_together, part, place, remove_abandoned_in,
+};
 
 /// A tensor to be written.
 #[derive(Clone, Debug)]
@@ -58,23 +61,23 @@ impl View for &TensorBytes<'_> {
     }
 }
 
-/// Refuses a path that [`write_atomically`] could not write, before work is spent on what it is to
-/// hold.
+/// Refuses a path that [`write_atomically`] could not write, before work is spent on the content.
 ///
 /// # Errors
 /// [`TensorFileError::NotAFile`] for a folder or device, [`TensorFileError::Io`] if its folder is
 /// missing or cannot be written, or its name is too long.
 pub fn check_writable(path: &Path) -> Result<(), TensorFileError> {
-    Prepared::bytes(path, &[]).map(drop)
+    // Parts of dead processes stay here: the caller may not have finished their commit yet.
+    Prepared::within(&Disk, path, checked_target(path)?, &[]).map(drop)
 }
 
 /// Refuses paths that [`commit_together`](crate::commit_together) could not write, before work is
-/// spent on what they are to hold.
+/// spent on the contents.
 ///
 /// # Errors
-/// Those of [`check_writable`] for each; of several also [`TensorFileError::Write`] for a name that
-/// is not UTF-8, which a journal has none of, and [`TensorFileError::Io`] if the first is too long
-/// to call a journal after it.
+/// Those of [`check_writable`] for each path. For several paths also [`TensorFileError::Write`] if
+/// one is not UTF-8, which a journal cannot hold. [`TensorFileError::Io`] if the first is too long
+/// for the name of its journal.
 pub fn check_writable_together(paths: &[&Path]) -> Result<(), TensorFileError> {
     for path in paths {
         check_writable(path)?;
@@ -91,7 +94,7 @@ pub fn check_writable_together(paths: &[&Path]) -> Result<(), TensorFileError> {
                 .to_owned(),
         });
     }
-    match Disk.kind(&journal_of(&place::target(first))) {
+    match Disk.kind(&journal::of(&place::target(first))) {
         Err(error) if error.kind() == io::ErrorKind::InvalidFilename => {
             let operation = "call the journal of several files after this one; use a shorter name";
             Err(io_error(first, operation)(error))
@@ -100,10 +103,10 @@ pub fn check_writable_together(paths: &[&Path]) -> Result<(), TensorFileError> {
     }
 }
 
-/// A file that is complete on disk beside the place it is for; dropped without [`Prepared::commit`]
-/// it is removed.
+/// A file that is complete on disk beside its place; if dropped without [`Prepared::commit`], the
+/// file is removed.
 ///
-/// Where the place is a link, the file it leads to is replaced and the link stays; a file that is
+/// If the place is a link, the file that it leads to is replaced and the link stays. A file that is
 /// replaced hands on its permissions. Several files that belong together are prepared and then
 /// handed to [`commit_together`](crate::commit_together).
 #[derive(Debug)]
@@ -113,7 +116,7 @@ pub struct Prepared<'a> {
     pub(crate) path: PathBuf,
     /// The place once links are followed.
     pub(crate) target: PathBuf,
-    /// Where the file is until then; empty once it has moved.
+    /// The path of the complete file until it is moved to its place; empty afterwards.
     pub(crate) part: PathBuf,
     pub(crate) sum: Sum,
 }
@@ -138,17 +141,12 @@ impl Prepared<'static> {
     /// # Errors
     /// [`TensorFileError`]; whatever is at `path` is untouched.
     pub fn bytes(path: &Path, bytes: &[u8]) -> Result<Self, TensorFileError> {
-        let target = place::target(path);
-        if place::is_link(&target) {
-            return Err(not_a_file(path, "links that lead to no end"));
-        }
-        part::remove_abandoned(&place::folder(&target));
-        Prepared::within(&Disk, path, target, bytes)
+        Prepared::with_room(&Disk, path, checked_target(path)?, bytes)
     }
 }
 
 impl<'a> Prepared<'a> {
-    /// [`Prepared::bytes`] in any file system; links are not followed.
+    /// [`Prepared::bytes`] in any file system and under any name; links are not followed.
     ///
     /// # Errors
     /// [`TensorFileError`]; whatever is at `path` is untouched.
@@ -157,7 +155,18 @@ impl<'a> Prepared<'a> {
         path: &Path,
         bytes: &[u8],
     ) -> Result<Self, TensorFileError> {
-        Self::within(files, path, path.to_owned(), bytes)
+        Self::with_room(files, path, path.to_owned(), bytes)
+    }
+
+    /// [`Prepared::within`] after what dead processes have left there is removed.
+    fn with_room(
+        files: &'a dyn Files,
+        path: &Path,
+        target: PathBuf,
+        bytes: &[u8],
+    ) -> Result<Self, TensorFileError> {
+        remove_abandoned_in(files, &place::folder(&target));
+        Self::within(files, path, target, bytes)
     }
 
     fn within(
@@ -172,7 +181,8 @@ impl<'a> Prepared<'a> {
             _ if target.file_name().is_none() => {
                 return Err(not_a_file(path, "a path without a name"));
             }
-            // The hidden name beside it is short, and would only be found out by the rename.
+            // The part's hidden name is short, so a name that is too long would only fail at the
+            // rename.
             Err(error) if error.kind() == io::ErrorKind::InvalidFilename => {
                 return Err(io_error(path, "have a file of this name")(error));
             }
@@ -186,11 +196,12 @@ impl<'a> Prepared<'a> {
         Ok(prepared)
     }
 
-    /// Renames the file over its place and syncs the folder.
+    /// Renames the file over its place and syncs the folder. Other writers must be kept out by
+    /// other means, as [`commit_together`] and [`Claim::commit`](crate::Claim::commit) do.
     ///
     /// # Errors
-    /// [`TensorFileError::Io`]; whatever was at the place is still there then, unless only the
-    /// folder could not be synced.
+    /// [`TensorFileError::Io`]; the old file is then still at the place, unless only the sync of
+    /// the folder failed.
     pub fn commit(mut self) -> Result<(), TensorFileError> {
         self.files.rename(&self.part, &self.target).map_err(io_error(&self.path, "replace"))?;
         self.part = PathBuf::new();
@@ -204,14 +215,14 @@ impl<'a> Prepared<'a> {
 impl Drop for Prepared<'_> {
     fn drop(&mut self) {
         if !self.part.as_os_str().is_empty() {
-            // What stays behind costs space only.
+            // A part that stays behind costs space only.
             let _ = self.files.remove_file(&self.part);
         }
     }
 }
 
-/// Writes a file of tensors: into a temporary file beside `path`, synced, then renamed over it, and
-/// the folder synced.
+/// Writes a file of tensors: first a temporary file beside `path`, synced, which is then renamed
+/// over `path`; last the folder is synced.
 ///
 /// # Errors
 /// [`TensorFileError`]; whatever was at `path` is still there, and the temporary file is removed.
@@ -222,14 +233,37 @@ pub fn write_atomically(
     tensors: &[(String, TensorBytes<'_>)],
     metadata: HashMap<String, String>,
 ) -> Result<(), TensorFileError> {
-    Prepared::tensors(path, tensors, metadata)?.commit()
+    commit_together(vec![Prepared::tensors(path, tensors, metadata)?])
 }
 
-pub(crate) fn io_error(
-    path: &Path,
-    operation: &'static str,
-) -> impl FnOnce(io::Error) -> TensorFileError {
-    move |error| TensorFileError::Io { path: path.to_owned(), operation, reason: error.to_string() }
+/// The file that a path leads to, if a file may have that name.
+fn checked_target(path: &Path) -> Result<PathBuf, TensorFileError> {
+    let target = place::target(path);
+    if place::is_link(&target) {
+        return Err(not_a_file(path, "links that lead to no end"));
+    }
+    check_name(path, &target)?;
+    Ok(target)
+}
+
+/// Refuses names that mean a folder, or a hidden file of this library.
+fn check_name(path: &Path, target: &Path) -> Result<(), TensorFileError> {
+    let typed = path.as_os_str().as_encoded_bytes();
+    if typed.ends_with(b"/") || typed.ends_with(b"/.") {
+        return Err(not_a_file(path, "a path that ends as a folder's does; give a file's name"));
+    }
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    if name.to_ascii_lowercase().starts_with(part::PREFIX) {
+        return Err(TensorFileError::Write {
+            path: path.to_owned(),
+            reason: format!(
+                "expected another name than `{}…`, which journals and files being written have; \
+                 use another one",
+                part::PREFIX
+            ),
+        });
+    }
+    Ok(())
 }
 
 fn not_a_file(path: &Path, found: &'static str) -> TensorFileError {

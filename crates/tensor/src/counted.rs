@@ -1,7 +1,7 @@
 //! Numbers of things in messages.
 
-/// How many there are: 1 tensor, 2 tensors, 25,557,032 elements, 2 launches. `what` is a noun in
-/// the singular that takes an s in the plural, or launch.
+/// A count with its noun: 1 tensor, 2 tensors, 25,557,032 elements, 2 launches. The noun `what` is
+/// in the singular, and takes an s in the plural or is launch.
 pub fn counted(count: u64, what: &str) -> String {
     let plural = match what {
         _ if count == 1 => "",
@@ -11,13 +11,13 @@ pub fn counted(count: u64, what: &str) -> String {
     format!("{} {what}{plural}", grouped(count))
 }
 
-/// The beginning of a sentence about so many: 1 bucket is, 2 buckets are.
+/// A count, its noun and a verb, as the beginning of a sentence: 1 bucket is, 2 buckets are.
 pub fn counted_are(count: u64, what: &str) -> String {
     let verb = if count == 1 { "is" } else { "are" };
     format!("{} {verb}", counted(count, what))
 }
 
-/// A number with an exponent where its digits would fill a line.
+/// A number as text, with an exponent if its digits would fill a line.
 pub fn short_number(value: f64) -> String {
     if value.is_finite() && value.abs() >= 1e21 { format!("{value:e}") } else { value.to_string() }
 }

@@ -1,4 +1,4 @@
-//! What the planner needs to know of a parameter.
+//! Descriptors of parameters, from which the planner works.
 
 use std::collections::HashMap;
 
@@ -19,8 +19,8 @@ pub struct ParamDesc {
     pub lr_scale: f64,
     /// Weight decay of this parameter in place of the optimizer's; `None` keeps the optimizer's.
     pub weight_decay: Option<f64>,
-    /// Whether a layer-wise rule scales this parameter's rate; `None` leaves it to the rule. Other
-    /// rules do not look at it.
+    /// Whether a layer-wise rule scales this parameter's rate; `None` leaves the choice to the
+    /// rule. Other rules ignore the field.
     #[cfg_attr(feature = "serde", serde(default))]
     pub trust: Option<Trust>,
 }
@@ -31,14 +31,14 @@ pub struct ParamDesc {
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Trust {
-    /// By the trust ratio.
+    /// The rate is multiplied with the trust ratio.
     Ratio,
-    /// Not at all: the parameter takes the plain learning rate.
+    /// The rate is not scaled.
     Plain,
 }
 
 impl ParamDesc {
-    /// What is expected of a hyper-parameter that f32 has as infinite.
+    /// Text of the range that a hyper-parameter must keep if it would be infinite in f32.
     pub const MOST_IN_F32: &str =
         "at most 3.4e38, since parameters other than f64 are updated in f32";
 
@@ -99,7 +99,7 @@ pub fn check_total_numel(params: &[ParamDesc]) -> Result<(), TensorError> {
     Ok(())
 }
 
-/// Why a shape or a descriptor was refused.
+/// Error of a shape or a descriptor.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorError {
@@ -143,9 +143,9 @@ pub enum TensorError {
     Hyper {
         /// The parameter.
         name: String,
-        /// Which hyper-parameter.
+        /// Name of the hyper-parameter.
         what: &'static str,
-        /// What it must be.
+        /// Range that the value must keep.
         expected: &'static str,
         /// The value given.
         found: f64,

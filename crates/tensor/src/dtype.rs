@@ -31,7 +31,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// All of them.
+    /// All dtypes, in their order.
     pub const ALL: [Self; 8] =
         [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I32, Self::I64, Self::U8, Self::U16];
 

@@ -1,12 +1,13 @@
-//! Names and values that come from outside, as messages and pages may show them.
+//! Quoting of names and values from outside, for messages and pages.
 
 use std::fmt;
 
 /// Most characters of a quoted value.
 pub const MAX_QUOTED_CHARS: usize = 200;
 
-/// A text from outside, safe to print: at most [`MAX_QUOTED_CHARS`] characters, and those that a
-/// terminal or a page would obey (control characters, changes of the writing direction) as `\u{…}`.
+/// A text from outside, safe to print. At most [`MAX_QUOTED_CHARS`] characters are shown.
+/// Characters that a terminal or page would obey, such as control characters and changes of the
+/// writing direction, become `\u{…}`.
 ///
 /// ```
 /// use fusestep_tensor::Quoted;
@@ -47,8 +48,8 @@ fn is_obeyed(c: char) -> bool {
     c.is_control() || direction || matches!(c, '\u{2028}' | '\u{2029}')
 }
 
-/// A whole message, of any length, in which lines and tabs stay what they are and everything else a
-/// terminal would obey is escaped.
+/// Escapes a whole message of any length: lines and tabs stay, and all other characters that a
+/// terminal would obey are escaped.
 pub fn escaped(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
@@ -61,13 +62,13 @@ pub fn escaped(text: &str) -> String {
     safe
 }
 
-/// JSON of any length, which stays the same value: what a terminal would obey is escaped as JSON
-/// does it, `\u202e`. All of it lies within strings, for `json` is on one line.
+/// Escapes JSON of any length, which stays the same value. Characters that a terminal would obey
+/// are escaped as JSON does, `\u202e`. All of them lie within strings, since `json` is on one line.
 pub fn escaped_json(json: &str) -> String {
     let mut safe = String::with_capacity(json.len());
     for c in json.chars() {
         if is_obeyed(c) {
-            // None of them is beyond the basic plane, which would take two.
+            // None of these characters is beyond the basic plane, where one takes two escapes.
             safe += &format!("\\u{:04x}", u32::from(c));
         } else {
             safe.push(c);

@@ -1,13 +1,13 @@
-//! What a tensor is to the update rule.
+//! Roles of tensors in the update rule.
 
 use std::fmt;
 
-/// The part a tensor plays in the update rule.
+/// The role of a tensor in the update rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Role {
-    /// What is trained (p).
+    /// The parameter, which is trained (p).
     Param,
     /// The derivative of the loss with respect to the parameter (g).
     Grad,
@@ -17,15 +17,17 @@ pub enum Role {
     Moment2,
     /// Largest `moment2` seen so far; only AMSGrad keeps it.
     MaxMoment2,
-    /// Decaying sum of the gradients (u), or of what RMSprop makes of them (b).
+    /// Decaying sum of the gradients (u), or of the gradients as RMSprop divides them (b).
     Velocity,
-    /// Sum of the squared gradients: Adagrad.
+    /// Decaying maximum of the gradient's magnitude (u): Adamax.
+    MaxGrad,
+    /// Sum of the squared gradients (Adagrad).
     Sum,
-    /// Where steps lead without averaging (z): Schedule-Free.
+    /// Parameter that steps lead to without averaging (z): Schedule-Free.
     Base,
-    /// f32 copy of a 16-bit parameter, which the update is computed on.
+    /// f32 copy of a 16-bit parameter, on which the update is computed.
     Master,
-    /// 16 bits that make a bf16 parameter an f32 master again.
+    /// The 16 bits that a bf16 parameter lacks of its f32 master.
     Remainder,
 }
 
@@ -39,6 +41,7 @@ impl Role {
             Role::Moment2 => "moment2",
             Role::MaxMoment2 => "max_moment2",
             Role::Velocity => "velocity",
+            Role::MaxGrad => "max_grad",
             Role::Sum => "sum",
             Role::Base => "base",
             Role::Master => "master",

@@ -9,7 +9,7 @@ use rand_chacha::ChaCha8Rng;
 pub const EDGE_NUMELS: [u64; 14] =
     [0, 1, 15, 16, 17, 31, 32, 33, 511, 513, 65_535, 65_536, 65_537, 0];
 
-/// What the gradients look like.
+/// Kind of the gradients of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {
     /// Ordinary values near 0.01.
@@ -23,9 +23,9 @@ pub enum Gradients {
 pub struct Case {
     /// The parameters.
     pub params: Vec<ParamDesc>,
-    /// What the gradients look like.
+    /// Kind of the gradients.
     pub gradients: Gradients,
-    /// Everything random follows from it.
+    /// Seed of everything random in the case.
     pub seed: u64,
     /// Steps to run.
     pub steps: u64,

@@ -11,7 +11,7 @@ mod simulation;
 mod ulp;
 
 pub use case::{Case, EDGE_NUMELS, Gradients};
-pub use disk::{Fault, SimulatedDisk};
+pub use disk::{Fault, Seen, SimulatedDisk};
 pub use rules::{ElementState, each_rule, element_rules, reference_step, rules};
 pub use runner::{backends, check, check_at, check_bits, outcome};
 pub use simulation::{Story, simulate};

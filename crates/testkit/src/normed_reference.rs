@@ -1,4 +1,4 @@
-//! What a case must come out as under rules that take norms, tensor by tensor.
+//! Expected values of a case under rules that take norms, tensor by tensor.
 
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars, Trust};
@@ -65,7 +65,7 @@ struct CaseTensor<'a> {
     grads: Vec<Vec<f64>>,
 }
 
-/// What a tensor must come out as.
+/// Expected values of one tensor after all steps.
 struct Expected {
     param: Vec<f64>,
     state: Vec<Vec<f64>>,
@@ -75,7 +75,8 @@ struct Expected {
     changed: bool,
 }
 
-/// Compares each tensor of a rule with this state with what `expect` makes of it.
+/// Compares each tensor of a rule, which has the lists `state`, with the values that `expect`
+/// computes for it.
 fn each_tensor(
     plan: &Plan,
     case: &Case,
@@ -95,8 +96,8 @@ fn each_tensor(
                 .collect(),
         };
         let expected = expect(&tensor);
-        // With extreme gradients f32 overflows where f64 does not; what is skipped in every step
-        // must stand exactly as it was.
+        // With extreme gradients f32 overflows where f64 does not. A tensor that every step skips
+        // must be exactly as it was.
         if case.gradients == Gradients::Extreme && expected.changed {
             continue;
         }
@@ -123,12 +124,12 @@ fn each_tensor(
     }
 }
 
-/// What the rounding errors of a tensor's lists are proportional to.
+/// Sizes to which the rounding errors of a tensor's lists are proportional.
 struct Scales<'a> {
     kept: &'a Kept,
-    /// The size of an update as the rule bounds it.
+    /// The size of an update, as the rule bounds it.
     update: f64,
-    /// Most that an element moved, and the largest velocity.
+    /// Longest distance that an element moved, and the largest velocity.
     moved: f64,
     velocity: f64,
 }

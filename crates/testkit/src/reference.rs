@@ -1,6 +1,6 @@
-//! What a case must come out as, computed by the f64 references alone.
+//! Expected values of a case, computed by the f64 references alone.
 //!
-//! Without it, every law would hold for kernels that do nothing.
+//! Without this comparison, every law would hold for kernels that do nothing.
 
 use fusestep_launch::Format;
 use fusestep_planner::{Optimizer, Plan};
@@ -14,21 +14,21 @@ use crate::rules::{
     ElementState, Sensitivity, reference_step, sensitivity, undecided, with_own_hyper_parameters,
 };
 
-/// Gradients of these sizes, as ordinary ones are, must lead near the reference in every dtype.
+/// Sizes of ordinary gradients, which must lead near the reference in every dtype.
 const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
 
 /// Magnitudes of a case's parameters and gradients.
 const PARAM: f64 = 0.1;
 pub(crate) const GRAD: f64 = 0.01;
 
-/// One element after all steps of a case: for each list but the gradient its value, and the size of
-/// what rounding may move.
+/// One element after all steps of a case: for each list but the gradient its value, and the scale
+/// of its rounding errors.
 struct Expected {
     param: Near,
     state: Vec<Near>,
 }
 
-/// A value, and what its rounding errors are proportional to.
+/// A value, and the scale to which its rounding errors are proportional.
 #[derive(Clone, Copy)]
 pub(crate) struct Near {
     pub(crate) value: f64,
@@ -50,7 +50,7 @@ pub(crate) fn near_reference(plan: &Plan, case: &Case, found: &[u8]) {
     }
 }
 
-/// The rules whose elements do not know of each other.
+/// Compares the elements of a rule that updates each of them on its own.
 fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
     let (mut rest, mut compared) = (found, 0);
     for (index, param) in case.params.iter().enumerate() {
@@ -75,7 +75,7 @@ fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
             let expected = expected.chain([param_again]);
             for ((&(role, dtype), column), near) in kept.lists.iter().zip(&columns).zip(expected) {
                 let found = match role {
-                    // Bits that make the parameter a master: that is what has a value.
+                    // The remainder makes the parameter a master, and only the master has a value.
                     Role::Remainder => join(columns[0][at], column[at]),
                     _ => column[at],
                 };
@@ -101,8 +101,8 @@ fn expected(optimizer: &Optimizer, param: f64, grads: &[f64], state_error: f64) 
     for (step, &grad) in (1..).zip(grads) {
         value = reference_step(optimizer, step, value, &mut state, grad);
     }
-    // A gradient that L2 decay nearly cancels leaves few correct digits in the update, which is as
-    // large as its rate all the same, and decay carries them into the moments.
+    // A gradient that L2 decay nearly cancels leaves few correct digits in the update. The update
+    // is as large as its rate all the same, and decay carries the errors into the moments.
     let Sensitivity { state: roles, update, velocity, l2, is_normalized } = sensitivity(optimizer);
     let rate = if is_normalized { update } else { 0.0 };
     // `is_near` takes a thousandth of the scale.
@@ -121,18 +121,18 @@ fn expected(optimizer: &Optimizer, param: f64, grads: &[f64], state_error: f64) 
     }
 }
 
-/// How a parameter is kept, which says how far from the reference rounding may take it.
+/// Lists of one parameter, and the relative errors of rounding their elements.
 pub(crate) struct Kept {
     pub(crate) lists: Vec<(Role, DType)>,
-    /// What rounding the parameter and the state may cost relatively over all steps; 0 if they are
-    /// kept as computed.
+    /// Relative cost of rounding the parameter and the state over all steps; 0 if they are kept as
+    /// computed.
     pub(crate) param_error: f64,
     pub(crate) state_error: f64,
     pub(crate) steps: f64,
 }
 
 impl Kept {
-    /// The tensors of a rule with this state.
+    /// The tensors of a parameter under a rule with this state.
     pub(crate) fn new(plan: &Plan, state: &[Role], dtype: DType, steps: u64) -> Self {
         let format = Format::new("reference", dtype, plan.precision(dtype));
         let format = format.expect("a precision of the plan");
@@ -157,8 +157,8 @@ impl Kept {
         self.lists.iter().map(column).collect()
     }
 
-    /// Whether a value is some roundings of the dtype away, or as much as little of the scale, or
-    /// `coarse` more than that.
+    /// Whether a value is as near as a few roundings of its dtype, a small share of `near.scale`,
+    /// or `coarse` beyond that.
     pub(crate) fn is_near(&self, dtype: DType, found: f64, near: Near, coarse: f64) -> bool {
         let (relative, epsilon) = match dtype {
             DType::F64 => (1e-13, 1e-16 + 1e-11 * near.scale),
@@ -173,14 +173,14 @@ impl Kept {
     }
 }
 
-/// How far from the reference rounding may take the tensors of an element-wise rule.
+/// Distances by which rounding may take the tensors of an element-wise rule from the reference.
 struct Rounding {
     kept: Kept,
-    /// Most that one step moves a parameter by.
+    /// Longest distance that one step moves a parameter.
     update: f64,
     /// The size of a velocity.
     velocity: f64,
-    /// What L2 decay carries of the parameter's error into the gradient.
+    /// Part of the parameter's error that L2 decay carries into the gradient.
     decayed: f64,
 }
 
@@ -203,6 +203,8 @@ impl Rounding {
                 self.update * (10.0 * state_error + steps * param_error)
             }
             Role::Moment1 => 3.0 * GRAD * state_error + self.decayed,
+            // A gradient's magnitude takes all of the error that decay carries into it.
+            Role::MaxGrad => self.decayed,
             Role::Velocity => self.velocity * (state_error + self.decayed / GRAD),
             _ => GRAD * self.decayed,
         };
@@ -210,8 +212,8 @@ impl Rounding {
     }
 }
 
-/// One unit in the last place of a 16-bit type, relatively: rounding at random may cost a whole
-/// one.
+/// Unit in the last place of a 16-bit type, relative to the value. Stochastic rounding may cost a
+/// whole unit.
 fn unit(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 1.0 / 128.0,

@@ -1,12 +1,14 @@
-//! Every rule with the settings that tests run it under, and one step of its definition.
+//! Every rule with the settings under which tests run it, and one step of its definition.
 
 use fusestep_adagrad::{Adagrad, reference as adagrad};
+use fusestep_adamax::{Adamax, reference as adamax};
 use fusestep_fused_adam::{Adam, SecondMoment, reference as adam};
 use fusestep_fused_sgd::{Nesterov, Sgd, reference as sgd};
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Objective, WeightDecay};
+use fusestep_launch::{Objective, SettingValue, WeightDecay};
 use fusestep_lion::{Lion, reference as lion};
+use fusestep_nadam::{NAdam, reference as nadam};
 use fusestep_planner::Optimizer;
 use fusestep_rmsprop::{Centering, RmsProp, reference as rmsprop};
 use fusestep_schedule_free::{ScheduleFree, reference as schedule_free};
@@ -23,8 +25,8 @@ pub fn each_rule() -> Vec<Optimizer> {
     Optimizer::all().into_iter().map(with_state).collect()
 }
 
-/// Every rule, with all that changes its arithmetic: what laws run through. Rates are such that
-/// bf16 parameters of a [`crate::Case`] move.
+/// Every rule, with every setting that changes its arithmetic; laws run through them all. Rates are
+/// large enough that bf16 parameters of a [`crate::Case`] move.
 pub fn rules() -> Vec<Optimizer> {
     let mut all = element_rules();
     all.push(Lars { lr: 0.5, trust_coefficient: 0.1, eps: 1e-3, ..Lars::default() }.into());
@@ -32,7 +34,7 @@ pub fn rules() -> Vec<Optimizer> {
     all
 }
 
-/// Those of [`rules`] that update every element on its own.
+/// The rules among [`rules`] that update every element on its own.
 pub fn element_rules() -> Vec<Optimizer> {
     let adam = Adam { lr: 1e-2, ..Adam::default() };
     let largest = Adam {
@@ -54,6 +56,13 @@ pub fn element_rules() -> Vec<Optimizer> {
         ScheduleFree { lr: 1e-2, weight_decay: 0.1, warmup_steps: 2, ..ScheduleFree::default() };
     let mut all: Vec<Optimizer> = vec![adam.into(), largest.into(), lion.into(), adagrad.into()];
     all.push(schedule_free.into());
+    let adamax = Adamax { lr: 1e-2, beta2: 0.9, weight_decay: 0.01, ..Adamax::default() };
+    all.push(Adamax { objective: Objective::Maximize, ..adamax }.into());
+    let nadam = NAdam { lr: 1e-2, weight_decay: WeightDecay::L2(0.01), ..NAdam::default() };
+    let decoupled =
+        NAdam { weight_decay: WeightDecay::Decoupled(0.1), momentum_decay: 2.0, ..nadam };
+    all.push(NAdam { objective: Objective::Maximize, ..nadam }.into());
+    all.push(decoupled.into());
     all.extend(sgd_rules().map(Optimizer::from));
     all.extend(rmsprop_rules().map(Optimizer::from));
     all
@@ -67,7 +76,7 @@ fn sgd_rules() -> [Sgd; 3] {
     [plain, dampened, nesterov]
 }
 
-/// One for each set of lists.
+/// An RMSprop for each combination of state lists.
 fn rmsprop_rules() -> [RmsProp; 4] {
     let plain = RmsProp { lr: 1e-3, ..RmsProp::default() };
     let centered = RmsProp { centering: Centering::Centered, ..plain };
@@ -76,7 +85,7 @@ fn rmsprop_rules() -> [RmsProp; 4] {
     [plain, centered, with_momentum, both]
 }
 
-/// Lists of state of an element, at most.
+/// Most lists of state that a rule has.
 const MAX_STATE: usize = 3;
 
 /// The state of an element in the order of its rule's lists.
@@ -109,15 +118,25 @@ pub fn reference_step(
             new.param
         }
         Optimizer::Lion(rule) => {
-            let moment1 = first;
-            let new = lion::update(rule, lion::Element { param, moment1 }, grad);
+            let new = lion::update(rule, lion::Element { param, moment1: first }, grad);
             state[0] = new.moment1;
             new.param
         }
         Optimizer::Adagrad(rule) => {
-            let sum = first;
-            let new = adagrad::update(rule, step, adagrad::Element { param, sum }, grad);
+            let new = adagrad::update(rule, step, adagrad::Element { param, sum: first }, grad);
             state[0] = new.sum;
+            new.param
+        }
+        Optimizer::NAdam(rule) => {
+            let element = nadam::Element { param, moment1: first, moment2: second };
+            let new = nadam::update(rule, step, element, grad);
+            (state[0], state[1]) = (new.moment1, new.moment2);
+            new.param
+        }
+        Optimizer::Adamax(rule) => {
+            let element = adamax::Element { param, moment1: first, max_grad: second };
+            let new = adamax::update(rule, step, element, grad);
+            (state[0], state[1]) = (new.moment1, new.max_grad);
             new.param
         }
         Optimizer::RmsProp(rule) => {
@@ -146,21 +165,21 @@ pub fn reference_step(
     }
 }
 
-/// What rounding may do to an element under a rule.
+/// Effect of rounding on an element under a rule.
 pub(crate) struct Sensitivity {
     pub(crate) state: &'static [Role],
-    /// Most that one step moves a parameter by.
+    /// Longest distance that one step moves a parameter.
     pub(crate) update: f64,
     /// The size of a velocity, if there is one.
     pub(crate) velocity: f64,
     /// λ, if it is added to the gradient.
     pub(crate) l2: f64,
-    /// Whether an update is as large as its rate however few digits of the gradient are left where
-    /// decay nearly cancels it; moments then keep few digits as well.
+    /// Whether an update is as large as its rate even where decay nearly cancels the gradient, so
+    /// that few of its digits are left. Moments then keep few digits as well.
     pub(crate) is_normalized: bool,
 }
 
-/// How far rounding may take an element of this rule.
+/// The effect that rounding may have on an element of this rule.
 pub(crate) fn sensitivity(rule: &Optimizer) -> Sensitivity {
     let normalized =
         |state, update, l2| Sensitivity { state, update, velocity: 0.0, l2, is_normalized: true };
@@ -187,6 +206,13 @@ pub(crate) fn sensitivity(rule: &Optimizer) -> Sensitivity {
             is_normalized: false,
         },
         Optimizer::Adagrad(rule) => normalized(&[Role::Sum], rule.lr, rule.weight_decay),
+        Optimizer::NAdam(rule) => {
+            let l2 = l2_of(rule.weight_decay);
+            normalized(&[Role::Moment1, Role::Moment2], 2.0 * rule.lr, l2)
+        }
+        Optimizer::Adamax(rule) => {
+            normalized(&[Role::Moment1, Role::MaxGrad], rule.lr, rule.weight_decay)
+        }
         Optimizer::RmsProp(rule) => {
             let state: &[Role] = match (rule.centering, rule.has_velocity()) {
                 (Centering::MeanSquare, false) => &[Role::Moment2],
@@ -212,23 +238,18 @@ fn l2_of(weight_decay: WeightDecay) -> f64 {
 
 /// The rule with the learning rate and the weight decay of one parameter.
 pub(crate) fn with_own_hyper_parameters(rule: &Optimizer, param: &ParamDesc) -> Optimizer {
-    let own = |lambda| param.weight_decay.unwrap_or(lambda);
-    let kind = |decay: WeightDecay| decay.with_lambda(own(decay.lambda()));
     let mut rule = rule.with_lr(rule.lr() * param.lr_scale);
-    match &mut rule {
-        Optimizer::Adam(rule) => rule.weight_decay = kind(rule.weight_decay),
-        Optimizer::Sgd(rule) => rule.weight_decay = kind(rule.weight_decay),
-        Optimizer::Lion(rule) => rule.weight_decay = own(rule.weight_decay),
-        Optimizer::Adagrad(rule) => rule.weight_decay = own(rule.weight_decay),
-        Optimizer::RmsProp(rule) => rule.weight_decay = own(rule.weight_decay),
-        Optimizer::ScheduleFree(rule) => rule.weight_decay = own(rule.weight_decay),
-        other => panic!("{} takes norms of tensors", other.name()),
-    }
+    rule.each(&mut |setting| {
+        let own = param.weight_decay.filter(|_| setting.name == "weight_decay");
+        if let (SettingValue::Number(value, _), Some(own)) = (setting.value, own) {
+            *value = own;
+        }
+    });
     rule
 }
 
-/// How far rounding of f32 and of the state may take a parameter under this rule whose step is
-/// discontinuous: the sum of the steps whose sign rounding decides.
+/// Distance over which rounding of f32 and of the state may take a parameter under a discontinuous
+/// rule. It is the sum of the steps whose sign rounding decides.
 pub(crate) fn undecided(rule: &Optimizer, param: f64, grads: &[f64], state_error: f64) -> f64 {
     let Optimizer::Lion(rule) = rule else {
         return 0.0;

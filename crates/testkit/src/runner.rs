@@ -1,4 +1,4 @@
-//! One case through every backend.
+//! Runs of one case on every backend.
 
 use std::num::NonZeroUsize;
 
@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use crate::Case;
 use crate::reference::near_reference;
 
-/// Every backend of this build and machine with a name for messages; what is missing is printed.
+/// Every backend of this build and machine, with a name for messages; missing backends are printed.
 pub fn backends() -> Vec<(String, Box<dyn Backend>)> {
     let mut all: Vec<(String, Box<dyn Backend>)> = Vec::new();
     for level in Level::available() {
@@ -39,7 +39,7 @@ fn add_cuda(_: &mut Vec<(String, Box<dyn Backend>)>) {
     println!("skipped a backend: cuda: this build leaves it out; `cargo xtask emulate` has it");
 }
 
-/// Limits that put tensors into launches in as many ways as the tests need: default, classic, tiny,
+/// Limits that distribute tensors over launches in all the ways tests need: default, classic, tiny,
 /// and cut by chunks.
 fn limits() -> [LaunchLimits; 4] {
     let tiny_chunks =
@@ -52,11 +52,11 @@ fn limits() -> [LaunchLimits; 4] {
     ]
 }
 
-/// Runs a case on a plan and returns the bytes of all parameters and state, in plan order, and
-/// behind them what the reports say of all gradients and updates; NaN have one payload.
+/// Runs a case on a plan and returns the bytes of all parameters and state, in plan order. Behind
+/// them come the reported numbers of all gradients and updates. All NaN have one payload.
 ///
 /// # Panics
-/// If the case cannot be run: tests give cases that can.
+/// If the case cannot be run; tests only give cases that can.
 pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     let mut state = plan.allocate(backend).expect("memory for a test");
     for (index, param) in case.params.iter().enumerate() {
@@ -98,8 +98,8 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     all
 }
 
-/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit,
-/// and of that plan the values of the f64 reference.
+/// Requires the bits of the naive plan on one portable thread from every backend, plan and limit.
+/// The naive plan itself must have the values of the f64 reference.
 ///
 /// # Panics
 /// If a single byte differs, naming backend, plan and limits, or a value is far from the reference.
@@ -119,8 +119,8 @@ pub fn check_at(optimizer: Optimizer, precision: Precision, case: &Case) {
 }
 
 /// Requires the bits of the naive plan on one portable thread from every backend, plan and limit,
-/// each with the passes that `passes` adds, and returns them. The caller compares them with
-/// something else: kernels that do nothing agree too.
+/// each with the passes that `passes` adds. Returns these bits, so that the caller compares them
+/// with other values: kernels that do nothing agree, too.
 ///
 /// # Panics
 /// If a single byte differs, naming backend, plan and limits.

@@ -9,7 +9,7 @@ pub fn ulp_distance(a: f32, b: f32) -> u32 {
     }
 }
 
-/// An integer that orders as the values do, with −0 next to +0.
+/// An integer that orders as f32 values do, with −0 next to +0.
 fn key(value: f32) -> i32 {
     let bits = value.to_bits() as i32;
     if bits < 0 { i32::MIN.wrapping_sub(bits) } else { bits }

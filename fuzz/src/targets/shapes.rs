@@ -9,7 +9,9 @@ use fusestep_tensor::DType;
 use crate::{Outcome, inputs};
 
 pub(crate) fn run(input: &[u8]) -> Outcome {
-    let params = match inputs::parse_shapes(Path::new("input"), input, DType::F32) {
+    let params = match inputs::parse_shapes(Path::new("input"), input, DType::F32)
+        .map(|shapes| shapes.params)
+    {
         Ok(params) => params,
         Err(error) => return Ok(format!("{error:#}")),
     };

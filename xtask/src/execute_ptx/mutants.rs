@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::Suite;
 use crate::parallel;
+use crate::target_folder;
 use list::{EACH, Expected, MUTANTS, Mutant, Places};
 
 /// The test file whose tests run on mutants.
@@ -29,7 +30,7 @@ pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
         .collect();
     parallel::map(&untouched, |mutant| {
         let text = module_of(root, mutant.entry)?;
-        let output = test(suite, root, mutant, &text)?;
+        let output = test(suite, mutant, &text)?;
         ensure!(
             output.status.success(),
             "{} fails as it is: {}",
@@ -40,7 +41,7 @@ pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
     })?;
     let outcomes = parallel::map(&mutants, |mutant| {
         let (broken, places) = mutant.broken(&module_of(root, mutant.entry)?)?;
-        Ok((places, test(suite, root, mutant, &broken)?))
+        Ok((places, test(suite, mutant, &broken)?))
     })?;
     let mut wrong = Vec::new();
     println!("| Mutant | Entry | Places | Found by |\n|---|---|---:|---|");
@@ -63,10 +64,10 @@ pub(super) fn run(suite: &Suite, root: &Path) -> Result<()> {
 }
 
 /// Runs the mutant's test on this text in place of its module.
-fn test(suite: &Suite, root: &Path, mutant: &Mutant, text: &str) -> Result<Output> {
+fn test(suite: &Suite, mutant: &Mutant, text: &str) -> Result<Output> {
     static FILES: AtomicUsize = AtomicUsize::new(0);
     let number = FILES.fetch_add(1, Ordering::Relaxed);
-    let file = root.join(format!("target/execute-ptx-mutant-{number}.ptx"));
+    let file = target_folder().join(format!("execute-ptx-mutant-{number}.ptx"));
     fs::write(&file, text)?;
     let output = suite.one_with(PROGRAM, mutant.test, &file);
     fs::remove_file(&file)?;

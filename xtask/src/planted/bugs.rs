@@ -81,21 +81,21 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "ranks: other hyper-parameters are not noticed",
-        file: "crates/planner/src/handshake.rs",
-        from: "add(&of(name), value.to_string());",
+        file: "crates/planner/src/run/comms/handshake.rs",
+        from: "add(&of(&name), value);",
         to: "let _ = (name, value);",
         tool: Tool::Test("fusestep-tests", "distributed", "handshake"),
     },
     Bug {
         name: "ranks: parts of a bucket are of ranks that have enough",
-        file: "crates/planner/src/bucket.rs",
+        file: "crates/planner/src/plan/passes/buckets.rs",
         from: "sum += wanted;",
         to: "sum += wanted / 2;",
         tool: Tool::Test("fusestep-tests", "distributed", "plans"),
     },
     Bug {
         name: "ranks: the last part of a bucket ends early",
-        file: "crates/planner/src/bucket.rs",
+        file: "crates/planner/src/plan/passes/buckets.rs",
         from: r"bucket.elements.end
             } else {
                 snap(",
@@ -106,14 +106,14 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "ranks: a bucket begins one element late",
-        file: "crates/planner/src/bucket.rs",
+        file: "crates/planner/src/plan/passes/buckets.rs",
         from: "bucket.bounds = vec![bucket.elements.start];",
         to: "bucket.bounds = vec![bucket.elements.start + 1];",
         tool: Tool::Fuzz("plan"),
     },
     Bug {
         name: "ranks: averages come a step late",
-        file: "crates/planner/src/average.rs",
+        file: "crates/planner/src/run/stages/average.rs",
         from: "step.state.since_average += 1;",
         to: "step.state.since_average += u64::from(step.state.step() > 1);",
         tool: Tool::Test("fusestep-tests", "distributed", "averages"),
@@ -269,10 +269,17 @@ pub(super) const BUGS: &[Bug] = &[
         tool: Tool::Test("fusestep-tests", "trust", "counts"),
     },
     Bug {
+        name: "save: counts that no reader takes are saved",
+        file: "crates/planner/src/run/memory/state.rs",
+        from: "if found > MAX_STEPS {",
+        to: "if found > 2 * MAX_STEPS {",
+        tool: Tool::Test("fusestep-tests", "trust", "counts"),
+    },
+    Bug {
         name: "commit: two files without a journal",
         file: "crates/tensor-file/src/commit.rs",
-        from: "let committed = Prepared::bytes_in(files, &journal, &text).and_then(Prepared::commit);",
-        to: "let committed: Result<(), TensorFileError> = Ok(());",
+        from: ".and_then(|()| put_journal(files, &journal, Journal::new(moves.clone())));",
+        to: ";",
         tool: Tool::Faults,
     },
     Bug {
@@ -285,27 +292,51 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "commit: the journal is durable before what it names",
         file: "crates/tensor-file/src/commit.rs",
-        from: r"        file.part = ready;
-    }
-    sync_folders(files, &prepared)?;",
-        to: r"        file.part = ready;
-    }",
+        from: r"    sync_folders(files, prepared.iter().map(|file| file.target.as_path()))?;
+    Ok(moves)",
+        to: "    Ok(moves)",
         tool: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
     },
     Bug {
         name: "commit: a damaged journal moves files",
-        file: "crates/tensor-file/src/commit.rs",
+        file: "crates/tensor-file/src/journal.rs",
         from: "journal.format == FORMAT && journal.xxh3 == sum_of(&journal.moves)",
         to: "journal.format == FORMAT",
         tool: Tool::Test("fusestep-tests", "trust", "right_moves_under"),
     },
     Bug {
         name: "commit: an interrupted commit is not finished",
-        file: "crates/tensor-file/src/commit.rs",
-        from: r"    for step in left {
-        files",
-        to: r"    for step in left.into_iter().skip(1) {
-        files",
+        file: "crates/tensor-file/src/finish.rs",
+        from: r#"files.rename(&step.from, &step.to).map_err(io_error(&told, "replace"))?;"#,
+        to: "let _ = told;",
         tool: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
+    },
+    Bug {
+        name: "commit: a writer that lives is taken for a dead one",
+        file: "crates/tensor-file/src/claim.rs",
+        from: "Ok(lock) => locks.push(lock),",
+        to: "Ok(lock) => drop(lock),",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "commit: a journal is replayed over a later write",
+        file: "crates/tensor-file/src/finish.rs",
+        from: "Some(old) if !old.sum.is_of(files, &step.to, &look) => Found::Changed,",
+        to: "Some(old) if !old.sum.is_of(files, &step.to, &look) => Found::Old,",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "commit: a step on the second file does not see the journal",
+        file: "crates/tensor-file/src/commit.rs",
+        from: "put_new(files, &pointer, &text)?;",
+        to: "let _ = (&pointer, &text);",
+        tool: Tool::Simulate,
+    },
+    Bug {
+        name: "commit: what another program has written meanwhile is replaced",
+        file: "crates/tensor-file/src/commit.rs",
+        from: "if Some(look(claim.files(), &file.target)?) == claim.before(&file.target) {",
+        to: "if look(claim.files(), &file.target).is_ok() {",
+        tool: Tool::Simulate,
     },
 ];

@@ -39,8 +39,8 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: state is not restored",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: "None => state.write(backend, role, &desc.name, bytes)?,",
-        to: r"None if role == Role::Param => state.write(backend, role, &desc.name, bytes)?,
+        from: "None => state.write_all(backend, role, &desc.name, bytes)?,",
+        to: r"None if role == Role::Param => state.write_all(backend, role, &desc.name, bytes)?,
                     None => {}",
         tool: Tool::Simulate,
     },
@@ -96,17 +96,17 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "load: state of another rule is taken",
         file: "crates/planner/src/checkpoint/file.rs",
-        from: "if expected == found || (found.is_none() && is_old(file)) {",
-        to: "if expected == found || found.is_some() || is_old(file) {",
+        from: "if expected == found || (found.is_none() && may_lack) {",
+        to: "if expected == found || found.is_some() || may_lack {",
         tool: Tool::Test("fusestep-tests", "trust", "another_rule"),
     },
     Bug {
         name: "load: a tensor's checksum is not compared",
         file: "crates/planner/src/checkpoint/file_sums.rs",
-        from: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
-        if expected != found {"#,
-        to: r#"let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
-        if found.is_empty() {"#,
+        from: r"let (expected, found) = (text_of(file, &sum_key(&name))?, checksum(bytes));
+        if expected != found {",
+        to: r"let (expected, found) = (text_of(file, &sum_key(&name))?, checksum(bytes));
+        if found.is_empty() {",
         tool: Tool::Test("fusestep-tests", "trust", "every_flipped_bit"),
     },
     Bug {

@@ -11,8 +11,8 @@ use rayon::slice::ParallelSliceMut;
 use super::operations::check_tensor;
 use super::{Group, ParallelError, Split};
 
-/// Classes whose exponentials are added up by one rank before ranks add up theirs: blocks that end
-/// at multiples of it give the bits of one rank.
+/// Classes whose exponentials one rank adds up before ranks add up their sums. Blocks that end at
+/// multiples of it give the bits of one rank.
 const LEAF_CLASSES: usize = 1024;
 
 const NAME: &str = "sharded_cross_entropy";
@@ -26,9 +26,9 @@ const NAME: &str = "sharded_cross_entropy";
 /// ```
 ///
 /// Arithmetic is f64, every result rounded once. Exponentials are added within leaves of 1,024
-/// classes, leaves in the order of classes: loss and gradients have the same bits on any number of
-/// ranks if blocks end with leaves, and otherwise the bits of a sum in another order: s differs by
-/// a relative 2⁻⁵³ for each leaf that is cut, before it is rounded to the logits' type.
+/// classes, and leaves in the order of classes. If blocks end with leaves, loss and gradients have
+/// the same bits on any number of ranks. Otherwise the order of the sum differs: s changes by a
+/// relative 2⁻⁵³ for each leaf that is cut, before results are rounded to the logits' type.
 ///
 /// # Shapes
 /// `logits` are (…, own classes), `labels` (…) integers, replicated, each below `classes.total()`;
@@ -36,7 +36,7 @@ const NAME: &str = "sharded_cross_entropy";
 /// logits and f32 for all others.
 /// # Errors
 /// [`ParallelError`] inside candle's error, on all ranks: a label that is no class, labels or
-/// numbers of samples that differ between ranks, and what the communicator says.
+/// numbers of samples that differ between ranks, and the communicator's errors.
 /// # Cost
 /// Forward two calls, of 8 bytes for each sample and of 8 (⌈classes / 1,024⌉ + 2); backward none.
 /// Logits are read twice forward and once backward.
@@ -48,30 +48,23 @@ pub fn sharded_cross_entropy(
     classes: &Split,
     group: &Group,
 ) -> candle_core::Result<Tensor> {
-    check_tensor(NAME, logits)?;
-    classes.check(group)?;
-    let (own, last) = (classes.range(group.rank()), logits.rank().saturating_sub(1));
+    let last = logits.rank().saturating_sub(1);
     let found = logits.dim(last)?;
-    if found != own.len() {
-        return Err(ParallelError::Length {
-            operation: NAME,
-            dim: last,
-            expected: own.len(),
-            counts: classes.counts().to_vec(),
-            found,
-        }
-        .into());
-    }
     let samples = Shape::from(&logits.dims()[..last]);
-    if *labels.shape() != samples || !labels.dtype().is_int() {
-        return Err(ParallelError::Labels {
-            expected: samples,
-            found: labels.shape().clone(),
-            found_dtype: labels.dtype(),
+    let checked = check_tensor(NAME, logits).and_then(|()| classes.check(group)).and_then(|()| {
+        let expected = classes.range(group.rank()).len();
+        if found != expected {
+            let (dim, counts) = (last, classes.counts().to_vec());
+            return Err(ParallelError::Length { operation: NAME, dim, expected, counts, found });
         }
-        .into());
-    }
-    group.compare(NAME, logits, Some(last))?;
+        if *labels.shape() != samples || !labels.dtype().is_int() {
+            let (found, found_dtype) = (labels.shape().clone(), labels.dtype());
+            return Err(ParallelError::Labels { expected: samples.clone(), found, found_dtype });
+        }
+        Ok(())
+    });
+    group.compare_checked(NAME, logits, Some(last), checked)?;
+    let own = classes.range(group.rank());
     let labels = labels.flatten_all()?.to_dtype(DType::I64)?.to_vec1()?;
     let rows = logits.reshape((samples.elem_count(), own.len()))?;
     let losses = rows.contiguous()?.apply_op1(CrossEntropy {
@@ -86,13 +79,13 @@ pub fn sharded_cross_entropy(
     losses.reshape(samples)
 }
 
-/// What both directions know.
+/// Values that the loss and its gradient share.
 struct Shared {
     group: Group,
     own: Range<usize>,
     total: usize,
     labels: Vec<i64>,
-    /// For each sample the largest logit and the sum of exponentials.
+    /// Largest logit and sum of exponentials of each sample.
     softmax: OnceLock<Vec<(f64, f64)>>,
 }
 
@@ -100,7 +93,7 @@ struct CrossEntropy {
     shared: Arc<Shared>,
 }
 
-/// The gradient of the logits, for these gradients of the losses.
+/// Operation that forms the gradient of the logits from these gradients of the losses.
 struct Gradient {
     shared: Arc<Shared>,
     of_losses: Vec<f64>,
@@ -177,7 +170,7 @@ impl Gradient {
             candle_core::bail!("{NAME}: expected the loss before its gradient, found none")
         };
         let mut gradient = vec![T::from_f64(0.0); logits.len()];
-        // Chunks of nothing are no chunks; without classes there is no gradient either.
+        // A chunk must have at least one element; a rank without classes has no gradient.
         let rows = gradient.par_chunks_mut(shared.own.len().max(1));
         rows.enumerate().for_each(|(sample, row)| {
             let (max, sum) = softmax[sample];
@@ -205,7 +198,7 @@ impl Shared {
         &logits[sample * self.own.len()..(sample + 1) * self.own.len()]
     }
 
-    /// The label as one of this rank's classes, counted from its first.
+    /// The label of a sample, if it is one of this rank's classes, counted from the rank's first.
     fn own_class(&self, sample: usize) -> Option<usize> {
         let class = usize::try_from(self.labels[sample]).ok()?;
         self.own.contains(&class).then(|| class - self.own.start)
@@ -213,7 +206,8 @@ impl Shared {
 
     fn losses<T: WithDType>(&self, logits: &[T]) -> Result<Vec<f64>, ParallelError> {
         let largest = self.largest(logits)?;
-        // For each sample the sums of all leaves, the label's logit, and how many ranks have it.
+        // For each sample the sums of all leaves, the label's logit, and the number of ranks that
+        // have the label's class.
         let leaves = self.total.div_ceil(LEAF_CLASSES);
         let width = leaves + 2;
         let mut told = vec![0.0; self.samples() * width];
@@ -241,7 +235,7 @@ impl Shared {
         Ok(losses)
     }
 
-    /// The largest logit of each sample over all ranks; NaN if there is one.
+    /// The largest logit of each sample over all ranks; NaN if any logit is NaN.
     fn largest<T: WithDType>(&self, logits: &[T]) -> Result<Vec<f64>, ParallelError> {
         let samples = (0..self.samples()).into_par_iter();
         let largest = samples.map(|sample| {
@@ -249,8 +243,8 @@ impl Shared {
             row.map(|logit| logit.to_f64()).fold(f64::NEG_INFINITY, larger)
         });
         let mut told: Vec<f64> = largest.collect();
-        // Behind them, the sample after the last one whose label is no class: ranks refuse it
-        // together.
+        // The last element is the number of the sample after the last one whose label is no class,
+        // so that all ranks refuse that label.
         let is_class = |&label: &i64| (0..self.total as i64).contains(&label);
         let unknown = self.labels.iter().rposition(|label| !is_class(label));
         told.push(unknown.map_or(0.0, |sample| sample as f64 + 1.0));

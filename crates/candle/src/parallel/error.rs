@@ -1,23 +1,23 @@
-//! Why a split layer refused.
+//! Errors of layers that are split over ranks.
 
 use candle_core::{DType, Shape};
 use fusestep_collective::CollectiveError;
 
-/// Why an operation between ranks refused; inside a [`candle_core::Error`], because candle's
-/// operations return that.
+/// Error of an operation between ranks, inside a [`candle_core::Error`], because candle's
+/// operations return that type.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParallelError {
-    /// A rank's tensor does not fit those of the others; every rank gets this.
+    /// A rank's tensor does not fit those of the others; every rank gets this error.
     #[error(
         "{operation}: expected {expected} as on rank {expected_rank}, found {found} on rank \
          {found_rank}; give tensors of one dtype whose shapes differ at most along the gathered \
          dimension"
     )]
     RanksDiffer {
-        /// What was asked for.
+        /// Name of the operation.
         operation: &'static str,
-        /// The rank the others are compared with.
+        /// Rank that the others are compared with.
         expected_rank: usize,
         /// Its dtype and shape.
         expected: String,
@@ -32,7 +32,7 @@ pub enum ParallelError {
          first"
     )]
     DType {
-        /// What was asked for.
+        /// Name of the operation.
         operation: &'static str,
         /// Its dtype.
         found: DType,
@@ -42,38 +42,38 @@ pub enum ParallelError {
         "{operation}: expected a tensor on the cpu, found it on {found}; move it with `to_device`"
     )]
     Device {
-        /// What was asked for.
+        /// Name of the operation.
         operation: &'static str,
-        /// Where it is.
+        /// Device of the tensor.
         found: String,
     },
-    /// A tensor has more dimensions than ranks tell each other.
+    /// A tensor has more dimensions than ranks can compare.
     #[error(
         "{operation}: expected at most {limit} dimensions, found {found:?}; flatten some of them"
     )]
     Dimensions {
-        /// What was asked for.
+        /// Name of the operation.
         operation: &'static str,
-        /// The most.
+        /// Most dimensions of a tensor.
         limit: usize,
         /// The tensor's shape.
         found: Shape,
     },
-    /// A tensor is not as long as its split says.
+    /// A tensor's length differs from its split's.
     #[error(
         "{operation}: expected {expected} elements along dimension {dim} as the split {counts:?} \
          says, found {found}; split the tensor as it is, or pad it"
     )]
     Length {
-        /// What was asked for.
+        /// Name of the operation.
         operation: &'static str,
-        /// The dimension.
+        /// Dimension that is split.
         dim: usize,
-        /// How many the split has.
+        /// Number of elements that the split has.
         expected: usize,
         /// The split.
         counts: Vec<usize>,
-        /// How many there are.
+        /// Number of elements that the tensor has.
         found: usize,
     },
     /// A split is for another number of ranks.
@@ -89,7 +89,7 @@ pub enum ParallelError {
     /// A root is no rank of the group.
     #[error("{operation}: expected a root below {expected}, found {found}")]
     Root {
-        /// What was asked for.
+        /// Name of the operation.
         operation: &'static str,
         /// The number of ranks.
         expected: usize,
@@ -101,7 +101,7 @@ pub enum ParallelError {
         "{operation}: expected integers of at least one dimension, found {found_dtype:?} {found:?}"
     )]
     Integers {
-        /// What was asked for.
+        /// Name of the operation.
         operation: &'static str,
         /// The tensor's shape.
         found: Shape,
@@ -120,25 +120,25 @@ pub enum ParallelError {
         /// The labels' dtype.
         found_dtype: DType,
     },
-    /// A label is no class; every rank gets this.
+    /// A label is no class; every rank gets this error.
     #[error(
         "label of sample {sample}: expected a class below {expected} on every rank, found another on at least one"
     )]
     Label {
-        /// The last sample in question.
+        /// Last sample with such a label.
         sample: usize,
         /// The number of classes.
         expected: usize,
     },
-    /// Ranks have different labels; every rank gets this.
+    /// Ranks have different labels; every rank gets this error.
     #[error(
         "label of sample {sample}: expected the same on every rank, found it in the classes of \
          {found} ranks; every rank needs the labels of all samples (`all_gather_labels`)"
     )]
     LabelsDiffer {
-        /// The first sample in question.
+        /// First sample whose label differs.
         sample: usize,
-        /// How many ranks took it for one of their classes.
+        /// Number of ranks that have found the label among their own classes.
         found: usize,
     },
     /// A collective failed.

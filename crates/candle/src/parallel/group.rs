@@ -1,4 +1,4 @@
-//! The ranks that a layer is split over.
+//! Group of the ranks that a layer is split over.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,17 +8,17 @@ use fusestep_collective::{Collectives, Communicator, Solo};
 
 use super::ParallelError;
 
-/// Dimensions of a tensor that ranks tell each other.
+/// Most dimensions of a tensor that ranks compare.
 const TOLD_DIMS: usize = 8;
 
-/// Elements of what a rank tells of its tensor: dtype, number of dimensions, dimensions.
+/// Elements of a rank's message about its tensor: dtype, number of dimensions, dimensions.
 const TOLD: usize = TOLD_DIMS + 2;
 
-/// A rank's place among the ranks that a layer is split over, shared by all operations on them:
-/// what a computation keeps of a [`Communicator`].
+/// Handle on the [`Communicator`] of the ranks that a layer is split over. All operations on these
+/// ranks share it.
 ///
-/// Clones are handles on one communicator, whose calls they make one at a time. It is given back
-/// when the last handle is gone, those in tensors that await their gradients included.
+/// Clones are handles on one communicator, whose calls they make one at a time. The communicator is
+/// dropped with its last handle; tensors that await their gradients hold handles, too.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -54,8 +54,9 @@ impl fmt::Debug for Group {
 }
 
 impl Group {
-    /// The ranks of `comm`, of any engine. Where a program also shares out its batch, a group is
-    /// made by [`Communicator::split`], so that layers and steps have calls of their own.
+    /// Makes a group of the ranks of `comm`, of any engine. A program that also shares out its
+    /// batch makes the group's communicator by [`Communicator::split`], so that layers and steps
+    /// have calls of their own.
     pub fn new(comm: impl Communicator + 'static) -> Self {
         Self {
             rank: comm.rank(),
@@ -64,12 +65,12 @@ impl Group {
         }
     }
 
-    /// One rank that has everything.
+    /// Makes a group of one rank, which has every layer whole.
     pub fn solo() -> Self {
         Self::new(Solo::new())
     }
 
-    /// This rank.
+    /// This rank's number.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -79,9 +80,9 @@ impl Group {
         self.world_size
     }
 
-    /// Lends the communicator for calls beside those of layers, an optimizer's step for one. All
-    /// ranks make them at one place between the calls of layers; `work` must make none of the
-    /// group's own, which would wait for the communicator forever.
+    /// Lends the communicator to `work` for other calls than those of layers, such as an
+    /// optimizer's step. All ranks call it at the same place between the calls of layers. `work`
+    /// must not use the group, which would wait for the communicator forever.
     ///
     /// ```
     /// use fusestep_candle::parallel::Group;
@@ -92,18 +93,19 @@ impl Group {
     /// # Ok::<(), fusestep_collective::CollectiveError>(())
     /// ```
     pub fn with<R>(&self, work: impl FnOnce(&mut dyn Communicator) -> R) -> R {
-        // A rank that has panicked within a call has closed the group, which says so itself.
+        // A rank that has panicked within a call has closed its group, whose calls return that
+        // error.
         let mut comm = self.comm.lock().unwrap_or_else(PoisonError::into_inner);
         work(comm.as_mut())
     }
 
-    /// The integers of all ranks along the first dimension, as i64: the labels that belong to
-    /// features which [`all_gather`](Self::all_gather) brings together. Blocks may be of any
-    /// lengths.
+    /// Gathers the integers of all ranks along the first dimension, as i64: labels of features that
+    /// [`all_gather`](Self::all_gather) gathers. Blocks may be of any lengths.
     ///
     /// # Errors
-    /// [`ParallelError::RanksDiffer`] if ranks' shapes differ in another dimension than the first,
-    /// and what the communicator says, on all ranks; [`ParallelError::Integers`] for others.
+    /// On all ranks: [`ParallelError::RanksDiffer`] if shapes differ in another dimension than the
+    /// first, and the communicator's errors. On one rank: [`ParallelError::Integers`] for other
+    /// tensors.
     pub fn all_gather_labels(&self, labels: &Tensor) -> candle_core::Result<Tensor> {
         const NAME: &str = "all_gather_labels";
         if !labels.dtype().is_int() || labels.dims().is_empty() {
@@ -127,17 +129,32 @@ impl Group {
         Tensor::from_vec(all, dims, labels.device())
     }
 
-    /// Has all ranks compare their tensors and returns the length of `varying` on each. Shapes may
-    /// differ in that dimension only; nothing else has moved if they do, and calls go on.
+    /// Compares the tensors of all ranks and returns the length of dimension `varying` on each.
+    /// Shapes may differ in that dimension only. After an error no elements have moved, and later
+    /// calls work.
     pub(super) fn compare(
         &self,
         operation: &'static str,
         tensor: &Tensor,
         varying: Option<usize>,
     ) -> Result<Vec<usize>, ParallelError> {
-        let dtype = dtype_of(operation, tensor.dtype())?;
-        let code = dtype.len_bytes() as i64 * 2 + i64::from(tensor.dtype() == DType::BF16);
-        self.tell(operation, (tensor, code), varying)
+        self.compare_checked(operation, tensor, varying, Ok(()))
+    }
+
+    /// [`Group::compare`] with what this rank has found of its own tensor: a rank that refuses it
+    /// tells the others, who would wait for its next call.
+    pub(super) fn compare_checked(
+        &self,
+        operation: &'static str,
+        tensor: &Tensor,
+        varying: Option<usize>,
+        checked: Result<(), ParallelError>,
+    ) -> Result<Vec<usize>, ParallelError> {
+        let dtype = checked.and_then(|()| dtype_of(operation, tensor.dtype()));
+        let is_bf16 = i64::from(tensor.dtype() == DType::BF16);
+        let code = dtype.as_ref().map_or(REFUSED, |dtype| dtype.len_bytes() as i64 * 2 + is_bf16);
+        let told = self.tell(operation, (tensor, code), varying);
+        dtype.and(told)
     }
 
     fn tell(
@@ -147,13 +164,6 @@ impl Group {
         varying: Option<usize>,
     ) -> Result<Vec<usize>, ParallelError> {
         let dims = tensor.dims();
-        if dims.len() > TOLD_DIMS {
-            return Err(ParallelError::Dimensions {
-                operation,
-                limit: TOLD_DIMS,
-                found: tensor.shape().clone(),
-            });
-        }
         let mut own = [0i64; TOLD];
         own[0] = dtype;
         own[1] = dims.len() as i64;
@@ -162,6 +172,14 @@ impl Group {
         }
         let mut all = vec![0i64; TOLD * self.world_size];
         self.with(|comm| comm.all_gather(&own, &mut all))?;
+        // Behind the call, which the other ranks make in any case.
+        if dims.len() > TOLD_DIMS {
+            return Err(ParallelError::Dimensions {
+                operation,
+                limit: TOLD_DIMS,
+                found: tensor.shape().clone(),
+            });
+        }
         let alike = |told: &[i64]| {
             let mut told = told.to_vec();
             if let Some(dim) = varying.filter(|&dim| dim < TOLD_DIMS) {
@@ -187,9 +205,16 @@ impl Group {
     }
 }
 
-/// What a rank has told of its tensor, for people.
+/// The code of a tensor that its rank refuses, in place of its dtype's.
+const REFUSED: i64 = -1;
+
+/// Text of a rank's message about its tensor, for errors.
 fn text_of(told: &[i64]) -> String {
+    if told[1] as usize > TOLD_DIMS {
+        return format!("a tensor of {} dimensions", told[1]);
+    }
     let dtype = match told[0] {
+        REFUSED => "a tensor that its rank refuses, of shape",
         0 => "integers",
         4 => "f16",
         5 => "bf16",
@@ -201,7 +226,7 @@ fn text_of(told: &[i64]) -> String {
     format!("{dtype} {:?}", Shape::from(dims))
 }
 
-/// A dtype that ranks sum, in the words of the collectives.
+/// The collectives' dtype for a floating-point dtype, or an error for any other.
 pub(super) fn dtype_of(
     operation: &'static str,
     dtype: DType,

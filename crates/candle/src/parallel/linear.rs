@@ -1,15 +1,15 @@
-//! Linear layers of whose weight every rank has a slice.
+//! Linear layers whose weight is cut into one slice for each rank.
 
 use candle_core::Tensor;
 use candle_nn::{Init, Linear, Module, VarBuilder};
 
 use super::operations::LAST;
-use super::{Group, ParallelError, Split};
+use super::{Group, ParallelError, Split, slices};
 
 const COLUMN: &str = "ColumnParallelLinear";
 const ROW: &str = "RowParallelLinear";
 
-/// What a linear layer maps to what, over all ranks.
+/// Numbers of input and output features of a linear layer, over all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinearShape {
     /// Features that come in.
@@ -21,22 +21,23 @@ pub struct LinearShape {
 /// Whether a layer adds a bias.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Bias {
-    /// It does; a new layer's is zero.
+    /// The layer adds a bias; a new layer's is zero.
     #[default]
     Yes,
-    /// It does not.
+    /// The layer adds none.
     No,
 }
 
-/// What a column-parallel layer is given.
+/// Input of a column-parallel layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ColumnInput {
     /// An input that every rank has whole.
     #[default]
     Replicated,
-    /// Each rank's rows of an input sharded along the first dimension, in blocks of any lengths:
-    /// samples of a batch that ranks share out, or positions of a sequence (`sequence_parallel`).
-    /// Forward they are gathered, backward their gradients reduced and scattered.
+    /// Each rank's rows of an input sharded along the first dimension, in blocks of any lengths.
+    /// Rows are samples of a batch that ranks share out, or positions of a sequence
+    /// (`sequence_parallel`). Forward rows are gathered; backward their gradients are reduced and
+    /// scattered.
     Rows,
 }
 
@@ -50,7 +51,7 @@ pub enum GatherOutput {
     No,
 }
 
-/// What a row-parallel layer is given.
+/// Input of a row-parallel layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum InputIsParallel {
     /// An input sharded along the last dimension.
@@ -63,26 +64,26 @@ pub enum InputIsParallel {
 /// Settings of a [`ColumnParallelLinear`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ColumnParallel {
-    /// What the layer is given.
+    /// Input that the layer gets.
     pub input: ColumnInput,
     /// Whether every rank gets all outputs.
     pub gather_output: GatherOutput,
     /// Whether a new layer has a bias.
     pub bias: Bias,
-    /// Which outputs each rank has. If `None`, a slice's are those it has, and a whole layer is cut
-    /// as equally as can be.
+    /// Outputs that each rank has. If `None`, given slices define the split, and a whole or new
+    /// layer is cut as equally as can be.
     pub split: Option<Split>,
 }
 
 /// Settings of a [`RowParallelLinear`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RowParallel {
-    /// What the layer is given.
+    /// Input that the layer gets.
     pub input_is_parallel: InputIsParallel,
     /// Whether a new layer has a bias.
     pub bias: Bias,
-    /// Which inputs each rank takes. If `None`, a slice's are those it has, and a whole layer is
-    /// cut as equally as can be.
+    /// Inputs that each rank takes. If `None`, given slices define the split, and a whole or new
+    /// layer is cut as equally as can be.
     pub split: Option<Split>,
 }
 
@@ -93,7 +94,7 @@ pub struct RowParallel {
 /// `Wᵣ` is (own outputs, inputs), `bᵣ` (own outputs); the input is (…, inputs), and the output
 /// (…, own outputs), or (…, outputs) with [`GatherOutput::Yes`].
 /// # Cost
-/// Forward calls only where inputs or outputs are gathered, backward one that sums the input's
+/// Forward a call only if inputs or outputs are gathered; backward one call that sums the input's
 /// gradient.
 /// # Source
 /// Megatron-LM's `ColumnParallelLinear`; `gather_output` is its option.
@@ -107,9 +108,9 @@ pub struct ColumnParallelLinear {
 }
 
 impl ColumnParallelLinear {
-    /// A new layer whose slices are the variables `weight` and `bias` of `vb`, each rank's under
-    /// those names. Weights are normal with the variance 2 / inputs, as candle's layers have
-    /// them; they are this rank's own random numbers.
+    /// Makes a new layer whose slices are the variables `weight` and `bias` of `vb`, with the same
+    /// names on each rank. Weights are normal with the variance 2 / inputs, as in candle's layers.
+    /// Each rank has random numbers of its own.
     ///
     /// # Errors
     /// [`ParallelError`] for a split of another length or for other ranks; candle's.
@@ -127,7 +128,9 @@ impl ColumnParallelLinear {
         Self::from_slice(weight, bias, &options, group)
     }
 
-    /// This rank's slice of a layer that `weight` and `bias` have whole, copied.
+    /// Makes a layer of copies of this rank's slices of the whole `weight` and `bias`. The copies
+    /// are no variables. An optimizer that trains a variable made of one has to be told its name
+    /// ([`Options::distributed`](crate::Options::distributed)).
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -144,7 +147,9 @@ impl ColumnParallelLinear {
         Self::from_slice(cut(weight)?, bias, &options.with(split), group)
     }
 
-    /// A layer of slices that this rank has: rows `split.range(rank)` of the whole.
+    /// Makes a layer of this rank's slices: rows `split.range(rank)` of the whole. An optimizer
+    /// knows slices that are variables. It has to be told the name of a variable from which a slice
+    /// is made, by a cast for example ([`Options::distributed`](crate::Options::distributed)).
     ///
     /// # Errors
     /// [`ParallelError::Length`] for slices of another length than the split says.
@@ -162,6 +167,9 @@ impl ColumnParallelLinear {
         let own = split.counts()[group.rank()];
         for slice in std::iter::once(&weight).chain(&bias) {
             check_slice(COLUMN, slice, 0, (own, &split))?;
+        }
+        for slice in std::iter::once(&weight).chain(&bias) {
+            slices::note(slice, group);
         }
         Ok(Self {
             slice: Linear::new(weight, bias),
@@ -182,7 +190,7 @@ impl ColumnParallelLinear {
         self.slice.bias()
     }
 
-    /// Which outputs each rank has.
+    /// The split of the outputs over ranks.
     pub fn split(&self) -> &Split {
         &self.split
     }
@@ -222,8 +230,8 @@ pub struct RowParallelLinear {
 }
 
 impl RowParallelLinear {
-    /// A new layer, as [`ColumnParallelLinear::new`] makes one. The bias begins at zero on every
-    /// rank and stays replicated, since every rank gets the same gradient of it.
+    /// Makes a new layer, as [`ColumnParallelLinear::new`]. The bias begins at zero on every rank
+    /// and stays replicated, since every rank gets the same gradient of it.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
@@ -240,7 +248,9 @@ impl RowParallelLinear {
         Self::from_slice(weight, bias, &options.with(split), group)
     }
 
-    /// This rank's slice of a layer that `weight` has whole, copied.
+    /// Makes a layer of a copy of this rank's slice of the whole `weight`. The copy is no variable.
+    /// An optimizer that trains a variable made of it has to be told its name
+    /// ([`Options::distributed`](crate::Options::distributed)).
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
@@ -256,7 +266,10 @@ impl RowParallelLinear {
         Self::from_slice(weight, bias.cloned(), &options.with(split), group)
     }
 
-    /// A layer of the slice that this rank has: columns `split.range(rank)` of the whole.
+    /// Makes a layer of this rank's slice: columns `split.range(rank)` of the whole. An optimizer
+    /// knows a slice that is a variable. It has to be told the name of a variable from which the
+    /// slice is made, by a cast for example
+    /// ([`Options::distributed`](crate::Options::distributed)).
     ///
     /// # Errors
     /// [`ParallelError::Length`] for a slice of another length than the split says.
@@ -273,6 +286,8 @@ impl RowParallelLinear {
         split.check(group)?;
         let own = split.counts()[group.rank()];
         check_slice(ROW, &weight, 1, (own, &split))?;
+        // The bias is whole on every rank.
+        slices::note(&weight, group);
         Ok(Self {
             slice: Linear::new(weight, None),
             bias,
@@ -292,7 +307,7 @@ impl RowParallelLinear {
         self.bias.as_ref()
     }
 
-    /// Which inputs each rank takes.
+    /// The split of the inputs over ranks.
     pub fn split(&self) -> &Split {
         &self.split
     }
@@ -324,7 +339,8 @@ impl RowParallel {
     }
 }
 
-/// Weights as candle's linear layers begin, for the inputs of the whole layer and not of a slice.
+/// Initial weights of candle's linear layers, for the number of inputs of the whole layer, not of a
+/// slice.
 fn init(shape: LinearShape) -> Init {
     Init::Randn { mean: 0.0, stdev: (2.0 / shape.inputs.max(1) as f64).sqrt() }
 }
@@ -336,13 +352,15 @@ fn new_bias(bias: Bias, numel: usize, vb: &VarBuilder<'_>) -> candle_core::Resul
     }
 }
 
-/// The split that was asked for, or an even one.
+/// The split in the options, or an even one; refuses a split of another length.
 fn split_of(
     asked: &Option<Split>,
     total: usize,
     operation: &'static str,
     group: &Group,
 ) -> Result<Split, ParallelError> {
+    // Inputs are dimension 1 of a weight, outputs dimension 0.
+    let dim = usize::from(operation == ROW);
     let split = asked.clone().unwrap_or_else(|| Split::even(total, group));
     split.check(group)?;
     if split.total() == total {
@@ -350,7 +368,7 @@ fn split_of(
     }
     Err(ParallelError::Length {
         operation,
-        dim: 0,
+        dim,
         expected: split.total(),
         counts: split.counts().to_vec(),
         found: total,

@@ -1,6 +1,5 @@
-//! Layers that are split over ranks: collectives that candle differentiates, linear layers whose
-//! weight each rank has a slice of, and a softmax cross-entropy over classes that no rank has all
-//! of.
+//! Layers that are split over ranks: collectives that candle differentiates, linear layers with a
+//! slice of the weight on each rank, and a softmax cross-entropy over split classes.
 //!
 //! One convention makes gradients right: **the loss counts once**, though every rank computes it. A
 //! tensor is then one of three kinds, and its gradient is of the kind beside it.
@@ -23,12 +22,16 @@
 //! | [`Group::broadcast`] | broadcast of the root | reduce to the root | |
 //! | [`Group::reduce`] | reduce to the root | broadcast of the root | |
 //!
-//! Sums are formed in rank order, in f32 for 16-bit elements and rounded once, so results and
-//! gradients have the same bits whatever the engine of the [`Communicator`].
+//! Sums are formed in rank order, in f32 for 16-bit elements and rounded once. So results and
+//! gradients have the same bits with any engine of the [`Communicator`].
 //!
-//! Collectives happen as the program runs: every rank has to build one graph and call `backward` on
-//! it, and a tensor that needs a gradient on one rank needs one on all. A rank that does otherwise,
-//! or is gone, is an error on all ranks at the communicator's deadline at the latest.
+//! An optimizer on the ranks of the group ([`crate::Fused::on`]) updates each rank's slices of
+//! these layers on that rank alone. The bias of a row-parallel layer is replicated and trained as
+//! such.
+//!
+//! Collectives happen as the program runs. So every rank has to build the same graph and call
+//! `backward` on it. A tensor that needs a gradient on one rank needs one on all. If a rank does
+//! otherwise or is gone, all ranks get an error, at the communicator's deadline at the latest.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -70,6 +73,7 @@ mod group;
 mod linear;
 mod moves;
 mod operations;
+pub(crate) mod slices;
 mod split;
 
 pub use cross_entropy::sharded_cross_entropy;

@@ -1,4 +1,4 @@
-//! What an operation does with the elements, forward or backward.
+//! Movement of elements by an operation, forward or backward.
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
 use fusestep_collective::{Buffers, Call, Operation, ReduceOp};
@@ -8,10 +8,10 @@ use super::group::dtype_of;
 use super::{Group, ParallelError, Split};
 use crate::lend::{bytes, bytes_mut};
 
-/// One direction of an operation. Blocks are of the first dimension.
+/// Movement in one direction of an operation. Blocks are of the first dimension.
 #[derive(Clone, Debug)]
 pub(super) enum Move {
-    /// Every rank keeps what it has.
+    /// Every rank keeps its elements.
     Keep,
     /// Every rank gets the sum.
     Sum,
@@ -21,11 +21,11 @@ pub(super) enum Move {
     SumOwn(Split),
     /// Every rank keeps its block.
     Own(Split),
-    /// Every rank gets the root's.
+    /// Every rank gets the root's elements.
     FromRoot(usize),
     /// The root gets the sum, all others zeros.
     ToRoot(usize),
-    /// Every rank multiplies what it has.
+    /// Every rank multiplies its elements by a factor.
     Scale(f64),
 }
 
@@ -90,7 +90,7 @@ impl Move {
         // A part without elements may begin behind the end.
         let send = all.get(start * width..end * width).unwrap_or_default();
         let mut dims = layout.dims().to_vec();
-        // A row is what the first dimension counts.
+        // A row is one index of the first dimension.
         let row = dims.iter().skip(1).product::<usize>();
         if let Some(rows) = dims.first_mut() {
             *rows = self.rows(*rows, group.rank());

@@ -6,19 +6,19 @@ use super::moves::{Differentiable, Move};
 use super::{Group, ParallelError, Split};
 
 impl Group {
-    /// `y ← Σᵣ xᵣ` on every rank: a partial tensor becomes a replicated one. The gradient of `x` is
-    /// that of `y`. With [`copy_to_ranks`](Self::copy_to_ranks) behind it, ranks may do with `y`
-    /// what they like.
+    /// Sums `y ← Σᵣ xᵣ` on every rank: a partial tensor becomes a replicated one. The gradient of
+    /// `x` is that of `y`. After [`copy_to_ranks`](Self::copy_to_ranks) each rank may use `y` in
+    /// its own way.
     ///
     /// # Errors
-    /// [`ParallelError`] inside candle's error, on all ranks: shapes or dtypes that differ, and
-    /// what the communicator says.
+    /// [`ParallelError`] inside candle's error, on all ranks: shapes or dtypes that differ, and the
+    /// communicator's errors.
     pub fn all_reduce(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         self.alike("all_reduce", x, Move::Sum, Move::Keep)
     }
 
-    /// `y ← x`, to be used on each rank in another way: the gradient of the replicated `x` is the
-    /// sum of those of all ranks' `y`.
+    /// Returns `y ← x`, which each rank may use in another way. The gradient of the replicated `x`
+    /// is the sum of the gradients of all ranks' `y`.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -26,9 +26,9 @@ impl Group {
         self.alike("copy_to_ranks", x, Move::Keep, Move::Sum)
     }
 
-    /// The blocks of all ranks along `dim`, to be used on each rank in another way: the gradient of
-    /// `x` is this rank's block of the sum of all ranks' gradients. Blocks may be of any
-    /// lengths.
+    /// Gathers the blocks of all ranks along `dim`; each rank may use the result in another way.
+    /// The gradient of `x` is this rank's block of the sum of all ranks' gradients. Blocks may be
+    /// of any lengths.
     ///
     /// ```
     /// use candle_core::{Device, Var};
@@ -51,13 +51,13 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); candle's for a dimension that there is not.
+    /// As [`all_reduce`](Self::all_reduce); candle's error for a dimension that `x` does not have.
     pub fn all_gather(&self, x: &Tensor, dim: impl Dim) -> candle_core::Result<Tensor> {
         self.gathered("all_gather", x, dim, Move::SumOwn)
     }
 
-    /// The blocks of all ranks along `dim`, to be used on all ranks in one way: the gradient of `x`
-    /// is this rank's block of this rank's gradient, which is every rank's.
+    /// Gathers the blocks of all ranks along `dim`; all ranks must use the result in the same way.
+    /// The gradient of `x` is this rank's block of the gradient, which all ranks have alike.
     ///
     /// # Errors
     /// As [`all_gather`](Self::all_gather).
@@ -65,8 +65,8 @@ impl Group {
         self.gathered("all_gather_replicated", x, dim, Move::Own)
     }
 
-    /// This rank's block along `dim` of `Σᵣ xᵣ`; the gradient of `x` is the gradients of all
-    /// blocks.
+    /// Returns this rank's block along `dim` of `Σᵣ xᵣ`. The gradient of `x` is the gradients of
+    /// all ranks' blocks in a row.
     ///
     /// # Errors
     /// As [`all_gather`](Self::all_gather); [`ParallelError::Length`] and [`ParallelError::World`]
@@ -81,8 +81,8 @@ impl Group {
         self.scattered("reduce_scatter", x, dim, split, moves)
     }
 
-    /// This rank's block along `dim` of a replicated tensor, without a call; the gradient of `x` is
-    /// the gradients of all blocks.
+    /// Returns this rank's block along `dim` of a replicated tensor, without moving elements
+    /// between ranks. The gradient of `x` is the gradients of all ranks' blocks in a row.
     ///
     /// # Errors
     /// As [`reduce_scatter`](Self::reduce_scatter).
@@ -96,19 +96,19 @@ impl Group {
         self.scattered("scatter_replicated", x, dim, split, moves)
     }
 
-    /// The root's tensor on every rank; the gradient of the root's is the sum of those of all
-    /// ranks, that of every other rank's is zero.
+    /// Returns the root's tensor on every rank. The gradient of the root's `x` is the sum of all
+    /// ranks' gradients; that of every other `x` is zero.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`ParallelError::Root`] for a root that there is not.
+    /// As [`all_reduce`](Self::all_reduce); [`ParallelError::Root`] for a root that is no rank.
     pub fn broadcast(&self, x: &Tensor, root: usize) -> candle_core::Result<Tensor> {
         self.check_root("broadcast", root)?;
         self.alike("broadcast", x, Move::FromRoot(root), Move::ToRoot(root))
     }
 
-    /// `Σᵣ xᵣ` on the root and zeros on all others; the gradient of `x` is that of the root's
-    /// result. Every rank's loss has to depend on the result, by adding its sum for example, so
-    /// that every rank takes part backward.
+    /// Returns `Σᵣ xᵣ` on the root and zeros on all other ranks. The gradient of `x` is that of the
+    /// root's result. Every rank's loss has to depend on the result, by adding its sum for example,
+    /// so that every rank takes part backward.
     ///
     /// # Errors
     /// As [`broadcast`](Self::broadcast).
@@ -117,9 +117,10 @@ impl Group {
         self.alike("reduce", x, Move::ToRoot(root), Move::FromRoot(root))
     }
 
-    /// `y ← x`, whose gradient is multiplied by `factor`, in f64 and rounded once. An optimizer
-    /// that forms the mean of the ranks' gradients takes a replicated layer's partial gradients
-    /// for as many too small; the world size behind the layer makes up for it.
+    /// Returns `y ← x`, whose gradient is multiplied by `factor`, in f64 and rounded once. An
+    /// optimizer that averages the ranks' gradients divides the sum of a replicated layer's partial
+    /// gradients by the world size. A `factor` of the world size, applied behind the layer, makes
+    /// up for it.
     ///
     /// # Errors
     /// [`ParallelError`] for a tensor of another dtype or device.
@@ -128,7 +129,7 @@ impl Group {
         self.apply("scale_gradient", x, [Move::Keep, Move::Scale(factor)])
     }
 
-    /// An operation on tensors of one shape.
+    /// Makes an operation on tensors that have the same shape on all ranks.
     fn alike(
         &self,
         name: &'static str,
@@ -136,8 +137,7 @@ impl Group {
         forward: Move,
         backward: Move,
     ) -> candle_core::Result<Tensor> {
-        check_tensor(name, x)?;
-        self.compare(name, x, None)?;
+        self.compare_checked(name, x, None, check_tensor(name, x))?;
         self.apply(name, x, [forward, backward])
     }
 
@@ -149,8 +149,8 @@ impl Group {
         backward: impl FnOnce(Split) -> Move,
     ) -> candle_core::Result<Tensor> {
         let dim = dim.to_index(x.shape(), name)?;
-        check_tensor(name, x)?;
-        let split = Split::from_counts(self.compare(name, x, Some(dim))?);
+        let counts = self.compare_checked(name, x, Some(dim), check_tensor(name, x))?;
+        let split = Split::from_counts(counts);
         let moves = [Move::Gather(split.clone()), backward(split)];
         self.along(name, x, dim, moves)
     }
@@ -164,24 +164,20 @@ impl Group {
         moves: [Move; 2],
     ) -> candle_core::Result<Tensor> {
         let dim = dim.to_index(x.shape(), name)?;
-        check_tensor(name, x)?;
-        split.check(self)?;
         let found = x.dim(dim)?;
-        if found != split.total() {
-            return Err(ParallelError::Length {
-                operation: name,
-                dim,
-                expected: split.total(),
-                counts: split.counts().to_vec(),
-                found,
+        let checked = check_tensor(name, x).and_then(|()| split.check(self)).and_then(|()| {
+            if found == split.total() {
+                return Ok(());
             }
-            .into());
-        }
-        self.compare(name, x, None)?;
+            let (expected, counts) = (split.total(), split.counts().to_vec());
+            Err(ParallelError::Length { operation: name, dim, expected, counts, found })
+        });
+        self.compare_checked(name, x, None, checked)?;
         self.along(name, x, dim, moves)
     }
 
-    /// An operation on blocks of a dimension: they are blocks of memory where it is the first one.
+    /// Makes an operation on blocks of a dimension. Blocks of the first dimension are blocks of
+    /// memory, so any other dimension is moved to the front.
     fn along(
         &self,
         name: &'static str,
@@ -213,7 +209,7 @@ impl Group {
     }
 }
 
-/// Refuses what ranks cannot move.
+/// Refuses tensors that ranks cannot move: of other dtypes, or not in host memory.
 pub(super) fn check_tensor(operation: &'static str, x: &Tensor) -> Result<(), ParallelError> {
     super::group::dtype_of(operation, x.dtype())?;
     if x.device().is_cpu() {
@@ -222,5 +218,5 @@ pub(super) fn check_tensor(operation: &'static str, x: &Tensor) -> Result<(), Pa
     Err(ParallelError::Device { operation, found: format!("{:?}", x.device().location()) })
 }
 
-/// The last dimension, which layers split.
+/// Last dimension, which layers split.
 pub(super) const LAST: D = D::Minus1;

@@ -1,4 +1,4 @@
-//! Who has which part of a dimension.
+//! Split of a dimension into one block for each rank.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,20 +7,21 @@ use fusestep_collective::{Blocks, even_counts};
 
 use super::{Group, ParallelError};
 
-/// How a dimension is cut into one block for each rank, in rank order and without gaps; blocks may
-/// be of any length, 0 included.
+/// Split of a dimension into one block for each rank, in rank order and without gaps. Blocks may be
+/// of any length, 0 included.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
     counts: Arc<[usize]>,
 }
 
 impl Split {
-    /// `total` elements cut as equally as can be; the first ranks have one more.
+    /// Cuts `total` elements as equally as can be; the first ranks have one more if the rest is not
+    /// 0.
     pub fn even(total: usize, group: &Group) -> Self {
         Self { counts: even_counts(total, group.world_size()).into() }
     }
 
-    /// A block of `counts[i]` elements for rank `i`.
+    /// Makes a split with a block of `counts[i]` elements for rank `i`.
     ///
     /// ```
     /// use fusestep_candle::parallel::Split;

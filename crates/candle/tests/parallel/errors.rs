@@ -105,6 +105,30 @@ fn labels_that_are_no_classes_or_differ_are_refused_together() {
 }
 
 #[test]
+fn a_tensor_that_one_rank_alone_cannot_move_is_told_to_all() {
+    let ints = Tensor::new(&[1u32, 2], &Device::Cpu).unwrap();
+    let deep = integers(&[1; 9], 1, DType::F32);
+    on_ranks(2, |group| {
+        let fine = integers(&[2], 1, DType::F32);
+        for (wrong, own, told) in [
+            (&ints, "found U32", "a tensor that its rank refuses"),
+            (&deep, "at most 8 dimensions", "a tensor of 9 dimensions"),
+        ] {
+            let is_wrong = group.rank() == 1;
+            let error = message(group.all_reduce(if is_wrong { wrong } else { &fine }));
+            assert!(error.contains(if is_wrong { own } else { told }), "{error}");
+        }
+        let (even, other) = (Split::from_counts([1, 1]), Split::from_counts([2, 1]));
+        let split = if group.rank() == 1 { &other } else { &even };
+        let error = message(group.reduce_scatter(&fine, 0, split));
+        let [own, told] = ["expected 3 elements along", "a tensor that its rank refuses"];
+        assert!(error.contains(if group.rank() == 1 { own } else { told }), "{error}");
+        // Later calls work.
+        group.all_reduce(&fine).map(|_| ())
+    });
+}
+
+#[test]
 fn what_cannot_be_moved_is_refused_before_any_call() {
     let group = Group::solo();
     let ints = Tensor::new(&[1u32, 2], &Device::Cpu).unwrap();

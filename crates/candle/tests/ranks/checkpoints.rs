@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
 use fusestep_candle::{
-    AdamW, Communicator, Fused, LossScale, Options, ParamGroup, ParamsLion, ParamsSgd, Sgd, Solo,
+    AdamW, Communicator, Fused, LossScale, Options, ParamsLion, ParamsSgd, Sgd, Solo, group,
 };
 use fusestep_collective::Collectives;
 
@@ -16,7 +16,7 @@ use super::{Shared, all_bits, bits, gradients, on_ranks, sharing, step_ranked, s
 fn options() -> Options {
     let lion = ParamsLion { lr: 3e-4, ..ParamsLion::default() };
     Options {
-        groups: vec![ParamGroup::of(["embedding"], lion)],
+        groups: vec![group(["embedding"], lion)],
         clip_norm: Some(0.5),
         loss_scale: Some(LossScale::fixed(1.0).unwrap()),
         schedule: Some("warmup:3,polynomial:5:2".parse().unwrap()),

@@ -1,7 +1,5 @@
 //! What is refused, in words that say what would work, with nothing changed.
 
-use std::num::NonZeroU32;
-
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Optimizer, ParamsAdamW};
@@ -13,11 +11,19 @@ fn adamw(options: &Options) -> AdamW {
     AdamW::with_options(vars(DType::F32, 7), ParamsAdamW::default(), options).unwrap()
 }
 
+fn refused(options: &Options) -> String {
+    let vars = vars(DType::F32, 7);
+    AdamW::with_options(vars, ParamsAdamW::default(), options).unwrap_err().to_string()
+}
+
 #[test]
 fn options_that_need_ranks_are_refused_without_them() {
-    let accumulate = Options { accumulate: NonZeroU32::new(2), ..Options::default() };
+    let accumulate = Options { accumulate: 2, ..Options::default() };
     let zero = Options { zero: 1, ..Options::default() };
-    for (options, named) in [(accumulate, "`accumulate` of 2"), (zero, "`zero` of 1")] {
+    let own = Options { initial: Initial::OwnAndEqual, ..Options::default() };
+    for (options, named) in
+        [(accumulate, "accumulate of 2"), (zero, "zero of 1"), (own, "initial of own_and_equal")]
+    {
         let vars = vars(DType::F32, 7);
         let mut fused =
             AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options).unwrap();
@@ -38,8 +44,8 @@ fn options_that_need_ranks_are_refused_without_them() {
 fn options_out_of_range_and_optimizers_in_use_are_refused() {
     let mut solo = Solo::new();
     let stage = Options { zero: 4, ..Options::default() };
-    let error = adamw(&stage).on(&mut solo).unwrap_err().to_string();
-    assert!(error.contains("`zero`: expected a stage from 0 to 3, found 4"), "{error}");
+    let error = refused(&stage);
+    assert!(error.contains("zero: expected a whole number from 0 to 3, found `4`"), "{error}");
     let vars = vars(DType::F32, 7);
     let mut used = AdamW::new(vars.clone(), ParamsAdamW::default()).unwrap();
     used.step(&gradients(&vars, 0, 0..8)).unwrap();
@@ -48,8 +54,11 @@ fn options_out_of_range_and_optimizers_in_use_are_refused() {
     let error = used.on(&mut solo).unwrap_err().to_string();
     assert!(error.contains("before its first step, found one of 1"), "{error}");
     let cap = Options { bucket_cap_mib: Some(f64::NAN), ..Options::default() };
-    let errors = on_ranks(2, |comm| adamw(&cap).on(comm).unwrap_err().to_string());
-    assert!(errors[0].contains("`bucket_cap_mib`: expected more than 0"), "{errors:?}");
+    let error = refused(&cap);
+    assert!(error.contains("bucket_cap_mib: expected a finite number above 0"), "{error}");
+    let naive = Options { bucket_cap_mib: Some(1.0), naive: true, ..Options::default() };
+    let error = refused(&naive);
+    assert!(error.contains("bucket_cap_mib and naive"), "{error}");
 }
 
 #[test]
@@ -72,6 +81,38 @@ fn ranks_with_other_streams_hear_of_it_before_the_streams_are_founded() {
     for error in &errors {
         let named = "comm_streams: expected 1 as on rank 0, found 2 on rank 1";
         assert!(error.contains(named), "{error}");
+    }
+}
+
+#[test]
+fn ranks_that_would_begin_in_other_ways_hear_of_it() {
+    let errors = on_ranks(2, |comm| {
+        let initial = [Initial::OfRankZero, Initial::OwnAndEqual][comm.rank()];
+        let options = Options { initial, ..Options::default() };
+        adamw(&options).on(comm).unwrap_err().to_string()
+    });
+    for error in &errors {
+        let named = "initial: expected of rank 0 as on rank 0, found own and equal on rank 1";
+        assert!(error.contains(named), "{error}");
+    }
+}
+
+#[test]
+fn settings_that_were_allowed_before_there_were_ranks_stay_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    adamw(&Options::default()).save_checkpoint(folder.path(), 3).unwrap();
+    let params = ParamsAdamW { beta1: 0.5, ..ParamsAdamW::default() };
+    let mut solo = Solo::new();
+    for any in [true, false] {
+        let mut other = AdamW::new(vars(DType::F32, 7), params.clone()).unwrap();
+        if any {
+            other.any_settings();
+        }
+        let mut ranked = other.on(&mut solo).unwrap();
+        assert_eq!(ranked.resume(folder.path()).is_ok(), any);
+        ranked.same_settings();
+        let error = ranked.resume(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("beta1"), "{error}");
     }
 }
 

@@ -1,12 +1,10 @@
 //! One rank has the bits of [`Fused`], and so have many, at every ZeRO stage.
 
-use std::num::{NonZeroU32, NonZeroU64};
-
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Module, ParamsAdamW, VarBuilder, VarMap};
 use fusestep_candle::{
-    AnyRule, Communicator, Fused, Fusion, LossScale, Master, Options, ParamGroup, Params,
-    ParamsLamb, ParamsLars, ParamsLion, ParamsSgd, Precision, Rounding, Sgd, Solo,
+    AnyRule, Communicator, Fused, LossScale, Master, Options, Params, ParamsLamb, ParamsLars,
+    ParamsLion, ParamsSgd, Precision, Rounding, Sgd, Solo, group,
 };
 use fusestep_planner::Optimizer as Rule;
 
@@ -71,7 +69,7 @@ fn groups() -> Options {
     let lion = ParamsLion { lr: 3e-4, ..ParamsLion::default() };
     let slow = ParamsAdamW { lr: 1e-5, weight_decay: 0.0, ..ParamsAdamW::default() };
     Options {
-        groups: vec![ParamGroup::of(["embedding"], lion), ParamGroup::of(["bias"], slow)],
+        groups: vec![group(["embedding"], lion), group(["bias"], slow)],
         clip_norm: Some(0.5),
         ..Options::default()
     }
@@ -117,7 +115,7 @@ fn buckets_streams_and_naive_plans_change_no_bit() {
     for options in [
         Options { bucket_cap_mib: Some(0.01), ..groups() },
         Options { comm_streams: Some(2), bucket_cap_mib: Some(0.05), ..groups() },
-        Options { fusion: Fusion::Naive, ..groups() },
+        Options { naive: true, ..groups() },
     ] {
         let found = shared_out(&adamw, &options, (DType::F32, shared));
         assert!(found == expected, "{options:?}");
@@ -140,8 +138,8 @@ fn a_group_has_the_rule_and_the_rate_it_was_given() {
     let rules = &groups().groups;
     let at = |name: &str| vars.iter().position(|(known, _)| known == name).unwrap();
     for (name, rule) in [
-        ("embedding.weight", rules[0].rule()),
-        ("head.bias", rules[1].rule()),
+        ("embedding.weight", rules[0].rule),
+        ("head.bias", rules[1].rule),
         ("head.weight", ParamsAdamW::default().rule()),
     ] {
         assert_eq!(expected[at(name)], found(rule, name), "{name}");
@@ -156,8 +154,8 @@ fn a_group_has_the_rule_and_the_rate_it_was_given() {
 
 #[test]
 fn a_rate_that_was_set_for_a_group_is_the_groups() {
-    let options = |group: ParamsAdamW| Options {
-        groups: vec![ParamGroup::of(["head"], group)],
+    let options = |params: ParamsAdamW| Options {
+        groups: vec![group(["head"], params)],
         ..Options::default()
     };
     let own = ParamsAdamW::default();
@@ -200,7 +198,7 @@ fn a_rate_that_was_set_for_a_group_is_the_groups() {
 #[test]
 fn groups_whose_rates_have_become_equal_before_ranks_are_still_two() {
     let at = |lr| ParamsAdamW { lr, ..ParamsAdamW::default() };
-    let groups = vec![ParamGroup::of(["head"], at(0.5)), ParamGroup::of(["embedding"], at(0.25))];
+    let groups = vec![group(["head"], at(0.5)), group(["embedding"], at(0.25))];
     let options = Options { groups, ..Options::default() };
     let vars = vars(DType::F32, 7);
     let begun = all_bits(&vars);
@@ -241,8 +239,7 @@ fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
             var.set(&values).unwrap();
         }
         drop(data);
-        let options =
-            Options { accumulate: std::num::NonZeroU32::new(micro), ..Options::default() };
+        let options = Options { accumulate: micro, ..Options::default() };
         let fused = Fused::with_options(&varmap, ParamsAdamW::default(), &options).unwrap();
         let mut ranked = fused.on(comm).unwrap();
         for step in 0..5 {
@@ -265,7 +262,7 @@ fn a_model_of_candle_trains_alike_on_ranks_and_in_micro_steps() {
 
 #[test]
 fn averages_every_few_steps_end_alike_on_all_ranks() {
-    let options = Options { local_sgd: NonZeroU64::new(2), ..Options::default() };
+    let options = Options { local_sgd: Some(2), ..Options::default() };
     let ranks = on_ranks(2, |comm| {
         let vars = vars(DType::F32, 7);
         let fused = Fused::with_options(vars.clone(), ParamsAdamW::default(), &options).unwrap();
@@ -285,7 +282,7 @@ fn a_flush_takes_the_rate_of_the_moment_as_a_step_does() {
     let ranks = on_ranks(2, |comm| {
         let run = |comm: &mut dyn Communicator, micro: u32| {
             let (vars, rank) = (vars(DType::F32, 7), comm.rank() as u64);
-            let options = Options { accumulate: NonZeroU32::new(micro), ..Options::default() };
+            let options = Options { accumulate: micro, ..Options::default() };
             let fused = Sgd::with_options(vars.clone(), ParamsSgd::default(), &options).unwrap();
             let mut ranked = fused.on(comm).unwrap();
             for step in 0..2 {

@@ -1,8 +1,8 @@
 //! Ranks with a GPU each: threads of this process, or processes that others have started.
 
 use anyhow::Context;
-use fusestep_collective::{Communicator, run_ranks};
-use fusestep_collective_mpi::{Compare, Reduction, launched_ranks};
+use fusestep_collective::{Communicator, run_ranks, started_together};
+use fusestep_collective_mpi::{Compare, Reduction};
 use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
 };
@@ -18,7 +18,7 @@ pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
     body: impl Fn(&mut dyn Communicator) -> Result<T, E> + Sync,
 ) -> anyhow::Result<Option<T>> {
     let options = options(&ranks.watch, reduction);
-    // The recorder is that of the calls that move data.
+    // The recorder keeps the calls that move data, not the calls of the control communicator.
     let control = Watch { flight_recorder: None, ..ranks.watch.clone() };
     let alone = |mut comm: NcclCommunicator| on_process(ranks, &mut comm, &body);
     if let Some(meeting) = meeting(ranks) {
@@ -26,7 +26,7 @@ pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
         let gpu = ranks.gpu.unwrap_or(meeting.rank);
         return alone(NcclCommunicator::new(Box::new(control), gpu, &options)?);
     }
-    if launched_ranks().is_some() {
+    if started_together().is_some() {
         let world = mpi_world(&control.of_processes(Reduction::default(), Compare::default()))?;
         let gpu = local_rank().unwrap_or(world.rank());
         return alone(NcclCommunicator::new(world, gpu, &options)?);
@@ -52,7 +52,7 @@ fn options(watch: &Watch, reduction: Reduction) -> NcclOptions {
     }
 }
 
-/// Where this process meets others, if it does.
+/// The folder in which this process meets others, and its rank there; `None` without `--meet`.
 fn meeting(ranks: &Ranks) -> Option<Meeting> {
     let default = Meeting::at(ranks.meet.clone()?);
     Some(Meeting {
@@ -63,9 +63,17 @@ fn meeting(ranks: &Ranks) -> Option<Meeting> {
     })
 }
 
-/// This process's number among those of its machine, as launchers tell.
+/// This process's number among the processes of its machine, as launchers tell it.
 fn local_rank() -> Option<usize> {
-    ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"]
-        .into_iter()
-        .find_map(|name| std::env::var(name).ok()?.parse().ok())
+    [
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "PMI_LOCAL_RANK",
+        "PALS_LOCAL_RANKID",
+        "FLUX_TASK_LOCAL_ID",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "SLURM_LOCALID",
+    ]
+    .into_iter()
+    .find_map(|name| std::env::var(name).ok()?.parse().ok())
 }

@@ -10,7 +10,7 @@ use fusestep_planner::Optimizer;
 use fusestep_tensor::{DType, ParamDesc};
 use serde::Serialize;
 
-use crate::options::threads;
+use crate::options::{require_candle_threads, threads};
 use crate::timer::Timer;
 
 /// Times of candle's AdamW and of ours in its place.
@@ -47,13 +47,14 @@ impl CandlePair {
             eps: adam.eps,
             weight_decay: adam.weight_decay.lambda(),
         };
+        require_candle_threads()?;
         let (theirs, their_grads) = variables(params)?;
         let (ours, our_grads) = variables(params)?;
         Ok(Self {
             theirs: candle_nn::AdamW::new(theirs, config.clone())?,
             their_grads,
             their_timer: Timer::new(),
-            ours: fusestep_candle::AdamW::with_threads(ours, config, threads(asked))?,
+            ours: fusestep_candle::AdamW::with_threads(ours, config, threads(asked)?)?,
             our_grads,
             our_timer: Timer::new(),
         })
@@ -79,7 +80,9 @@ impl CandlePair {
 /// Variables of these shapes with gradients.
 fn variables(params: &[ParamDesc]) -> anyhow::Result<(Vec<Var>, GradStore)> {
     let (mut vars, mut grads) = (Vec::with_capacity(params.len()), GradStore::default());
-    for param in params {
+    // Tensors without elements change nothing in either optimizer's step, and candle makes no
+    // tensors of ones without elements.
+    for param in params.iter().filter(|param| param.numel() > 0) {
         let dtype = match param.dtype {
             DType::F64 => candle_core::DType::F64,
             _ => candle_core::DType::F32,

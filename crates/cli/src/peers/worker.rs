@@ -21,7 +21,7 @@ const BURN: &str = "fusestep-peer-burn";
 /// How long a peer may take for one answer; DeepSpeed compiles its kernels within the first.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// What peers are asked to do.
+/// The step that peers are asked to time.
 #[derive(Debug, Serialize)]
 pub(super) struct Request {
     pub(super) params: Vec<Shaped>,
@@ -73,7 +73,7 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// The peers of this Python.
+    /// A worker with the peers of this Python.
     pub(super) fn python(
         python: &Path,
         request: &Request,
@@ -86,13 +86,13 @@ impl Worker {
         Self::start(&mut command, &name, help, request, absent)
     }
 
-    /// burn's AdamW.
+    /// A worker with burn's AdamW.
     pub(super) fn burn(request: &Request, absent: &mut Vec<Absent>) -> Option<Self> {
         let help = "cargo install --path benches/peers/burn";
         Self::start(&mut Command::new(BURN), "burn AdamW", help, request, absent)
     }
 
-    /// Starts a program and hears what it has; one that cannot is absent.
+    /// Starts a program and reads which peers it has; a program that cannot be started is absent.
     fn start(
         command: &mut Command,
         name: &str,
@@ -127,13 +127,19 @@ impl Worker {
         let requests = child.stdin.take();
         let output = BufReader::new(child.stdout.take().context("no standard output")?);
         let (sender, answers) = mpsc::channel();
-        thread::spawn(move || {
+        let read = move || {
             for line in output.lines().map_while(Result::ok) {
                 if sender.send(line).is_err() {
                     break;
                 }
             }
-        });
+        };
+        let reader = thread::Builder::new().name("answers".to_owned()).spawn(read);
+        if let Err(error) = reader {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(error).context("cannot start a thread that reads a peer's answers");
+        }
         let mut worker = Self { child, requests, answers, found: Vec::new() };
         let inventory: Inventory = worker.ask(&serde_json::to_string(request)?)?;
         worker.found = inventory.found;
@@ -177,7 +183,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // The end of its input ends a program that listens; another one is ended.
+        // The end of its input ends a program that listens; any other program is killed.
         self.requests = None;
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -1,4 +1,4 @@
-//! What `step` says of a run: as JSON, or in words.
+//! The summary of `step`, as JSON or in words.
 
 use std::path::Path;
 
@@ -8,16 +8,16 @@ use serde::Serialize;
 
 use crate::output::{duration, print};
 
-/// What `--json` prints.
+/// The result that `--json` prints.
 #[derive(Debug, Serialize)]
 pub(super) struct StepSummary {
     /// Steps of this run.
     pub(super) steps: u64,
-    /// The state's step count after it.
+    /// The state's step count after the run.
     pub(super) step: u64,
-    /// Launches of the last step; 0 without any.
+    /// Launches of the last step; 0 without steps.
     pub(super) launches: u64,
-    /// `null` without steps.
+    /// Mean time of a step; `null` without steps.
     pub(super) ns_per_step: Option<f64>,
     pub(super) parameters: usize,
     pub(super) elements: u64,
@@ -30,26 +30,26 @@ pub(super) struct StepSummary {
     pub(super) grad_norm: Option<f64>,
     /// Steps of this run that were skipped because a gradient was not finite.
     pub(super) skipped: u64,
-    /// The factor on the next step's loss; `null` unless it is scaled.
+    /// The factor on the next step's loss; `null` unless the loss is scaled.
     pub(super) loss_scale: Option<f64>,
     /// Norms and infinite or NaN elements of each gradient in the last step; `null` unless they
     /// are clipped or scaled.
     pub(super) gradients: Option<Vec<Gradient>>,
-    /// Norm of what the last step changed in all parameters, ‖new − old‖; `null` without
+    /// Norm of the last step's change of all parameters, ‖new − old‖; `null` without
     /// `--update-norms`.
     pub(super) update_norm: Option<f64>,
     /// Norms of each parameter.
     pub(super) updates: Option<Vec<Update>>,
 }
 
-/// How far the last step moved one parameter.
+/// Distance that the last step moved one parameter.
 #[derive(Debug, Serialize)]
 pub(super) struct Update {
     pub(super) name: String,
     pub(super) norm: f64,
 }
 
-/// What the last step saw of one gradient.
+/// Report of the last step on one gradient.
 #[derive(Debug, Serialize)]
 pub(super) struct Gradient {
     pub(super) name: String,
@@ -58,7 +58,7 @@ pub(super) struct Gradient {
 }
 
 impl StepSummary {
-    /// Prints it in words, with the files that were written.
+    /// Prints the summary in words, with the files that were written.
     pub(super) fn print<'p>(&self, wrote: impl Iterator<Item = &'p Path>) -> anyhow::Result<()> {
         let launches = counted(self.launches, "launch");
         let each = self
@@ -88,10 +88,10 @@ impl StepSummary {
     }
 }
 
-/// Tensors named when a step was skipped for them, or moved them far.
+/// Most tensors that are named, as the cause of a skipped step or as the farthest moved.
 const NAMED: usize = 5;
 
-/// The tensors that made the last step be skipped; empty if it was not.
+/// The gradients because of which the last step was skipped; empty if it was not skipped.
 fn culprits(gradients: &[Gradient]) -> String {
     let found: Vec<_> = gradients.iter().filter(|g| g.report.non_finite > 0).collect();
     let mut text = String::new();

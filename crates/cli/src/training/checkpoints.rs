@@ -1,5 +1,5 @@
-//! Checkpoints of a run: gone on from, and written while it trains; and where the run is in its
-//! images, which they say beside its tensors.
+//! Checkpoints of a run: read to go on from, and written while the run trains. Beside the tensors
+//! they hold the position of the run in its images.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,8 +13,8 @@ use crate::output::warn_non_finite;
 use crate::places;
 use crate::train::{MOST_EPOCHS, TrainArgs};
 
-/// Makes the folder of a new checkpoint. One that is gone on from is there already, which rank 0
-/// says for all: nothing is made where it is not.
+/// Makes the folder of a new checkpoint. A checkpoint to go on from must be there already; rank 0
+/// checks this for all ranks, and no folder is made.
 pub(super) fn make_folder(folder: &Path, resume: bool, first: bool) -> anyhow::Result<()> {
     if !resume {
         return places::make_folder("--checkpoint", folder);
@@ -29,7 +29,7 @@ pub(super) fn make_folder(folder: &Path, resume: bool, first: bool) -> anyhow::R
     Ok(())
 }
 
-/// Refuses to replace a checkpoint that is not gone on from, and another program's files.
+/// Refuses to replace a checkpoint without --resume, or another program's files.
 pub(super) fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
     let found = Manifest::read_if_any(folder)?;
     if let Some(manifest) = found.filter(|_| !resume) {
@@ -44,12 +44,15 @@ pub(super) fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
 }
 
 impl Run<'_> {
-    /// Goes on from the checkpoint, if that is asked for; returns where it was.
+    /// Goes on from the checkpoint, if that is asked for; returns the position of the run in it.
     pub(super) fn resume(&mut self) -> anyhow::Result<Option<Position>> {
         let folder = self.args.checkpoint.as_ref();
         let Some(folder) = folder.filter(|_| self.args.resume) else {
             return Ok(None);
         };
+        if self.args.any_settings {
+            self.state.any_settings();
+        }
         let caller = self.plan.load(&mut self.state, self.backend, folder)?;
         self.handshake()?;
         for (key, own) in images(self.args) {
@@ -82,7 +85,7 @@ impl Run<'_> {
         Ok(self.saves.begin(self.plan, run, &mut self.comms, folder, caller)?)
     }
 
-    /// Goes on with the save in flight, and hears of one that has failed.
+    /// Goes on with the save in flight, and learns whether it has failed.
     pub(super) fn poll_saves(&mut self) -> anyhow::Result<()> {
         let saved = self.saves.poll(self.plan, &mut self.comms)?;
         self.warn(saved);
@@ -96,7 +99,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Tells once what of the state that this rank has saved is not finite.
+    /// Warns once which tensors that this rank has saved are not finite.
     fn warn(&mut self, saved: Option<Saved>) {
         let names = self.saves.non_finite();
         if let Some(folder) = &self.args.checkpoint
@@ -110,20 +113,20 @@ impl Run<'_> {
     }
 }
 
-/// What decides which samples a batch has.
+/// Settings that decide which samples a batch has, as texts.
 fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
     [("seed", args.seed.to_string()), ("batch", args.batch.to_string())]
 }
 
-/// Where in its images a run is.
+/// Position of a run in its images.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Position {
     /// Epochs that are over.
     pub(super) epochs: usize,
-    /// Batches of the next that are over, and the sum of their images' losses.
+    /// Batches of the next epoch that are over, and the sum of their images' losses.
     pub(super) batches: usize,
     pub(super) loss_sum: f64,
-    /// Mean loss of the last epoch that is over; not a number before.
+    /// Mean loss of the last epoch that is over; NaN before the first.
     pub(super) last_loss: f64,
 }
 
@@ -134,9 +137,9 @@ impl Default for Position {
 }
 
 impl Position {
-    /// What is saved.
+    /// The texts that are saved.
     fn texts(self) -> BTreeMap<String, String> {
-        // Bits, so that means are the same to the last one.
+        // Bits instead of decimals, so that means are the same to the last bit.
         let bits = |value: f64| format!("{:016x}", value.to_bits());
         let entries = [
             ("epochs", self.epochs.to_string()),
@@ -147,7 +150,8 @@ impl Position {
         entries.map(|(key, value)| (key.to_owned(), value)).into()
     }
 
-    /// What was saved; `None` if it is no position of a run whose epochs have so many batches.
+    /// The position in saved texts; `None` if it is no position of a run whose epochs have
+    /// `of_epoch` batches.
     fn read(texts: &BTreeMap<String, String>, of_epoch: usize) -> Option<Self> {
         let count = |key: &str, most| {
             let count = texts.get(key)?.parse().ok();
@@ -158,7 +162,7 @@ impl Position {
             epochs: count("epochs", MOST_EPOCHS)?,
             batches: count("batches", of_epoch)?,
             loss_sum: f64::from_bits(bits("loss_sum")?),
-            // Older checkpoints lack it.
+            // Older checkpoints lack this entry.
             last_loss: bits("last_loss").map_or(f64::NAN, f64::from_bits),
         })
     }

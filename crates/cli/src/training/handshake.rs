@@ -1,7 +1,8 @@
-//! What ranks compare before they train.
+//! The handshake: settings that ranks compare before they train.
 
 use std::num::NonZeroU64;
 
+use fusestep::StepOptions;
 use fusestep_collective::Communicator;
 use fusestep_planner::{Comms, Topology};
 
@@ -9,24 +10,28 @@ use super::Run;
 use crate::options::name_of;
 use crate::train::TrainArgs;
 
-/// Compares over all ranks what decides which calls they make.
-pub(super) fn compare_calls(args: &TrainArgs, comm: &mut dyn Communicator) -> anyhow::Result<()> {
+/// Compares over all ranks the settings that decide which calls they make.
+pub(super) fn compare_calls(
+    args: &TrainArgs,
+    options: &StepOptions,
+    comm: &mut dyn Communicator,
+) -> anyhow::Result<()> {
     let given = |is_given| if is_given { "given" } else { "not given" }.to_owned();
     let every = |count: Option<NonZeroU64>| count.map_or(given(false), |count| count.to_string());
-    let topology = Topology::of(comm);
-    let streams = args.rank_args.streams(args.naive, topology);
+    let streams = options.streams(Topology::of(comm));
     let fields = [
         ("--checkpoint", given(args.checkpoint.is_some())),
         ("--resume", given(args.resume)),
         ("--save-every", every(args.save_every)),
         ("--compare-parameters", every(args.compare_parameters)),
         ("--comm-streams", streams.to_string()),
+        ("--initial", options.initial.to_string()),
     ];
     Ok(Comms::direct(comm).compare(&fields)?)
 }
 
 impl Run<'_> {
-    /// Compares what decides the bits of the run over all ranks.
+    /// Compares over all ranks the settings that decide the bits of the run.
     pub(super) fn handshake(&mut self) -> anyhow::Result<()> {
         let caller = [
             ("--model", name_of(self.args.task.model)),

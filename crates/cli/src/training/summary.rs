@@ -1,4 +1,4 @@
-//! What a run has taken, and what it tells of that.
+//! The times, calls and bytes of a run, and its summary.
 
 use std::time::Instant;
 
@@ -9,27 +9,29 @@ use super::Run;
 use crate::options::name_of;
 use crate::train::{Epoch, RankNumbers, TrainSummary};
 
-/// What the steps so far have taken.
+/// Counts, times and bytes of the steps so far.
 #[derive(Default)]
 pub(super) struct Tally {
     /// Updates.
     pub(super) steps: u64,
-    /// Those that were skipped.
+    /// Updates that were skipped.
     pub(super) skipped: u64,
+    /// Micro-steps whose gradients were dropped with the skipped updates.
+    pub(super) dropped_micro_steps: u64,
     /// Time of steps, and calls and bytes sent for them.
     pub(super) update_ns: f64,
-    /// Time of whole batches but for candle's optimizer, and of what is ours in them: steps, and
-    /// parameters and gradients handed over.
+    /// Time of whole batches without candle's optimizer, and the part of it that is ours: steps,
+    /// and parameters and gradients handed over.
     pub(super) batch_ns: f64,
     pub(super) ours_ns: f64,
-    /// What all batches had: images, or characters.
+    /// Tokens of all batches: images, or characters.
     pub(super) tokens: usize,
     pub(super) calls: u64,
     pub(super) bytes: u64,
     /// The most bytes of whole parameters beside the state, and of segments of gradients.
     pub(super) layer_peak_bytes: u64,
     pub(super) bucket_peak_bytes: u64,
-    /// Of the last update, if it is measured.
+    /// Norm of the last update, if it is measured.
     pub(super) update_norm: Option<f64>,
 }
 
@@ -40,11 +42,12 @@ impl Tally {
             self.skipped += u64::from(update.skipped);
             self.update_norm = update.update_norm;
         }
+        self.dropped_micro_steps += u64::from(report.dropped_micro_steps);
         self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.segment_peak_bytes);
     }
 }
 
-/// A moment of a run, from which on it is measured.
+/// The moment in a run from which on it is measured.
 pub(super) struct Begun {
     at: Instant,
     calls: u64,
@@ -57,7 +60,7 @@ impl Run<'_> {
         Begun { at: Instant::now(), calls: self.comms.calls(), bytes: self.comms.bytes_sent() }
     }
 
-    /// Counts an update, and the time since as its own.
+    /// Counts an update, and the time since `begun` as the update's.
     pub(super) fn count_update(&mut self, report: &MicroStepReport, begun: &Begun) {
         let nanoseconds = begun.at.elapsed().as_nanos() as f64;
         self.tally.update_ns += nanoseconds;
@@ -65,7 +68,7 @@ impl Run<'_> {
         self.tally.add(report);
     }
 
-    /// Counts the time since as that of a batch, and what has been sent since.
+    /// Counts the time since `begun` as a batch's, and the calls and bytes sent since.
     pub(super) fn count_batch(&mut self, begun: &Begun) {
         self.tally.batch_ns += begun.at.elapsed().as_nanos() as f64;
         self.tally.calls += self.comms.calls() - begun.calls;
@@ -95,6 +98,7 @@ impl Run<'_> {
             resumed_epochs: self.resumed_epochs,
             steps: tally.steps,
             skipped_steps: tally.skipped,
+            dropped_micro_steps: tally.dropped_micro_steps,
             final_loss: last.loss,
             test_loss: last.test_loss,
             test_accuracy: last.test_accuracy,

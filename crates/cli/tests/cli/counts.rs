@@ -129,7 +129,8 @@ fn steps_beyond_what_a_state_can_count_are_refused() {
         (name.as_str(), view.unwrap())
     });
     // Of version 1, which has no checksums.
-    let metadata = [("step".to_owned(), "9007199254740991".to_owned())];
+    let metadata = [("step", "9007199254740991"), ("optimizer", "adamw")];
+    let metadata = metadata.map(|(key, value)| (key.to_owned(), value.to_owned()));
     fs::write(&state, serialize(views, Some(metadata.into())).unwrap()).unwrap();
     let run = |steps| {
         let files = ["--params", text(&params), "--grads", text(&grads), "--lr", "1e-2"];

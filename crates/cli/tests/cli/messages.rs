@@ -7,7 +7,7 @@ use safetensors::tensor::{Dtype, TensorView, serialize};
 use crate::{Folder, ok, refused, text};
 
 /// Shapes of a few parameters.
-fn shapes(folder: &Folder) -> std::path::PathBuf {
+pub(crate) fn shapes(folder: &Folder) -> std::path::PathBuf {
     let path = folder.path("shapes.json");
     let content = r#"[{"name":"a","shape":[4]},{"name":"b","shape":[70000]}]"#;
     fs::write(&path, content).unwrap();
@@ -35,6 +35,7 @@ fn values_of_plans_out_of_range_are_refused_after_their_flag() {
     let folder = Folder::new();
     let shapes = shapes(&folder);
     let plan = ["plan", text(&shapes)];
+    let world = ["plan", text(&shapes), "--world", "2"];
     let free = ["plan", text(&shapes), "--optimizer", "schedule-free"];
     refuse(&[
         (&free, "--beta1", "1", "expected a value in (0, 1), found 1"),
@@ -42,12 +43,12 @@ fn values_of_plans_out_of_range_are_refused_after_their_flag() {
         (&free, "--warmup-steps", "-1", "from 0 to 4294967295"),
         (&plan, "--clip-norm", "0", "expected a finite number above 0"),
         (&plan, "--clip-norm", "NaN", "expected a finite number above 0"),
-        (&plan, "--bucket-cap-mib", "-1", "a number above 0, found -1"),
-        (&plan, "--rounding-seed", "-1", U64S),
-        (&plan, "--argument-bytes", "-1", COUNTS),
+        (&world, "--bucket-cap-mib", "-1", "expected a finite number above 0"),
+        (&plan, "--rounding-seed", "-1", "a whole number from 0 on"),
+        (&plan, "--argument-bytes", "-1", "a whole number from 1 on"),
         (&plan, "--world", "-1", "a number from 1 to 65536"),
-        (&plan, "--zero", "-1", "-1 is not in 0..=3"),
-        (&plan, "--shard-group", "-1", COUNTS),
+        (&plan, "--zero", "-1", "a whole number from 0 to 3"),
+        (&plan, "--shard-group", "-1", "a whole number from 1 on"),
     ]);
 }
 
@@ -61,7 +62,7 @@ fn values_of_runs_out_of_range_are_refused_after_their_flag() {
         (&train, "--seed", "-1", U64S),
         (&train, "--threads", "-1", "threads from 1 to 256"),
         (&ranks, "--timeout", "-1", "seconds above 0, 86400 at most"),
-        (&ranks, "--local-sgd", "0", COUNTS),
+        (&ranks, "--local-sgd", "0", "a whole number from 1 on"),
         (&ranks, "--compare-parameters", "-1", COUNTS),
         (&saved, "--save-every", "-1", COUNTS),
         (&["launch"], "-n", "-1", "a number from 1 to 1024"),
@@ -153,9 +154,9 @@ fn flags_that_would_do_nothing_are_refused() {
         ok(&[&plan[..], flags, &["--world", "2"]].concat());
     }
     let error = refused(&["train", "--compare-parameters", "3"]);
-    let expected = "--compare-parameters: expected --ranks or --engine too, found neither";
+    let expected = "--compare-parameters: expected --ranks too, found no such flag";
     assert!(error.contains(expected), "{error}");
-    let compare = ["--engine", "thread", "--compare-parameters", "3"];
+    let compare = ["--ranks", "2", "--compare-parameters", "3"];
     ok(&[&["train", "--epochs", "1"], &compare[..]].concat());
     // An engine asks for ranks, as many as it has where none are named.
     let bench = ["bench", text(&shapes), "--rounds", "1", "--engine", "thread"];
@@ -178,7 +179,7 @@ fn reducing_apart_asks_for_ranks() {
     let shapes = shapes(&folder);
     for (command, flag) in [(&["plan", text(&shapes)][..], "--world"), (&["train"], "--ranks")] {
         let error = refused(&[command, &["--apart"]].concat());
-        assert!(error.contains(&format!("--apart: expected {flag}")), "{error}");
+        assert!(error.contains(&format!("--separate: expected {flag}")), "{error}");
     }
     for (command, flag) in [
         (&["plan", text(&shapes)][..], "--world"),
@@ -186,7 +187,7 @@ fn reducing_apart_asks_for_ranks() {
         (&["bench", text(&shapes), "--rounds", "1"], "--ranks"),
     ] {
         let error = refused(&[command, &[flag, "1", "--apart"]].concat());
-        let named = format!("--apart: expected {flag} of 2 or more, found 1");
+        let named = format!("--separate: expected {flag} of 2 or more, found 1");
         assert!(error.contains(&named), "{error}");
     }
     assert!(ok(&["plan", text(&shapes), "--world", "2", "--apart"]).contains("predicted: "));
@@ -213,12 +214,12 @@ fn help_says_which_rules_have_a_setting_and_what_a_flag_changes() {
     let words: Vec<&str> = help.split_whitespace().collect();
     let help = words.join(" ");
     for told in [
-        "schedule-free: share of the average in the point where gradients are taken, in (0, 1)",
-        "adam, lamb, schedule-free: decay of the second moment",
-        "adam, adagrad, rmsprop, lamb, schedule-free: added to the root",
-        "lars, lamb and schedule-free have no such setting",
+        "schedule-free: β₁: the share of the average in the point where gradients are taken, in (0, 1)",
+        "adamw, adam, schedule-free: ε, added to the root outside of it, at least 0;",
+        "momentum: μ, the share of the velocity that remains after a step, in [0, 1); rmsprop: μ",
+        "rmsprop: α: decay of the mean square, in [0, 1) [default: 0.99]",
         "whose own weight decay --exclude has taken away",
-        "it sums in another order, so results differ by rounding",
+        "sums are in another order, so results differ by rounding",
         "256 at most [default: RAYON_NUM_THREADS",
         "`resumed_epochs` are those that the checkpoint had seen",
         "one of whole parameters is written beside them",

@@ -112,3 +112,19 @@ fn bench_says_the_dtypes_of_the_model_and_refuses_steps_that_its_peers_do_not_ma
         }
     }
 }
+
+/// `FUSESTEP_BLESS=1 cargo test --release -p fusestep-cli --test cli pictures` draws it anew.
+#[test]
+fn pictures_of_plans_are_what_the_readme_s_command_draws() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let (shapes, kept) =
+        (format!("{root}/data/shapes/resnet50.json"), format!("{root}/docs/pictures/plan.svg"));
+    let folder = Folder::new();
+    let drawn = folder.path("plan.svg");
+    ok(&["plan", &shapes, "--world", "4", "--zero", "2", "--svg", text(&drawn)]);
+    if std::env::var_os("FUSESTEP_BLESS").is_some() {
+        std::fs::copy(&drawn, &kept).unwrap();
+    }
+    let read = |path: &std::path::Path| std::fs::read_to_string(path).unwrap();
+    assert!(read(&drawn) == read(kept.as_ref()), "{kept} is stale");
+}

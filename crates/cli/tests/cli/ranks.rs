@@ -80,7 +80,7 @@ fn updates_in_backward_train_to_the_bits_of_updates_in_the_step() {
     );
     let both = ["train", "--clip-norm", "1", "--update-in-backward"];
     let found = refused(&both);
-    assert!(found.contains("clip_by_global_norm and update_in_backward"), "{found}");
+    assert!(found.contains("--update-in-backward and --clip-norm"), "{found}");
 }
 
 #[test]
@@ -125,7 +125,8 @@ fn how_long_ranks_wait_is_checked_and_changes_no_bits() {
 
 #[test]
 fn ranks_without_images_take_part() {
-    let base = ["--ranks", "5", "--batch", "3", "--epochs", "1", "--clip-norm", "1"];
+    // 1,437 images in batches of 9 end with a batch of 6, which leaves one of 7 ranks without.
+    let base = ["--ranks", "7", "--batch", "9", "--epochs", "1", "--clip-norm", "1"];
     let hash = |more: &[&str]| {
         let found = ok(&[&["train", "--json"], &base[..], more].concat());
         serde_json::from_str::<Value>(&found).unwrap()["params_hash"].clone()
@@ -198,7 +199,7 @@ fn added_batches_train_as_larger_ones_and_adding_one_changes_nothing() {
     let local = train(&["--ranks", "2", "--local-sgd", "4"]);
     assert!(local["test_accuracy"].as_f64().unwrap() > 0.5);
     let error = refused(&["train", "--ranks", "2", "--zero", "2", "--local-sgd", "2"]);
-    assert!(error.contains("zero stage 2 and local_sgd"), "{error}");
+    assert!(error.contains("--local-sgd and --zero"), "{error}");
 }
 
 #[test]

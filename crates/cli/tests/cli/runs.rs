@@ -168,7 +168,7 @@ fn check_tests_the_collectives_between_threads_and_says_what_mpi_takes() {
     assert_eq!(json["rows"].as_array().map(Vec::len), Some(5));
     if !cfg!(feature = "mpi") {
         let error = refused(&["check", "--engine", "mpi"]);
-        assert!(error.contains("build with the feature `mpi`"), "{error}");
+        assert!(error.contains("--features mpi`"), "{error}");
     }
 }
 
@@ -197,8 +197,9 @@ fn several_processes_that_know_nothing_of_each_other_are_refused() {
     ] {
         let error = start(args);
         let named = format!(
-            "4 processes were started together by mpirun, and each would take \
-             itself for the whole; expected --engine mpi (check, train, bench), {found}"
+            "4 processes were started together by mpirun of Open MPI (OMPI_COMM_WORLD_SIZE=4), and \
+             each would take itself for the whole; expected --engine mpi (check, train, bench), \
+             {found}"
         );
         assert!(error.contains(&named), "{args:?}: {error}");
     }
@@ -235,7 +236,7 @@ fn processes_that_torchrun_has_started_find_each_other_and_other_engines_are_ref
     for engine in ["thread", "nccl"] {
         let ended = start("1", engine).wait_with_output().unwrap();
         let error = String::from_utf8(ended.stderr).unwrap();
-        let named = "2 processes were started together by a launcher";
+        let named = "2 processes were started together by torchrun or `fusestep launch`";
         let works = format!("expected --engine processes (check, train, bench), found {engine}");
         assert!(error.contains(named) && error.contains(&works), "{error}");
     }
@@ -246,7 +247,7 @@ fn a_launcher_within_another_is_named() {
     let start = ["launch", "-n", "2", "--"];
     let nested = [&start[..], &[env!("CARGO_BIN_EXE_fusestep")], &start, &["true"]].concat();
     let error = refused(&nested);
-    let named = "expected no launcher around `fusestep launch`, found that of 2 ranks";
+    let named = "expected no launcher around `fusestep launch`, found that 2 processes";
     assert_eq!(error.matches(named).count(), 2, "{error}");
     assert!(!error.contains("--engine"), "{error}");
 }

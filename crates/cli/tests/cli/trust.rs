@@ -66,6 +66,31 @@ fn state_of_other_parameters_is_refused_unless_it_is_asked_for() {
 }
 
 #[test]
+fn state_of_other_settings_is_refused_unless_it_is_asked_for() {
+    let folder = Folder::new();
+    let (state, out) = (folder.path("state"), folder.path("out"));
+    let lars = ["--optimizer", "lars", "--exclude", "b", "--clip-norm", "1"];
+    let first = [&lars[..], &["--out", text(&out), "--state-out", text(&state)]].concat();
+    ok(&as_args(&step(&folder, &first)));
+    let again = ["--state", text(&state), "--out", text(&out), "--any-parameters"];
+    ok(&as_args(&step(&folder, &[&lars[..], &again].concat())));
+    for (changed, named) in [
+        (vec!["--momentum", "0.5"], "`momentum`: expected 0.5, found 0.9"),
+        (vec!["--excluded", "trust-ratio"], "`excluded`: expected trust_ratio, found plain_lr"),
+        (vec!["--exclude", "a"], "`weight_decay_of@a`: expected 0, found none"),
+        (vec!["--weight-decay", "0.25"], "`weight_decay`: expected 0.25"),
+    ] {
+        let more = [&lars[..], &again, &changed].concat();
+        let error = refused(&as_args(&step(&folder, &more)));
+        assert!(error.contains(named) && error.contains("--any-settings"), "{error}");
+        ok(&as_args(&step(&folder, &[&more[..], &["--any-settings"]].concat())));
+    }
+    let unclipped = [&lars[..4], &again].concat();
+    let error = refused(&as_args(&step(&folder, &unclipped)));
+    assert!(error.contains("`clip_norm`: expected none, found 1"), "{error}");
+}
+
+#[test]
 #[cfg(unix)]
 fn a_replaced_file_keeps_its_mode_and_a_link_stays() {
     use std::os::unix::fs::PermissionsExt;

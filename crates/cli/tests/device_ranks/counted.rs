@@ -83,8 +83,8 @@ impl Backend for Counted {
     ) -> Result<(), BackendError> {
         Backend::copy(&self.cuda, from, to, len_bytes)
     }
-    fn accumulate(&self, accumulate: Accumulate<'_>) -> Result<(), BackendError> {
-        self.cuda.accumulate(accumulate)
+    fn add_gradients(&self, sums: Accumulate<'_>) -> Result<(), BackendError> {
+        self.cuda.add_gradients(sums)
     }
     fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
         self.cuda.hand_over(buffer)

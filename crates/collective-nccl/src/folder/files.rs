@@ -1,5 +1,5 @@
-//! What ranks leave each other in a folder: whole files, an end that holds for all, and nothing
-//! when all are gone.
+//! Files of a group's ranks in a folder. Files appear whole, one error closes the group for all
+//! ranks, and the last rank removes the folder.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::{fs, thread};
 
 use fusestep_collective::CollectiveError;
 
-/// The file that closes a group.
+/// Name of the file that closes a group.
 const CLOSED: &str = "closed";
 
 /// The first and the longest pause between two looks at a folder.
@@ -20,9 +20,10 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(
 pub(super) struct Files {
     pub(super) folder: PathBuf,
     pub(super) rank: usize,
-    /// Folders of the groups that this one was split from; what closes them closes this one.
+    /// Folders of the groups that this one was split from. An error that closes one of them closes
+    /// this group.
     above: Vec<PathBuf>,
-    /// What this rank has found to close the group, as it found it.
+    /// Error by which this rank's group is closed, once this rank knows it.
     found: Mutex<Option<CollectiveError>>,
 }
 
@@ -37,14 +38,15 @@ impl Files {
         own.chain(self.above.iter().cloned()).collect()
     }
 
-    /// Puts a file there: others see all of it or nothing.
+    /// Writes a file to the folder; others see all of it or nothing.
     pub(super) fn publish(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let unfinished = self.folder.join(format!(".{name}-{}", self.rank));
         fs::write(&unfinished, bytes)?;
         fs::rename(unfinished, self.folder.join(name))
     }
 
-    /// Puts a file there unless somebody has put one there already; returns what is there then.
+    /// Writes a file to the folder unless another rank has written it already; returns the bytes of
+    /// the file in the folder.
     fn publish_first(&self, name: &str, bytes: &[u8]) -> io::Result<Vec<u8>> {
         let unfinished = self.folder.join(format!(".{name}-{}", self.rank));
         let path = self.folder.join(name);
@@ -57,14 +59,14 @@ impl Files {
         }
     }
 
-    /// A file, if it is there.
+    /// Reads a file of the folder, if it is there.
     pub(super) fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         read(&self.folder.join(name))
     }
 
     /// Removes a file that nobody reads any more.
     pub(super) fn withdraw(&self, name: &str) {
-        // One that stays is removed with the folder.
+        // A file that stays is removed with the folder.
         let _ = fs::remove_file(self.folder.join(name));
     }
 
@@ -74,7 +76,7 @@ impl Files {
         if let Some(found) = &*found {
             return found.clone();
         }
-        // Who leaves says so in a file of its own; it ends calls of this group and none of the
+        // A rank that leaves writes a file of its own. It ends calls of this group, and none of the
         // groups that were split from it.
         if let CollectiveError::Left { .. } = error {
             return found.insert(error).clone();
@@ -87,7 +89,7 @@ impl Files {
         found.insert(held).clone()
     }
 
-    /// What has closed the group, for a call of `ranks`.
+    /// The error that has closed the group, or that a rank of `ranks` has left.
     pub(super) fn closing(
         &self,
         mut ranks: impl Iterator<Item = usize>,
@@ -100,19 +102,21 @@ impl Files {
             let bytes = read(&path).ok().flatten()?;
             Some(decode(&bytes))
         };
-        // Who leaves behind an error has closed the group before: looked at in the other order, the
-        // error would not be missed.
+        // A rank that leaves after an error has closed the group first. So leavers are read before
+        // the error, which then cannot be missed.
         let gone = ranks.find_map(|rank| said(self.folder.join(left(rank))));
         let chain = self.chain();
         let closed = chain.iter().find_map(|folder| said(folder.join(CLOSED)));
         closed.or(gone)
     }
 
-    /// Says that this rank is gone after so many calls; the last one removes the folder.
+    /// Writes the file that says that this rank has left after so many calls. The last rank removes
+    /// the folder.
     pub(super) fn leave(&self, world_size: usize, calls: u64) {
         let rank = self.rank;
         let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-        // Who leaves because another has left repeats that, so that all name the same rank.
+        // A rank that leaves because another has left repeats that error, so that all name the same
+        // rank.
         let why = match &*found {
             Some(first @ CollectiveError::Left { .. }) => first.clone(),
             _ => CollectiveError::Left { rank, calls },
@@ -121,7 +125,7 @@ impl Files {
         if self.publish(&left(rank), &why.to_bytes()).is_err() || !(0..world_size).all(is_gone) {
             return;
         }
-        // What cannot be removed stays, and the next run in this folder says so.
+        // Files that cannot be removed stay, and the next run in this folder reports them.
         for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
             let _ = fs::remove_file(entry.path());
         }
@@ -132,7 +136,7 @@ impl Files {
     }
 }
 
-/// The file in which a rank says that it is gone.
+/// Name of the file that says that a rank has left.
 fn left(rank: usize) -> String {
     format!("left-{rank}")
 }
@@ -145,12 +149,12 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Waits a moment between two looks, the longer the more there were.
+/// Pauses between two looks at a folder, longer after more looks.
 pub(super) fn pause(looks: u32) {
     thread::sleep((PAUSES[0] * (1 << (looks / 8).min(10))).min(PAUSES[1]));
 }
 
-/// The error that a file says.
+/// Reads the error in a file.
 fn decode(bytes: &[u8]) -> CollectiveError {
     CollectiveError::from_bytes(bytes).unwrap_or_else(|| CollectiveError::Aborted {
         rank: 0,

@@ -1,4 +1,4 @@
-//! How processes that nobody started together find each other in a folder.
+//! Meeting in a folder of processes that no launcher has started together.
 
 use std::collections::hash_map::RandomState;
 use std::fs;
@@ -6,16 +6,16 @@ use std::hash::BuildHasher;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use fusestep_collective::MAX_TIMEOUT;
+use fusestep_collective::{MAX_TIMEOUT, mark_joined, require_alone};
 
 use super::FolderControl;
 use super::files::{Files, pause};
 use crate::NcclError;
 
-/// The file in which rank 0 says who has come to this run.
+/// Name of the file in which rank 0 lists the ranks that have come to this run.
 const WELCOME: &str = "welcome";
 
-/// Where and as whom a process meets the others of its job.
+/// Place of a process among those of its job, and the folder in which they meet.
 ///
 /// ```no_run
 /// # #[cfg(feature = "nccl")] {
@@ -35,12 +35,11 @@ pub struct Meeting {
     /// A folder that all processes see, empty or not there yet; the last one that leaves removes
     /// it.
     pub folder: PathBuf,
-    /// This process, from 0.
+    /// Rank of this process, from 0.
     pub rank: usize,
     /// Number of processes.
     pub world_size: usize,
-    /// How long to wait for the others, here and in every later call; 60 s by default, a day at
-    /// most.
+    /// Time to wait for other ranks, here and in every later call; 60 s by default, a day at most.
     pub timeout: Duration,
 }
 
@@ -52,20 +51,25 @@ impl Meeting {
 
     /// Waits for the others and returns this process's place among them.
     ///
-    /// Every other rank says a number that only it knows, and rank 0 repeats them all. So what an
-    /// earlier run has left is never taken for this one: rank 0 refuses a folder with anything
-    /// else in it, the others a welcome without their number.
+    /// Every other rank writes a random number of its own, and rank 0 repeats all numbers. So no
+    /// file of an earlier run is taken for one of this run. Rank 0 refuses a folder with anything
+    /// else in it, and the other ranks refuse a welcome without their number.
     ///
     /// # Errors
     /// [`NcclError::Meeting`]: a folder that is not empty, ranks that expect another world size, a
-    /// rank taken twice, ranks that do not come in time, or the operating system's text.
+    /// rank taken twice, ranks that do not come in time, a world of one in a process that a
+    /// launcher has started as one of several, or the operating system's text.
     pub fn join(&self) -> Result<FolderControl, NcclError> {
         let met = self.meet();
-        met.map_err(|reason| NcclError::Meeting {
+        let met = met.map_err(|reason| NcclError::Meeting {
             folder: self.folder.clone(),
             rank: self.rank,
             reason,
-        })
+        })?;
+        if self.world_size > 1 {
+            mark_joined();
+        }
+        Ok(met)
     }
 
     fn meet(&self) -> Result<FolderControl, String> {
@@ -74,6 +78,9 @@ impl Meeting {
             return Err(format!(
                 "expected a rank below {world_size}, the world size, found {rank}"
             ));
+        }
+        if world_size == 1 {
+            require_alone().map_err(|error| error.to_string())?;
         }
         let timeout = self.timeout.min(MAX_TIMEOUT);
         let as_text = |error: std::io::Error| error.to_string();
@@ -87,7 +94,7 @@ impl Meeting {
         Ok(FolderControl::new(files, world_size, timeout))
     }
 
-    /// Rank 0: waits for all, checks them and tells them.
+    /// Rank 0's part: waits for all ranks, checks their world sizes and writes the welcome.
     fn welcome(&self, files: &Files, timeout: Duration) -> Result<(), String> {
         let as_text = |error: std::io::Error| error.to_string();
         for entry in fs::read_dir(&files.folder).map_err(as_text)? {
@@ -133,7 +140,7 @@ impl Meeting {
         files.publish(WELCOME, text.as_bytes()).map_err(as_text)
     }
 
-    /// Any other rank: says who it is and waits for the welcome.
+    /// Any other rank's part: writes its number and waits for the welcome.
     fn say_hello(&self, files: &Files, timeout: Duration) -> Result<(), String> {
         let as_text = |error: std::io::Error| error.to_string();
         let now = Instant::now();

@@ -11,16 +11,16 @@ use super::LANES;
 pub(super) trait Arithmetic: Copy + Default {
     fn plus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;
-    /// Strictly greater; false with NaN on either side.
+    /// Whether `self` is strictly greater; false with NaN on either side.
     fn wins_over(self, other: Self) -> bool;
     fn is_nan(self) -> bool;
     fn divided(self, world_size: usize) -> Self;
-    /// The greater; `self` of equals, NaN if there is one.
+    /// The greater of two; `self` of equals, NaN if there is one.
     #[inline(always)]
     fn max(self, other: Self) -> Self {
         if other.wins_over(self) | other.is_nan() { other } else { self }
     }
-    /// The lesser; `self` of equals, NaN if there is one.
+    /// The lesser of two; `self` of equals, NaN if there is one.
     #[inline(always)]
     fn min(self, other: Self) -> Self {
         if self.wins_over(other) | other.is_nan() { other } else { self }
@@ -130,8 +130,8 @@ impl Number for bf16 {
     }
 }
 
-/// By the processor's own conversions, which `half` finds at run time: ours take longer than all
-/// else that is done with a line.
+/// Conversions by the processor's own instructions, which `half` finds at run time. Our conversions
+/// take longer than all else that is done with a line.
 impl Number for f16 {
     type Wide = f32;
     #[inline(always)]

@@ -1,54 +1,49 @@
-//! The collectives, as what each rank brings and what it does with the others' memory.
+//! The collectives: what each rank brings, and what it does with the other ranks' memory.
 
-use std::sync::Arc;
-use std::time::Instant;
-
-use fusestep_simd::{Contribution, MAX_REPLICAS, Participant, Peers, copy_bytes};
-use fusestep_tensor::DType;
+use fusestep_simd::copy_bytes;
 use smallvec::SmallVec;
 
-use super::ThreadCommunicator;
-use super::group::{Group, Header, Placement};
+use super::engine::Threads;
+use super::group::{Header, Placement};
+use crate::rendezvous::{Contribution, MAX_REPLICAS, Peers};
 use crate::sharing::lines;
 use crate::{
-    Blocks, Buffers, Call, CallShape, CollectiveError, Fingerprint, Membership, Movement, OfRanks,
-    Operation, RankMemory, ReduceUpdate, Share,
+    Begun, Blocks, Buffers, Call, CollectiveError, Fingerprint, Movement, OfRanks, OnShared,
+    RankMemory, ReduceUpdate, Share,
 };
 
-/// How writable memory is cut into a part for each rank.
+/// Ways to cut writable memory into a part for each rank.
 #[derive(Clone, Copy)]
 pub(super) enum Cut<'a> {
-    /// Into nothing: nothing is writable.
+    /// No parts, since nothing is writable.
     None,
-    /// Into equal numbers of cache lines.
+    /// Parts of equal numbers of cache lines.
     Lines,
-    /// Into the ranks' blocks.
+    /// The ranks' blocks, of elements of this many bytes.
     Blocks(Blocks<'a>, usize),
-    /// All of it is this rank's part.
+    /// One part, which is this rank's.
     Own,
 }
 
-/// What a rank brings to a round, with everything that belongs to it.
+/// Memory that a rank brings to a round, with its header.
 pub(super) struct Round<'a> {
     pub(super) header: Header,
-    pub(super) deadline: Instant,
     pub(super) shared: &'a [u8],
     pub(super) writable: &'a mut [u8],
     pub(super) cut: Cut<'a>,
-    /// Bytes of this rank's part that nobody else works on.
+    /// Bytes of this rank's part that no other rank works on.
     pub(super) reserved: usize,
-    /// More memory that is cut into the ranks' blocks, and where the blocks end in each.
+    /// More memory that is cut into the ranks' blocks, and the ends of the blocks in each replica.
     pub(super) replicas: [&'a mut [u8]; MAX_REPLICAS],
     pub(super) replica_ends: &'a [usize],
 }
 
 impl<'a> Round<'a> {
-    /// A round to which a rank brings nothing but its header; its own part, if it gets one, is
-    /// nobody else's.
-    fn bare((header, deadline): (Header, Instant)) -> Self {
+    /// A round to which a rank brings only its header. Its own part, if it gets one, is reserved
+    /// for it.
+    pub(super) fn bare(header: Header) -> Self {
         Self {
             header,
-            deadline,
             shared: &[],
             writable: &mut [],
             cut: Cut::None,
@@ -59,35 +54,11 @@ impl<'a> Round<'a> {
     }
 }
 
-type Joined = (Arc<Group>, usize, Participant<Header, CollectiveError>);
-
-impl ThreadCommunicator {
-    /// Any call that all ranks of the group make.
-    pub(super) fn collective(
-        &mut self,
-        call: Call<'_>,
-        blocks: Blocks<'_>,
-    ) -> Result<(), CollectiveError> {
-        let fingerprint = call.shape().fingerprint(blocks.numel, self.sequence, self.context);
-        let placement = match call.buffers {
-            Buffers::InPlace(_) => Placement::Writable,
-            Buffers::OutOfPlace { .. } => Placement::Shared,
-        };
-        let round = Round::bare(self.header(fingerprint, placement));
-        match call.operation {
-            Operation::AllReduce(op)
-            | Operation::Reduce { reduce: op, .. }
-            | Operation::ReduceScatter(op) => self.reduction(round, call, blocks, op),
-            Operation::Gather { root } => {
-                self.gather(round, call.buffers, root, (blocks, call.dtype))
-            }
-            _ => self.movement(round, call, blocks),
-        }
-    }
-
-    /// Meets the others, compares fingerprints, and does `work` if they agree.
+impl Threads {
+    /// Meets the other ranks, compares fingerprints, and does `work` if they agree.
     pub(super) fn round<R>(
         &mut self,
+        begun: &mut Begun<'_>,
         round: Round<'_>,
         work: impl FnOnce(&mut Peers<'_, Header>) -> R,
     ) -> Result<R, CollectiveError> {
@@ -101,8 +72,7 @@ impl ThreadCommunicator {
                 Cut::Own => round.writable.len(),
             };
         }
-        let fingerprint = round.header.fingerprint;
-        let timeout = self.group.options.timeout;
+        let arrived_ns = round.header.arrived_ns;
         let contribution = Contribution {
             header: round.header,
             shared: round.shared,
@@ -113,21 +83,23 @@ impl ThreadCommunicator {
             replica_ends: round.replica_ends,
         };
         let (group, own) = (&self.group, self.rank);
-        let late = |ranks: &[usize]| fingerprint.late(group.behind(own, ranks), timeout);
-        let recorder = &mut self.recorder;
-        self.participant.rendezvous(contribution, round.deadline, late, |peers| {
+        let (print, timeout) = (&begun.print, begun.timeout);
+        let late = |ranks: &[usize]| print.late(group.behind(own, ranks), timeout);
+        let recorder = &mut *begun.recorder;
+        self.participant.rendezvous(contribution, begun.deadline, late, |peers| {
             Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
             let arrived = |rank: usize| peers.header(rank).arrived_ns;
             if let Some(last) = (0..world_size).max_by_key(|&rank| arrived(rank)) {
-                recorder.waited(last, arrived(last).saturating_sub(round.header.arrived_ns));
+                recorder.waited(last, arrived(last).saturating_sub(arrived_ns));
             }
             Ok(work(peers))
         })?
     }
 
-    /// Each rank takes what it needs from where it lies.
-    fn movement(
+    /// Takes the bytes that this rank needs from where they lie on other ranks.
+    pub(super) fn movement(
         &mut self,
+        begun: &mut Begun<'_>,
         round: Round<'_>,
         call: Call<'_>,
         blocks: Blocks<'_>,
@@ -139,51 +111,53 @@ impl ThreadCommunicator {
         };
         let Share { shown, pulls } = movement.share(self.rank, call.buffers);
         let shared = &*shown;
-        self.round(Round { shared, ..round }, |peers| {
+        self.round(begun, Round { shared, ..round }, |peers| {
             for pull in pulls {
                 copy_bytes(level, pull.into, &peers.shared(pull.from)[pull.range]);
             }
         })
     }
 
-    /// Each rank writes its block to the root, all at the same time.
-    fn gather(
+    /// Writes this rank's block to the root, at the same time as other ranks write theirs.
+    pub(super) fn gather(
         &mut self,
+        begun: &mut Begun<'_>,
         round: Round<'_>,
-        buffers: Buffers<'_>,
+        call: Call<'_>,
         root: usize,
-        (blocks, dtype): (Blocks<'_>, DType),
+        blocks: Blocks<'_>,
     ) -> Result<(), CollectiveError> {
-        let cut = Cut::Blocks(blocks, dtype.len_bytes());
-        let own = blocks.of_bytes(self.rank, dtype.len_bytes());
-        match buffers {
+        let element_bytes = call.dtype.len_bytes();
+        let cut = Cut::Blocks(blocks, element_bytes);
+        let own = blocks.of_bytes(self.rank, element_bytes);
+        match call.buffers {
             // The root's own block is in its place already.
             Buffers::InPlace(writable) if root == self.rank => {
-                self.round(Round { writable, cut, ..round }, |_| ())
+                self.round(begun, Round { writable, cut, ..round }, |_| ())
             }
-            Buffers::InPlace(buffer) => self.round(round, |peers| {
+            Buffers::InPlace(buffer) => self.round(begun, round, |peers| {
                 peers.reserved().writable_mut(root).copy_from_slice(&buffer[own])
             }),
             Buffers::OutOfPlace { send, receive } => {
                 let (writable, cut) =
                     if root == self.rank { (receive, cut) } else { (&mut [][..], Cut::None) };
-                self.round(Round { writable, cut, ..round }, |peers| {
+                self.round(begun, Round { writable, cut, ..round }, |peers| {
                     peers.reserved().writable_mut(root).copy_from_slice(send)
                 })
             }
         }
     }
+}
 
-    /// This rank's block of everyone's gradients and parameters.
-    pub(super) fn update_everywhere(
+impl OnShared for Threads {
+    fn reduce_update(
         &mut self,
+        begun: &mut Begun<'_>,
         call: ReduceUpdate<'_>,
         blocks: Blocks<'_>,
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
-        let (rank, sequence) = (self.rank, self.sequence);
-        let fingerprint = call.fingerprint(blocks.numel, sequence, self.context);
-        let header = self.header(fingerprint, Placement::Shared);
+        let rank = self.rank;
         let own = blocks.of_bytes(rank, call.grad_dtype.len_bytes());
         let ranks = 0..self.ends.len();
         let mut ends: SmallVec<[usize; 64]> = SmallVec::new();
@@ -198,9 +172,9 @@ impl ThreadCommunicator {
             reserved: 0,
             replicas,
             replica_ends: &ends,
-            ..Round::bare(header)
+            ..Round::bare(Header::of(begun, Placement::Shared))
         };
-        self.round(round, |peers| {
+        self.round(begun, round, |peers| {
             let mut all = peers.replicas();
             let grads = (0..peers.parties()).map(|rank| &peers.shared(rank)[own.clone()]);
             let mut memory = RankMemory {
@@ -212,25 +186,6 @@ impl ThreadCommunicator {
                 memory.replicas[replica].push(bytes);
             }
             work(memory);
-        })
-    }
-
-    /// Exchanges memberships and takes this rank's place in its subgroup.
-    pub(super) fn join_subgroup(
-        &mut self,
-        membership: Option<Membership>,
-    ) -> Result<Option<Joined>, CollectiveError> {
-        let fingerprint = CallShape::SPLIT.fingerprint(0, self.sequence, self.context);
-        let mut round = Round::bare(self.header(fingerprint, Placement::Writable));
-        round.header.membership = membership;
-        let (group, rank, sequence) = (Arc::clone(&self.group), self.rank, self.sequence);
-        self.round(round, |peers| {
-            let own = membership?;
-            let passed = |member: usize| peers.header(member).membership;
-            let members = own.members(peers.parties(), passed);
-            let place = members.iter().position(|&member| member == rank)?;
-            let (group, participant) = group.subgroup(sequence, own.colour, place, members.len());
-            Some((group, place, participant))
         })
     }
 }

@@ -1,35 +1,42 @@
-//! What the ranks of a group of threads have in common.
+//! A group of threads: the state that its ranks have in common.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
-use fusestep_simd::{Participant, Rendezvous, participants};
+use super::options::Options;
+use crate::rendezvous::{Participant, Rendezvous, participants};
+use crate::{Begun, CollectiveError, Fingerprint, Membership, Pair, behind};
 
-use super::Options;
-use crate::{CollectiveError, Fingerprint, Membership, behind};
-
-/// What a rank brings to a meeting besides memory.
+/// Header that a rank brings to a round besides memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Header {
     pub(super) fingerprint: Fingerprint,
     pub(super) placement: Placement,
-    /// Nanoseconds from the group's beginning to the rank's coming.
+    /// Nanoseconds from the group's beginning to the rank's arrival.
     pub(super) arrived_ns: u64,
     pub(super) membership: Option<Membership>,
 }
 
-/// Where a rank's input lies.
+impl Header {
+    /// The header of a call that moves data.
+    pub(super) fn of(begun: &Begun<'_>, placement: Placement) -> Self {
+        let Begun { print: fingerprint, arrived_ns, .. } = *begun;
+        Self { fingerprint, placement, arrived_ns, membership: None }
+    }
+}
+
+/// Place of a rank's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Placement {
-    /// In the memory it lends, where its result goes too.
+    /// In the rank's writable memory, where its result goes too.
     Writable,
-    /// In the memory it shares.
+    /// In the rank's shared memory.
     Shared,
 }
 
-type GroupParticipant = Participant<Header, CollectiveError>;
+pub(super) type GroupParticipant = Participant<Header, CollectiveError>;
 type GroupRendezvous = Rendezvous<Header, CollectiveError>;
 
 /// A group of threads; each rank holds one reference.
@@ -40,19 +47,19 @@ pub(super) struct Group {
     pub(super) begun: Instant,
     rendezvous: GroupRendezvous,
     registry: Mutex<Registry>,
-    /// For each rank the other side of the transfer it waits in, plus 1; 0 if it is in none. Names
-    /// late ranks and guards nothing.
+    /// For each rank the other side of the transfer that it waits in, plus 1; 0 if it is in none.
+    /// The numbers name late ranks and guard nothing.
     transfers: Box<[AtomicUsize]>,
 }
 
 #[derive(Debug, Default)]
 struct Registry {
-    /// Seats of pairs, sender's and receiver's, until their ranks fetch them.
-    pairs: HashMap<(usize, usize), [Option<GroupParticipant>; 2]>,
-    /// Seats of subgroups, by call and colour, until their ranks fetch them.
+    /// Participants of pairs, the sender's and the receiver's, until their ranks fetch them.
+    pairs: HashMap<Pair, [Option<GroupParticipant>; 2]>,
+    /// Participants of subgroups, by call and colour, until their ranks fetch them.
     forming: HashMap<(u64, u32), Forming>,
-    /// What must be told when the group is closed.
-    pair_rendezvous: Vec<((usize, usize), GroupRendezvous)>,
+    /// Rendezvous of pairs, which must be told when the group is closed.
+    pair_rendezvous: Vec<(Pair, GroupRendezvous)>,
     children: Vec<Weak<Group>>,
     /// The first error other than a rank's leaving.
     broken: Option<CollectiveError>,
@@ -83,30 +90,29 @@ impl Group {
         (group, participants)
     }
 
-    /// Writes down whom `rank` waits for in a transfer, or that it has ended.
+    /// Writes down the rank that `rank` waits for in a transfer, or that the transfer has ended.
     pub(super) fn set_transfer(&self, rank: usize, peer: Option<usize>) {
         self.transfers[rank].store(peer.map_or(0, |peer| peer + 1), Ordering::SeqCst);
     }
 
-    /// [`behind`] a delay that `rank` has seen as `late`.
+    /// The ranks that cause a delay for which `rank` blames the ranks `late`; see [`behind`].
     pub(super) fn behind(&self, rank: usize, late: &[usize]) -> Vec<usize> {
         behind(rank, self.world_size, late, |rank| {
             self.transfers[rank].load(Ordering::SeqCst).checked_sub(1)
         })
     }
 
-    /// Closes the group, its transfers and its subgroups; returns the error that holds, the first
-    /// one.
+    /// Closes the group, its transfers and its subgroups; returns the first error, which holds.
     ///
-    /// A rank that leaves in peace ends the calls of all ranks and its own transfers; transfers
-    /// between others go on, and an error of theirs is returned as it is. Subgroups go on too:
+    /// A rank that leaves in peace ends the calls of all ranks and its own transfers. Transfers
+    /// between other ranks go on, and an error of theirs is returned as it is. Subgroups go on too:
     /// the rank gives up its places there by itself.
     pub(super) fn close(&self, error: CollectiveError) -> CollectiveError {
         let first = self.rendezvous.fail(error.clone());
         let mut registry = self.registry();
         if let CollectiveError::Left { rank, .. } = error {
             for (_, rendezvous) in
-                registry.pair_rendezvous.iter().filter(|(pair, _)| pair.0 == rank || pair.1 == rank)
+                registry.pair_rendezvous.iter().filter(|(pair, _)| pair.has(rank))
             {
                 rendezvous.fail(error.clone());
             }
@@ -128,17 +134,16 @@ impl Group {
         }
     }
 
-    /// What has closed the group: the first error, or the first rank's leaving if there is no
-    /// other.
+    /// The error that has closed the group: the first error, or else the first rank's leaving.
     pub(super) fn failure(&self) -> Option<CollectiveError> {
         let broken = self.registry().broken.clone();
         broken.or_else(|| self.rendezvous.failure())
     }
 
-    /// This rank's participant for transfers from `pair.0` to `pair.1`.
+    /// The participant of one side of a pair for its transfers.
     pub(super) fn pair_participant(
         &self,
-        pair: (usize, usize),
+        pair: Pair,
         side: usize,
     ) -> Result<GroupParticipant, CollectiveError> {
         let mut registry = self.registry();
@@ -147,7 +152,7 @@ impl Group {
             left.map(|(_, error)| error)
         };
         let broken = registry.broken.as_ref();
-        if let Some(error) = broken.or_else(|| gone(pair.0)).or_else(|| gone(pair.1)) {
+        if let Some(error) = broken.or_else(|| gone(pair.sender)).or_else(|| gone(pair.receiver)) {
             return Err(error.clone());
         }
         let Registry { pairs, pair_rendezvous, .. } = &mut *registry;
@@ -192,7 +197,7 @@ impl Group {
         if subgroup.participants.iter().all(Option::is_none) {
             forming.remove(&(call, colour));
         }
-        // Closed in between: the subgroup was not yet in the list, so nobody told it.
+        // The group was closed in between: the subgroup was not yet in the list, so nobody told it.
         if let Some(error) = registry.broken.clone() {
             drop(registry);
             group.close(error);

@@ -2,20 +2,20 @@
 
 use std::ops::Range;
 
-use fusestep_simd::{Claim, Peers};
-
-use super::ThreadCommunicator;
 use super::algorithms::{Cut, Round};
+use super::engine::Threads;
 use super::group::{Header, Placement};
+use crate::rendezvous::{Claim, Peers};
 use crate::{
-    Blocks, Buffers, Call, CollectiveError, Column, OfRanks, Receivers, ReduceOp, Sharing,
+    Begun, Blocks, Buffers, Call, CollectiveError, Column, OfRanks, Receivers, ReduceOp, Sharing,
 };
 
-impl ThreadCommunicator {
-    /// All-reduce, reduce and reduce-scatter: each rank reduces its part straight from where the
-    /// others' elements lie, then what is left of theirs.
+impl Threads {
+    /// Makes an all-reduce, a reduce or a reduce-scatter. Each rank reduces its part straight from
+    /// where the elements of all ranks lie, then what is left of other parts.
     pub(super) fn reduction(
         &mut self,
+        begun: &mut Begun<'_>,
         round: Round<'_>,
         call: Call<'_>,
         blocks: Blocks<'_>,
@@ -29,7 +29,7 @@ impl ThreadCommunicator {
         };
         let round = Round { cut, reserved: sharing.claim_bytes, ..round };
         let round = bring(round, rank, sharing.receivers, call.buffers);
-        self.round(round, |peers| {
+        self.round(begun, round, |peers| {
             let mut reserved = Some(peers.reserved());
             sharing.reduce(rank, &(0..sharing.whole_bytes()), |owner, part| {
                 let claim = || peers.claim(owner, sharing.claim_bytes);
@@ -42,7 +42,7 @@ impl ThreadCommunicator {
     }
 }
 
-/// What a rank brings to a reduction: `round` with its memory.
+/// Memory that a rank brings to a reduction, added to `round`.
 fn bring<'a>(
     round: Round<'a>,
     rank: usize,
@@ -60,7 +60,7 @@ fn bring<'a>(
     Round { shared, writable, cut, ..round }
 }
 
-/// The ranks' elements in `claim`, which begins and ends at `bytes` of the whole.
+/// The elements of all ranks in `claim`, whose bytes are `bytes` of the whole.
 fn columns<'a>(
     peers: &'a Peers<'_, Header>,
     claim: &'a mut Claim<'_, Header>,

@@ -1,29 +1,23 @@
 //! Sends and receives: a rendezvous of two ranks, kept from one transfer of a pair to the next.
 
-use fusestep_simd::Contribution;
-
-use super::ThreadCommunicator;
+use super::engine::Threads;
 use super::group::{Header, Placement};
-use crate::{Buffers, Call, CollectiveError, Fingerprint, Operation};
+use crate::rendezvous::Contribution;
+use crate::{Begun, Buffers, Call, CollectiveError, Fingerprint, Pair};
 
-impl ThreadCommunicator {
-    /// A send or a receive, from `pair.0` to `pair.1`; party 0 of a pair's rendezvous is the
-    /// sender.
-    pub(super) fn transfer(
+impl Threads {
+    /// Makes a send or a receive. Party 0 of a pair's rendezvous is the sender.
+    pub(super) fn between_two(
         &mut self,
+        begun: &mut Begun<'_>,
+        pair: Pair,
         call: Call<'_>,
-        numel: usize,
-        pair: (usize, usize),
     ) -> Result<(), CollectiveError> {
-        let side = usize::from(self.rank == pair.1);
-        let (mut participant, transfers) = match self.pairs.remove(&pair) {
+        let side = pair.side(self.rank);
+        let mut participant = match self.pairs.remove(&pair) {
             Some(known) => known,
-            None => (self.group.pair_participant(pair, side)?, 0),
+            None => self.group.pair_participant(pair, side)?,
         };
-        let mut fingerprint = call.shape().fingerprint(numel, transfers + 1, self.context);
-        let own_name = call.operation;
-        let (header, deadline) = self.header(fingerprint, Placement::Shared);
-        fingerprint.operation = Operation::Send { to: pair.1 };
         let (shared, receive): (&[u8], &mut [u8]) = match call.buffers {
             Buffers::InPlace(buffer) if side == 0 => (buffer, &mut []),
             Buffers::InPlace(buffer) => (&[], buffer),
@@ -31,7 +25,7 @@ impl ThreadCommunicator {
             Buffers::OutOfPlace { receive, .. } => (&[], receive),
         };
         let contribution = Contribution {
-            header: Header { fingerprint, ..header },
+            header: Header::of(begun, Placement::Shared),
             shared,
             writable: &mut [],
             ends: &[0, 0],
@@ -39,28 +33,26 @@ impl ThreadCommunicator {
             replicas: Default::default(),
             replica_ends: &[],
         };
-        let named = Fingerprint { operation: own_name, ..fingerprint };
-        let timeout = self.group.options.timeout;
         let (group, own) = (&self.group, self.rank);
         let late = |sides: &[usize]| {
-            let ranks: Vec<usize> = sides.iter().map(|&side| [pair.0, pair.1][side]).collect();
-            named.late(group.behind(own, &ranks), timeout)
+            let ranks: Vec<usize> = sides.iter().map(|&side| pair.ranks()[side]).collect();
+            begun.named().late(group.behind(own, &ranks), begun.timeout)
         };
-        group.set_transfer(own, Some([pair.1, pair.0][side]));
-        let outcome = participant.rendezvous(contribution, deadline, late, |peers| {
+        group.set_transfer(own, Some(pair.peer(own)));
+        let outcome = participant.rendezvous(contribution, begun.deadline, late, |peers| {
             let compared = Fingerprint::compare(2, |side| &peers.header(side).fingerprint);
-            compared.map_err(|error| error.with_ranks(&[pair.0, pair.1]))?;
+            compared.map_err(|error| error.with_ranks(&pair.ranks()))?;
             if side == 1 {
                 receive.copy_from_slice(peers.shared(0));
             }
             Ok(())
         });
-        // Until the group is closed others whose deadline comes now have to see that this rank only
-        // waited; it is closed by this error, and what is written down says no more then.
+        // Until this error closes the group, other ranks whose deadline passes now must see that
+        // this rank only waited. After that the entry says no more.
         if !matches!(outcome, Err(CollectiveError::Late { .. })) {
             group.set_transfer(own, None);
         }
-        self.pairs.insert(pair, (participant, transfers + 1));
+        self.pairs.insert(pair, participant);
         outcome?
     }
 }

@@ -1,4 +1,5 @@
-//! Small tensors, shared out among the threads: each borrows its own, one after the other.
+//! Small tensors of a launch, shared out among the threads: each thread borrows its own, one after
+//! the other.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,11 +11,11 @@ use crate::cached::ParamSums;
 use crate::tensors::Tensors;
 use crate::update_sums::Rows;
 
-/// The small tensors among some tensors of a launch.
+/// The small tensors among consecutive tensors of a launch.
 pub(super) struct SmallPieces<'a> {
     pub(super) call: &'a BorrowedCall<'a>,
     pub(super) tensors: Tensors<'a>,
-    /// Tensors from so many elements on are not small.
+    /// Element count from which on tensors are large.
     pub(super) large: u64,
     pub(super) offsets: &'a [u64],
     pub(super) members: &'a [u32],
@@ -26,7 +27,7 @@ pub(super) struct SmallPieces<'a> {
     pub(super) lend: Lend<'a>,
     pub(super) error: &'a Mutex<Option<BackendError>>,
     pub(super) sums: Option<&'a ParamSums>,
-    /// Of the chunks from storage element `first` on.
+    /// Rows of sums for the chunks from storage element `first` on.
     pub(super) rows: Option<Rows<'a>>,
 }
 
@@ -112,7 +113,7 @@ impl Split for SmallPieces<'_> {
     }
 }
 
-/// Cuts all lists after so many elements.
+/// Cuts all lists after `elements` elements.
 fn cut<'a>(
     mut lists: [HostList<'a>; MAX_LISTS],
     kernel: &dyn MultiTensorKernel,

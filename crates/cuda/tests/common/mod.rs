@@ -1,4 +1,4 @@
-//! What the tests of the CUDA backend share.
+//! Helpers that the tests of the CUDA backend share.
 // Each test file uses a part of it.
 #![allow(dead_code)]
 

@@ -21,7 +21,7 @@ fn adopted(framework: &Framework, stream: StreamHandle) -> CudaBackend {
     unsafe { CudaBackend::adopt(framework.context(), stream) }.unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// What adopting says that must fail.
+/// The error of an adoption that must fail.
 fn refusal(context: ContextHandle, stream: StreamHandle) -> BackendError {
     // SAFETY: handles of live contexts and streams of the driver.
     unsafe { CudaBackend::adopt(context, stream) }.expect_err("it does not fit")

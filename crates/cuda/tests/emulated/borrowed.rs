@@ -17,7 +17,7 @@ use fusestep_testkit::{Case, outcome};
 use crate::common::{TINY, cpu, cuda};
 use crate::framework::{Framework, Memory};
 
-/// What lies between tensors, to be found as it was.
+/// The byte between tensors, which must stay as it is.
 const BETWEEN: u8 = 0xA5;
 
 /// The tensors of one role in one allocation, at odd places.
@@ -58,7 +58,7 @@ struct Framed<'a> {
     params: Arena,
     grads: Arena,
     len_bytes: Vec<usize>,
-    /// What is lent in place of the tensor with this role and position.
+    /// The tensor lent in place of the one with this role and position.
     instead: Option<(Role, u32, Option<DeviceTensor>)>,
 }
 
@@ -114,7 +114,7 @@ impl Lender for Framed<'_> {
     }
 }
 
-/// What is planned: a rule, how values are kept, and whether gradients are clipped.
+/// A planned run: its rule, its precision, and whether gradients are clipped.
 #[derive(Clone, Copy, Debug)]
 struct Planned {
     rule: Optimizer,
@@ -146,7 +146,7 @@ fn allocate(plan: &Plan, case: &Case, backend: &CudaBackend) -> State {
     state
 }
 
-/// As `outcome` of the testkit, on tensors that a framework lends.
+/// The outcome on tensors that a framework lends, as `outcome` of the testkit has it.
 fn outcome_borrowed(
     framework: &Framework,
     (plan, kept): (&Plan, &Plan),

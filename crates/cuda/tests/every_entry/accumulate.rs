@@ -20,7 +20,7 @@ fn gradient(step: usize, numel: usize) -> Vec<f32> {
     (0..numel).map(value).collect()
 }
 
-/// What the gradients come to: their bytes, and those of the mean over them.
+/// The bytes of the gradients, and those that their weighted mean must have.
 struct Expected {
     given: Vec<Vec<u8>>,
     mean: Vec<u8>,
@@ -54,7 +54,7 @@ fn expected(dtype: DType, numel: usize) -> Expected {
     }
 }
 
-/// What the device makes of the gradients, both lists beginning at an element of their buffer.
+/// The bytes of the mean that the device forms; both lists begin at an element of their buffer.
 fn found(
     backend: &dyn Backend,
     (dtype, numel, first): (DType, usize, usize),
@@ -65,7 +65,7 @@ fn found(
     let mut sums = backend.allocate((first + numel) * sum_width)?;
     let mut grads = backend.allocate((first + numel) * width)?;
     let run = |what, sums: &mut Box<dyn Buffer>, grads: &mut Box<dyn Buffer>| {
-        backend.accumulate(Accumulate {
+        backend.add_gradients(Accumulate {
             dtype,
             sums: (sums.as_mut(), first * sum_width),
             grads: (grads.as_mut(), first * width),
@@ -123,7 +123,7 @@ fn sums_beyond_a_buffer_and_of_integers_are_refused() {
     for (dtype, numel) in [(DType::F32, 5), (DType::BF16, 5), (DType::I32, 1)] {
         let mut sums = backend.allocate(16).unwrap();
         let mut grads = backend.allocate(64).unwrap();
-        let refused = backend.accumulate(Accumulate {
+        let refused = backend.add_gradients(Accumulate {
             dtype,
             sums: (sums.as_mut(), 0),
             grads: (grads.as_mut(), 0),

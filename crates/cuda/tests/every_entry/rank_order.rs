@@ -12,7 +12,7 @@ use fusestep_tensor::DType;
 const RANKS: usize = 3;
 const OWN_RANK: usize = 1;
 
-/// As `kernels/rank_order.cu` reads it.
+/// The arguments, as `kernels/rank_order.cu` reads them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Arguments {
@@ -30,7 +30,7 @@ struct Arguments {
 // SAFETY: numbers and addresses of the device, no reference.
 unsafe impl cust::memory::DeviceCopy for Arguments {}
 
-/// What a rank brings: numbers of any bits, but for exponents that make NaN of them.
+/// The numbers of a rank: any bits, but for exponents that make NaN of them.
 fn bytes_of(rank: usize, dtype: DType, numel: usize) -> Vec<u8> {
     let mut state = rank as u32 * 7 + 1;
     let mut draw = || {

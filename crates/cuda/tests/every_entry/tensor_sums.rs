@@ -61,7 +61,7 @@ fn by_halves(mut leaves: [f64; CHUNK_LEAVES]) -> f64 {
     leaves[0]
 }
 
-/// What the host makes of leaves: the sums of every chunk.
+/// The sums of every chunk, folded from leaves by the host.
 fn folded(chunks: &[TensorPartials]) -> Vec<[f64; MAX_SUMS]> {
     let of_chunk = |chunk: &TensorPartials| {
         std::array::from_fn(|sum| {

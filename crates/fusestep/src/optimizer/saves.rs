@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fusestep_launch::Backend;
-use fusestep_planner::{Checkpoints, Comms, Plan, PlanError, RunToSave, State};
+use fusestep_planner::{Checkpoints, Comms, Initial, Plan, PlanError, RunToSave, State};
 
 use super::FusedOptimizer;
 use crate::Error;
@@ -20,7 +20,7 @@ impl FusedOptimizer<'_> {
             checkpoints.resume(plan, (state, backend), None, (comms, folder))
         })?;
         if resumed.is_some() {
-            self.met = false;
+            (self.met, self.brings) = (false, Initial::OwnAndEqual);
         }
         Ok(resumed.unwrap_or(0))
     }
@@ -60,7 +60,7 @@ impl FusedOptimizer<'_> {
     /// `model.safetensors` in the folder that `manifest.json` names as its generation.
     ///
     /// # Errors
-    /// As [`Plan::save`]; another run that saves to the same folder.
+    /// As [`Plan::save`]; as [`Plan::handshake`]; another run that saves to the same folder.
     pub fn save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), Error> {
         self.begin_save(folder.as_ref(), steps)?;
         self.finish_saves()
@@ -94,6 +94,7 @@ impl FusedOptimizer<'_> {
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
         self.tell_of_save()?;
+        self.meet()?;
         self.with_checkpoints(|checkpoints, plan, state, backend, comms| {
             let run = RunToSave { state, backend, params: None };
             checkpoints.begin(plan, run, comms, (folder, steps))

@@ -1,26 +1,30 @@
-//! What ranks settle about a save: where it goes, what each has written, and whether all could.
+//! Agreement of ranks on a save: where it goes, which files each rank has written, and whether all
+//! succeeded.
 
 use std::path::Path;
 
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_tensor::DType;
 
-use super::generation::{Generation, MODEL_FILE, shard_file};
-use super::manifest::{ShardSpec, refuse};
+use super::generation::Generation;
+use super::manifest::ShardSpec;
+use super::names::{MODEL_FILE, shard_file};
+use super::refusal::refuse;
 use super::shards::Written;
-use crate::comms::Comms;
+use crate::run::comms::calls::Comms;
+use crate::run::comms::texts::{number, said_by_each};
 use crate::{Plan, PlanError, Result};
 
-/// Bytes that each rank says about a file: whether there is one, length and checksum.
+/// Bytes of a rank's message about one file: whether the file exists, its length and its checksum.
 const WORD_BYTES: usize = 24;
 
-/// Bytes that each rank says about its two files.
+/// Bytes of a rank's message about its two files.
 const FILES_BYTES: usize = 2 * WORD_BYTES;
 
-/// Bytes of an error that a rank tells the others.
+/// Bytes of the error message that a failed rank sends to the others.
 const TOLD_BYTES: usize = 512;
 
-/// Brings the place that rank 0 has found to all ranks, so that all write to one.
+/// Broadcasts the generation that rank 0 has begun, so that all ranks write to the same folder.
 pub(super) fn on_generation(
     plan: &Plan,
     comms: &mut Comms<'_>,
@@ -41,7 +45,7 @@ pub(super) fn on_generation(
     })
 }
 
-/// Tells all ranks what each has written; if one could not, all fail.
+/// Gathers the files that each rank has written. If one rank could not write, all ranks fail.
 pub(super) fn on_shards(
     plan: &Plan,
     comms: &mut Comms<'_>,
@@ -73,8 +77,8 @@ pub(super) fn on_shards(
     Ok(wrote.map(spec).collect())
 }
 
-/// Passes on what this rank has; fails on all ranks if it failed on one, with that rank's own
-/// error: the lowest such rank's, which the others name.
+/// Returns this rank's outcome, unless a rank has failed: then all ranks fail. The failed rank
+/// returns its own error; the others name the lowest failed rank and its error.
 pub(super) fn on_outcome<T>(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<T>) -> Result<T> {
     if plan.topology().world == 1 {
         return outcome;
@@ -103,8 +107,8 @@ pub(super) fn on_outcome<T>(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<
     })
 }
 
-/// Refuses, on all ranks, a checkpoint that one of them cannot go on from, or that is not the
-/// same for all: each says which it has read, 0 for none.
+/// Refuses a checkpoint, on all ranks, if one rank cannot resume from it or if ranks have read
+/// different ones. `said` is the fingerprint of the checkpoint that this rank has read, 0 for none.
 pub(super) fn on_checkpoint<T>(
     plan: &Plan,
     comms: &mut Comms<'_>,
@@ -134,7 +138,7 @@ pub(super) fn on_checkpoint<T>(
     Err(refuse(folder, "manifest", &expected, found))
 }
 
-/// Whether it is so on any rank.
+/// Whether `own` is true on any rank.
 pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: bool) -> Result<bool> {
     if plan.topology().world == 1 {
         return Ok(own);
@@ -143,48 +147,9 @@ pub(super) fn on_any_rank(plan: &Plan, comms: &mut Comms<'_>, own: bool) -> Resu
     most(comms, own)
 }
 
-/// Brings a text of each rank to all, in rank order.
-pub(super) fn gather_texts(plan: &Plan, comms: &mut Comms<'_>, own: &str) -> Result<Vec<String>> {
-    let (rank, world) = (plan.topology().rank, plan.topology().world);
-    if world == 1 {
-        return Ok(vec![own.to_owned()]);
-    }
-    comms.set_plan(plan.hash());
-    let lengths = said_by_each(comms, &(own.len() as u64).to_le_bytes())?;
-    let counts: Vec<usize> = (0..world).map(|at| number(&lengths, at) as usize).collect();
-    let mut texts = vec![0u8; counts.iter().sum()];
-    if !texts.is_empty() {
-        let first: usize = counts[..rank].iter().sum();
-        texts[first..first + own.len()].copy_from_slice(own.as_bytes());
-        comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut texts)?;
-    }
-    let mut rest = &texts[..];
-    let text = |count: usize| {
-        let (text, behind) = rest.split_at(count);
-        rest = behind;
-        String::from_utf8_lossy(text).into_owned()
-    };
-    Ok(counts.into_iter().map(text).collect())
-}
-
-/// What all ranks say, each in as many bytes as this one, in rank order.
-fn said_by_each(comms: &mut Comms<'_>, own: &[u8]) -> Result<Vec<u8>> {
-    let mut all = own.repeat(comms.world());
-    let counts = vec![own.len(); comms.world()];
-    comms.in_place(Operation::AllGather, DType::U8, Some(&counts), &mut all)?;
-    Ok(all)
-}
-
 fn most(comms: &mut Comms<'_>, own: bool) -> Result<bool> {
     let mut any = [u8::from(own)];
     let max = Operation::AllReduce(ReduceOp::Max);
     comms.in_place(max, DType::U8, None, &mut any)?;
     Ok(any[0] != 0)
-}
-
-/// One of the 64-bit words that ranks tell each other.
-fn number(words: &[u8], at: usize) -> u64 {
-    let bytes = &words[8 * at..8 * (at + 1)];
-    let digits = bytes.iter().rev();
-    digits.fold(0, |number, &byte| number << 8 | u64::from(byte))
 }

@@ -1,8 +1,8 @@
-//! Which generations a checkpoint has begun and not removed yet: those, and no others, are its own
-//! to write over and to remove.
+//! List of the generations that a checkpoint has begun and not removed yet. A save may write over
+//! and remove these generations and no others.
 //!
-//! The list is durable before a generation's folder is made, so that a save that dies, also before
-//! the first manifest, leaves nothing behind that the next one does not know.
+//! The list is durable before a generation's folder is made. So the next save knows every folder of
+//! a save that died, even before the first manifest.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -10,13 +10,15 @@ use fusestep_tensor_file::Prepared;
 use serde::{Deserialize, Serialize};
 
 use super::CheckpointFolder;
-use super::generation::{checksum, is_name};
-use super::manifest::{Manifest, refuse, sync};
+use super::manifest::Manifest;
+use super::names::{checksum, is_name};
+use super::place::sync;
+use super::refusal::refuse;
 use crate::Result;
 
 /// Name of the list in a checkpoint's folder; it is gone when nothing is left to remove.
 const LIST: &str = ".fusestep-generations";
-/// What every list begins with.
+/// Value of the field `format` in every list.
 const FORMAT: &str = "fusestep-generations";
 /// Version that is written, and the newest that is read.
 const VERSION: u32 = 1;
@@ -26,7 +28,7 @@ const VERSION: u32 = 1;
 pub(super) struct Begun {
     format: String,
     version: u32,
-    /// The checkpoint's, as its manifest has it.
+    /// The checkpoint's number, as in its manifest.
     pub(super) checkpoint: String,
     generations: Vec<String>,
     /// xxh3 of the list as compact JSON with this field empty.
@@ -34,9 +36,9 @@ pub(super) struct Begun {
 }
 
 impl Begun {
-    /// The number of the checkpoint that has this manifest, and its list. Before the first
-    /// manifest, and beside one of the old versions without marks, it is that of the saves which
-    /// have died here; else a new one.
+    /// The number of the checkpoint that has this manifest, and its list. Without a manifest, or
+    /// with one of an old version without marks, the number comes from the list of the saves that
+    /// died here. Without a list the number is new.
     ///
     /// # Errors
     /// As [`Begun::read`].
@@ -65,10 +67,11 @@ impl Begun {
         Ok((number, begun))
     }
 
-    /// Reads the list; `None` if there is none, or none that is whole: what it named stays then.
+    /// Reads the list; `None` if there is no list or a damaged one, and then the generations that
+    /// it named stay.
     ///
     /// # Errors
-    /// [`crate::PlanError::Checkpoint`] if it cannot be read, or is a newer version's.
+    /// [`crate::PlanError::Checkpoint`] if the list cannot be read, or is of a newer version.
     pub(super) fn read(folder: CheckpointFolder<'_>) -> Result<Option<Self>> {
         let Some(bytes) = folder.read_if_any(LIST, "generations")? else {
             return Ok(None);
@@ -91,8 +94,8 @@ impl Begun {
         Ok(Prepared::bytes_in(folder.files, &folder.join(LIST), &text)?.commit()?)
     }
 
-    /// Goes on with these generations only, once the others are gone for good; without any the
-    /// file goes. What fails here is left to the next save.
+    /// Shortens the list to these generations, once the removal of the others is durable. Without
+    /// any generation the list's file is removed. What fails here is left to the next save.
     pub(super) fn keep(mut self, generations: Vec<String>, folder: CheckpointFolder<'_>) {
         if sync(folder, folder.path).is_err() {
             return;

@@ -1,4 +1,4 @@
-//! Saves that training does not wait for.
+//! Saves in the background, which training does not wait for.
 //!
 //! ```text
 //! all ranks   copy of what they save, into memory kept for it               in the call
@@ -7,9 +7,9 @@
 //! rank 0      manifest, then the generations before it go                   behind
 //! ```
 //!
-//! Between two of these all ranks agree, in a call that all of them make anyway: so the commit
-//! point is that of a save in line, an error comes on all ranks in one call, and no rank has to
-//! guess from files what another has done. A call in between costs one reduction of a byte.
+//! Between two parts all ranks agree, in a call that all of them make anyway. So the commit point
+//! is the same as of a save in line, and an error comes on all ranks in one call. No rank has to
+//! guess from files what another has done. A call during a part costs one reduction of a byte.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,24 +17,24 @@ use std::sync::Arc;
 
 use fusestep_tensor_file::{Disk, Files};
 
+use super::commits::commit_files;
 use super::generation::{Generation, remove_failed};
 use super::manifest::Manifest;
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
 use super::writer::{Done, Job, Outcome, Writer};
 use super::{CheckpointFolder, RunToSave, agree, save, snapshot};
-use crate::comms::Comms;
+use crate::run::comms::calls::Comms;
 use crate::{Plan, Result};
 
-/// One rank's saves behind training: memory for copies, who writes them, and the one save in
-/// flight.
+/// One rank's saves in the background: memory for copies, their writer, and the one save in flight.
 ///
-/// Dropped, it waits for what this rank is writing. On one rank the save is complete then; on many
-/// [`Saves::finish`] completes it.
+/// Dropping `Saves` waits for the files that this rank is writing. With one rank the save is
+/// complete then; with many [`Saves::finish`] completes it.
 pub struct Saves {
     files: Arc<dyn Files>,
     writer: Writer,
-    /// Of the last save; the writer lets go of it when it has written.
+    /// The copy that the last save was made from; the writer shares it until the files are written.
     snapshot: Arc<Snapshot>,
     flight: Option<Flight>,
 }
@@ -44,14 +44,14 @@ struct Flight {
     folder: PathBuf,
     step: u64,
     phase: Phase,
-    /// What this rank's part of the phase has come to.
+    /// Outcome of this rank's part of the phase; `None` while the writer is busy.
     outcome: Option<Outcome>,
-    /// On rank 0, until it is written.
+    /// Manifest of the save on rank 0, until it is written; `None` on other ranks.
     manifest: Option<Manifest>,
     generation: Option<Generation>,
 }
 
-/// What ranks agree on next.
+/// Part of a save that ranks agree on next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Begin,
@@ -59,10 +59,10 @@ enum Phase {
     Commit,
 }
 
-/// A save that is complete: it is what a run resumes from now.
+/// A complete save, from which a run resumes from now on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Saved {
-    /// Steps that had been run when it was begun.
+    /// Steps that had been run when the save was begun.
     pub step: u64,
 }
 
@@ -85,9 +85,9 @@ impl Saves {
         Self::of(Arc::new(Disk), Writer::Thread(None))
     }
 
-    /// Saves to a file system that stands in for the machine's, written by the caller itself, at
-    /// the `looks`-th call that looks after each part of a save: for simulations, in which nothing
-    /// may depend on threads.
+    /// Saves to a file system that stands in for the machine's, written by the calling thread. The
+    /// `looks`-th call that polls a part of a save writes that part. Simulations use it, since
+    /// nothing in them may depend on threads.
     pub fn in_turns(files: Arc<dyn Files>, looks: u32) -> Self {
         let writer = Writer::Turns { looks: looks.max(1), job: None };
         Self::of(files, writer)
@@ -108,13 +108,13 @@ impl Saves {
         self.snapshot.non_finite()
     }
 
-    /// Begins a save of what [`Plan::save`] saves: copies it and returns, once a save before it is
-    /// complete. All ranks call it, between micro-steps, and then [`Saves::poll`] in
-    /// every step, until that says that the save is complete.
+    /// Begins a save of all that [`Plan::save`] saves: waits for an earlier save, makes a copy and
+    /// returns. All ranks call it, between micro-steps. Then they call [`Saves::poll`] in every
+    /// step, until it reports the save as complete.
     ///
     /// # Errors
-    /// As [`Plan::save`], for what can be told before anything is written. That of the save
-    /// before, and this one has not been begun then. On all ranks alike.
+    /// Errors of [`Plan::save`] that can be found before anything is written. The error of an
+    /// earlier save, and then this save has not been begun. All ranks return an error together.
     /// # Cost
     /// One copy of what this rank saves; two small calls.
     pub fn begin(
@@ -130,7 +130,7 @@ impl Saves {
         let files = Arc::clone(&self.files);
         let place = CheckpointFolder::of(files.as_ref(), folder);
         if Arc::get_mut(&mut self.snapshot).is_none() {
-            // The writer of a save that was given up has it still.
+            // The writer of a save that was given up still shares the old copy.
             self.snapshot = Arc::default();
         }
         let copied = save::check_between(run.state).and_then(|()| {
@@ -154,8 +154,8 @@ impl Saves {
         Ok(())
     }
 
-    /// Looks after the save in flight, if there is one, without waiting for a disk; says so when it
-    /// is complete. All ranks call it alike: as part of every step, for example.
+    /// Advances the save in flight, if there is one, without waiting for a disk; returns the save
+    /// when it is complete. All ranks call it alike, for example in every step.
     ///
     /// # Errors
     /// As [`Plan::save`], on all ranks in the same call; the checkpoint before is as it was,
@@ -180,8 +180,8 @@ impl Saves {
         }
     }
 
-    /// Waits until nothing is in flight; all ranks call it, at the end of training. Says which save
-    /// it has completed.
+    /// Waits until no save is in flight; all ranks call it, at the end of training. Returns the
+    /// save that this call has completed.
     ///
     /// # Errors
     /// As [`Saves::poll`].
@@ -196,7 +196,8 @@ impl Saves {
         Ok(saved)
     }
 
-    /// Hands a job over; the outcome of one that cannot be is its error.
+    /// Hands a job to the writer. Returns an outcome at once if there is no job, or if the writer
+    /// cannot take it.
     fn hand_over(&mut self, job: Option<Job>) -> Option<Outcome> {
         match job {
             None => Some(Ok(Done::default())),
@@ -219,7 +220,7 @@ fn take_off(plan: &Plan, saves: &mut Saves, mut flight: Flight) {
             let written = written.inspect_err(|_| remove_failed(folder, &generation))?;
             let shards = written.model.into_iter().chain(written.shard).collect();
             if let Some(manifest) = manifest {
-                manifest.commit_to(folder, &generation, shards)?;
+                commit_files(manifest, folder, &generation, shards)?;
             }
             Ok(Done::default())
         }))
@@ -275,7 +276,7 @@ fn advance(plan: &Plan, comms: &mut Comms<'_>, saves: &mut Saves) -> Result<Opti
             let job = own.map(|(manifest, generation)| -> Job {
                 Box::new(move || {
                     let folder = CheckpointFolder::of(files.as_ref(), &folder);
-                    let committed = manifest.commit_to(folder, &generation, shards);
+                    let committed = commit_files(manifest, folder, &generation, shards);
                     committed.map(|()| Done::default())
                 })
             });

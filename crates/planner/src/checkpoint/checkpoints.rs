@@ -1,5 +1,5 @@
-//! A rank's checkpoints, as an optimizer of many steps keeps them, with texts of its own: random
-//! state, its place in the data.
+//! Checkpoints of a rank in a run of many steps. Each rank adds texts of its own, such as random
+//! state and its place in the data.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,17 +7,19 @@ use std::path::{Path, PathBuf};
 use fusestep_launch::Backend;
 use fusestep_tensor::Quoted;
 
-use super::manifest::{Manifest, refuse};
+use super::manifest::Manifest;
+use super::refusal::refuse;
 use super::save::ReadRun;
 use super::{BorrowedParams, FolderLock, RunToSave, Saved, Saves, agree, save};
-use crate::comms::Comms;
+use crate::run::comms::calls::Comms;
+use crate::run::comms::texts::gather_texts;
 use crate::{Plan, PlanError, Result, State, Topology};
 
-/// What a checkpoint calls the number of steps that the caller has done.
+/// Key under which a checkpoint stores the number of steps that the caller has done.
 const STEPS: &str = "steps";
 
-/// A rank's saves behind training, the folder they go to, and what else is kept in them: how many
-/// steps the caller has done and what it wants remembered.
+/// A rank's saves in the background and their folder. Each save also keeps the number of steps that
+/// the caller has done and the texts that it wants remembered.
 #[derive(Debug, Default)]
 pub struct Checkpoints {
     saves: Saves,
@@ -27,18 +29,19 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Texts of this rank that the next save takes and the last resume has brought.
+    /// Texts of this rank that the next save stores and that the last resume has restored.
     pub fn remembered(&self) -> &Remembered {
         &self.remembered
     }
 
-    /// [`Checkpoints::remembered`], to be changed.
+    /// Texts of [`Checkpoints::remembered`], to be changed.
     pub fn remembered_mut(&mut self) -> &mut Remembered {
         &mut self.remembered
     }
 
-    /// Goes on from the folder's checkpoint, of however many ranks; returns how many steps the
-    /// caller had done, or nothing if there is no checkpoint. All ranks call it.
+    /// Resumes from the folder's checkpoint, which any number of ranks may have saved. Returns the
+    /// number of steps that the caller had done, or `None` if there is no checkpoint. All ranks
+    /// call it.
     ///
     /// # Errors
     /// As [`Plan::load`] and [`Saves::finish`]; [`PlanError::Checkpoint`] if ranks do not
@@ -66,7 +69,7 @@ impl Checkpoints {
         Ok(Some(steps))
     }
 
-    /// Begins a save behind training, of a run whose caller has done `steps` steps.
+    /// Begins a save in the background, of a run whose caller has done `steps` steps.
     ///
     /// # Errors
     /// As [`Saves::begin`]; another run that saves to the same folder. On all ranks alike.
@@ -84,7 +87,7 @@ impl Checkpoints {
         self.saves.begin(plan, run, comms, folder, texts)
     }
 
-    /// Looks after the save in flight, as [`Saves::poll`].
+    /// Advances the save in flight, as [`Saves::poll`].
     ///
     /// # Errors
     /// As [`Saves::poll`].
@@ -105,12 +108,12 @@ impl Checkpoints {
         self.saves.in_flight()
     }
 
-    /// Makes the folder and locks it, when the run saves to it for the first time.
+    /// Makes the folder and locks it, when the run saves to that folder for the first time.
     fn own_folder(&mut self, plan: &Plan, comms: &mut Comms<'_>, folder: &Path) -> Result<()> {
         if self.folder.as_deref() == Some(folder) {
             return Ok(());
         }
-        // Let go of first: it may be the same folder, spelt in another way.
+        // The old lock goes first: it may be of the same folder, spelt in another way.
         (self.folder, self.lock) = (None, None);
         let locked = match plan.topology().rank {
             0 => lock(folder).map(Some),
@@ -122,7 +125,7 @@ impl Checkpoints {
     }
 }
 
-/// Reads the folder's checkpoint, and how many steps its caller had done.
+/// Reads the folder's checkpoint, and the number of steps that its caller had done.
 fn read_any(
     plan: &Plan,
     state: &State,
@@ -149,14 +152,14 @@ fn lock(folder: &Path) -> Result<FolderLock> {
     FolderLock::take(folder)
 }
 
-/// What a checkpoint's texts of all ranks are called, and those of rank `r` with `#r` behind.
+/// Key of the texts that all ranks have alike. Texts of rank `r` alone have `#r` behind it.
 const KEY: &str = "remembered";
 
-/// Texts under names, such as a serialized random generator, that go with a rank's checkpoint and
-/// come back with it.
+/// Texts under names, such as a serialized random generator, that a rank's checkpoint stores and a
+/// resume restores.
 ///
-/// Each rank has its own. They come back on as many ranks as they were saved on; on another number
-/// only if all ranks had the same.
+/// Each rank has its own texts. They come back on as many ranks as saved them, and on another
+/// number of ranks only if all had the same texts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Remembered(BTreeMap<String, String>);
 
@@ -186,7 +189,8 @@ impl Remembered {
         } else {
             serde_json::to_string(&self.0).unwrap_or_default()
         };
-        let all = agree::gather_texts(plan, comms, &own)?;
+        comms.set_plan(plan.hash());
+        let all = gather_texts(comms, &own)?;
         if all.iter().all(|text| *text == all[0]) {
             if !all[0].is_empty() {
                 caller.insert(KEY.to_owned(), own);
@@ -199,8 +203,7 @@ impl Remembered {
         Ok(())
     }
 
-    /// Takes over what a checkpoint's texts have for this rank; nothing of what was set before
-    /// stays.
+    /// Replaces all texts by this rank's texts in a checkpoint.
     pub fn restore(&mut self, topology: Topology, caller: &BTreeMap<String, String>) {
         let of_rank = |rank: usize| caller.get(&format!("{KEY}#{rank}"));
         let as_many = of_rank(topology.world.saturating_sub(1)).is_some()

@@ -21,7 +21,7 @@ pub(crate) struct Progress {
     pub(super) loss: Option<f64>,
     pub(super) first: Option<(f64, f64)>,
     pub(super) every: Option<NonZeroU64>,
-    /// For each parameter.
+    /// Steps taken, for each parameter.
     pub(crate) steps_of: Vec<u64>,
     pub(super) given: Vec<u64>,
 }
@@ -48,7 +48,7 @@ impl Progress {
         }
     }
 
-    /// The counts of a checkpoint that is the same for all ranks.
+    /// Counts of a checkpoint that is the same for all ranks.
     pub(super) fn of_all(plan: &Plan, manifest: &Manifest) -> Self {
         let steps = |name: &String| manifest.steps_of.get(name).copied();
         let params = plan.params().iter();
@@ -91,7 +91,7 @@ impl Progress {
         words.flat_map(|word| word.to_le_bytes()).collect()
     }
 
-    /// `None` if the bytes are not those of so many parameters.
+    /// Reads counts from bytes; `None` if the bytes are not counts of `params` parameters.
     pub(super) fn from_bytes(bytes: &[u8], params: usize) -> Option<Self> {
         if bytes.len() != Self::len_bytes(params) {
             return None;
@@ -123,8 +123,8 @@ impl Progress {
         Self::from_bytes(bytes, words.checked_sub(FIXED_WORDS)? / 2)
     }
 
-    /// One rank's counts that stand for all, if they differ in nothing but which gradients each has
-    /// given; what differs, else.
+    /// Counts that stand for all ranks, if ranks differ only in the gradients that each has given
+    /// and in losses. Otherwise the error names the count that differs.
     pub(super) fn together(all: &[&[u8]]) -> Result<Self, &'static str> {
         let mut ranks = all.iter().map(|bytes| Self::of_any(bytes).ok_or("counts"));
         let mut first = ranks.next().ok_or("counts")??;
@@ -142,9 +142,8 @@ impl Progress {
         Ok(first)
     }
 
-    /// Counts for the mean of all ranks: the steps of the rank that has taken most, the smallest
-    /// loss scale, no steps since the average. Micro-steps and their weights have to be the
-    /// same on all.
+    /// Counts for the mean of all ranks: the most steps of any rank, the smallest loss scale, no
+    /// steps since the average. Micro-steps and their weights have to be the same on all ranks.
     pub(super) fn averaged(all: &[&[u8]]) -> Result<Self, &'static str> {
         let mut ranks = all.iter().map(|bytes| Self::of_any(bytes).ok_or("counts"));
         let mut mean = ranks.next().ok_or("counts")??;

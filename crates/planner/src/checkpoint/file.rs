@@ -11,12 +11,14 @@
 //! optimizer, objective the rule and the direction of its steps; optimizer@<name> of a parameter
 //!                      with a rule of its own
 //! beta1, …             settings under which the state would mean something else
+//! set, set.…, built.…  all other settings that decide bits: module `settings`
 //! non_finite@<name>@<role>  how many of that tensor's values are infinite or NaN, if any are
 //! parameters_xxh3      of the parameters that the state belongs to, unless the caller keeps them
 //! loss_scale, …        with the pass `loss_scaling`
 //! xxh3                 of all other metadata
 //! ```
 
+use fusestep_coalesce::zeroed_bytes;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -27,15 +29,15 @@ use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
 use fusestep_tensor_file::{TensorBytes, TensorFile};
 
 use super::file_sums::{
-    FORMAT, FORMAT_KEY, PARAMETERS, SUM, VERSION, VERSION_KEY, check_format, check_values, is_old,
-    non_finite_key, sum_key, sum_of,
+    FORMAT, FORMAT_KEY, PARAMETERS, VERSION, VERSION_KEY, check_format, check_values, is_old,
+    sum_of,
 };
-use super::generation::checksum;
-use super::manifest::refuse;
-use super::settings::Rules;
-use super::{settings, values};
-use crate::in_backward::forget;
-use crate::state::MAX_STEPS;
+use super::names::{SUM, checksum, non_finite_key, sum_key, tensor_name};
+use super::refusal::refuse;
+use super::settings::{Difference, Rules};
+use super::values;
+use crate::MAX_STEPS;
+use crate::run::units::forget;
 use crate::{PlanError, Result, State};
 
 /// Metadata keys of the rule.
@@ -73,6 +75,7 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
     }
     state.tables.check_settled()?;
     state.check_between_steps("saving")?;
+    state.check_counts()?;
     let mut metadata = HashMap::from([
         (FORMAT_KEY.to_owned(), FORMAT.to_owned()),
         (VERSION_KEY.to_owned(), VERSION.to_string()),
@@ -91,16 +94,18 @@ pub(crate) fn to_tensors(state: &State, backend: &dyn Backend) -> Result<StateTe
         metadata.insert(SKIPPED.to_owned(), state.skipped().to_string());
     }
     let mut tensors = Vec::new();
-    for param in state.params.iter() {
+    for (index, param) in state.params.iter().enumerate() {
         let step = state.step_of(&param.name)?;
         if step != state.step {
             metadata.insert(step_key(param), step.to_string());
         }
         for role in state_roles(state, param)? {
             let dtype = state.dtype(role, &param.name)?;
-            let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
+            let mut bytes = zeroed_bytes(param.numel() as usize * dtype.len_bytes())?;
             state.read(backend, role, &param.name, &mut bytes)?;
             let name = tensor_name(param, role);
+            values::check_saved(state, index, role, dtype, &bytes)
+                .map_err(|(expected, found)| refuse(Path::new("state"), &name, expected, found))?;
             metadata.insert(sum_key(&name), checksum(&bytes));
             let count = values::non_finite_of(role, dtype, &bytes);
             if count > 0 {
@@ -144,7 +149,7 @@ pub(crate) fn load(
     Ok(file.metadata().get(PARAMETERS).cloned())
 }
 
-/// What a file says of the rules: the first one's name and direction, and the names of other
+/// Metadata of the rules in a file: the first rule's name and direction, and the names of other
 /// parameters' rules.
 fn rules_in_file(rules: &Rules<'_>) -> BTreeMap<String, String> {
     let own = rules.own_names().into_iter();
@@ -161,7 +166,7 @@ fn state_roles(state: &State, param: &ParamDesc) -> Result<Vec<Role>> {
     Ok(roles)
 }
 
-/// Compares a file with what this state keeps.
+/// Compares a file's tensors and step counts with those of this state.
 fn check(state: &State, file: &TensorFile) -> Result<Steps> {
     let mut known = 0;
     for param in state.params.iter() {
@@ -199,11 +204,35 @@ fn check(state: &State, file: &TensorFile) -> Result<Steps> {
             exceptions.push((param.name.clone(), step));
         }
     }
-    Ok(Steps { all, exceptions })
+    let steps = Steps { all, exceptions };
+    check_begun(state, file, &steps)?;
+    Ok(steps)
 }
 
-/// Compares the rules: state of another one has the same shapes and another meaning. Old files
-/// may not say.
+/// Refuses state of parameters that have taken no step.
+fn check_begun(state: &State, file: &TensorFile, steps: &Steps) -> Result<()> {
+    // Averages over ranks bring state to ranks that have taken no step themselves.
+    if steps.all > 0 && state.averages_ranks {
+        return Ok(());
+    }
+    let behind: HashMap<&str, u64> =
+        steps.exceptions.iter().map(|(name, step)| (name.as_str(), *step)).collect();
+    for param in state.params.iter() {
+        if behind.get(param.name.as_str()).copied().unwrap_or(steps.all) > 0 {
+            continue;
+        }
+        for role in state_roles(state, param)? {
+            let (name, dtype) = (tensor_name(param, role), state.dtype(role, &param.name)?);
+            let bytes = file.bytes(&name).unwrap_or_default();
+            values::check_begun(role, dtype, bytes)
+                .map_err(|(expected, found)| refuse(file.path(), &name, expected, found))?;
+        }
+    }
+    Ok(())
+}
+
+/// Compares the rules, since state of another rule may have the same shapes and another meaning.
+/// Old files may not name theirs.
 fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
     let rules = Rules::of(state);
     let own = rules_in_file(&rules);
@@ -216,7 +245,9 @@ fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
     let all = own.keys().chain(file.metadata().keys().filter(of_rules));
     for key in std::iter::once(&first).chain(all) {
         let (expected, found) = (own.get(key), file.metadata().get(key));
-        if expected == found || (found.is_none() && is_old(file)) {
+        // Every version says which rule it is of.
+        let may_lack = is_old(file) && *key != first;
+        if expected == found || (found.is_none() && may_lack) {
             continue;
         }
         let text = |value: Option<&String>| {
@@ -227,15 +258,16 @@ fn check_rules(state: &State, file: &TensorFile) -> Result<()> {
         return Err(refuse(file.path(), key, text(expected), found));
     }
     // The rules are alike here, so only files from before there were such entries lack any.
-    let found = |key: &str| file.metadata().get(key);
-    match settings::difference(rules.settings(), found) {
+    match rules.difference(file.metadata().iter()) {
         None => Ok(()),
-        Some((key, own, found)) => Err(refuse(file.path(), &key, own, found)),
+        Some(Difference { what, expected, found }) => {
+            Err(refuse(file.path(), &what, expected, found))
+        }
     }
 }
 
-/// The loss scale of a file and the steps skipped, if file and plan have one. A plan with a
-/// fixed scale keeps its own.
+/// The loss scale of a file and its skipped steps, if both file and plan have a loss scale. A plan
+/// with a fixed scale keeps its own.
 fn check_loss_scale(state: &State, file: &TensorFile) -> Result<Option<(LossScale, u64)>> {
     let text = |key| file.metadata().get(key);
     let (Some(own), Some(found)) = (state.loss_scale(), text(LOSS_SCALE)) else {
@@ -267,10 +299,6 @@ fn keeps(state: &State, tensor_name: &str) -> bool {
 struct Steps {
     all: u64,
     exceptions: Vec<(String, u64)>,
-}
-
-pub(super) fn tensor_name(param: &ParamDesc, role: Role) -> String {
-    format!("{}@{role}", param.name)
 }
 
 fn step_key(param: &ParamDesc) -> String {

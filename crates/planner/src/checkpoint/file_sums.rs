@@ -1,5 +1,5 @@
-//! A state's file compared with what it says of itself: its format and version, checksums of its
-//! texts and tensors, and how many values are not finite.
+//! Checks of a state's file against its own metadata: format and version, checksums of texts and
+//! tensors, and the number of values that are not finite.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,57 +7,67 @@ use fusestep_tensor::{DType, ParamDesc, Quoted, Role};
 use fusestep_tensor_file::TensorFile;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::file::tensor_name;
-use super::generation::checksum;
-use super::manifest::refuse;
+use super::names::{SUM, checksum, non_finite_key, sum_key, tensor_name};
+use super::refusal::refuse;
 use super::values;
 use crate::Result;
 
-/// Metadata keys of what the file is.
+/// Metadata keys of the file's format and version.
 pub(super) const FORMAT_KEY: &str = "format";
 pub(super) const FORMAT: &str = "fusestep-state";
 pub(super) const VERSION_KEY: &str = "version";
 /// Newest version that is read.
 pub(super) const VERSION: u64 = 2;
 
-/// Metadata keys of checksums: of the other metadata, and of the parameters that the state belongs
-/// to.
-pub(super) const SUM: &str = "xxh3";
+/// Metadata key of the checksum of the parameters that the state belongs to.
 pub(super) const PARAMETERS: &str = "parameters_xxh3";
 
-/// Metadata key of how many values are not finite, before the tensor's name.
-const NON_FINITE: &str = "non_finite@";
-
-/// Whether a file is of the version that had neither checksums nor a version; a single key that was
-/// lost does not make it so.
+/// Whether a file is of the first version, which had neither checksums nor a version. A newer file
+/// that has lost a single key is not taken for one.
 pub(super) fn is_old(file: &TensorFile) -> bool {
     let newer = [FORMAT_KEY, VERSION_KEY, SUM, PARAMETERS];
     newer.iter().all(|key| !file.metadata().contains_key(*key))
 }
 
-/// Refuses other kinds of files, newer ones, and metadata that were changed.
+/// Refuses files of another format or a newer version, and metadata that were changed.
 pub(super) fn check_format(file: &TensorFile) -> Result<()> {
     if is_old(file) {
         return Ok(());
     }
-    let text = |key| file.metadata().get(key).map_or("none", String::as_str);
-    if text(FORMAT_KEY) != FORMAT {
-        return Err(refuse(file.path(), FORMAT_KEY, FORMAT, Quoted(text(FORMAT_KEY))));
+    let format = text_of(file, FORMAT_KEY)?;
+    if format != FORMAT {
+        return Err(refuse(file.path(), FORMAT_KEY, FORMAT, Quoted(format)));
     }
-    let version = text(VERSION_KEY).parse::<u64>().ok();
-    if version.is_none_or(|version| version > VERSION) {
-        let expected = format!("at most {VERSION}; use a newer fusestep");
-        return Err(refuse(file.path(), VERSION_KEY, expected, Quoted(text(VERSION_KEY))));
+    let text = text_of(file, VERSION_KEY)?;
+    match text.parse::<u64>() {
+        Ok(version) if version <= VERSION => {}
+        Ok(version) => {
+            let expected = format!("at most {VERSION}; use a newer fusestep");
+            return Err(refuse(file.path(), VERSION_KEY, expected, version));
+        }
+        Err(_) => {
+            let expected = format!("a version from 1 to {VERSION}, which states have");
+            return Err(refuse(file.path(), VERSION_KEY, expected, Quoted(text)));
+        }
     }
-    let (expected, found) = (text(SUM), sum_of(file.metadata()));
+    let (expected, found) = (text_of(file, SUM)?, sum_of(file.metadata()));
     if expected != found {
-        let expected = format!("metadata with checksum {}", Quoted(expected));
+        let expected = format!("metadata with checksum {}, as they were saved", Quoted(expected));
         return Err(refuse(file.path(), SUM, expected, found));
     }
     Ok(())
 }
 
-/// Checksum of all metadata but itself.
+/// The metadata text under a key that every file from version 2 on has.
+fn text_of<'f>(file: &'f TensorFile, key: &str) -> Result<&'f str> {
+    let found = file.metadata().get(key);
+    found.map(String::as_str).ok_or_else(|| {
+        let expected = "metadata of a whole state, as `step --state-out` and `save` write them";
+        refuse(file.path(), key, expected, "none under this key; the file was written anew or cut")
+    })
+}
+
+/// Checksum of all metadata but the checksum's own entry.
 pub(super) fn sum_of(metadata: &HashMap<String, String>) -> String {
     let mut hasher = Xxh3::new();
     let others: BTreeMap<_, _> = metadata.iter().filter(|(key, _)| *key != SUM).collect();
@@ -70,15 +80,7 @@ pub(super) fn sum_of(metadata: &HashMap<String, String>) -> String {
     format!("{:016x}", hasher.digest())
 }
 
-pub(super) fn non_finite_key(tensor: &str) -> String {
-    format!("{NON_FINITE}{tensor}")
-}
-
-pub(super) fn sum_key(tensor: &str) -> String {
-    format!("{SUM}@{tensor}")
-}
-
-/// Refuses values that are not those that were saved, or that no run can have.
+/// Refuses values that differ from the saved ones, or that no run produces.
 pub(super) fn check_values(
     file: &TensorFile,
     param: &ParamDesc,
@@ -88,14 +90,13 @@ pub(super) fn check_values(
     let name = tensor_name(param, role);
     let bytes = file.bytes(&name).unwrap_or_default();
     if !is_old(file) {
-        let sum = file.metadata().get(&sum_key(&name));
-        let (expected, found) = (sum.map_or("none", String::as_str), checksum(bytes));
+        let (expected, found) = (text_of(file, &sum_key(&name))?, checksum(bytes));
         if expected != found {
             let expected = format!("bytes with checksum {}", Quoted(expected));
             return Err(refuse(file.path(), &name, expected, found));
         }
     }
-    // What says so without a checksum may have been written by anyone.
+    // Without a checksum anyone may have written this count, so it does not hold.
     let key = non_finite_key(&name);
     let noted = file.metadata().get(&key).filter(|_| !is_old(file));
     let noted = match noted.map(|text| (text, text.parse())) {

@@ -1,4 +1,4 @@
-//! Whether a checkpoint is one of a plan: of its rules, its tensors and its ranks.
+//! Checks that a checkpoint fits a plan: its rules, its tensors and its ranks.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,17 +6,19 @@ use std::path::Path;
 use fusestep_schedule::Schedule;
 use fusestep_tensor::Quoted;
 
-use super::manifest::{Manifest, TensorSpec, refuse};
-use super::settings::Rules;
-use super::shards::WholeTensors;
-use super::values::{self, NonFinite};
-use super::{progress, save, settings};
+use super::lists;
+use super::manifest::{Manifest, TensorSpec};
+use super::refusal::refuse;
+use super::settings::{Difference, Rules};
+use super::values::{self, NonFinite, WholeTensors};
+use super::verified::check_tensor;
+use super::{Progress, progress};
 use crate::{Plan, Result, State};
 
-/// Tensors that a refusal names.
+/// Most tensors that a refusal names.
 const MOST_NAMED: usize = 9;
 
-/// Steps in which schedules are compared; of schedules as long as may be, a few seconds of work.
+/// Most steps in which schedules are compared; comparing so many takes a few seconds.
 const MOST_COMPARED: u64 = 1 << 22;
 
 pub(super) fn check_manifest(
@@ -40,7 +42,9 @@ pub(super) fn check_manifest(
         return check_steps(plan, manifest, folder);
     };
     let mut found = Quoted(found).to_string();
-    if differences.len() > 1 {
+    if let Some(slices) = other_slices(plan, manifest) {
+        found += &format!("; {slices}");
+    } else if differences.len() > 1 {
         let others = differences[1..].iter();
         let others = others.map(|(name, ..)| Quoted(name).to_string());
         let others: Vec<String> = others.take(MOST_NAMED).collect();
@@ -53,7 +57,36 @@ pub(super) fn check_manifest(
     Err(refuse(folder, name, expected, found))
 }
 
-/// State of another rule may have the same shapes and mean something else.
+/// Explains the first parameter that the checkpoint and the plan cut into different slices, or that
+/// only one of them cuts.
+fn other_slices(plan: &Plan, manifest: &Manifest) -> Option<String> {
+    let averages = plan.averaging().is_some();
+    for (param, desc) in plan.params().iter().enumerate().filter(|_| !averages) {
+        let slice = |rank: usize| format!("{}@param#{rank}", desc.name);
+        let found = (0..).map_while(|rank| manifest.tensors.get(&slice(rank)));
+        let found: Vec<String> = found.map(|spec| spec.shape.to_string()).collect();
+        let own = plan.slices.get(&param).map_or(&[][..], Vec::as_slice);
+        let own: Vec<String> = own.iter().map(ToString::to_string).collect();
+        if found == own {
+            continue;
+        }
+        let text = |slices: &[String]| match slices {
+            [] => "whole".to_owned(),
+            slices => format!("in slices {}", slices.join(", ")),
+        };
+        return Some(format!(
+            "`{}` is {} there and {} here; slices cannot be cut anew, so go on with as many ranks \
+             and the same split",
+            Quoted(&desc.name),
+            text(&found),
+            text(&own)
+        ));
+    }
+    None
+}
+
+/// Compares the rules, since state of another rule may have the same shapes and mean something
+/// else.
 fn check_rules(rules: &Rules<'_>, manifest: &Manifest, folder: &Path) -> Result<()> {
     let none = "none of its own";
     let (own, found) = (rules.objective(), &manifest.objective);
@@ -72,10 +105,9 @@ fn check_rules(rules: &Rules<'_>, manifest: &Manifest, folder: &Path) -> Result<
             return Err(refuse(folder, &what, text(&own), text(found)));
         }
     }
-    let found = |key: &str| manifest.settings.get(key);
-    match settings::difference(rules.settings(), found) {
+    match rules.difference(manifest.settings.iter()) {
         None => Ok(()),
-        Some((key, own, found)) => Err(refuse(folder, &key, &own, found)),
+        Some(Difference { what, expected, found }) => Err(refuse(folder, &what, expected, found)),
     }
 }
 
@@ -108,9 +140,9 @@ fn check_schedule(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()>
     Err(refuse(folder, "schedule", &expected, format_args!("`{}`: {differs}", Quoted(found))))
 }
 
-/// Tensors that the plan and a checkpoint have not alike: name, expected, found.
+/// Tensors in which the plan and a checkpoint differ: name, expected, found.
 fn differences(plan: &Plan, manifest: &Manifest) -> Result<Vec<(String, String, String)>> {
-    let own = save::tensors_of_checkpoint(plan, manifest.open.as_ref())?;
+    let own = lists::tensors_of_checkpoint(plan, manifest.open.as_ref())?;
     let none = || "no such tensor".to_owned();
     let text = |spec: &TensorSpec| format!("{} {}", spec.dtype, spec.shape);
     let mut differences = Vec::new();
@@ -128,16 +160,24 @@ fn differences(plan: &Plan, manifest: &Manifest) -> Result<Vec<(String, String, 
     Ok(differences)
 }
 
-/// Refuses state that no run leaves behind, of the rank whose values this one takes over.
+/// Refuses values that no run produces, in the state of the rank that this rank takes over.
 pub(super) fn check_values(
     plan: &Plan,
     (whole, noted, from): (&WholeTensors, &NonFinite, usize),
+    progress: &Progress,
     folder: &Path,
 ) -> Result<()> {
+    // Averages over ranks bring state to ranks that have taken no step themselves.
+    let averaged = plan.averaging().is_some() && progress.step > 0;
     for param in 0..plan.params().len() {
-        for (role, dtype) in save::saved_lists(plan, param)? {
-            let key = save::key(plan, param, role, from);
-            values::check_tensor((folder, &key), (role, dtype), (whole, noted))?;
+        for (role, dtype) in lists::saved_lists(plan, param)? {
+            let key = lists::key(plan, param, role, from);
+            check_tensor((folder, &key), (role, dtype), (whole, noted))?;
+            if progress.steps_of[param] == 0 && !averaged {
+                let bytes = whole.get(&key).map_or(&[][..], Vec::as_slice);
+                values::check_begun(role, dtype, bytes)
+                    .map_err(|(expected, found)| refuse(folder, &key, expected, found))?;
+            }
         }
     }
     Ok(())

@@ -1,40 +1,35 @@
-//! The folders of a checkpoint's files, of which one counts: whose they are, and which may be
-//! written and removed.
+//! Generations of a checkpoint: one folder of files for each save, of which the manifest names one.
+//! Marks say which checkpoint a folder belongs to, and so whether a save may write or remove it.
 
 use std::io::ErrorKind;
 use std::path::Path;
 
-use fusestep_tensor_file::{FileKind, Prepared, is_part};
+use fusestep_tensor_file::{FileKind, Prepared, is_part, remove_abandoned_in};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::CheckpointFolder;
 use super::begun::Begun;
-use super::manifest::{Manifest, refuse, sync};
-use super::place::check_path;
+use super::manifest::Manifest;
+use super::names::{MODEL_FILE, TURNS, checksum, is_shard};
+use super::place::{check_path, sync};
+use super::refusal::refuse;
 use crate::Result;
 
 /// Name of the mark in a generation's folder.
 const MARK: &str = "mark.json";
-/// What every mark begins with.
+/// Value of the field `format` in every mark.
 const FORMAT: &str = "fusestep-generation";
 /// Version of marks that is written, and the newest that is read.
 const VERSION: u32 = 1;
 
-/// Name of the file of whole parameters.
-pub(super) const MODEL_FILE: &str = "model.safetensors";
-
-/// Suffixes of generations of one step: two saves of it never write to one place.
-const TURNS: [&str; 2] = ["a", "b"];
-
-/// What says that a folder is a checkpoint's own.
+/// Mark in a folder, which says which checkpoint has made the folder.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Mark {
     format: String,
-    /// 0 in the first marks, which had neither version nor checksum.
+    /// Version of the mark; 0 in the first marks, which had neither version nor checksum.
     #[serde(default)]
     version: u32,
-    /// The checkpoint's, as its manifest has it.
+    /// The checkpoint's number, as in its manifest.
     checkpoint: String,
     /// xxh3 of the mark as compact JSON with this field empty.
     #[serde(default)]
@@ -54,7 +49,7 @@ impl Mark {
     }
 }
 
-/// Where the next save goes.
+/// Generation that a save writes: its checkpoint, its step and its suffix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Generation {
     pub(super) checkpoint: u64,
@@ -67,17 +62,17 @@ impl Generation {
         format!("step-{:08}-{}", self.step, TURNS[self.turn])
     }
 
-    /// What manifest and mark say.
+    /// The checkpoint's number as manifest and mark have it, in hexadecimal.
     pub(super) fn checkpoint(&self) -> String {
         format!("{:016x}", self.checkpoint)
     }
 
-    /// Finds a free name, makes the folder and marks it as this checkpoint's; one process does that
+    /// Finds a free name, makes the folder and marks it as this checkpoint's; one process does this
     /// for all ranks.
     ///
     /// # Errors
-    /// [`crate::PlanError::Checkpoint`] if the manifest there is not ours or damaged, or if both
-    /// names are taken by folders that this checkpoint has not made; nothing has been changed then.
+    /// [`crate::PlanError::Checkpoint`] if the manifest there is damaged or of another program, or
+    /// if folders that this checkpoint has not made take both names. Nothing has been changed then.
     pub(super) fn begin(folder: CheckpointFolder<'_>, step: u64) -> Result<Self> {
         check_path(folder.path)?;
         make_folder(folder, folder.path)?;
@@ -88,10 +83,10 @@ impl Generation {
             // has to stay.
             sync(folder, folder.path)?;
         } else {
-            // Whoever made the folder may have died before its name was durable.
+            // The process that made the folder may have died before the folder's name was durable.
             sync_names(folder)?;
         }
-        folder.files.remove_abandoned(folder.path);
+        remove_abandoned_in(folder.files, folder.path);
         let (checkpoint, begun) = Begun::of(folder, previous.as_ref())?;
         let of_turn = |turn| Self { checkpoint, step, turn };
         let counts = previous.as_ref().map(|found| found.generation.as_str());
@@ -100,8 +95,8 @@ impl Generation {
             if counts == Some(name.as_str()) || !found.is_free(folder, &begun)? {
                 continue;
             }
-            // What saves have left that died may be all that there is room for. Where none of it
-            // was worth keeping the checkpoint's number has gone, too.
+            // Files of saves that died may fill the disk. If none of their generations counts, the
+            // checkpoint's number goes with their list.
             remove_but(folder, (&found.checkpoint(), counts), None);
             let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
             let generation = Self { checkpoint, ..found };
@@ -125,8 +120,8 @@ impl Generation {
         Err(refuse(folder.path, "generation", "a free name", found))
     }
 
-    /// Whether a folder may be written: there is none, or an empty one, or one that this checkpoint
-    /// has begun and marked.
+    /// Whether this generation's folder may be written: it is missing, or empty, or this checkpoint
+    /// has begun and marked it.
     fn is_free(&self, folder: CheckpointFolder<'_>, begun: &Begun) -> Result<bool> {
         let path = folder.join(&self.name());
         match folder.files.kind(&path) {
@@ -143,7 +138,7 @@ impl Generation {
         })
     }
 
-    /// Makes the folder, empties it of what an earlier try has left and marks it.
+    /// Makes the folder, removes files that an earlier save has left in it, and marks it.
     fn make(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let path = folder.join(&self.name());
         make_folder(folder, &path)?;
@@ -165,19 +160,27 @@ impl Generation {
     /// [`crate::PlanError::Checkpoint`] if this rank does not see the folder that rank 0 has made.
     pub(super) fn check_seen(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let path = folder.join(&self.name());
-        let seen = folder.kind_soon(&path.join(MARK));
-        let mark = read_mark(folder, &self.name());
-        if seen.is_ok() && mark.is_some_and(|mark| mark.checkpoint == self.checkpoint()) {
-            return Ok(());
-        }
-        let expected = "a folder that all ranks see, as rank 0 has made it; save to a file system \
-                        that they share";
-        let found = seen.err().map_or_else(|| "another one".to_owned(), |error| error.to_string());
+        let mark = folder.kind_soon(&path.join(MARK)).and_then(|_| {
+            let bytes = folder.files.read(&path.join(MARK))?;
+            Ok(mark_of(&bytes))
+        });
+        let (expected, found) = match mark {
+            Ok(Some(mark)) if mark.checkpoint == self.checkpoint() => return Ok(()),
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                ("one that this rank can read", error.to_string())
+            }
+            other => (
+                "a folder that all ranks see, as rank 0 has made it; save to a file system that \
+                 they share",
+                other.err().map_or_else(|| "another one".to_owned(), |error| error.to_string()),
+            ),
+        };
         Err(refuse(&path, MARK, expected, found))
     }
 }
 
-/// Makes a folder, and those above it, and their names durable; nothing if it is there.
+/// Makes a folder and missing folders above it, with durable names. Does nothing if the folder is
+/// there.
 fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
     let missing = path.ancestors().take_while(|path| folder.is_missing(path));
     let made: Vec<&Path> = missing.collect();
@@ -191,12 +194,12 @@ fn make_folder(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes the names of the checkpoint's folder and of those above it durable, as far as they may be
-/// read.
+/// Makes the names of the checkpoint's folder and of the folders above it durable, up to a folder
+/// that this user may not read.
 fn sync_names(folder: CheckpointFolder<'_>) -> Result<()> {
     for above in folder.path.ancestors().skip(1).map(or_this) {
         match folder.files.sync_folder(above) {
-            // One of another user, who has made it.
+            // A folder of another user, who has made it.
             Err(error) if error.kind() == ErrorKind::PermissionDenied => break,
             Err(error) => {
                 return Err(refuse(above, "folder", "one whose names can be made durable", error));
@@ -207,34 +210,26 @@ fn sync_names(folder: CheckpointFolder<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The folder that an empty path stands for, as those above a relative one end with.
+/// The path itself, or `.` for an empty path, with which the ancestors of a relative path end.
 fn or_this(path: &Path) -> &Path {
     if path.as_os_str().is_empty() { Path::new(".") } else { path }
 }
 
-pub(super) fn shard_file(shard: usize) -> String {
-    format!("shard-{shard:05}.safetensors")
-}
-
-pub(super) fn checksum(bytes: &[u8]) -> String {
-    format!("{:016x}", xxh3_64(bytes))
-}
-
-/// Removes what a save has begun that has failed, so that a full disk is not full of that. All
-/// ranks have stopped writing to it.
+/// Removes the generation of a save that has failed, to free its space on disk. All ranks have
+/// stopped writing to it.
 pub(super) fn remove_failed(folder: CheckpointFolder<'_>, generation: &Generation) {
     let Ok(manifest) = Manifest::read_if_any(folder) else {
         return;
     };
     let counts = manifest.as_ref().map(|manifest| manifest.generation.as_str());
-    // An error may have come when its manifest was in place already.
+    // An error may have come when the save's manifest was in place already.
     if counts != Some(generation.name().as_str()) {
         remove_but(folder, (&generation.checkpoint(), counts), None);
     }
 }
 
-/// Removes all generations that a checkpoint has begun but the one that counts. Nothing else in the
-/// folder is touched, and what cannot be removed costs space only.
+/// Removes all generations that a checkpoint has begun, except the generation that its manifest
+/// names. Nothing else in the folder is touched. A folder that cannot be removed costs space only.
 pub(super) fn remove_but(
     folder: CheckpointFolder<'_>,
     (checkpoint, counts): (&str, Option<&str>),
@@ -251,15 +246,15 @@ pub(super) fn remove_but(
     };
     for name in others() {
         let marked = read_mark(folder, &name).is_some_and(|mark| mark.checkpoint == checkpoint);
-        // Older versions had no marks; what they made is what their manifest names.
+        // Older versions wrote no marks; their manifest names the generation that they made.
         let named = previous
             .is_some_and(|manifest| manifest.checkpoint.is_empty() && manifest.generation == name);
         let path = folder.join(&name);
         if marked || named || is_unused(folder, &path) {
             remove_shards(folder, &path);
             let left = folder.files.list(&path).unwrap_or_default();
-            // With a stranger's file in it the mark stays, too; and it goes only once the shards
-            // are gone for good, for shards without a mark are taken for a stranger's.
+            // A foreign file in the folder keeps the mark. The mark goes only once the removal of
+            // the shards is durable, for shards without a mark count as foreign.
             if left.iter().all(|name| name == MARK) && sync(folder, &path).is_ok() {
                 for name in left {
                     let _ = folder.files.remove_file(&path.join(name));
@@ -273,12 +268,13 @@ pub(super) fn remove_but(
             }
         }
     }
-    // Without the one that counts: should its manifest be moved away, it is nobody's to remove.
+    // The list leaves out the generation that counts: if its manifest is moved away, no save may
+    // remove it.
     let left = others();
     begun.keep(left, folder);
 }
 
-/// Whether a folder has nothing in it but what a save that died was writing.
+/// Whether a folder holds nothing but unfinished files of a save that died.
 fn is_unused(folder: CheckpointFolder<'_>, path: &Path) -> bool {
     let names = folder.files.list(path);
     names.is_ok_and(|names| names.iter().all(|name| is_part(name)))
@@ -294,28 +290,17 @@ fn remove_shards(folder: CheckpointFolder<'_>, path: &Path) {
 }
 
 fn read_mark(folder: CheckpointFolder<'_>, generation: &str) -> Option<Mark> {
-    let bytes = folder.files.read(&folder.join(generation).join(MARK)).ok()?;
-    let mark: Mark = serde_json::from_slice(&bytes).ok()?;
+    mark_of(&folder.files.read(&folder.join(generation).join(MARK)).ok()?)
+}
+
+fn mark_of(bytes: &[u8]) -> Option<Mark> {
+    let mark: Mark = serde_json::from_slice(bytes).ok()?;
     mark.is_known().then_some(mark)
-}
-
-/// Whether a name is one that [`Generation::name`] gives.
-pub(super) fn is_name(name: &str) -> bool {
-    let step = name.strip_prefix("step-").and_then(|rest| rest.rsplit_once('-'));
-    step.is_some_and(|(step, turn)| {
-        step.len() >= 8 && step.bytes().all(|byte| byte.is_ascii_digit()) && TURNS.contains(&turn)
-    })
-}
-
-/// Whether a name is one that [`shard_file`] gives.
-fn is_shard(name: &str) -> bool {
-    let number = name.strip_prefix("shard-").and_then(|rest| rest.strip_suffix(".safetensors"));
-    number
-        .is_some_and(|number| number.len() >= 5 && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::names::{is_name, shard_file};
     use super::*;
 
     #[test]

@@ -1,5 +1,5 @@
-//! A checkpoint as a folder: shards first, the manifest last, the old one kept until the new one is
-//! whole.
+//! Checkpoint as a folder: shards are written first, the manifest last. The old checkpoint is kept
+//! until the new one is whole.
 //!
 //! ```text
 //! DIR/manifest.json              names the generation that counts, its files and their checksums;
@@ -15,21 +15,21 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::path::Path;
 
 use fusestep_tensor::{DType, Quoted, Shape};
-use fusestep_tensor_file::Prepared;
+use fusestep_tensor_file::object_entries;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::generation::{self, Generation};
+use super::names::checksum;
+use super::refusal::refuse;
 use super::{CheckpointFolder, OpenRun};
-use crate::state::MAX_STEPS;
+use crate::MAX_STEPS;
 use crate::{PlanError, Result};
 
-const MANIFEST: &str = "manifest.json";
-/// What every manifest begins with.
+pub(super) const MANIFEST: &str = "manifest.json";
+/// Value of the field `format` in every manifest.
 pub(super) const FORMAT: &str = "fusestep-checkpoint";
 /// Most bytes of a file's name, as file systems have it.
 const MAX_NAME_BYTES: usize = 255;
@@ -38,10 +38,10 @@ pub(super) const VERSION: u32 = 5;
 /// First version with a checksum, marks and the rules' directions.
 const VERSION_CHECKED: u32 = 3;
 
-/// What a checkpoint holds, and in which files.
+/// Manifest of a checkpoint: its counts, settings and tensors, and the files that hold them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// `fusestep-checkpoint`.
+    /// Name of the format, `fusestep-checkpoint`.
     pub format: String,
     /// Version of the format.
     pub version: u32,
@@ -49,23 +49,24 @@ pub struct Manifest {
     /// on.
     #[serde(default)]
     pub xxh3: String,
-    /// What the marks of this checkpoint's generations say; from version 3 on.
+    /// The checkpoint's number in hexadecimal, also in the marks of its generations; from version 3
+    /// on.
     #[serde(default)]
     pub checkpoint: String,
     /// The update rule.
     pub optimizer: String,
-    /// Whether its steps go against the gradient or along it, where the rule offers both; from
-    /// version 3 on.
+    /// Direction of the rule's steps, against the gradient or along it, where the rule offers both;
+    /// from version 3 on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub objective: Option<String>,
     /// Rules of parameters that have one of their own; from version 3 on.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub optimizer_of: BTreeMap<String, String>,
-    /// Settings under which the state would mean something else, such as `beta1`, and of
-    /// parameters with a rule of their own `beta1@<name>`; from version 5 on.
+    /// Settings that decide bits, such as `beta1`, and for parameters with a rule of their own
+    /// `beta1@<name>`; from version 5 on.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub settings: BTreeMap<String, String>,
-    /// What multiplied the learning rates, as text, if anything did.
+    /// Schedule that multiplied the learning rates, as text, if there was one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub schedule: Option<String>,
     /// Steps run.
@@ -76,16 +77,16 @@ pub struct Manifest {
     pub loss_scale: Option<(f64, u32, u32)>,
     /// Parameters that have missed steps, and the steps they have taken.
     pub steps_of: BTreeMap<String, u64>,
-    /// What belongs to single ranks, if there is any; from version 2 on.
+    /// Values that belong to single ranks, if there are any; from version 2 on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open: Option<OpenRun>,
-    /// Texts of the caller's: where in its data it was.
+    /// Texts of the caller, such as its place in its data.
     pub caller: BTreeMap<String, String>,
     /// Whole tensors, `<name>@<role>`.
     pub tensors: BTreeMap<String, TensorSpec>,
     /// The folder of this generation's files.
     pub generation: String,
-    /// Its files.
+    /// Files of the generation.
     pub shards: Vec<ShardSpec>,
 }
 
@@ -125,7 +126,7 @@ impl Manifest {
         })
     }
 
-    /// As [`Manifest::read`], but `None` if there is no manifest.
+    /// Reads the manifest of a checkpoint, as [`Manifest::read`]; `None` if there is no manifest.
     ///
     /// # Errors
     /// As [`Manifest::read`].
@@ -141,7 +142,7 @@ impl Manifest {
     /// # Errors
     /// As [`Manifest::read`].
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
-        /// What every version has.
+        /// Fields that every version has.
         #[derive(Deserialize)]
         struct Version {
             format: String,
@@ -159,21 +160,28 @@ impl Manifest {
             let expected = format!("at most {VERSION}; use a newer fusestep");
             return Err(refuse(path, "version", &expected, version.version));
         }
-        let manifest: Self = serde_json::from_slice(bytes).map_err(|error| {
+        let mut manifest: Self = serde_json::from_slice(bytes).map_err(|error| {
             refuse(path, "manifest", "the fields of a known version", Quoted(&error.to_string()))
         })?;
+        if let Some((scale, ..)) = &mut manifest.loss_scale {
+            *scale = exact_scale(bytes).unwrap_or(*scale);
+        }
         manifest.check(path)?;
         Ok(manifest)
     }
 
-    /// Refuses what was changed since it was written, and names that lead out of the folder.
+    /// Refuses a manifest that was changed since it was written, or whose names lead out of the
+    /// folder.
     fn check(&self, path: &Path) -> Result<()> {
-        // One that has a checksum is held to it, whatever version it says it is of.
+        // A manifest with a checksum is held to it, whatever its version.
         if self.version >= VERSION_CHECKED || !self.xxh3.is_empty() {
             let found = self.checksum(path)?;
             if found != self.xxh3 {
-                let expected =
-                    format!("fields with checksum {}, as they were written", Quoted(&self.xxh3));
+                let expected = match self.xxh3.as_str() {
+                    "" => "fields and their checksum `xxh3`, which every version from 3 on has"
+                        .to_owned(),
+                    sum => format!("fields with checksum {}, as they were written", Quoted(sum)),
+                };
                 return Err(refuse(path, "manifest", &expected, found));
             }
         }
@@ -196,84 +204,62 @@ impl Manifest {
         Ok(())
     }
 
-    fn checksum(&self, path: &Path) -> Result<String> {
+    pub(super) fn checksum(&self, path: &Path) -> Result<String> {
         let unsigned = Self { xxh3: String::new(), ..self.clone() };
         let text = serde_json::to_vec(&unsigned).map_err(|error| no_json(path, &error))?;
-        Ok(generation::checksum(&text))
+        Ok(checksum(&text))
     }
 
-    /// A number that another manifest has not; never 0.
+    /// Hash of the manifest, which tells it from any other; never 0.
     pub(super) fn fingerprint(&self) -> u64 {
         let text = serde_json::to_vec(self).unwrap_or_default();
         xxh3_64(&text).max(1)
     }
 
-    /// Whether it is held to a checksum of its own, and says in which direction steps go.
+    /// Whether the manifest's version has a checksum and the direction of steps.
     pub(super) fn has_checksum(&self) -> bool {
         self.version >= VERSION_CHECKED
     }
-
-    /// Fills in the files that all ranks have written, looks for them, and makes this the manifest
-    /// that counts.
-    pub(super) fn commit_to(
-        mut self,
-        folder: CheckpointFolder<'_>,
-        generation: &Generation,
-        shards: Vec<ShardSpec>,
-    ) -> Result<()> {
-        self.generation = generation.name();
-        self.checkpoint = generation.checkpoint();
-        self.shards = shards;
-        let seen = self.check_shards_seen(folder);
-        let committed = seen.and_then(|()| self.commit(folder));
-        let committed = committed.inspect_err(|_| generation::remove_failed(folder, generation));
-        committed.map(drop)
-    }
-
-    /// Makes this the manifest that counts, then removes this checkpoint's other generations.
-    pub(super) fn commit(mut self, folder: CheckpointFolder<'_>) -> Result<Self> {
-        let path = folder.join(MANIFEST);
-        // What is replaced must be this checkpoint's own.
-        let previous = Self::read_if_any(folder)?;
-        // The generation's own name must be on disk before anything refers to it.
-        sync(folder, folder.path)?;
-        self.version = VERSION;
-        self.xxh3 = self.checksum(&path)?;
-        let text = serde_json::to_vec_pretty(&self).map_err(|error| no_json(&path, &error))?;
-        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
-        let counts = Some(self.generation.as_str());
-        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());
-        Ok(self)
-    }
 }
 
-fn no_json(path: &Path, error: &serde_json::Error) -> PlanError {
+/// The loss scale to its last bit. `serde_json` reads it so with the feature `float_roundtrip`
+/// only, which would change all of a user's program.
+fn exact_scale(manifest: &[u8]) -> Option<f64> {
+    let entries = object_entries(std::str::from_utf8(manifest).ok()?)?;
+    let (_, counts) = entries.into_iter().find(|(name, _)| name == "loss_scale")?;
+    counts.strip_prefix('[')?.split(',').next()?.trim().parse().ok()
+}
+
+pub(super) fn no_json(path: &Path, error: &serde_json::Error) -> PlanError {
     refuse(path, "manifest", "values that JSON can hold", error)
 }
 
-/// Writes the names in a folder to disk.
-pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
-    folder.files.sync_folder(path).map_err(|error| {
-        let expected = "one that can be synced";
-        refuse(path, "folder", expected, error)
-    })
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-pub(crate) fn refuse(
-    path: &Path,
-    what: &str,
-    expected: impl Display,
-    found: impl Display,
-) -> PlanError {
-    refusal(path, what, [&expected, &found])
-}
+    const EMPTY: &str = r#"{"format":"fusestep-checkpoint","version":5,"optimizer":"adam",
+        "step":1,"skipped":0,"loss_scale":null,"steps_of":{},"caller":{},"tensors":{},
+        "generation":"step-00000001-a","shards":[]}"#;
 
-// Not compiled for every pair of types.
-fn refusal(path: &Path, what: &str, [expected, found]: [&dyn Display; 2]) -> PlanError {
-    PlanError::Checkpoint {
-        path: path.display().to_string(),
-        what: what.to_owned(),
-        expected: expected.to_string(),
-        found: found.to_string(),
+    #[test]
+    fn a_loss_scale_is_read_to_its_last_bit() {
+        let path = Path::new("manifest.json");
+        let mut bits = 1u64;
+        let mut random = || {
+            bits = bits.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            f64::from_bits(bits >> 1)
+        };
+        let edges = [65_536.0, 0.1 + 0.2, 5e-324, f64::MIN_POSITIVE, f64::MAX];
+        let scales = edges.into_iter().chain((0..2_000).map(|_| random()));
+        for scale in scales.filter(|scale| scale.is_finite()) {
+            let mut manifest: Manifest = serde_json::from_str(EMPTY).unwrap();
+            manifest.loss_scale = Some((scale, 3, 4));
+            manifest.xxh3 = manifest.checksum(path).unwrap();
+            for text in [serde_json::to_vec(&manifest), serde_json::to_vec_pretty(&manifest)] {
+                let found = Manifest::parse(path, &text.unwrap()).unwrap();
+                assert_eq!(found.loss_scale, Some((scale, 3, 4)));
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! What belonged to single ranks, for other numbers of them.
+//! Values that belong to single ranks, converted so that any number of ranks can resume.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,15 +8,16 @@ use fusestep_simd::Level;
 use fusestep_tensor::DType;
 
 use super::counts::Progress;
-use super::manifest::{Manifest, refuse};
+use super::manifest::Manifest;
 use super::progress::PROGRESS;
-use super::shards::WholeTensors;
+use super::refusal::refuse;
+use super::values::WholeTensors;
 use super::{CheckpointFolder, OpenRun, values};
 use crate::PlanError;
 
 impl Manifest {
-    /// Writes a checkpoint whose ranks have become one by the mean, from which any number of ranks
-    /// can go on.
+    /// Writes a checkpoint that holds the mean of all ranks, from which any number of ranks can
+    /// resume.
     ///
     /// ```text
     /// parameters, state   ((x₀ + x₁) + … ) / n over ranks, in their order: what a LocalSGD run
@@ -26,8 +27,8 @@ impl Manifest {
     /// counts              those of the rank with most steps, the smallest loss scale
     /// ```
     ///
-    /// That is a state in which no rank has been, so it is never done unasked. If a run saves
-    /// meanwhile it is done of the newest generation.
+    /// No rank has been in the averaged state, so nothing but this call averages. If a run saves
+    /// meanwhile, the newest generation is averaged.
     ///
     /// # Errors
     /// As [`Self::reshard`]; [`PlanError::Checkpoint`] if nothing belongs to single ranks, if ranks
@@ -62,8 +63,8 @@ impl Manifest {
             } else {
                 return Err(refuse(&base, "floating-point elements", dtype.name()));
             };
-            // A mean of values that are not finite, or one beyond the largest: what ranks had is
-            // known.
+            // The mean may be infinite or NaN where the ranks' values are, or where it is too
+            // large. Only values that their writers have noted may lead to a noted mean.
             let seen = keys.iter().all(|key| {
                 let count = values::non_finite(dtype, &whole[key]);
                 count == noted.get(key).copied().unwrap_or(0)
@@ -84,7 +85,7 @@ impl Manifest {
         manifest.write_whole((&whole, &noted), to.into(), count)
     }
 
-    /// What belongs to single ranks, if it is such that a mean can take its place.
+    /// Values that belong to single ranks, if their mean can take their place.
     fn check_averages(&self, folder: &Path) -> Result<&OpenRun, PlanError> {
         let Some(open) = &self.open else {
             let expected = "something that belongs to single ranks";
@@ -98,8 +99,8 @@ impl Manifest {
         Ok(open)
     }
 
-    /// The first tensor, or count, that ranks do not have alike; `None` if any number of ranks can
-    /// go on from rank 0's.
+    /// The first tensor or count in which ranks differ; `None` if any number of ranks can resume
+    /// from rank 0's values.
     pub(crate) fn difference(&self, whole: &WholeTensors) -> Option<String> {
         for (base, keys) in self.of_ranks() {
             let mut all = keys.iter().filter_map(|key| whole.get(key));
@@ -125,7 +126,8 @@ impl Manifest {
         let bases = self.tensors.keys().filter_map(|key| key.strip_suffix("#0"));
         let keys = |base: &str| (0..ranks).map(|rank| format!("{base}#{rank}")).collect();
         let all = bases.map(|base| (base.to_owned(), keys(base)));
-        // A name may end so by itself: those of ranks are there for all of them.
+        // A parameter's own name may end in `#0`, so each tensor of ranks must be there for every
+        // rank.
         let there = |keys: &Vec<String>| keys.iter().all(|key| self.tensors.contains_key(key));
         all.filter(|(base, keys): &(String, Vec<String>)| {
             there(keys) && (base == PROGRESS || base.contains('@'))

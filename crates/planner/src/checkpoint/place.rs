@@ -1,5 +1,5 @@
-//! Where a checkpoint lies: a folder, in the machine's file systems or in one that stands in for
-//! them; and the lock that keeps it to one run at a time.
+//! Folder of a checkpoint, in the machine's file systems or in one that stands in for them. A lock
+//! lets one run at a time save there.
 
 use std::fs::{File, TryLockError};
 use std::io::ErrorKind;
@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use fusestep_tensor_file::{Disk, FileKind, Files};
 
-use super::manifest::refuse;
+use super::refusal::refuse;
 use crate::{PlanError, Result};
 
-/// How long a file that another rank has written may take to be seen here, as on network file
+/// Longest time until a file that another rank has written is seen here, as on network file
 /// systems.
 const SEEN_WITHIN: Duration = Duration::from_secs(1);
 
-/// Time between two looks for it.
+/// Time between two looks for a file of another rank.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// A checkpoint's folder; any path is one.
@@ -36,7 +36,8 @@ impl<'a> CheckpointFolder<'a> {
         self.path.join(name)
     }
 
-    /// The bytes of a file in it, which errors call `what`; `None` if there is no such file.
+    /// The bytes of a file in the folder, which errors call `what`; `None` if there is no such
+    /// file.
     pub(super) fn read_if_any(&self, name: &str, what: &str) -> Result<Option<Vec<u8>>> {
         let path = self.join(name);
         match self.files.read(&path) {
@@ -52,7 +53,7 @@ impl<'a> CheckpointFolder<'a> {
         error.is_some_and(|error| error.kind() == ErrorKind::NotFound)
     }
 
-    /// What lies at a path; waits a moment for what another rank has written there.
+    /// The kind of file at a path. Waits a moment for a file that another rank has written there.
     pub(super) fn kind_soon(&self, path: &Path) -> std::io::Result<FileKind> {
         let until = Instant::now() + SEEN_WITHIN;
         loop {
@@ -78,7 +79,16 @@ impl<'a> From<&'a PathBuf> for CheckpointFolder<'a> {
     }
 }
 
-/// Refuses an empty path, which stands for the current folder or for nothing, as calls have it.
+/// Writes the names in a folder to disk.
+pub(super) fn sync(folder: CheckpointFolder<'_>, path: &Path) -> Result<()> {
+    folder.files.sync_folder(path).map_err(|error| {
+        let expected = "one that can be synced";
+        refuse(path, "folder", expected, error)
+    })
+}
+
+/// Refuses an empty path, which some system calls take for the current folder and others for
+/// nothing.
 pub(super) fn check_path(folder: &Path) -> Result<()> {
     if folder.as_os_str().is_empty() {
         let expected = "the path of one; `.` is the current folder";
@@ -90,11 +100,10 @@ pub(super) fn check_path(folder: &Path) -> Result<()> {
 /// Name of the file that is locked; it is empty and stays.
 const LOCK: &str = "lock";
 
-/// Keeps other runs from saving into a folder, for as long as it lives. The operating system drops
-/// it with the process, so a run that is killed leaves nothing behind that the next would have to
-/// remove.
+/// Lock that keeps other runs from saving into a folder until it is dropped. The operating system
+/// releases the lock of a killed process, so the next run has nothing to remove.
 ///
-/// Rank 0 takes it, for all ranks of its run.
+/// Rank 0 takes the lock, for all ranks of its run.
 #[derive(Debug)]
 pub struct FolderLock {
     _file: File,
@@ -104,11 +113,11 @@ impl FolderLock {
     /// Locks a folder that exists.
     ///
     /// # Errors
-    /// [`PlanError::Checkpoint`] if another run has it, or the folder cannot be written.
+    /// [`PlanError::Checkpoint`] if another run has the lock, or the folder cannot be written.
     pub fn take(folder: &Path) -> Result<Self, PlanError> {
         check_path(folder)?;
         let path = folder.join(LOCK);
-        // Looked at before it is opened: opening a pipe waits for a reader.
+        // The file's kind comes first: opening a pipe would wait for a reader.
         if let Ok(FileKind::Folder | FileKind::Other) = Disk.kind(&path) {
             let expected = "an empty file, or none; move what is there, or choose another folder";
             return Err(refuse(&path, "lock", expected, "no ordinary file"));

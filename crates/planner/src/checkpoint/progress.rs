@@ -1,5 +1,5 @@
-//! What each rank has for itself in a checkpoint: the sums of a merge window that is open, and a
-//! LocalSGD run between averages.
+//! Values of single ranks in a checkpoint: the sums of a gradient accumulation that is under way,
+//! and a LocalSGD run between averages.
 //!
 //! ```text
 //! <name>@window#<rank>   sums of a rank's own gradients, if ranks reduce once per window
@@ -7,6 +7,7 @@
 //! @progress#<rank>       counts of a rank: 64-bit words, see `Progress`
 //! ```
 
+use fusestep_coalesce::zeroed_bytes;
 use std::path::Path;
 
 use fusestep_launch::Backend;
@@ -14,44 +15,46 @@ use fusestep_tensor::{DType, Shape, counted};
 use serde::{Deserialize, Serialize};
 
 use super::counts::Progress;
-use super::manifest::{Manifest, TensorSpec, refuse};
-use super::shards::WholeTensors;
-use crate::passes::ReducedWhen;
-use crate::region::sum_width;
+use super::manifest::{Manifest, TensorSpec};
+use super::refusal::refuse;
+use super::values::WholeTensors;
+use crate::MAX_STEPS;
+use crate::plan::segments::sum_width;
+use crate::plan::settings::ReducedWhen;
 use crate::{Extent, Plan, Result, State, Topology};
 
-/// What counts are called, before the rank.
+/// Name of a rank's counts in a checkpoint, before the rank.
 pub(crate) const PROGRESS: &str = "@progress";
 
-/// What a checkpoint holds that belongs to single ranks. If it is the same for all of them, any
-/// number of ranks can go on from it, else as many; [`Manifest::average`] makes it the same.
+/// Values of a checkpoint that belong to single ranks. If all ranks have the same values, any
+/// number of ranks can resume, and otherwise only as many. [`Manifest::average`] makes the values
+/// the same.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenRun {
     /// The number of ranks.
     pub ranks: usize,
-    /// The merge window that is open, if one is.
+    /// The gradient accumulation that is under way, if there is one.
     pub window: Option<OpenWindow>,
-    /// Steps between two averages as planned, if ranks average parameters and have state of their
-    /// own.
+    /// Steps between two averages as planned, if ranks average parameters.
     pub local_sgd: Option<u64>,
     /// Parameters of which each rank has a slice of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub slices: Vec<String>,
 }
 
-/// A merge window some of whose micro-steps are over.
+/// A gradient accumulation some of whose micro-steps are over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenWindow {
     /// Micro-steps that are over.
     pub micro_steps: u32,
-    /// Micro-steps of the whole window.
+    /// Micro-steps of the whole accumulation.
     pub every: u32,
     /// When gradients are reduced.
     pub reduced: ReducedWhen,
 }
 
-/// What of a state belongs to this rank alone; `None` if a checkpoint of it is the same for any
-/// number of ranks.
+/// The open accumulation, averages and slices, for which ranks have values of their own. `None` if
+/// the checkpoint is the same for any number of ranks.
 pub(crate) fn open_run(plan: &Plan, state: &State) -> Option<OpenRun> {
     let merge = plan.accumulation().filter(|_| state.arena.micro_steps > 0);
     let open = OpenRun {
@@ -61,7 +64,7 @@ pub(crate) fn open_run(plan: &Plan, state: &State) -> Option<OpenRun> {
             every: merge.every.get(),
             reduced: merge.reduced,
         }),
-        local_sgd: plan.local_sgd().map(|rule| rule.every.get()),
+        local_sgd: plan.averaging().map(|rule| rule.every.get()),
         slices: slices(plan).map(str::to_owned).collect(),
     };
     (open.window.is_some() || open.local_sgd.is_some()).then_some(open)
@@ -83,7 +86,7 @@ fn window_key(plan: &Plan, param: usize, rank: usize) -> String {
     }
 }
 
-/// Sums of 16-bit gradients are f32.
+/// The dtype of a parameter's sums: f32 for 16-bit gradients.
 fn window_dtype(plan: &Plan, param: usize) -> DType {
     match plan.storages[plan.places[param].0].grad_dtype() {
         DType::F16 | DType::BF16 => DType::F32,
@@ -101,15 +104,16 @@ pub(crate) fn open_tensors(plan: &Plan, open: &OpenRun) -> Result<Vec<(String, T
         if open.window.is_none() {
             continue;
         }
-        for (param, desc) in plan.params().iter().enumerate() {
-            let spec = TensorSpec { dtype: window_dtype(plan, param), shape: desc.shape.clone() };
+        for param in 0..plan.params().len() {
+            let shape = plan.shape_on(rank, param).clone();
+            let spec = TensorSpec { dtype: window_dtype(plan, param), shape };
             tensors.push((window_key(plan, param, rank), spec));
         }
     }
     Ok(tensors)
 }
 
-/// Hands over what this rank saves of them: tensor, dtype, first element and bytes.
+/// Hands over this rank's parts of [`open_tensors`]: tensor, dtype, first element and bytes.
 pub(crate) fn open_parts(
     plan: &Plan,
     state: &State,
@@ -139,7 +143,7 @@ pub(crate) fn open_parts(
         };
         for held in spec.held_of_shard(tensor, Extent::Shard) {
             let place = held.place(dtype.len_bytes());
-            let mut bytes = vec![0; place.len()];
+            let mut bytes = zeroed_bytes(place.len())?;
             backend.read(sums.as_ref(), place.start, &mut bytes)?;
             save(key.clone(), dtype, held.elements.start, bytes);
         }
@@ -147,9 +151,10 @@ pub(crate) fn open_parts(
     Ok(())
 }
 
-/// Refuses what only other ranks or another plan could go on from.
+/// Refuses a checkpoint of ranks that average differently, or of another gradient accumulation than
+/// the plan's.
 pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Result<()> {
-    let own = plan.local_sgd().map(|rule| rule.every.get());
+    let own = plan.averaging().map(|rule| rule.every.get());
     let found = manifest.open.as_ref();
     let averages = found.and_then(|open| open.local_sgd);
     if own.is_some() != averages.is_some() {
@@ -196,11 +201,11 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
     Err(refuse(folder, "accumulate", &expected, found))
 }
 
-/// The rank whose values this one takes over: its own number, or 0 if the checkpoint is one of
-/// other ranks that were all alike.
+/// The rank whose values this rank takes over: its own number, or 0 if another number of ranks has
+/// saved and all had the same values.
 ///
 /// # Errors
-/// [`crate::PlanError::Checkpoint`] naming what is not alike.
+/// [`crate::PlanError::Checkpoint`] naming the tensor or count in which ranks differ.
 pub(crate) fn source_rank(
     plan: &Plan,
     manifest: &Manifest,
@@ -258,7 +263,7 @@ pub(crate) fn counts(
     let progress = if open.ranks == plan.topology().world {
         Progress::from_bytes(bytes(&key), params)
     } else {
-        // Which gradients there are is known to all of them together.
+        // Only all ranks together know which gradients were given.
         let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
         let all: Vec<&[u8]> = keys.iter().map(|key| bytes(key)).collect();
         let right = keys.iter().all(|key| right_len(key));
@@ -267,6 +272,10 @@ pub(crate) fn counts(
     let micro_steps = open.window.map_or(0, |window| u64::from(window.micro_steps));
     let right = |progress: &Progress| {
         progress.micro_steps == micro_steps
+            && progress.step <= MAX_STEPS
+            && progress.skipped <= MAX_STEPS
+            && progress.weights.is_finite()
+            && progress.weights >= 0.0
             && progress.steps_of.iter().all(|&steps| steps <= progress.step)
             && progress.given.iter().all(|&given| given <= micro_steps)
     };
@@ -277,7 +286,7 @@ pub(crate) fn counts(
     })
 }
 
-/// Puts a rank back where it was in its window and between averages.
+/// Restores a rank's place in its gradient accumulation and between averages.
 pub(crate) fn restore_open(
     plan: &Plan,
     state: &mut State,
@@ -321,7 +330,7 @@ pub(crate) fn restore_open(
     Ok(())
 }
 
-/// Puts steps, skipped steps and the loss scale back.
+/// Restores steps, skipped steps and the loss scale.
 pub(crate) fn restore_counts(
     plan: &Plan,
     state: &mut State,

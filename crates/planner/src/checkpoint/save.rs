@@ -1,35 +1,36 @@
-//! A run of many ranks saved and resumed, on as many ranks or others.
+//! Save and resume of a run, on any number of ranks.
 
 use std::collections::BTreeMap;
 
 use fusestep_launch::Backend;
-use fusestep_tensor::{DType, Role};
+use fusestep_tensor::Role;
 
+use super::commits::commit_files;
 use super::counts::Progress;
 use super::generation::{Generation, remove_failed};
-use super::manifest::{FORMAT, Manifest, TensorSpec, VERSION, refuse};
+use super::lists::{key, saved_lists, tensors_of_checkpoint};
+use super::manifest::{FORMAT, Manifest, VERSION};
+use super::refusal::refuse;
 use super::settings::Rules;
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
-use super::{
-    BorrowedParams, CheckpointFolder, OpenRun, RunToSave, WholeTensors, agree, fits, progress,
-    snapshot,
-};
-use crate::arena::Given;
-use crate::comms::Comms;
-use crate::in_backward::forget;
+use super::values::WholeTensors;
+use super::{BorrowedParams, CheckpointFolder, RunToSave, agree, fits, progress, snapshot};
+use crate::run::comms::calls::Comms;
+use crate::run::memory::segment_state::Given;
+use crate::run::units::forget;
 use crate::{Plan, PlanError, Result, State};
 
-/// A checkpoint that has been read and is one of a plan.
+/// A checkpoint that has been read and fits the plan.
 pub(crate) struct ReadRun {
     pub(super) manifest: Manifest,
     whole: WholeTensors,
-    /// The rank whose own values this one goes on from.
+    /// The rank whose values this rank resumes from.
     from: usize,
     progress: Progress,
 }
 
-/// [`Plan::save`].
+/// Implementation of [`Plan::save`].
 pub(crate) fn save(
     plan: &Plan,
     run: RunToSave<'_>,
@@ -55,14 +56,14 @@ pub(crate) fn save(
     let shards = shards.inspect_err(|error| give_up(plan, folder, &generation, error))?;
     let committed = match rank {
         0 => manifest_of(plan, run.state, caller)
-            .and_then(|manifest| manifest.commit_to(folder, &generation, shards)),
+            .and_then(|manifest| commit_files(manifest, folder, &generation, shards)),
         _ => Ok(()),
     };
     agree::on_outcome(plan, comms, committed)
 }
 
-/// Removes what all ranks have written of a save that one of them could not write; while they may
-/// be writing, because calls fail, it stays for the next save.
+/// Removes the files of a save that one rank could not write. After a failed call other ranks may
+/// still be writing, so the files stay for the next save.
 pub(super) fn give_up(
     plan: &Plan,
     folder: CheckpointFolder<'_>,
@@ -88,8 +89,8 @@ pub(crate) fn read_run(
     let (manifest, (whole, noted)) = Manifest::read(place)?.read_newest(place)?;
     fits::check_manifest(plan, state, &manifest, folder)?;
     let from = progress::source_rank(plan, &manifest, &whole, folder)?;
-    fits::check_values(plan, (&whole, &noted, from), folder)?;
     let progress = progress::counts(plan, (&manifest, from), &whole, folder)?;
+    fits::check_values(plan, (&whole, &noted, from), &progress, folder)?;
     if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
         && state.scaled
     {
@@ -100,7 +101,8 @@ pub(crate) fn read_run(
     Ok(ReadRun { manifest, whole, from, progress })
 }
 
-/// Makes what was read the state's and the caller's; returns the texts saved with it.
+/// Writes the values of a checkpoint to the state and to the caller's parameters; returns the texts
+/// saved with them.
 pub(crate) fn take_over(
     plan: &Plan,
     state: &mut State,
@@ -115,10 +117,11 @@ pub(crate) fn take_over(
             let bytes = run.whole.get(&key).map_or(&[][..], Vec::as_slice);
             match params.filter(|_| role == Role::Param) {
                 Some(params) => params.write(param, bytes)?,
-                None => state.write(backend, role, &desc.name, bytes)?,
+                None => state.write_all(backend, role, &desc.name, bytes)?,
             }
         }
     }
+    state.written.release();
     forget(state);
     progress::restore_counts(plan, state, backend, &run.progress)?;
     progress::restore_open(plan, state, backend, (&run.progress, run.from), &run.whole)?;
@@ -127,6 +130,7 @@ pub(crate) fn take_over(
 }
 
 pub(super) fn check_between(state: &State) -> Result<()> {
+    state.check_counts()?;
     let given = |given: &Given| *given != Given::No;
     if !state.arena.now.iter().any(given) {
         return Ok(());
@@ -138,26 +142,7 @@ pub(super) fn check_between(state: &State) -> Result<()> {
     })
 }
 
-/// A tensor's name in a checkpoint; that of values of a rank's own has the rank.
-pub(super) fn key(plan: &Plan, param: usize, role: Role, rank: usize) -> String {
-    let name = &plan.params()[param].name;
-    if plan.has_own(param) {
-        format!("{name}@{}#{rank}", role.name())
-    } else {
-        format!("{name}@{}", role.name())
-    }
-}
-
-/// Lists that are saved, as role and dtype: all but the gradient's, the parameter's first.
-pub(super) fn saved_lists(plan: &Plan, param: usize) -> Result<Vec<(Role, DType)>> {
-    let kernel = plan.kernel_of(param as u32)?;
-    let mut lists: Vec<_> = kernel.lists().iter().map(|list| (list.role, list.dtype)).collect();
-    lists.retain(|(role, _)| role.is_state() || *role == Role::Param);
-    lists.sort_by_key(|(role, _)| *role != Role::Param);
-    Ok(lists)
-}
-
-/// What a checkpoint holds, without its files.
+/// The manifest of a state, without its files.
 pub(super) fn manifest_of(
     plan: &Plan,
     state: &State,
@@ -191,28 +176,4 @@ pub(super) fn manifest_of(
         generation: String::new(),
         shards: Vec::new(),
     })
-}
-
-pub(super) fn tensors_of_checkpoint(
-    plan: &Plan,
-    open: Option<&OpenRun>,
-) -> Result<BTreeMap<String, TensorSpec>> {
-    let mut tensors = BTreeMap::new();
-    if let Some(open) = open {
-        tensors.extend(progress::open_tensors(plan, open)?);
-    }
-    for (param, desc) in plan.params().iter().enumerate() {
-        for (role, dtype) in saved_lists(plan, param)? {
-            let ranks = match (plan.has_own(param), open) {
-                (false, _) => 0..1,
-                (true, Some(open)) => 0..open.ranks,
-                (true, None) => 0..plan.topology().world,
-            };
-            for rank in ranks {
-                let spec = TensorSpec { dtype, shape: desc.shape.clone() };
-                tensors.insert(key(plan, param, role, rank), spec);
-            }
-        }
-    }
-    Ok(tensors)
 }

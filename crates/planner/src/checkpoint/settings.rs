@@ -1,28 +1,49 @@
-//! Rules as state files and manifests have them: names, directions, and settings under which the
-//! same state means something else, `beta1`, and `beta1@<name>` of a parameter with a rule of its
-//! own.
+//! Rules and settings as state files and manifests store them.
+//!
+//! ```text
+//! beta1, weight_decay     settings under which the same state means something else
+//! set                     1: all other settings that decide bits follow; older files lack them
+//! set.momentum            a setting of the rule; all but learning rates and factors on gradients
+//! set.clip_norm           a setting of the plan
+//! set.trust_of@<name>     what a parameter has in place of its rule's
+//! built.momentum          what the program began with, where it has changed the setting since
+//! ```
+//!
+//! A parameter with a rule of its own has that rule's under the same keys with `@<name>` behind.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use fusestep_tensor::Quoted;
 
+use crate::plan::saved_settings::{NOW, SCALING};
 use crate::{Optimizer, State};
 
-/// The rule that most parameters have, and those of parameters with one of their own.
+/// Key that says that a file has all settings.
+const MARK: &str = "set";
+const BUILT: &str = "built.";
+const NONE: &str = "none";
+
+/// Rules of a state: the first one, and the rules of parameters that have another.
 pub(super) struct Rules<'a> {
     pub(super) first: &'a Optimizer,
     own: Vec<(&'a str, &'a Optimizer)>,
+    state: &'a State,
 }
 
 impl<'a> Rules<'a> {
-    /// Those of now, which may have replaced those of the plan.
+    /// The rules that the state uses now, which may have replaced those of the plan.
     pub(super) fn of(state: &'a State) -> Self {
-        let rules = state.places.iter().map(|&(storage, _)| state.storages[storage].spec.rule);
-        let params = state.params.iter().map(|param| &*param.name).zip(rules);
+        Self::among(state, &state.rules)
+    }
+
+    fn among(state: &'a State, rules: &'a [Optimizer]) -> Self {
+        let of_params = state.places.iter().map(|&(storage, _)| state.storages[storage].spec.rule);
+        let params = state.params.iter().map(|param| &*param.name).zip(of_params);
         let own = params.filter(|(_, rule)| *rule != 0);
         Self {
-            first: &state.rules[0],
-            own: own.map(|(name, rule)| (name, &state.rules[rule])).collect(),
+            first: &rules[0],
+            own: own.map(|(name, rule)| (name, &rules[rule])).collect(),
+            state,
         }
     }
 
@@ -39,7 +60,7 @@ impl<'a> Rules<'a> {
     }
 
     /// Settings under which the state would mean something else.
-    pub(super) fn settings(&self) -> BTreeMap<String, String> {
+    fn of_state(&self) -> BTreeMap<String, String> {
         let mut all = BTreeMap::new();
         for (what, value) in self.first.rule().settings_of_state() {
             all.insert(what.to_owned(), value);
@@ -54,17 +75,89 @@ impl<'a> Rules<'a> {
         }
         all
     }
+
+    /// All other settings of rules that decide bits.
+    fn tuned(&self) -> BTreeMap<String, String> {
+        let mut all = BTreeMap::new();
+        for (what, value) in self.first.rule().settings() {
+            all.insert(what.to_owned(), value);
+        }
+        for (name, rule) in &self.own {
+            for (what, value) in rule.rule().settings() {
+                all.insert(format!("{what}@{name}"), value);
+            }
+        }
+        all
+    }
+
+    /// All settings that are saved.
+    pub(super) fn settings(&self) -> BTreeMap<String, String> {
+        let mut all = self.of_state();
+        all.insert(MARK.to_owned(), "1".to_owned());
+        all.extend(self.state.settings.clone());
+        let (now, built) = (self.tuned(), Self::among(self.state, &self.state.built).tuned());
+        // Some rules have a setting only where it is set.
+        for key in now.keys().chain(built.keys()).filter(|key| now.get(*key) != built.get(*key)) {
+            let value = built.get(key).map_or(NONE, String::as_str);
+            all.insert(format!("{BUILT}{key}"), value.to_owned());
+        }
+        all.extend(now.into_iter().map(|(key, value)| (format!("{NOW}{key}"), value)));
+        all
+    }
+
+    /// The first setting that differs from the one found: its key, its value here and the value
+    /// found. A setting that the program has changed since it began differs only if both its values
+    /// do. Entries that an old file lacks are not compared.
+    pub(super) fn difference<'f>(
+        &self,
+        found: impl Iterator<Item = (&'f String, &'f String)>,
+    ) -> Option<Difference> {
+        let found: BTreeMap<&str, &str> =
+            found.map(|(key, value)| (key.as_str(), value.as_str())).collect();
+        let own = self.settings();
+        let of_state = |key: &&String| **key != MARK && !key.starts_with(NOW) && !is_built(key);
+        for key in own.keys().filter(of_state) {
+            if let Some(&found) = found.get(key.as_str()).filter(|found| **found != own[key]) {
+                let found =
+                    format!("{}; go on with that, or start without the state", Quoted(found));
+                return Some(Difference { what: key.clone(), expected: own[key].clone(), found });
+            }
+        }
+        if self.state.any_settings || !found.contains_key(MARK) {
+            return None;
+        }
+        let all: BTreeSet<&str> =
+            own.keys().map(String::as_str).chain(found.keys().copied()).collect();
+        for what in all.iter().filter_map(|key| key.strip_prefix(NOW)) {
+            let (now, built) = (format!("{NOW}{what}"), format!("{BUILT}{what}"));
+            let of_own = |key: &str| own.get(key).map(String::as_str);
+            let of_found = |key: &str| found.get(key).copied();
+            let (own_now, found_now) = (of_own(&now), of_found(&now));
+            let is_fixed = what == SCALING && (own_now.is_none() || found_now.is_none());
+            let same_now = own_now == found_now || is_fixed;
+            let began = |built: Option<_>, now: Option<_>| built.or(now).unwrap_or(NONE);
+            let same_built = began(of_own(&built), own_now) == began(of_found(&built), found_now);
+            if !same_now && !same_built {
+                let found = format!(
+                    "{}; go on with that, or allow other settings (`State::any_settings`, \
+                     --any-settings)",
+                    Quoted(of_found(&now).unwrap_or(NONE))
+                );
+                let expected = of_own(&now).unwrap_or(NONE).to_owned();
+                return Some(Difference { what: what.to_owned(), expected, found });
+            }
+        }
+        None
+    }
 }
 
-/// The first setting that was another one: its key, what it is here and what was found. Files from
-/// before there were such entries do not say.
-pub(super) fn difference<'a>(
-    own: BTreeMap<String, String>,
-    found: impl Fn(&str) -> Option<&'a String>,
-) -> Option<(String, String, String)> {
-    own.into_iter().find_map(|(key, own)| {
-        let found = found(&key).filter(|found| **found != own)?;
-        let found = format!("{}; go on with that, or start without the state", Quoted(found));
-        Some((key, own, found))
-    })
+fn is_built(key: &str) -> bool {
+    key.starts_with(BUILT)
+}
+
+/// A setting that differs from the saved one.
+pub(super) struct Difference {
+    pub(super) what: String,
+    pub(super) expected: String,
+    pub(super) found: String,
 }

@@ -1,4 +1,5 @@
-//! One file of a generation: tensors or ranges of them with their checksums, written and read back.
+//! File of a generation, written and read back: tensors, or ranges of tensors, with their
+//! checksums.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -8,28 +9,28 @@ use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::{FileKind, Prepared, TensorBytes, TensorFile, serialize};
 
 use super::CheckpointFolder;
-use super::file_sums::sum_key;
-use super::generation::{MODEL_FILE, checksum, shard_file};
-use super::manifest::{ShardSpec, refuse, sync};
-use super::values;
+use super::manifest::ShardSpec;
+use super::names::{MODEL_FILE, checksum, non_finite_key, shard_file, sum_key};
+use super::place::sync;
+use super::refusal::refuse;
 use crate::Result;
 
 /// Consecutive elements of a tensor, as they go to a file.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorPart<'a> {
-    /// `<name>@<role>`.
+    /// Name of the tensor, `<name>@<role>`.
     pub(super) tensor: &'a str,
     pub(super) dtype: DType,
     pub(super) first: u64,
     pub(super) bytes: &'a [u8],
     /// Name and shape in the model's file.
     pub(super) of_model: Option<&'a (String, Shape)>,
-    /// How many values are infinite or NaN, where readers look at them.
+    /// Number of values that are infinite or NaN; 0 for roles that readers do not check.
     pub(super) non_finite: u64,
 }
 
-/// Writes the model's file: whole parameters under their own names, for any program. Its texts say
-/// what the tensors are called in the checkpoint.
+/// Writes the model's file: whole parameters under their own names, for any program. Its metadata
+/// give the tensors' names in the checkpoint.
 pub(super) fn write_model(
     folder: CheckpointFolder<'_>,
     generation: &str,
@@ -62,8 +63,7 @@ pub(super) fn write_shard(
     let mut names: HashSet<String> = parts.iter().map(|part| part.tensor.to_owned()).collect();
     let mut known = HashSet::new();
     for part in parts {
-        // A rank may have several ranges of one tensor: behind the first they have names of their
-        // own.
+        // A rank may have several ranges of one tensor; all but the first get names of their own.
         let mut name = part.tensor.to_owned();
         if !known.insert(part.tensor) {
             let mut free = (1u64..).map(|at| format!("{}~{at}", part.tensor));
@@ -73,7 +73,7 @@ pub(super) fn write_shard(
         }
         metadata.insert(first_key(&name), part.first.to_string());
         metadata.insert(sum_key(&name), checksum(part.bytes));
-        values::note(&mut metadata, &name, part);
+        note(&mut metadata, &name, part);
         let numel = (part.bytes.len() / part.dtype.len_bytes()) as u64;
         let shape = Shape::new([numel])?;
         let bytes = TensorBytes::of(part.dtype, &shape, Cow::Borrowed(part.bytes));
@@ -98,7 +98,7 @@ fn write_file(
     Ok(ShardSpec { file, len_bytes: bytes.len() as u64, xxh3: checksum(&bytes) })
 }
 
-/// The length of a file, which must be that of the manifest.
+/// The length of a file, which must be the length in the manifest.
 pub(super) fn shard_len(
     folder: CheckpointFolder<'_>,
     generation: &str,
@@ -116,7 +116,7 @@ pub(super) fn shard_len(
     }
 }
 
-/// A file whose bytes are those of the manifest.
+/// Reads a file and compares its bytes with the length and checksum in the manifest.
 pub(super) fn read_shard(
     folder: CheckpointFolder<'_>,
     path: &Path,
@@ -133,7 +133,7 @@ pub(super) fn read_shard(
     if found == spec.xxh3 {
         return Ok(TensorFile::parse(path, bytes)?);
     }
-    // Only to say which tensor it is.
+    // The tensors' checksums serve to name the damaged tensor.
     let file = TensorFile::parse(path, bytes);
     let damaged = file.as_ref().ok().and_then(|file| {
         let damaged = |name: &&String| {
@@ -152,4 +152,11 @@ pub(super) fn first_key(tensor: &str) -> String {
 
 pub(super) fn tensor_key(entry: &str) -> String {
     format!("tensor@{entry}")
+}
+
+/// Notes the number of values of a file's entry that are not finite, if there are any.
+fn note(metadata: &mut HashMap<String, String>, entry: &str, part: &TensorPart<'_>) {
+    if part.non_finite > 0 {
+        metadata.insert(non_finite_key(entry), part.non_finite.to_string());
+    }
 }

@@ -1,37 +1,36 @@
-//! Tensors as the files of a generation: ranges of them written by ranks, and whole tensors put
-//! together from all files.
+//! Tensors in the files of a generation: ranks write ranges of tensors, and readers put whole
+//! tensors together from all files.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::TensorFile;
 
 use super::CheckpointFolder;
+use super::commits::commit;
 use super::generation::{Generation, remove_failed};
-use super::manifest::{Manifest, ShardSpec, TensorSpec, refuse};
+use super::manifest::{Manifest, ShardSpec, TensorSpec};
+use super::refusal::refuse;
 use super::shard_file::{
     TensorPart, first_key, read_shard, shard_len, tensor_key, write_model, write_shard,
 };
 use super::snapshot::{File, Snapshot};
-use super::values::{self, NonFinite};
+use super::values::{self, NonFinite, WholeTensors};
 use crate::Result;
 
 /// Most files that a checkpoint is written as.
 pub const MAX_SHARDS: usize = 1 << 16;
 
-/// How often a reader begins again because a run has saved meanwhile.
+/// Most times that a reader begins again because a run has saved meanwhile.
 const MOST_TRIES: usize = 100;
 
-/// The files that a rank has written: none where others save the same.
+/// Files that a rank has written; none if other ranks save the same values.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Written {
     pub(super) model: Option<ShardSpec>,
     pub(super) shard: Option<ShardSpec>,
 }
-
-/// The tensors of a checkpoint, whole.
-pub type WholeTensors = BTreeMap<String, Vec<u8>>;
 
 impl Manifest {
     /// Reads a checkpoint whole, of the newest generation if a run saves meanwhile.
@@ -80,7 +79,8 @@ impl Manifest {
         Ok(self.read_noted(folder.into())?.0)
     }
 
-    /// [`Self::read_tensors`], and what their writers have noted.
+    /// The tensors of [`Self::read_tensors`], and the counts of infinite and NaN values that their
+    /// writers have noted.
     fn read_noted(&self, folder: CheckpointFolder<'_>) -> Result<(WholeTensors, NonFinite)> {
         self.check_lengths(folder)?;
         let mut whole = Whole::default();
@@ -131,7 +131,8 @@ impl Manifest {
             values::read((file, name), tensor, &mut whole.non_finite)?;
         }
         let place = whole.tensors.entry(tensor.clone()).or_default();
-        // Lengths were compared with those of the files, so this is no more than they are.
+        // `check_lengths` has compared the tensors with the files, so this takes no more memory
+        // than they do on disk.
         place.resize(spec.shape.numel() as usize * width, 0);
         place[first as usize * width..end as usize * width].copy_from_slice(bytes);
         let ranges = whole.ranges.entry(tensor.clone()).or_default();
@@ -139,8 +140,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Compares lengths with the files that are there, so that a manifest cannot ask for more
-    /// memory than they take on disk.
+    /// Compares the tensors' lengths with those of the files, so that a manifest cannot ask for
+    /// more memory than the files take on disk.
     fn check_lengths(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let mut on_disk = 0u64;
         for shard in &self.shards {
@@ -160,8 +161,8 @@ impl Manifest {
         Err(refuse(&path, "tensors", &expected, "longer ones"))
     }
 
-    /// Looks whether the files of all ranks are there: ranks without a file system in common each
-    /// have their own.
+    /// Checks that the files of all ranks are there. Ranks without a common file system would each
+    /// see their own only.
     pub(super) fn check_shards_seen(&self, folder: CheckpointFolder<'_>) -> Result<()> {
         let path = folder.join(&self.generation);
         for shard in &self.shards {
@@ -171,8 +172,8 @@ impl Manifest {
         Ok(())
     }
 
-    /// Writes the same tensors again as a checkpoint of `count` files; those of the newest
-    /// generation if a run saves meanwhile.
+    /// Writes the same tensors again as a checkpoint of `count` files. If a run saves meanwhile,
+    /// the tensors are those of the newest generation.
     ///
     /// # Errors
     /// As [`Self::read_tensors`]; [`crate::PlanError::File`].
@@ -258,11 +259,11 @@ impl Manifest {
             let spec = write_shard(to, &manifest.generation, shard as usize, &parts)?;
             manifest.shards.push(spec);
         }
-        manifest.commit(to)
+        commit(manifest, to)
     }
 
-    /// What a tensor is called in the model's file, if it goes there: a parameter that all ranks
-    /// share, or rank 0's where each has its own.
+    /// A tensor's name in the model's file, if the tensor goes there. Parameters that all ranks
+    /// share go there, and rank 0's parameters if each rank has its own.
     fn of_model<'a>(
         &self,
         (tensor, spec): (&'a String, &TensorSpec),
@@ -301,12 +302,12 @@ pub(super) fn write_snapshot(
 #[derive(Default)]
 struct Whole {
     tensors: WholeTensors,
-    /// Elements that have been found of each, in any order.
+    /// Ranges of elements found of each tensor, in any order.
     ranges: HashMap<String, Vec<(u64, u64)>>,
     non_finite: NonFinite,
 }
 
-/// Refuses ranges that leave elements out, or have some twice.
+/// Refuses ranges that leave elements out or overlap.
 fn check_covered(path: &Path, name: &str, numel: u64, mut ranges: Vec<(u64, u64)>) -> Result<()> {
     ranges.retain(|(first, end)| first < end);
     ranges.sort_unstable();

@@ -1,4 +1,4 @@
-//! A rank's part of a checkpoint, copied from its state.
+//! Snapshot of a rank's part of a checkpoint, copied from its state.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -6,13 +6,14 @@ use std::sync::OnceLock;
 use fusestep_launch::{Backend, BackendError};
 use fusestep_tensor::{DType, Role, Shape};
 
-use super::manifest::refuse;
+use super::lists;
+use super::refusal::refuse;
 use super::shard_file::TensorPart;
-use super::{CheckpointFolder, progress, save, values};
-use crate::storage::Held;
+use super::{CheckpointFolder, progress, values};
+use crate::run::memory::storage::Held;
 use crate::{Plan, Result, State, Tensors, ZeroStage};
 
-/// What a save takes.
+/// State, backend and parameters of the run that a save stores.
 #[derive(Clone, Copy)]
 pub struct RunToSave<'a> {
     /// Optimizer state and counts, and parameters unless the caller keeps them.
@@ -35,7 +36,7 @@ pub trait BorrowedParams {
     /// Copies a whole parameter.
     ///
     /// # Errors
-    /// Those of the framework; a length that is not the parameter's.
+    /// Errors of the framework; a length that is not the parameter's.
     fn read(&self, param: usize, bytes: &mut [u8]) -> Result<(), BackendError>;
 
     /// Writes a whole parameter in place.
@@ -45,13 +46,13 @@ pub trait BorrowedParams {
     fn write(&self, param: usize, bytes: &[u8]) -> Result<(), BackendError>;
 }
 
-/// A rank's part of a checkpoint at one moment; its memory serves the next one, too, so that only
-/// the first copy waits for pages.
+/// A rank's part of a checkpoint at one moment. Later snapshots reuse its memory, so that only the
+/// first copy waits for pages.
 #[derive(Debug, Default)]
 pub(super) struct Snapshot {
     bytes: Vec<u8>,
     parts: Vec<Placed>,
-    /// Tensors with values that are not finite, once they are written.
+    /// Tensors with values that are infinite or NaN, once the tensors are written.
     non_finite: OnceLock<Vec<String>>,
 }
 
@@ -65,7 +66,7 @@ struct Placed {
     source: Source,
 }
 
-/// Where the bytes of a part come from.
+/// Source of the bytes of a part.
 #[derive(Debug)]
 enum Source {
     /// Elements of this rank's shard.
@@ -92,12 +93,12 @@ impl Snapshot {
         })
     }
 
-    /// Tensors with values that are infinite or NaN, once they are written.
+    /// Tensors with values that are infinite or NaN, once the tensors are written.
     pub(super) fn non_finite(&self) -> &[String] {
         self.non_finite.get().map_or(&[], Vec::as_slice)
     }
 
-    /// Remembers which of the parts that are written have such values.
+    /// Remembers the tensors of these parts that have infinite or NaN values.
     pub(super) fn tell_non_finite(&self, parts: &[TensorPart<'_>]) {
         let found = parts.iter().filter(|part| part.non_finite > 0);
         let mut names: Vec<String> = found.map(|part| part.tensor.to_owned()).collect();
@@ -105,7 +106,7 @@ impl Snapshot {
         let _ = self.non_finite.set(names);
     }
 
-    /// Makes room; what it has been is lost.
+    /// Makes room for so many bytes; the old content is lost.
     fn make_room(&mut self, folder: CheckpointFolder<'_>, len_bytes: usize) -> Result<()> {
         if let Some(more) = len_bytes.checked_sub(self.bytes.len()) {
             self.bytes.try_reserve_exact(more).map_err(|_| {
@@ -138,11 +139,13 @@ pub(super) fn take(
     parts_to_save(plan, run.state, run.backend, &mut into.parts)?;
     let len_bytes = into.parts.last().map_or(0, |placed| placed.place.end);
     into.make_room(folder, len_bytes)?;
-    for Placed { place, source, .. } in &mut into.parts {
+    for Placed { tensor, dtype, place, source, .. } in &mut into.parts {
         let bytes = &mut into.bytes[place.clone()];
         match (source, run.params) {
             (Source::Held(role, param, held), _) => {
                 run.state.read_held(run.backend, (*role, *param), held, bytes)?;
+                values::check_saved(run.state, *param, *role, *dtype, bytes)
+                    .map_err(|(expected, found)| refuse(folder.path, tensor, &expected, found))?;
             }
             (Source::Param(param, _), Some(params)) => params.read(*param, bytes)?,
             (Source::Param(_, (name, _)), None) => {
@@ -154,7 +157,7 @@ pub(super) fn take(
     Ok(())
 }
 
-/// Refuses parameters from two sides, or from none.
+/// Refuses a save in which both the caller and the state keep the parameters, or neither does.
 pub(super) fn check_borrowed(
     plan: &Plan,
     params: Option<&dyn BorrowedParams>,
@@ -172,7 +175,7 @@ pub(super) fn check_borrowed(
     Err(refuse(folder.path, "parameters", expected, found))
 }
 
-/// Lists what this rank saves, one part behind the other.
+/// Lists the parts that this rank saves, one behind the other.
 fn parts_to_save(
     plan: &Plan,
     state: &State,
@@ -188,10 +191,10 @@ fn parts_to_save(
     };
     let rank = plan.topology().rank;
     for (param, desc) in plan.params().iter().enumerate() {
-        // What all ranks have alike is saved once.
+        // Values that all ranks have alike are saved once.
         let shared = plan.has_own(param) || plan.saves_shared();
-        for (role, dtype) in save::saved_lists(plan, param)? {
-            let key = save::key(plan, param, role, rank);
+        for (role, dtype) in lists::saved_lists(plan, param)? {
+            let key = lists::key(plan, param, role, rank);
             if role == Role::Param && in_model(plan, param) {
                 if rank == 0 {
                     let named = (desc.name.clone(), desc.shape.clone());
@@ -219,12 +222,12 @@ fn parts_to_save(
     Ok(())
 }
 
-/// Whether a parameter is saved whole in the model's file, by rank 0: all are but at ZeRO stage
-/// 3, where nobody has them, and slices of each rank's own.
+/// Whether rank 0 saves a parameter whole in the model's file. At ZeRO stage 3 no rank has a whole
+/// parameter, and a parameter in slices is never whole.
 fn in_model(plan: &Plan, param: usize) -> bool {
     let name = &plan.params()[param].name;
     plan.zero() != ZeroStage::Three && !plan.is_distributed(param) && name != METADATA_NAME
 }
 
-/// What a safetensors file calls its texts; no tensor can have that name.
+/// Name of the texts in a safetensors file; no tensor can have that name.
 const METADATA_NAME: &str = "__metadata__";

@@ -1,38 +1,41 @@
-//! Which values optimizer state can have. What is infinite or NaN because a run has made it so is
-//! counted by its writer, and readers take no others.
+//! Values that optimizer state can have. Writers count the infinite and NaN values that a run has
+//! produced, and readers refuse any others.
 
-use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
+use std::collections::BTreeMap;
 
 use fusestep_tensor::{DType, Quoted, Role};
 use fusestep_tensor_file::TensorFile;
 use half::{bf16, f16};
 
-use super::CheckpointFolder;
-use super::file_sums::non_finite_key;
-use super::manifest::{Manifest, refuse};
-use super::shard_file::TensorPart;
-use super::shards::WholeTensors;
-use crate::PlanError;
+use super::names::non_finite_key;
+use super::refusal::refuse;
+use crate::{PlanError, State};
 
-/// Values that cannot be: what was expected, and what was found.
+/// Refusal of values: the values that were expected, and those that were found.
 pub(super) type Refused = (String, String);
 
-/// Roles whose values readers look at. Masters may be anything that parameters may be.
-pub(super) const CHECKED: [Role; 6] =
-    [Role::Moment1, Role::Moment2, Role::MaxMoment2, Role::Velocity, Role::Sum, Role::Base];
+/// Roles whose values readers check. Masters may have any values that parameters may have.
+pub(super) const CHECKED: [Role; 7] = [
+    Role::Moment1,
+    Role::Moment2,
+    Role::MaxMoment2,
+    Role::Velocity,
+    Role::MaxGrad,
+    Role::Sum,
+    Role::Base,
+];
 
 fn is_checked(role: Role) -> bool {
     CHECKED.contains(&role)
 }
 
-/// Refuses what no run leaves behind: negative values where squares are added up, and values that
-/// are not finite unless their writer has seen as many, which `noted` says.
+/// Refuses values that no run produces: negative sums of squares, and values that are not finite.
+/// As many of the latter as `noted`, the writer's count, are allowed.
 pub(super) fn check(role: Role, dtype: DType, bytes: &[u8], noted: u64) -> Result<(), Refused> {
     if !is_checked(role) {
         return Ok(());
     }
-    let negative = matches!(role, Role::Moment2 | Role::MaxMoment2 | Role::Sum);
+    let negative = matches!(role, Role::Moment2 | Role::MaxMoment2 | Role::MaxGrad | Role::Sum);
     let wrong = |value: &f64| (noted == 0 && !value.is_finite()) || (negative && *value < 0.0);
     let first = values(dtype, bytes).enumerate().find(|(_, value)| wrong(value));
     if let Some((at, value)) = first {
@@ -52,6 +55,36 @@ pub(super) fn check(role: Role, dtype: DType, bytes: &[u8], noted: u64) -> Resul
     Err((expected, found.to_string()))
 }
 
+/// Refuses values where no step has been taken: optimizer state begins with zeros.
+pub(super) fn check_begun(role: Role, dtype: DType, bytes: &[u8]) -> Result<(), Refused> {
+    let mut values = values(dtype, bytes).enumerate().filter(|_| is_checked(role));
+    match values.find(|(_, value)| *value != 0.0) {
+        Some((at, value)) => {
+            let expected = "zeros, since no step has been taken".to_owned();
+            Err((expected, format!("{value} at element {at}")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses to save state that [`check_begun`] would refuse on loading.
+pub(super) fn check_saved(
+    state: &State,
+    param: usize,
+    role: Role,
+    dtype: DType,
+    bytes: &[u8],
+) -> Result<(), Refused> {
+    // Averages over ranks bring state to ranks that have taken no step themselves.
+    let has_begun = state.step > state.steps_behind[param];
+    if has_begun || state.step > 0 && state.averages_ranks {
+        return Ok(());
+    }
+    check_begun(role, dtype, bytes).map_err(|(expected, found)| {
+        (expected, format!("{found}; set the steps that it has taken (`State::set_step`)"))
+    })
+}
+
 fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> {
     let value: fn(&[u8]) -> Option<f64> = match dtype {
         DType::F32 => |bytes| Some(f64::from(f32::from_le_bytes(bytes.try_into().ok()?))),
@@ -63,12 +96,12 @@ fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> {
     bytes.chunks_exact(dtype.len_bytes()).filter_map(value)
 }
 
-/// How many values of a role's tensor are infinite or NaN; 0 for roles that readers do not look at.
+/// The number of a tensor's values that are infinite or NaN; 0 for roles that readers do not check.
 pub(super) fn non_finite_of(role: Role, dtype: DType, bytes: &[u8]) -> u64 {
     if is_checked(role) { non_finite(dtype, bytes) } else { 0 }
 }
 
-/// How many values are infinite or NaN.
+/// The number of values that are infinite or NaN.
 ///
 /// # Cost
 /// One pass over the bytes, without a branch for each.
@@ -90,56 +123,13 @@ pub(super) fn non_finite(dtype: DType, bytes: &[u8]) -> u64 {
     }
 }
 
-/// Of tensors, how many values are not finite, as their writers say.
+/// Whole tensors of a checkpoint, by name.
+pub type WholeTensors = BTreeMap<String, Vec<u8>>;
+
+/// Number of values that are not finite, by tensor, as the writers have noted.
 pub(super) type NonFinite = BTreeMap<String, u64>;
 
-/// A checkpoint whose files are as they were written, and whose state is one that a run can have.
-#[derive(Clone, Debug)]
-pub struct Verified {
-    /// What it holds.
-    pub manifest: Manifest,
-    /// Its tensors.
-    pub tensors: WholeTensors,
-    /// Tensors of its state with values that are infinite or NaN.
-    pub non_finite: Vec<String>,
-}
-
-impl Manifest {
-    /// Reads a checkpoint whole and compares it with its checksums, and its state with what a run
-    /// can have.
-    ///
-    /// # Errors
-    /// As [`Manifest::read_whole`]; [`PlanError::Checkpoint`] naming a tensor that no run can go
-    /// on from.
-    pub fn verify<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Verified, PlanError> {
-        let folder = folder.into();
-        let (manifest, (tensors, noted)) = Self::read(folder)?.read_newest(folder)?;
-        for (name, spec) in &manifest.tensors {
-            if let Some(role) = role_of(name) {
-                let place = (folder.path, name.as_str());
-                check_tensor(place, (role, spec.dtype), (&tensors, &noted))?;
-            }
-        }
-        Ok(Verified { manifest, tensors, non_finite: noted.into_keys().collect() })
-    }
-}
-
-/// The role of a tensor of state, by its name in a checkpoint: `<name>@<role>`, or with `#<rank>`.
-fn role_of(tensor: &str) -> Option<Role> {
-    let (_, suffix) = tensor.rsplit_once('@')?;
-    let name = suffix.split_once('#').map_or(suffix, |(name, _)| name);
-    let mut checked = CHECKED.into_iter();
-    checked.find(|role| role.name() == name)
-}
-
-/// Says of an entry of a file how many values are not finite, if any are.
-pub(super) fn note(metadata: &mut HashMap<String, String>, entry: &str, part: &TensorPart<'_>) {
-    if part.non_finite > 0 {
-        metadata.insert(non_finite_key(entry), part.non_finite.to_string());
-    }
-}
-
-/// Adds what a file says of one of its entries.
+/// Adds the number that a file's metadata note for one of its entries.
 pub(super) fn read(
     (file, entry): (&TensorFile, &str),
     tensor: &str,
@@ -154,16 +144,4 @@ pub(super) fn read(
     let sum = noted.entry(tensor.to_owned()).or_default();
     *sum = sum.saturating_add(count);
     Ok(())
-}
-
-/// Refuses a tensor that no run leaves behind.
-pub(super) fn check_tensor(
-    (folder, tensor): (&Path, &str),
-    (role, dtype): (Role, DType),
-    (whole, noted): (&WholeTensors, &NonFinite),
-) -> Result<(), PlanError> {
-    let bytes = whole.get(tensor).map_or(&[][..], Vec::as_slice);
-    let count = noted.get(tensor).copied().unwrap_or(0);
-    let checked = check(role, dtype, bytes, count);
-    checked.map_err(|(expected, found)| refuse(folder, tensor, &expected, found))
 }

@@ -1,4 +1,4 @@
-//! Who writes files while training goes on: a thread, or the rank itself at a later call.
+//! Writer of files while training goes on: a thread, or the rank itself at a later call.
 
 use std::thread::{Builder, JoinHandle};
 
@@ -11,7 +11,7 @@ pub(super) type Job = Box<dyn FnOnce() -> Outcome + Send>;
 
 pub(super) type Outcome = Result<Done>;
 
-/// What jobs that went well have done; nothing on ranks where nothing was to be done.
+/// Results of a successful job; empty on ranks that had nothing to do.
 #[derive(Debug, Default)]
 pub(super) struct Done {
     /// The generation whose folder is there.
@@ -21,14 +21,14 @@ pub(super) struct Done {
 }
 
 pub(super) enum Writer {
-    /// A thread of its own for each job: one that panics takes no other with it.
+    /// A thread of its own for each job, so that a panic ends one job only.
     Thread(Option<JoinHandle<Outcome>>),
-    /// The caller's thread, when it has looked so many times for each job.
+    /// The caller's thread, which runs a job when it has looked for its outcome `looks` times.
     Turns { looks: u32, job: Option<(Job, u32)> },
 }
 
 impl Writer {
-    /// Hands over a job; one that is still being done ends first, and nobody hears of it.
+    /// Begins a job. An earlier job is waited for first, and its outcome is lost.
     pub(super) fn begin(&mut self, job: Job) -> Result<()> {
         let _ = self.wait();
         match self {
@@ -41,7 +41,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What the job has come to, if it is over.
+    /// The outcome of the job, if it is over.
     pub(super) fn look(&mut self) -> Option<Outcome> {
         let is_over = match self {
             Writer::Thread(thread) => thread.as_ref()?.is_finished(),
@@ -68,7 +68,7 @@ impl Writer {
 }
 
 impl Drop for Writer {
-    /// Waits until what a thread has begun is on disk.
+    /// Waits until a job that a thread has begun is over.
     fn drop(&mut self) {
         if matches!(self, Writer::Thread(_)) {
             let _ = self.wait();
@@ -78,7 +78,7 @@ impl Drop for Writer {
 
 fn refused(found: &str) -> PlanError {
     let expected = "a thread that saves; save in line";
-    super::manifest::refuse("checkpoint".as_ref(), "writer", expected, found)
+    super::refusal::refuse("checkpoint".as_ref(), "writer", expected, found)
 }
 
 #[cfg(test)]

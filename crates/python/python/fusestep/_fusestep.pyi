@@ -3,7 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Dict, List, Optional, Tuple, final
 
-__all__ = ["__version__", "check", "engines", "Ranks", "Session"]
+__all__ = [
+    "__version__",
+    "check",
+    "check_settings",
+    "engines",
+    "momentum_product",
+    "rules",
+    "samples",
+    "settings",
+    "state_lists",
+    "Ranks",
+    "Session",
+    "Snapshot",
+]
 
 __version__: str
 
@@ -12,6 +25,42 @@ engines: Tuple[str, ...]
 
 def check(settings: Dict[str, Any]) -> None:
     """Raises ``ValueError`` unless the settings name a rule and are all in range."""
+
+def momentum_product(beta1: float, momentum_decay: float, step: int) -> float:
+    """The product of NAdam's momenta up to a step."""
+
+def rules() -> Dict[str, Dict[str, Any]]:
+    """The settings of every rule by its name, with their defaults."""
+
+def state_lists(settings: Dict[str, Any]) -> List[str]:
+    """The tensors of state that a rule with these settings keeps beside a parameter."""
+
+def settings() -> List[Dict[str, Any]]:
+    """The rows of the table of settings.
+
+    Each has ``name``; ``says``, a sentence; ``range``, values in words; ``default``, a text or
+    ``None``; ``choices``, names of values with a sentence each; ``is_switch`` and ``is_list``;
+    ``section``, the part of the table; ``needs``, a setting without which it has no effect, or
+    ``None``; ``alone``, the setting with which it acts in a process that trains alone: its own name
+    if it acts by itself, ``None`` if it never does."""
+
+def check_settings(texts: Mapping[str, Sequence[str]]) -> None:
+    """Raises ``ValueError`` for texts out of range, for settings without effect and for those that
+    contradict each other."""
+
+def samples(places: Sequence[Tuple[int, int]]) -> List[int]:
+    """A number of some values of each tensor, by which a write is noticed that no version counts.
+    ``places`` are addresses and bytes, which stay during the call."""
+
+@final
+class Snapshot:
+    """Settings of parameter groups as they were."""
+
+    def __new__(cls, groups: Sequence[Dict[str, Any]]) -> Snapshot:
+        """Looks at the settings of all groups."""
+
+    def holds(self, groups: Sequence[Dict[str, Any]]) -> bool:
+        """Whether the groups still have them; never where one can change in place."""
 
 @final
 class Session:
@@ -28,10 +77,19 @@ class Session:
     ) -> Session:
         """Plans a step."""
 
+    def fits(self, parameters: Sequence[List[Any]]) -> bool:
+        """Whether these are the tensors of each group that were planned for."""
+
+    def bind(self, parameters: Sequence[Any]) -> None:
+        """Steps with these tensors from now on, which are as those that were planned for."""
+
+    def release(self) -> None:
+        """Gives back all tensors and what is known of them; there is no step until `bind`."""
+
     def step(
         self,
         parameters: Sequence[List[Any]],
-        rules: Sequence[Dict[str, Any]],
+        rules: Optional[Sequence[Dict[str, Any]]],
         owner: Any,
         gradients: Optional[List[Any]],
         threads: int,
@@ -39,7 +97,8 @@ class Session:
         written: Optional[Callable[[List[Any]], Any]] = None,
     ) -> Optional[Sequence[int]]:
         """Updates every parameter that has a gradient and says which, by position; ``None`` if
-        tensors or settings are no longer what was planned for, and nothing was done then. While
+        tensors or settings are no longer what was planned for, and nothing was done then. Without
+        ``rules`` the settings are those of the last step. While
         the state is ``private`` nobody else can have seen it, and steps are counted here.
         ``written`` is called, from any thread, with lists of those that are updated."""
 
@@ -82,6 +141,14 @@ class Ranks:
     def world_size(self) -> int:
         """How many processes there are."""
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether parameters are updated while gradients come."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether ranks average parameters instead of gradients."""
+
     def plan(self) -> str:
         """The plan of a step, as text."""
 
@@ -104,6 +171,15 @@ class Ranks:
     def step(self, rules: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         """Ends a micro-step: reduces and updates, if it is the last one of an update."""
 
+    def take(self, rules: Sequence[Dict[str, Any]]) -> None:
+        """Takes settings for updates that begin with the gradients to come; does not wait."""
+
+    def set_loss(self, loss: float) -> None:
+        """Tells the loss of the step under way."""
+
+    def average(self) -> None:
+        """Averages parameters over all ranks."""
+
     def flush(self, rules: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         """Updates from fewer micro-steps than asked for."""
 
@@ -113,15 +189,18 @@ class Ranks:
     def loss_scale(self) -> float:
         """The factor to multiply the next loss with."""
 
-    def resume(self, folder: str) -> Optional[int]:
+    def resume(self, folder: str, any_settings: bool) -> Optional[int]:
         """Goes on from a folder's checkpoint; how many steps had been done, ``None`` without
-        one."""
+        one. With ``any_settings`` of a run with other ones, too."""
 
     def save(self, folder: str, steps: int) -> None:
         """Begins a checkpoint, which is written behind what follows."""
 
     def finish_saves(self) -> None:
         """Waits for the checkpoint under way."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the waits of all ranks for a reason that this one has not to come."""
 
     def close(self) -> None:
         """Leaves the other ranks, once a checkpoint under way is complete."""

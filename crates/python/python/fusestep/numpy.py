@@ -23,86 +23,37 @@ import numpy as np
 from fusestep import _fusestep
 from fusestep._arrays import refuse_masked, refuse_unnamed, view_of, writable
 from fusestep._checks import positive
+from fusestep._fusestep import state_lists
+from fusestep._plans import Plans
 from fusestep._report import Report
 
 __all__ = ["RULES", "State", "step"]
 
-_ADAM = {
-    "lr": 1e-3,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    "maximize": False,
-}
+# Of Adam a setting says how decay enters; here two names do.
+_DECOUPLED = "decoupled"
 
-RULES: Dict[str, Dict[str, Any]] = {
-    "adam": _ADAM,
-    "adamw": {**_ADAM, "weight_decay": 0.01},
-    "sgd": {
-        "lr": 1e-3,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "nesterov": False,
-        "weight_decay": 0.0,
-        "maximize": False,
-    },
-    "adagrad": {
-        "lr": 1e-2,
-        "lr_decay": 0.0,
-        "eps": 1e-10,
-        "weight_decay": 0.0,
-        "maximize": False,
-    },
-    "rmsprop": {
-        "lr": 1e-2,
-        "alpha": 0.99,
-        "eps": 1e-8,
-        "momentum": 0.0,
-        "centered": False,
-        "weight_decay": 0.0,
-        "maximize": False,
-    },
-    "lion": {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "maximize": False},
-    "lars": {
-        "lr": 0.1,
-        "momentum": 0.9,
-        "trust_coefficient": 1e-3,
-        "eps": 0.0,
-        "weight_decay": 5e-4,
-        "trust_ratio": True,
-    },
-    "lamb": {
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "eps": 1e-6,
-        "weight_decay": 0.01,
-        "trust_ratio": True,
-    },
-    "schedule_free": {
-        "lr": 2.5e-3,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "warmup_steps": 0,
-    },
-}
+
+def _named() -> Dict[str, Dict[str, Any]]:
+    named: Dict[str, Dict[str, Any]] = {}
+    for name, settings in _fusestep.rules().items():
+        if name == "adam":
+            own = {key: value for key, value in settings.items() if key != _DECOUPLED}
+            named["adam"], named["adamw"] = {**own, "weight_decay": 0.0}, own
+        else:
+            named[name] = settings
+    return named
+
+
+RULES: Dict[str, Dict[str, Any]] = _named()
 """The rules and their settings, with the values they have where none is given."""
 
 # Starting more takes longer than any step.
 _MOST_THREADS = 256
 
+# Every array that a rule may keep, in the order in which errors name them.
 _KEYS = {
-    "moment1": "moment1",
-    "moment2": "moment2",
-    "max_moment2": "max_moment2",
-    "velocity": "velocity",
-    "sum": "sum",
-    "base": "base",
-    "master": "master",
+    key: key
+    for key in ("moment1", "moment2", "max_moment2", "velocity", "max_grad", "sum", "base", "master")
 }
 
 
@@ -168,6 +119,7 @@ class State(Dict[str, Dict[str, Any]]):
     def _forget(self) -> None:
         self._session: Optional[_fusestep.Session] = None
         self._planned_for: Any = None
+        self._plans = Plans()
         self._parameters: Dict[str, _Parameter] = {}
         self._own: Dict[_Parameter, Dict[str, Any]] = {}
         self._made_by: Dict[str, str] = {}
@@ -202,6 +154,17 @@ class State(Dict[str, Dict[str, Any]]):
             copied._made_by.update(self._made_by)
         return copied
 
+    def _take_plan(self, planned_for: Any, parameters: List[_Parameter]) -> None:
+        """Puts the plan in use away and looks for one that was made for these parameters."""
+        if self._session is not None:
+            count = len(self._planned_for[0])
+            self._plans.give_back(self._planned_for, (self._session, None), count)
+        self._session = None
+        kept = self._plans.take(planned_for)
+        if kept is not None:
+            kept[0].bind(parameters)
+            self._session, self._planned_for = kept[0], planned_for
+
     def plan(self) -> str:
         """The plan of the last step, as text; empty before the first."""
         with self._lock:
@@ -214,6 +177,8 @@ class _Owner:
     def __init__(self, state: State, rule: Dict[str, Any], names: List[str]) -> None:
         self.state: Dict[_Parameter, Dict[str, Any]] = state._own
         self._kept, self._rule, self._names = state, rule, names
+        # The arrays that the rule keeps beside a parameter.
+        self._lists = state_lists(rule)
         self._made: List[Tuple[str, List[str]]] = []
         for name in names:
             parameter = state._parameters[name]
@@ -228,7 +193,7 @@ class _Owner:
         """Raises unless the rule can go on with what a parameter has beside it."""
         if not isinstance(own, dict):
             raise TypeError(f"state of `{name}`: expected a dict, found {type(own).__name__}")
-        rule, lists = self._rule["rule"], _lists(self._rule)
+        rule, lists = self._rule["rule"], self._lists
         made_by = self._kept._made_by.get(name, rule)
         others = sorted(key for key in _KEYS.keys() - _ALL_LISTS[rule] if own.get(key) is not None)
         if made_by != rule or others:
@@ -247,10 +212,41 @@ class _Owner:
                     f"{key} of `{name}`: expected an array that may be written, found a read-only "
                     "one; use `.copy()`"
                 )
-            if array is None and key in _FIRST_LISTS[rule] and np.any(own.get("step")):
+        self._refuse_part(name, own)
+
+    def _refuse_part(self, name: str, own: Dict[str, Any]) -> None:
+        """Raises for some of a parameter's state without the rest: zeros would not stand in."""
+        rule, step = self._rule["rule"], own.get("step")
+        unknown = sorted(str(key) for key in own.keys() - _KEYS.keys() - {"step"})
+        present = [key for key in _KEYS if own.get(key) is not None]
+        if unknown:
+            raise ValueError(
+                f"state of `{name}`: expected that of {rule}, found {', '.join(unknown)}; its "
+                f"arrays are {', '.join(sorted(_ALL_LISTS[rule])) or 'none'}, and `step`"
+            )
+        if step is None and present not in ([], ["sum"]):
+            raise ValueError(
+                f"step of `{name}`: expected a count of steps beside {', '.join(present)}, found "
+                "none; use another State"
+            )
+        count = np.asarray(0.0 if step is None else step)
+        if count.size == 1 and count.dtype.kind == "f" and not float(count).is_integer():
+            raise ValueError(f"step of `{name}`: expected a whole number, found {step}")
+        if not np.any(count):
+            # Sums of adagrad may start where their owner likes.
+            values = [key for key in present if key != "sum" and np.any(own[key])]
+            if values:
                 raise ValueError(
-                    f"{key} of `{name}`: expected an array, because {rule} has stepped "
-                    f"{own['step']} times, found none; use another State"
+                    f"{values[0]} of `{name}`: expected zeros, because `step` is 0, found other "
+                    "values; use another State"
+                )
+            return
+        # A maximum that is switched on later is that from there on.
+        for key in self._lists:
+            if own.get(key) is None and key != "max_moment2":
+                raise ValueError(
+                    f"{key} of `{name}`: expected an array, because {rule} has stepped {step} "
+                    "times, found none; use another State"
                 )
 
     def _make_state(self, index: int) -> Tuple[Dict[str, Any], bool]:
@@ -258,7 +254,7 @@ class _Owner:
         parameter = self._kept._parameters[name]
         own = self._kept.setdefault(name, {})
         self.state[parameter] = own
-        missing = [key for key in _lists(self._rule) if own.get(key) is None]
+        missing = [key for key in self._lists if own.get(key) is None]
         made = missing + [key for key in ("step",) if key not in own]
         dtype = parameter.array.dtype
         for key in missing:
@@ -345,20 +341,17 @@ def _run(
         _Described(name, str(parameter.array.dtype), parameter.array.shape, 0, True)
         for name, parameter in zip(names, parameters)
     ]
-    planned_for = (described, clip_norm)
+    planned_for = tuple(described), clip_norm
     if state._planned_for != planned_for:
-        state._session = None
+        state._take_plan(planned_for, parameters)
     owner = _Owner(state, rule, names)
     updated = None
     try:
         for _ in range(2):
             if state._session is None:
                 options = {
-                    "clip_norm": clip_norm,
-                    "loss_scale": None,
-                    "master_weights": False,
-                    "update_norms": False,
-                    "state_16": False,
+                    "settings": {} if clip_norm is None else {"clip_norm": [repr(clip_norm)]},
+                    "loss_scale_at": None,
                     "counts": True,
                 }
                 state._session = _fusestep.Session(
@@ -392,7 +385,7 @@ def _rule(name: str, settings: Dict[str, Any]) -> Dict[str, Any]:
         )
     rule = {**RULES[name], **settings, "rule": "adam" if name == "adamw" else name}
     if name in ("adam", "adamw"):
-        rule["decoupled"] = name == "adamw"
+        rule[_DECOUPLED] = name == "adamw"
     _fusestep.check(rule)
     return rule
 
@@ -408,30 +401,13 @@ def _threads(threads: Optional[int]) -> int:
     return int(threads)
 
 
-# The arrays that a rule keeps beside each parameter from its first step on.
-_FIRST_LISTS: Dict[str, List[str]] = {
-    "adam": ["moment1", "moment2"],
-    "sgd": [],
-    "adagrad": ["sum"],
-    "rmsprop": ["moment2"],
-    "lion": ["moment1"],
-    "lars": ["velocity"],
-    "lamb": ["moment1", "moment2"],
-    "schedule_free": ["moment2", "base"],
+def _with_all(settings: Dict[str, Any]) -> Dict[str, Any]:
+    """Settings with which a rule keeps every array that it ever keeps."""
+    on = {name: True for name, value in settings.items() if isinstance(value, bool)}
+    return {**settings, **on, **({"momentum": 0.5} if "momentum" in settings else {})}
+
+
+_ALL_LISTS = {
+    rule: set(state_lists({**_with_all(settings), "rule": rule}))
+    for rule, settings in _fusestep.rules().items()
 }
-
-# And those that depend on its settings.
-_OTHER_LISTS = {"adam": ["max_moment2"], "sgd": ["velocity"], "rmsprop": ["moment1", "velocity"]}
-
-_ALL_LISTS = {rule: {*lists, *_OTHER_LISTS.get(rule, [])} for rule, lists in _FIRST_LISTS.items()}
-
-
-def _lists(rule: Dict[str, Any]) -> List[str]:
-    """The arrays that a rule with these settings keeps beside a parameter."""
-    name = rule["rule"]
-    asked = {
-        "max_moment2": rule.get("amsgrad"),
-        "moment1": rule.get("centered"),
-        "velocity": rule.get("momentum"),
-    }
-    return _FIRST_LISTS[name] + [key for key in _OTHER_LISTS.get(name, []) if asked[key]]

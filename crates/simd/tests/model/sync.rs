@@ -1,10 +1,13 @@
-//! The model checker's side of `src/sync.rs`, and changes for the worse.
+//! The model checker's side of `src/sync.rs`, here and in `crates/collective`, and changes for the
+//! worse.
 
 use std::cell::Cell as Setting;
 use std::time::Duration;
 
 pub(crate) use std::sync::PoisonError;
 pub(crate) use std::sync::atomic::Ordering;
+
+pub(crate) use crate::notifier::Notifier;
 
 pub(crate) use loom::sync::{Mutex, MutexGuard};
 pub(crate) use loom::thread::yield_now;
@@ -56,13 +59,18 @@ pub(crate) fn with_change(change: Change, body: impl FnOnce()) {
     CHANGE.set(Change::Nothing);
 }
 
-/// As `src/sync.rs` has it; a model need not look twice.
-pub(crate) struct Patience {
-    pub(crate) spins: u32,
-    pub(crate) yields: u32,
-}
+/// As `src/patience.rs` has it; a model need not look twice.
+#[derive(Debug)]
+pub(crate) struct Patience;
 
-pub(crate) const PATIENCE: Patience = Patience { spins: 0, yields: 0 };
+impl Patience {
+    pub(crate) fn of(_waiters: usize) -> Self {
+        Self
+    }
+    pub(crate) fn look(&self, _done: impl Fn() -> bool) -> bool {
+        false
+    }
+}
 
 /// Models have no clocks: a deadline has passed whenever its waiter looks, which may be at any
 /// moment, or it never does.
@@ -106,6 +114,9 @@ impl AtomicU64 {
         // Only departures are counted by it.
         let counted = if changed(Change::EarlyDeparture) { 2 * value } else { value };
         self.0.fetch_add(counted, order(asked))
+    }
+    pub(crate) fn fetch_sub(&self, value: u64, asked: Ordering) -> u64 {
+        self.0.fetch_sub(value, order(asked))
     }
     pub(crate) fn fetch_or(&self, value: u64, asked: Ordering) -> u64 {
         self.0.fetch_or(value, order(asked))

@@ -30,7 +30,8 @@ fn main() -> ExitCode {
     };
     println!(
         "{count} seeds in {:.1} s: {} tries, {} faults, {} errors of ranks, {} saves \
-         acknowledged, {} resumes, {} events; every promise kept",
+         acknowledged, {} resumes, {} events; {} writes of several writers acknowledged; every \
+         promise kept",
         begun.elapsed().as_secs_f64(),
         story.tries,
         story.faults,
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         story.saves,
         story.resumes,
         story.events,
+        story.writes,
     );
     ExitCode::SUCCESS
 }

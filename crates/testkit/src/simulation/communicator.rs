@@ -1,18 +1,18 @@
-//! Ranks of a simulated world: every call is an exchange of bytes, which the schedule decides the
-//! moment of.
+//! Ranks of a simulated world. Every call is an exchange of bytes, whose moment the schedule
+//! decides.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use fusestep_collective::{
     Aborter, Buffers, Call, CallContext, CollectiveError, Communicator, FlightRecorder, Membership,
     Operation, RankMemory, ReduceUpdate, reduce_slices,
 };
 use fusestep_simd::Level;
-use fusestep_tensor_file::{FileKind, Files};
+use fusestep_tensor_file::{FileKind, Files, Lock, Look};
 
 use super::schedule::{Brought, Schedule};
 use crate::SimulatedDisk;
@@ -24,7 +24,7 @@ pub(super) struct SimulatedRank {
     group: u64,
     /// Ranks of the world, in the group's order.
     members: Vec<usize>,
-    /// Of the world, and of the group.
+    /// Number of the rank in the world; the next field is the number in the group.
     world_rank: usize,
     rank: usize,
     sequence: u64,
@@ -182,7 +182,8 @@ impl Communicator for SimulatedRank {
         self.shares_memory
     }
 
-    /// Everybody's memory comes as a copy, and what was written goes back in a second exchange.
+    /// Gives the work copies of every rank's memory; a second exchange brings the written bytes
+    /// back.
     fn reduce_update(
         &mut self,
         call: ReduceUpdate<'_>,
@@ -208,7 +209,7 @@ impl Communicator for SimulatedRank {
                 .collect(),
         });
         for (replica, ranks) in call.replicas.into_iter().zip(copies) {
-            // Block by block what each rank has written for this one.
+            // Bytes that each rank has written for this rank, block by block.
             let written = self.exchange("written", ranks.concat())?;
             for (rank, bytes) in written.iter().enumerate() {
                 let place = blocks.of_bytes(rank, replica.dtype.len_bytes());
@@ -225,7 +226,7 @@ impl Communicator for SimulatedRank {
     }
 }
 
-/// A disk as one rank sees it: its calls are events, and a rank that has died makes none.
+/// A disk as one rank sees it: each call is an event, and a dead rank makes none.
 #[derive(Debug)]
 pub(super) struct RankFiles {
     pub(super) disk: Arc<SimulatedDisk>,
@@ -247,6 +248,12 @@ impl Files for RankFiles {
     fn kind(&self, path: &Path) -> io::Result<FileKind> {
         self.disk()?.kind(path)
     }
+    fn look(&self, path: &Path) -> io::Result<Look> {
+        self.disk()?.look(path)
+    }
+    fn lock(&self, path: &Path) -> io::Result<Lock> {
+        self.disk()?.lock(path)
+    }
     fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         self.disk()?.write_new(path, bytes)
     }
@@ -267,6 +274,15 @@ impl Files for RankFiles {
     }
     fn remove_file(&self, path: &Path) -> io::Result<()> {
         self.disk()?.remove_file(path)
+    }
+    fn lives(&self, part: &Path) -> Option<bool> {
+        self.disk().ok()?.lives(part)
+    }
+    fn age(&self, path: &Path) -> io::Result<Duration> {
+        self.disk()?.age(path)
+    }
+    fn touched_ns(&self, path: &Path) -> io::Result<i64> {
+        self.disk()?.touched_ns(path)
     }
     fn remove_folder(&self, path: &Path) -> io::Result<()> {
         self.disk()?.remove_folder(path)

@@ -2,21 +2,24 @@
 //! full disks and bit rot.
 //!
 //! One rank runs at a time and the seed decides which, so a failing seed fails again in the same
-//! way. Every run is held to this:
+//! way. Every run keeps these promises:
 //!
 //! ```text
-//! it ends in the bits of a run without faults, whatever happened on the way
-//! whoever fails says why; nobody panics, and nobody waits for ever
+//! a run ends in the bits of a run without faults, whatever happened on the way
+//! a rank that fails says why; no rank panics, and no rank waits for ever
 //! a save that was acknowledged is there afterwards, and every rank goes on from it or from a newer
 //! one, unless bits have rotted: the loader says so then
-//! an error comes only where a fault has happened; one that was drawn and not reached is none
-//! what is left on the disk is the checkpoint, and not what was given up
+//! an error comes only after a fault has happened; a fault drawn but never reached does not count
+//! the disk keeps the checkpoint, and no files that were given up
 //! ```
+//!
+//! Before each run several writers share a pair of files, as `writers` says.
 
 mod communicator;
 mod rank;
 mod scenario;
 mod schedule;
+mod writers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,7 +28,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fusestep_planner::{CheckpointFolder, Manifest};
-use fusestep_tensor_file::{Files, is_part};
+use fusestep_tensor_file::Files;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -33,27 +36,27 @@ use self::communicator::{RankFiles, SimulatedRank};
 use self::rank::{Told, run_rank};
 use self::scenario::Scenario;
 use self::schedule::{RankFault, Schedule};
-use crate::{Fault, SimulatedDisk};
+use crate::{Fault, Seen, SimulatedDisk};
 
-/// Where runs save.
+/// Folder in which runs save.
 const FOLDER: &str = "/run/checkpoint";
 
-/// Tries of a run that may have faults; those behind them have none.
+/// Tries of a run that may have faults; later tries have none.
 const FAULTY_TRIES: usize = 4;
 
-/// Tries after which a run that does not end is one that never will.
+/// Most tries of a run; a run that has not ended by then never will.
 const MOST_TRIES: usize = 20;
 
-/// What the caller's text of a checkpoint is called: micro-steps that are over.
+/// Key of the caller's text in a checkpoint: the number of micro-steps that are over.
 const AT: &str = "at";
 
-/// What a simulated run has gone through.
+/// Counts of events of a simulated run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Story {
     /// Times that the run was begun or resumed.
     pub tries: u64,
-    /// Ranks that died or stalled, losses of power, errors of the disk, writes to a full one and
-    /// rotten bits: those that have happened.
+    /// Faults that have happened: deaths and stalls of ranks, losses of power, errors of the disk,
+    /// writes to a full disk, and rotten bits.
     pub faults: u64,
     /// Errors that ranks have ended in.
     pub errors: u64,
@@ -61,6 +64,8 @@ pub struct Story {
     pub saves: u64,
     /// Times that a run went on from a checkpoint.
     pub resumes: u64,
+    /// Writes to a pair of files, by several writers, that were acknowledged.
+    pub writes: u64,
     /// Calls between ranks and to the disk.
     pub events: u64,
 }
@@ -72,15 +77,17 @@ impl std::ops::AddAssign for Story {
         self.errors += other.errors;
         self.saves += other.saves;
         self.resumes += other.resumes;
+        self.writes += other.writes;
         self.events += other.events;
     }
 }
 
-/// Runs a seed.
+/// Runs the simulation of a seed.
 ///
 /// # Errors
-/// What was promised and not kept, in words; the same for the same seed.
+/// The promise that was not kept, in words; the same seed always gives the same words.
 pub fn simulate(seed: u64) -> Result<Story, String> {
+    let writes = writers::run(seed).map_err(|error| format!("several writers: {error}"))?;
     let scenario = Scenario::draw(seed);
     let reference = {
         let disk = Arc::new(new_disk(seed));
@@ -94,7 +101,7 @@ pub fn simulate(seed: u64) -> Result<Story, String> {
         acknowledged: 0,
         rotten: false,
         ended_in_peace: false,
-        story: Story::default(),
+        story: Story { writes, ..Story::default() },
     };
     let found = world.run()?;
     if found != reference {
@@ -127,11 +134,11 @@ struct Simulation {
     story: Story,
 }
 
-/// What one try ended in.
+/// Outcome of one try.
 struct Tried {
     /// Each rank's parameters in the end, as a hash.
     outcomes: Vec<Result<String, String>>,
-    /// Micro-steps that ranks went on from, 0 without a checkpoint; of ranks that have come so far.
+    /// Micro-steps at which ranks went on, 0 without a checkpoint, of the ranks that got so far.
     resumed: Vec<u64>,
     events: u64,
     /// Deaths and stalls that have happened.
@@ -168,17 +175,20 @@ impl Simulation {
             }
             let of_disk = self.disk.faults();
             let seed = self.rng.random();
+            self.disk.act_as(self.story.tries, Seen::Here);
             let tried = run_once(&self.scenario, &self.disk, (seed, world), faults);
             happened += tried.faults + self.disk.faults() - of_disk;
             self.story.faults += happened;
             self.story.events += tried.events;
             self.story.saves += tried.saves;
             self.disk.clear_faults();
+            self.disk.end(self.story.tries);
             if self.disk.is_dead() {
                 self.disk.restart();
             }
             self.disk.make_room();
-            // Against what was acknowledged before this try: its own saves say nothing of that.
+            // Checked against saves acknowledged before this try, since its own saves may come
+            // after the resume.
             self.check_resumed(&tried.resumed)?;
             self.acknowledged = self.acknowledged.max(tried.acknowledged);
             self.ended_in_peace = happened == 0 && tried.saves > 0;
@@ -195,7 +205,7 @@ impl Simulation {
         ))
     }
 
-    /// Draws what may go wrong in the next try.
+    /// Draws the faults of the next try.
     fn put_faults(&mut self, faults: &mut BTreeMap<u64, RankFault>) {
         let count = self.rng.random_range(0..3);
         for _ in 0..count {
@@ -214,14 +224,14 @@ impl Simulation {
         }
     }
 
-    /// Flips a bit of the disk, now and then; whether it has.
+    /// Flips a bit of the disk now and then; whether this happened.
     fn rot(&mut self) -> bool {
         let rotten = self.rng.random_bool(0.05) && self.disk.rot().is_some();
         self.rotten |= rotten;
         rotten
     }
 
-    /// Every rank has gone on from the newest save that was acknowledged, or from a newer one.
+    /// Checks that every rank went on from the newest acknowledged save, or from a newer one.
     fn check_resumed(&mut self, resumed: &[u64]) -> Result<(), String> {
         self.story.resumes += u64::from(resumed.iter().any(|&at| at > 0));
         match resumed.iter().find(|&&at| at < self.acknowledged) {
@@ -233,7 +243,7 @@ impl Simulation {
         }
     }
 
-    /// A try has failed: says whether it may have.
+    /// Says whether a failed try was allowed to fail.
     fn after(&mut self, error: &str, tried: &Tried, happened: u64) -> Result<(), String> {
         let errors = tried.outcomes.iter().filter_map(|outcome| outcome.as_ref().err());
         for error in errors.clone() {
@@ -246,7 +256,8 @@ impl Simulation {
         }
         self.story.errors += errors.count() as u64;
         if self.rotten && (happened == 0 || error.contains(CANNOT_LOAD)) {
-            // Whatever was refused for its sake: what is rotten is thrown away, as its owner would.
+            // Rotten files are thrown away, as their owner would do, whatever was refused because
+            // of them.
             self.disk = Arc::new(new_disk(self.scenario.seed ^ 1));
             (self.rotten, self.acknowledged) = (false, 0);
             return Ok(());
@@ -257,8 +268,8 @@ impl Simulation {
         Ok(())
     }
 
-    /// The newest save is there. If nothing has gone wrong since, nothing else is left but parts,
-    /// which are given up by the death of their process, and that is this one.
+    /// Checks that the newest save is there. If nothing has gone wrong since, nothing else may be
+    /// left.
     fn check_left_over(&self) -> Result<(), String> {
         let folder = CheckpointFolder::of(&*self.disk, Path::new(FOLDER));
         let manifest = match Manifest::read_if_any(folder) {
@@ -283,13 +294,8 @@ impl Simulation {
         let mut known: BTreeSet<PathBuf> = shards.collect();
         known.insert(generation.join("mark.json"));
         known.insert(Path::new(FOLDER).join("manifest.json"));
-        let is_part = |path: &Path| {
-            let name = path.file_name().and_then(|name| name.to_str());
-            name.is_some_and(is_part)
-        };
         let files = self.disk.files();
-        let left = files.iter().filter(|path| !known.contains(*path) && !is_part(path));
-        let left: Vec<_> = left.collect();
+        let left: Vec<_> = files.iter().filter(|path| !known.contains(*path)).collect();
         if !left.is_empty() {
             return Err(format!("left behind: {left:?}"));
         }
@@ -297,13 +303,13 @@ impl Simulation {
     }
 }
 
-/// How an error begins that is no error.
+/// Beginning of the text of a panic, which is never an error of a run.
 const PANICKED: &str = "panicked";
 
-/// How an error begins that no fault excuses: ranks have come to the end with other values.
+/// Beginning of an error that no fault excuses: ranks have ended with different values.
 const DIFFER: &str = "expected the same parameters on all ranks";
 
-/// How an error begins that a checkpoint was refused with.
+/// Beginning of an error with which a checkpoint was refused.
 const CANNOT_LOAD: &str = "cannot go on: ";
 
 /// Runs all ranks once, from the checkpoint if there is one, to the end or an error.

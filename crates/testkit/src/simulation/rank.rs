@@ -16,23 +16,23 @@ use super::communicator::RankFiles;
 use super::scenario::Scenario;
 use super::{AT, CANNOT_LOAD, FOLDER};
 
-/// Who hears of what a rank has come to.
+/// Callbacks on the progress of a rank.
 #[derive(Clone, Copy)]
 pub(super) struct Told<'a> {
-    /// Of the micro-steps that it goes on from.
+    /// Called with the micro-steps that are over when the rank goes on.
     pub(super) resumed: &'a dyn Fn(u64),
-    /// Of every save that is acknowledged: its micro-steps.
+    /// Called for each acknowledged save, with its micro-steps.
     pub(super) saved: &'a dyn Fn(u64),
 }
 
-/// A rank's memory, and the saves of it that are not complete yet.
+/// A rank's memory, and its saves that are not complete yet.
 struct Rank<'a> {
     plan: &'a Plan,
     backend: CpuBackend,
     state: State,
     comms: Comms<'a>,
     files: Arc<RankFiles>,
-    /// `None` where the run waits for each save.
+    /// Saves in the background; `None` if the run waits for each save.
     saves: Option<Saves>,
     /// Micro-steps at which the save in flight was begun.
     saving: u64,
@@ -40,7 +40,7 @@ struct Rank<'a> {
 }
 
 impl Rank<'_> {
-    /// Begins a save behind, or saves.
+    /// Begins a save in the background, or saves and waits.
     fn save(&mut self, at: u64) -> Result<(), PlanError> {
         let path = Path::new(FOLDER);
         let caller = BTreeMap::from([(AT.to_owned(), at.to_string())]);
@@ -58,7 +58,7 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// Looks after the save in flight.
+    /// Polls the save in flight.
     fn poll_saves(&mut self) -> Result<(), PlanError> {
         if let Some(saves) = &mut self.saves
             && saves.poll(self.plan, &mut self.comms)?.is_some()
@@ -92,7 +92,7 @@ impl Rank<'_> {
     }
 }
 
-/// One rank from the checkpoint to the end; its parameters then, as a hash.
+/// Runs one rank from the checkpoint to the end, and returns a hash of its last parameters.
 pub(super) fn run_rank(
     scenario: &Scenario,
     comm: &mut dyn Communicator,
@@ -126,7 +126,7 @@ pub(super) fn run_rank(
     rank.hash().map_err(in_words)
 }
 
-/// Goes on from the checkpoint, if there is one; the micro-steps that are over.
+/// Goes on from the checkpoint, if there is one, and returns the micro-steps that are over.
 fn resume(
     plan: &Plan,
     (state, backend): (&mut State, &CpuBackend),
@@ -142,7 +142,7 @@ fn resume(
     Ok(at.ok_or("no position")?)
 }
 
-/// Runs the micro-steps that are left, with their saves, and what ends a run.
+/// Runs the remaining micro-steps with their saves, and the work at the end of a run.
 fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), PlanError> {
     let topology = rank.plan.topology();
     let said = [(AT, at.to_string())];

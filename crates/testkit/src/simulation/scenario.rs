@@ -1,4 +1,5 @@
-//! What a seed decides: the model, the rule, who shares what, when is saved.
+//! Scenarios of simulated runs. A seed decides the model, the rule, the sharing between ranks and
+//! the times of saves.
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
@@ -19,7 +20,7 @@ use rand_chacha::ChaCha8Rng;
 /// Parts of a batch, each with a gradient of its own: no run has more ranks.
 const BATCH_PARTS: u64 = 4;
 
-/// A training run, up to the numbers of ranks it is run on.
+/// A training run, except for its numbers of ranks.
 #[derive(Clone, Debug)]
 pub(super) struct Scenario {
     pub(super) seed: u64,
@@ -36,7 +37,8 @@ pub(super) struct Scenario {
     pub(super) micro_steps: u64,
     pub(super) save_every: u64,
     pub(super) shares_memory: bool,
-    /// Saves are written behind training, each part at the so-manieth look; else in line.
+    /// If given, saves are written in the background, each part at every `looks`-th look; otherwise
+    /// the run waits for them.
     pub(super) looks: Option<u32>,
 }
 
@@ -82,13 +84,13 @@ impl Scenario {
         }
     }
 
-    /// Numbers of ranks at which the mean of all gradients is exact, that of the reference first; a
-    /// run within a window, or between two averages, goes on with as many as it had.
+    /// Numbers of ranks at which the mean of all gradients is exact; the reference has the first. A
+    /// run that accumulates gradients or averages parameters keeps its number of ranks.
     pub(super) fn worlds(&self) -> &'static [usize] {
         if self.merge > 1 || self.averages() { &[2] } else { &[1, 2, 4] }
     }
 
-    /// Whether ranks update on their own and average now and then.
+    /// Whether ranks update on their own and average every few steps.
     pub(super) fn averages(&self) -> bool {
         self.local_sgd.is_some()
     }
@@ -132,8 +134,8 @@ impl Scenario {
         self.stored(values.into_iter().map(|value| f32::from(value) / 64.0))
     }
 
-    /// A rank's gradient: the mean over its share of the batch, with so few digits that any sum and
-    /// mean of it is exact.
+    /// A rank's gradient: the mean over its share of the batch. It has so few digits that any sum
+    /// or mean of gradients is exact.
     pub(super) fn gradient(&self, micro_step: u64, param: usize, topology: Topology) -> Vec<u8> {
         let share = BATCH_PARTS / topology.world as u64;
         let first = topology.rank as u64 * share;

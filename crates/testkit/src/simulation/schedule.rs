@@ -1,5 +1,5 @@
-//! Which rank goes on: one at a time, drawn by the seed, so that a run can be repeated step by
-//! step.
+//! Turns of the ranks: one rank runs at a time, drawn by the seed, so that a run can be repeated
+//! step by step.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -8,22 +8,23 @@ use fusestep_collective::CollectiveError;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// What happens to the rank that makes a certain event: a call between ranks or a call to the disk.
+/// Fault of the rank that makes a certain event, which is a call between ranks or a call to the
+/// disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RankFault {
-    /// Its process ends there.
+    /// The rank's process ends at the event.
     Death,
-    /// It does not go on until all others wait for it, and beyond their deadline.
+    /// The rank does not go on until all others wait for it, and beyond their deadline.
     Stall,
 }
 
-/// What ranks bring to a call between them, in rank order.
+/// Bytes that the ranks bring to a call between them, in rank order.
 pub(super) type Brought = Arc<Vec<Vec<u8>>>;
 
 /// A group's call: the group and the number of the call within it.
 type CallId = (u64, u64);
 
-/// The ranks of a world as threads of which one runs.
+/// The ranks of a world as threads, one of which runs at a time.
 #[derive(Debug)]
 pub(super) struct Schedule {
     inner: Mutex<Inner>,
@@ -37,7 +38,7 @@ struct Inner {
     ranks: Vec<Status>,
     events: u64,
     faults: BTreeMap<u64, RankFault>,
-    /// Those that have happened.
+    /// Faults that have happened.
     happened: u64,
     closed: Option<CollectiveError>,
     calls: HashMap<CallId, PendingCall>,
@@ -90,7 +91,7 @@ impl Schedule {
         drop(self.wait(self.lock(), rank));
     }
 
-    /// A rank has nothing more to do.
+    /// Ends a rank, which has nothing more to do.
     pub(super) fn end(&self, rank: usize) {
         let mut inner = self.lock();
         if inner.ranks[rank] != Status::Ended {
@@ -99,10 +100,11 @@ impl Schedule {
         }
     }
 
-    /// Something that others could see: the fault that is due happens, or any rank may go on.
+    /// Makes an event that other ranks could see: the fault due at it happens, then any rank may go
+    /// on.
     ///
     /// # Errors
-    /// That the rank's process has ended.
+    /// [`CollectiveError::Died`] if the rank's process has ended.
     pub(super) fn event(&self, rank: usize) -> Result<(), CollectiveError> {
         let mut inner = self.lock();
         let died = CollectiveError::Died { rank, calls: inner.events };
@@ -128,7 +130,8 @@ impl Schedule {
         Ok(())
     }
 
-    /// Brings a rank's bytes to a call of `members`; returns everybody's once all have come.
+    /// Brings a rank's bytes to a call of `members`, and returns the bytes of all once they have
+    /// come.
     pub(super) fn exchange(
         &self,
         (rank, members): (usize, &[usize]),
@@ -178,7 +181,7 @@ impl Schedule {
         let Some(pending) = inner.calls.get_mut(&call) else {
             return Err(error.unwrap_or(CollectiveError::Left { rank, calls: 0 }));
         };
-        // What was complete before the group was closed is still had.
+        // A call that was complete before the group was closed still succeeds.
         let Some(all) = pending.all.clone() else {
             return Err(error.unwrap_or(CollectiveError::Left { rank, calls: 0 }));
         };
@@ -194,7 +197,7 @@ impl Schedule {
         self.lock().close(error);
     }
 
-    /// What has ended all waits.
+    /// The error that has ended all waits.
     pub(super) fn closed(&self) -> Option<CollectiveError> {
         self.lock().closed.clone()
     }
@@ -236,7 +239,7 @@ impl Inner {
         (0..self.ranks.len()).filter(|&rank| self.ranks[rank] == status).collect()
     }
 
-    /// Draws who goes on. Where nobody can, those who wait hear why.
+    /// Draws the rank that goes on. If no rank can, the waiting ranks get an error that says why.
     fn choose(&mut self) {
         if self.which(Status::Ready).is_empty() {
             let (waiting, stalled) = (self.which(Status::Waiting), self.which(Status::Stalled));

@@ -10,19 +10,21 @@ threads (``torch.set_num_threads``).
 from fusestep._report import Report
 from fusestep.torch._backward import FusedBackward, fuse_backward
 from fusestep.torch._own import Lamb, Lars, Lion, ScheduleFreeAdamW
-from fusestep.torch._pytorch import SGD, Adagrad, Adam, AdamW, RMSprop
+from fusestep.torch._pytorch import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RMSprop
 from fusestep.torch._ranks import DataParallel
 
 __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Adamax",
     "AdamW",
     "DataParallel",
     "FusedBackward",
     "Lamb",
     "Lars",
     "Lion",
+    "NAdam",
     "RMSprop",
     "Report",
     "ScheduleFreeAdamW",

@@ -47,18 +47,20 @@ class MicroSteps:
                 total.add_(gradient)
         self.count += 1
 
-    def means(self, members: Sequence[Member]) -> List[Optional[Tensor]]:
-        """The means of all micro-steps and of the gradients of one more, the last.
+    def whole(self, members: Sequence[Member], divides: bool) -> List[Optional[Tensor]]:
+        """The gradients of all micro-steps and of one more, the last: their means, or their sums
+        unless this ``divides``.
 
         Sums stay as they are, so that a step that is refused can be tried again.
         """
         gradients = self._gradients(members, last=True)
-        means: Dict[Tensor, Tensor] = {}
+        whole: Dict[Tensor, Tensor] = {}
         for tensor in (member.tensor for member in members):
-            if tensor not in means and (tensor in gradients or tensor in self.sums):
+            if tensor not in whole and (tensor in gradients or tensor in self.sums):
                 total = self._sum_with(tensor, gradients.get(tensor))
-                means[tensor] = total.div_(float(self.count + 1)).to(tensor.dtype)
-        return [means.get(member.tensor) for member in members]
+                total = total.div_(float(self.count + 1)) if divides else total
+                whole[tensor] = total.to(tensor.dtype)
+        return [whole.get(member.tensor) for member in members]
 
     def _sum_with(self, tensor: Tensor, gradient: Optional[Tensor]) -> Tensor:
         """A sum of its own memory."""

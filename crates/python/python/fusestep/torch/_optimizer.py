@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    List,
+    Optional,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fusestep import _fusestep
+from fusestep._plans import Plans
 from fusestep._report import Report
+from fusestep.torch._loading import indexes, loadable
 from fusestep.torch._micro import MicroSteps
-from fusestep.torch._options import checked, scale_loaded
+from fusestep.torch._options import (
+    OPTIONS,
+    checked,
+    described,
+    refuse_bools,
+    scale_loaded,
+    taken,
+)
 from fusestep.torch._planned import Planned, members_of
 from fusestep.torch._state import State, Store
-from fusestep.torch._tensors import NARROW, refuse_kind
+from fusestep.torch._tensors import NARROW, refuse_kind, refuse_wrapper
+from fusestep.torch._watched import unless_watched
 
 if TYPE_CHECKING:
     from fusestep.torch._backward import FusedBackward
@@ -26,19 +46,16 @@ class Fused(Optimizer):
     """The step; a subclass names its rule, its state and its settings.
 
     The arguments below are those of every class of this module, besides the ones that PyTorch's
-    class of the same name has.
-
-    * ``clip_norm`` scales gradients down whose norm, of all together, is larger.
-    * ``loss_scale``, a number or ``"dynamic"``, is taken out of the gradients, and a step with one
-      that is not finite is skipped.
-    * ``accumulate=k`` updates at every k-th step from the mean of the gradients of k steps.
-    * ``master_weights`` keeps a float32 copy of 16-bit parameters, which is what is updated.
-    * ``update_norms`` measures how far parameters move.
-    * ``state_dtype=torch.bfloat16`` keeps the state of bfloat16 parameters in 16 bits.
+    class of the same name has: settings of the step, by their names in every face. ``None`` is the
+    default. ``master_weights=True`` is ``"f32"``, and ``state_dtype`` takes dtypes of PyTorch;
+    masters are of 16-bit parameters, state in 16 bits and rounding at random of bfloat16 ones.
+    ``schedule`` multiplies the rates that groups have, those of PyTorch's schedulers too.
     """
 
     # Roles of the kernels' lists and their names in PyTorch's state.
     _keys: Dict[str, str] = {}
+    # Settings that PyTorch's class fills in where a group that is loaded has none.
+    _fills_in: FrozenSet[str] = frozenset()
     # Whether PyTorch counts the steps of each parameter.
     _counts = True
 
@@ -46,29 +63,16 @@ class Fused(Optimizer):
         self,
         params: Any,
         *args: Any,
-        clip_norm: Optional[float] = None,
-        loss_scale: Union[float, str, None] = None,
-        accumulate: int = 1,
-        master_weights: bool = False,
-        update_norms: bool = False,
-        state_dtype: Optional[torch.dtype] = None,
         **settings: Any,
     ) -> None:
-        self._options = checked(
-            {
-                "clip_norm": clip_norm,
-                "loss_scale": loss_scale,
-                "accumulate": accumulate,
-                "master_weights": master_weights,
-                "update_norms": update_norms,
-                "state_dtype": state_dtype,
-            }
-        )
+        self._options = checked(taken(type(self).__name__, settings, OPTIONS))
         self._forget()
         super().__init__(params, *args, **settings)
         self._store: Optional[Store] = Store(self.__dict__.pop("state"))
 
     if not TYPE_CHECKING:
+        # PyTorch asks for it when it makes an optimizer of a class for the first time.
+        profile_hook_step = staticmethod(unless_watched)
 
         def __getattr__(self, name: str) -> Any:
             # The state is found here until somebody has asked for it.
@@ -88,6 +92,12 @@ class Fused(Optimizer):
                 "fuse_backward: expected steps without `GradScaler`, found one by it; `backward` "
                 "has updated parameters with the scale still in the gradients"
             )
+        if self._ranks is not None:
+            raise RuntimeError(
+                "DataParallel: expected steps without `GradScaler`, which takes the scale out of "
+                "gradients that ranks average, found one by it; use the optimizer's "
+                "`loss_scale=\"dynamic\"`"
+            )
         return False
 
     @_step_supports_amp_scaling.setter
@@ -104,16 +114,28 @@ class Fused(Optimizer):
         """Drops what belongs to one run: plan, report, sums of micro-steps."""
         self._plans_made: int = getattr(self, "_plans_made", 0) + 1
         self._whole: Optional[Planned] = None
+        # Those that are not in use.
+        self._plans = Plans()
         self._micro = MicroSteps()
-        self._report: Optional[Report] = None
+        # What the last step did, as long as nobody has asked for more.
+        self._report: Union[Report, Dict[str, Any], None] = None
         # Set by `fuse_backward`; a copy has none.
         self._backward: Optional[FusedBackward] = getattr(self, "_backward", None)
         # Set by `DataParallel`, which has the state then.
         self._ranks: Optional[DataParallel] = getattr(self, "_ranks", None)
 
-    def _drop_plans(self) -> None:
-        """Has the next step planned anew."""
-        self._options = self._saved_options()
+    def _put_plan_away(self) -> None:
+        """Has the next step look for a plan; the one in use is kept for parameters like these."""
+        whole = self._whole
+        self._drop_plan()
+        # A loss scale that moves is in the plan, and goes on in another.
+        if whole is not None and self._options["loss_scale_at"] is None:
+            whole.give_back(self._plans)
+
+    def _drop_plan(self) -> None:
+        """Has the next step look for a plan other than the one in use."""
+        if not isinstance(self._options["loss_scale"], (float, type(None))):
+            self._options = self._saved_options()
         store = self._kept_state()[1]
         if store is not None:
             store.settle()
@@ -129,6 +151,11 @@ class Fused(Optimizer):
         for tensor in group["params"]:
             if tensor.is_complex() or tensor.layout != torch.strided:
                 refuse_kind("parameter", tensor)
+            if tensor.requires_grad:
+                refuse_wrapper("parameter", tensor)
+                if tensor.device.type != "cpu":
+                    refuse_kind("parameter", tensor)
+        refuse_bools(group)
         _fusestep.check(self._settings(group))
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -140,11 +167,12 @@ class Fused(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._drop_plans()
+        self._put_plan_away()
 
     def __getstate__(self) -> Dict[str, Any]:
         has_state = "`save` of `DataParallel`, whose ranks have the state"
         self._refuse_ranks("deepcopy` or `pickle", has_state)
+        self._refuse_pending("deepcopy` or `pickle")
         state = dict(super().__getstate__())
         state["_options"] = self._saved_options()
         # By position, so that parameters of a copy find theirs.
@@ -167,9 +195,10 @@ class Fused(Optimizer):
     def state_dict(self) -> Dict[str, Any]:
         """PyTorch's state dict; a loss scale that moves is one more entry, ``loss_scale``."""
         self._refuse_ranks("state_dict", "`save` of `DataParallel`, whose ranks have the state")
+        self._refuse_pending("state_dict")
         saved: Dict[str, Any] = super().state_dict()
-        scale = self._saved_options()["loss_scale"]
-        if isinstance(scale, tuple):
+        scale = self._saved_options()["loss_scale_at"]
+        if scale is not None:
             saved["loss_scale"] = scale
         return saved
 
@@ -180,15 +209,20 @@ class Fused(Optimizer):
         16-bit parameter keeps the values saved. A loss scale that moves goes into an optimizer that
         has one; other optimizers refuse it, and a state dict without one leaves the scale as it is.
 
-        Raises ``ValueError`` for state that does not fit its parameter; nothing has changed then.
+        Raises ``ValueError`` for state or settings of another rule, for some of a rule's state
+        without the rest, and for state that does not fit its parameter; nothing has changed then.
         """
         self._refuse_ranks("load_state_dict", "`resume` of `DataParallel`")
+        self._refuse_pending("load_state_dict")
         loaded: List[Dict[str, Any]] = []
+
+        def look(_: Any, given: Dict[str, Any]) -> Dict[str, Any]:
+            loaded.append(loadable(self, given))
+            return loaded[0]
+
         # Behind the hooks that change what is loaded, before those that change what was.
         handles = [
-            self.register_load_state_dict_pre_hook(
-                lambda _, given: loaded.append(self._loadable(given))
-            ),
+            self.register_load_state_dict_pre_hook(look),
             self.register_load_state_dict_post_hook(
                 lambda _: self._keep_values(loaded[0]), prepend=True
             ),
@@ -199,36 +233,14 @@ class Fused(Optimizer):
             for handle in handles:
                 handle.remove()
 
-    def _loadable(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:
-        """The state dict; raises where a step could not go on with its state."""
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        tensors = {*self._keys.values(), "master", "trained"}
-        for index, (tensor, _, name) in zip(saved, members_of(self.param_groups)):
-            values = state_dict["state"].get(index, {})
-            if not isinstance(values, dict):
-                raise ValueError(f"state of `{name}`: expected a dict, found {_kind(values)}")
-            for key, value in values.items():
-                expected = None
-                if key == "step" and self._counts:
-                    expected = None if _is_count(value) else "a number or a tensor of one element"
-                elif key in tensors and value is not None:
-                    fits = isinstance(value, Tensor) and value.layout == torch.strided
-                    # A lazy parameter has no shape yet.
-                    given = value.shape if fits else ()
-                    shape = given if is_lazy(tensor) else tensor.shape
-                    if not fits or value.is_complex() or given != shape:
-                        expected = f"a dense, real tensor of shape {tuple(shape)}"
-                if expected is not None:
-                    found = _kind(value)
-                    raise ValueError(f"{key} of `{name}`: expected {expected}, found {found}")
-        if "loss_scale" in state_dict:
-            scale_loaded(self._options["loss_scale"], state_dict["loss_scale"])
+    def _converted(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        """A state dict of another package's class for this rule, as one of ours."""
         return state_dict
 
     def _keep_values(self, state_dict: Dict[str, Any]) -> None:
         """Puts the values saved, in the dtype that they are kept in, where PyTorch's cast is."""
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        own = [tensor for group in self.param_groups for tensor in group["params"]]
+        saved = indexes(state_dict)
+        own = self._flat()
         names = {*self._keys.values(), "master"}
         for index, tensor in zip(saved, own):
             values = state_dict["state"].get(index, {})
@@ -244,13 +256,13 @@ class Fused(Optimizer):
             if self._counts and isinstance(step, Tensor):
                 # PyTorch counts in tensors of any dtype and of shape (1,), too.
                 dtype = torch.float64 if step.dtype == torch.float64 else torch.float32
-                self.state[tensor]["step"] = step.reshape(()).to(dtype)
+                # PyTorch shares them with the state dict, and so with the optimizer it is of.
+                self.state[tensor]["step"] = step.reshape(()).to(dtype, copy=True)
         self._forget()
         if "loss_scale" in state_dict:
             own = self._options["loss_scale"]
-            self._options["loss_scale"] = scale_loaded(own, state_dict["loss_scale"])
+            self._options["loss_scale_at"] = scale_loaded(own, state_dict["loss_scale"])
 
-    @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Updates every parameter that has a gradient, in place.
 
@@ -262,19 +274,29 @@ class Fused(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        of_one = self._ranks is None and self._backward is None
+        if of_one and self._options["accumulate"] == 1:
+            self._report = self._update(None)
+        else:
+            self._step_of_many()
+        return loss
+
+    @torch.no_grad()
+    def _step_of_many(self) -> None:
+        """A step of many ranks, of many micro-steps, or of what `fuse_backward` has left."""
         if self._ranks is not None:
             self._ranks._step()
-            return loss
-        if self._options["accumulate"] == 1:
-            self._update(None)
-            return loss
+            return
+        if self._backward is not None:
+            self._report = self._update_rest(self._backward)
+            return
         members = members_of(self.param_groups)
         if self._micro.count + 1 < self._options["accumulate"]:
             self._micro.add(members)
         else:
-            self._update(self._micro.means(members))
+            whole = self._micro.whole(members, divides=not self._options["sums"])
+            self._report = self._update(whole)
             self._micro.clear()
-        return loss
 
     def plan(self) -> str:
         """The plan of a step, as text: what runs in it, in how many launches, and why."""
@@ -284,6 +306,8 @@ class Fused(Optimizer):
 
     def report(self) -> Optional[Report]:
         """What the last step did; ``None`` before the first."""
+        if isinstance(self._report, dict):
+            self._report = Report(**self._report)
         return self._report
 
     def update_norms(self) -> Optional[Dict[str, float]]:
@@ -305,39 +329,55 @@ class Fused(Optimizer):
         if getattr(self, "_ranks", None) is not None:
             raise RuntimeError(f"expected {expected}, found `{found}` of its optimizer")
 
+    def _refuse_pending(self, found: str) -> None:
+        """Raises while `fuse_backward` has updated some parameters and `step` not the others."""
+        backward = getattr(self, "_backward", None)
+        if backward is not None and backward._updated:
+            raise RuntimeError(
+                f"expected `optimizer.step()` behind `backward`, in which `fuse_backward` has "
+                f"updated parameters, found `{found}` of the optimizer; call it behind `step`"
+            )
+
     def _refuse_step(self) -> None:
         """Raises where a step makes no sense now."""
 
     def _flat(self) -> List[Tensor]:
         return [tensor for group in self.param_groups for tensor in group["params"]]
 
-    def _update(self, gradients: Optional[List[Optional[Tensor]]]) -> None:
+    def _update(self, gradients: Optional[List[Optional[Tensor]]]) -> Dict[str, Any]:
+        """Updates from these gradients or the parameters' own; returns what a `Report` has."""
         lists: List[List[Tensor]] = [_list_of(group["params"]) for group in self.param_groups]
-        sizes = [len(tensors) for tensors in lists]
-        if self._whole is not None and self._whole.sizes != sizes:
-            self._drop_plans()
-        # A plan that does not fit is made anew once.
-        for _ in range(2):
+        if self._whole is not None and not self._whole.fits(lists):
+            self._put_plan_away()
+        # The plan in use, then the one kept for these parameters, then a new one.
+        for put_away in (self._put_plan_away, self._drop_plan, self._drop_plan):
             report = self._planned().run(lists, gradients)
             if report is not None:
-                self._report = report
-                if self._backward is not None:
-                    self._report = self._backward._finish(report)
-                return
-            self._drop_plans()
+                return report
+            put_away()
         raise RuntimeError("expected tensors that stay what they are during a step")
+
+    def _update_rest(self, backward: FusedBackward) -> Report:
+        """Ends a step of which `fuse_backward` has updated parameters before."""
+        backward._begin()
+        try:
+            report = self._update(None)
+        except BaseException:
+            backward._restore()
+            raise
+        return backward._finish(Report(**report))
 
     def _saved_options(self) -> Dict[str, Any]:
         options = dict(self._options)
         scale = None if self._whole is None else self._whole.loss_scale()
         if scale is not None and not isinstance(options["loss_scale"], float):
-            options["loss_scale"] = scale
+            options["loss_scale_at"] = scale
         return options
 
     def _planned(self) -> Planned:
         """The plan over all parameters, made if there is none."""
         if self._whole is not None and self._whole.is_orphan:
-            self._drop_plans()
+            self._put_plan_away()
         if self._whole is None:
             self._whole = Planned(self, members_of(self.param_groups))
         return self._whole
@@ -359,6 +399,10 @@ class Fused(Optimizer):
             return torch.bfloat16
         return torch.float32
 
+    def _first_count(self, group: Dict[str, Any]) -> float:
+        """How many steps a parameter without state has taken."""
+        return 0.0
+
     def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
         # Not on the default device, which is the user's for other tensors.
         return torch.zeros(
@@ -366,17 +410,8 @@ class Fused(Optimizer):
         )
 
 
+Fused.__doc__ = f"{Fused.__doc__}\n{described(OPTIONS)}"
+
+
 def _list_of(tensors: Iterable[Tensor]) -> List[Tensor]:
     return tensors if isinstance(tensors, list) else list(tensors)
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float))
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"one of {value.dtype}, {value.layout}, shape {tuple(value.shape)}"

@@ -1,53 +1,213 @@
-"""What every class takes besides PyTorch's arguments."""
+"""Settings of the step: arguments that the classes and `DataParallel` have besides PyTorch's."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple
 
 import torch
 
-from fusestep._checks import positive
+from fusestep import _fusestep
+
+# The rows of the table of settings, by name.
+TABLE: Dict[str, Dict[str, Any]] = {row["name"]: row for row in _fusestep.settings()}
+
+# Settings that PyTorch's own objects have, and which.
+_ELSEWHERE = {
+    "exclude": "a parameter group with `weight_decay=0`",
+    "lr_scale": "a parameter group with an `lr` of its own",
+    "weight_decay_of": "a parameter group with a `weight_decay` of its own",
+    "trust_of": "a parameter group with `trust_ratio=False`",
+    "threads": "`torch.set_num_threads`",
+}
 
 
-def checked(options: Dict[str, Any]) -> Dict[str, Any]:
-    """The options with defaults filled in.
+def _is_of_ranks(row: Dict[str, Any]) -> bool:
+    return bool(row["alone"] != row["name"] or row["section"] == "backward")
 
-    Raises ``ValueError`` that names the option, what was expected and what was found.
-    """
-    norm, scale = positive("clip_norm", options.get("clip_norm")), options.get("loss_scale")
-    if scale is not None and not (isinstance(scale, str) and scale == "dynamic"):
+
+# What every class takes, and what `DataParallel` takes.
+OPTIONS = frozenset(n for n, row in TABLE.items() if n not in _ELSEWHERE and not _is_of_ranks(row))
+OPTIONS_OF_RANKS = frozenset(name for name, row in TABLE.items() if _is_of_ranks(row))
+
+# Settings that follow the count of steps, which one process has in the state of each parameter.
+_COUNTED = ("schedule", "rounding")
+
+Texts = Dict[str, List[str]]
+
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+def described(names: Iterable[str]) -> str:
+    """Lines of a docstring on these settings."""
+    lines = []
+    for name in (name for name in TABLE if name in names):
+        row = TABLE[name]
+        default = "" if row["default"] is None else f"; {row['default']} by default"
+        values = row["range"][0].upper() + row["range"][1:]
+        lines.append(f"    * ``{name}``: {row['says']} {values}{default}.\n")
+    return "".join(lines)
+
+
+def _text(name: str, value: Any) -> str:
+    """The text of one value."""
+    row = TABLE[name]
+    is_truth = isinstance(value, bool)
+    if row["is_switch"]:
+        if is_truth:
+            return str(value).lower()
+        raise TypeError(f"{name}: expected True or False, found {value!r}")
+    if is_truth and name == "master_weights":
+        return "f32" if value else "none"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, torch.dtype):
+        return _DTYPES.get(value, str(value))
+    if not is_truth:
         try:
-            scale = float(scale)
-        except (TypeError, ValueError, OverflowError):
-            scale = float("nan")
-        if not 0.0 < scale < float("inf"):
-            raise ValueError(
-                "loss_scale: expected a finite number above 0 or \"dynamic\", "
-                f"found {options['loss_scale']!r}"
-            )
-    accumulate = options.get("accumulate")
-    accumulate = 1 if accumulate is None else accumulate
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate: expected a whole number from 1 on, found {accumulate!r}")
-    state_dtype = options.get("state_dtype")
-    if state_dtype not in (None, torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"state_dtype: expected torch.float32 or torch.bfloat16, found {state_dtype}"
-        )
+            return str(value) if isinstance(value, int) else repr(float(value))
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+    raise TypeError(f"{name}: expected {row['range']}, found {value!r}")
+
+
+def texts_of(given: Dict[str, Any], beside: Optional[Texts] = None) -> Texts:
+    """Texts of settings as the table reads them, with those ``beside`` them; ``None`` is a
+    setting's default.
+
+    Raises ``TypeError`` and ``ValueError`` in the table's words.
+    """
+    texts: Texts = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        is_list = TABLE[name]["is_list"] and isinstance(value, (list, tuple, set, frozenset))
+        texts[name] = [_text(name, one) for one in (value if is_list else [value])]
+    _fusestep.check_settings({**(beside or {}), **texts})
+    return texts
+
+
+def taken(kind: str, settings: Dict[str, Any], own: FrozenSet[str]) -> Dict[str, Any]:
+    """Takes settings of the table out of keyword arguments; raises for those of another place."""
+    found = {name: settings.pop(name) for name in TABLE if name in settings}
+    for name in sorted(found.keys() - own):
+        works = _ELSEWHERE.get(name)
+        if works is None and name in OPTIONS_OF_RANKS:
+            works = "it as an argument of `DataParallel`"
+            if TABLE[name]["section"] == "backward":
+                works += ", or `fuse_backward(model, optimizer)` in one process"
+        works = works or "it as an argument of the optimizer"
+        raise TypeError(f"{name}: expected {works}, found it as an argument of `{kind}`")
+    return found
+
+
+def checked(given: Dict[str, Any]) -> Dict[str, Any]:
+    """The options of an optimizer: texts of its settings, and the values that Python itself reads.
+
+    Raises as :func:`texts_of`.
+    """
+    texts = texts_of(given)
+    said = {name: own[0] for name, own in texts.items() if own}
+    scale: Any = said.get("loss_scale")
+    try:
+        scale = None if scale is None else float(scale)
+    except ValueError:
+        pass  # One that moves.
     return {
-        "clip_norm": norm,
+        "texts": texts,
+        "clip_norm": float(said["clip_norm"]) if "clip_norm" in said else None,
         "loss_scale": scale,
-        "accumulate": accumulate,
-        "master_weights": bool(options.get("master_weights")),
-        "update_norms": bool(options.get("update_norms")),
-        "state_dtype": state_dtype,
+        # Where a scale that moves was when its plan was put away.
+        "loss_scale_at": None,
+        "accumulate": int(said.get("accumulate", 1)),
+        "sums": said.get("accumulated") == "sum",
+        "master_weights": said.get("master_weights") == "f32",
+        "update_norms": said.get("update_norms") == "true",
+        "state_dtype": torch.bfloat16 if said.get("state_dtype") == "bf16" else None,
     }
+
+
+def told(options: Dict[str, Any]) -> Dict[str, Any]:
+    """The options as the extension module reads them."""
+    return {"settings": options["texts"], "loss_scale_at": options["loss_scale_at"]}
+
+
+def refuse_counted(kind: str, options: Dict[str, Any], why: str) -> None:
+    """Raises for settings that follow the count of steps."""
+    for name in _COUNTED:
+        for text in options["texts"].get(name, []):
+            if text != TABLE[name]["default"]:
+                raise ValueError(f"{name}: expected {why}, found `{text}` of {kind}")
+
+
+# Settings that are numbers, in the groups of all rules.
+_NUMBERS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "alpha",
+    "lr_decay",
+    "initial_accumulator_value",
+    "trust_coefficient",
+    "warmup_steps",
+)
+
+
+# Arguments of peers' classes: the value with which they change nothing here, and what has the
+# others' effect.
+_PEERS: Dict[str, Tuple[Any, str]] = {
+    "adam_w_mode": (True, "decay is always taken from the parameter"),
+    "adamw_mode": (True, "decay is always taken from the parameter"),
+    "amsgrad": (False, "`AdamW` has it"),
+    "always_adapt": (False, "groups with `trust_ratio=False` take the plain rate"),
+    "bias_correction": (True, "no rule goes without"),
+    "capturable": (False, "steps run on the CPU"),
+    "dampening": (0, "`SGD` has it"),
+    "differentiable": (False, "steps run in place"),
+    "grad_averaging": (True, "no rule goes without"),
+    "max_grad_norm": (None, "use `clip_norm=`"),
+    "maximize": (False, "`AdamW`, `SGD`, `Adagrad`, `RMSprop` and `Lion` have it"),
+    "nesterov": (False, "`SGD` has it"),
+    "r": (0, "weights of the average follow from the warm-up alone"),
+    "set_grad_none": (True, "call `zero_grad`"),
+    "weight_lr_power": (2, "weights of the average follow from the warm-up alone"),
+}
+_NO_EFFECT = ("foreach", "fused")
+
+
+def refuse_unknown(kind: str, settings: Dict[str, Any], given: Dict[str, Any]) -> None:
+    """Drops peers' arguments that change nothing from those given besides the settings, and raises
+    for others that are unknown."""
+    for name in sorted(given.keys() - TABLE.keys()):
+        peers = _PEERS.get(name)
+        if peers is None and name not in _NO_EFFECT:
+            own = ", ".join([*settings, *sorted(OPTIONS)])
+            raise TypeError(f"{kind}: expected arguments out of {own}, found {name}")
+        if peers is not None and given[name] != peers[0]:
+            raise TypeError(
+                f"{kind}: expected {name}={peers[0]!r}, which is what it does, found "
+                f"{name}={given[name]!r}; {peers[1]}"
+            )
+        del given[name]
+
+
+def refuse_bools(group: Dict[str, Any]) -> None:
+    """Raises for a number of a group that is Python's ``True`` or ``False``."""
+    for name in _NUMBERS:
+        value = group.get(name)
+        for number in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(number, bool):
+                raise TypeError(f"{name}: expected a number, found {value!r}")
 
 
 def scale_loaded(own: Any, saved: Any) -> Tuple[float, int, int]:
     """The dynamic loss scale of a state dict, for an optimizer whose own is ``own``."""
     try:
         scale, good, bad = saved
+        if any(isinstance(value, bool) for value in saved):
+            raise TypeError("True is no number")
         loaded = float(scale), int(good), int(bad)
         fits = 0.0 < loaded[0] < float("inf") and min(loaded[1:]) >= 0
     except (TypeError, ValueError, OverflowError):

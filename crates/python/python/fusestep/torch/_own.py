@@ -7,7 +7,10 @@ from typing import Any, Dict, Tuple, Union
 import torch
 from torch import Tensor
 
+from fusestep._checks import is_whole
 from fusestep.torch._optimizer import Fused
+from fusestep.torch._options import refuse_unknown
+from fusestep.torch._schedule_free import BEGINS_AT, converted
 
 Betas = Tuple[float, float]
 
@@ -21,6 +24,7 @@ class _Own(Fused):
         lr = defaults["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
+        refuse_unknown(type(self).__name__, defaults, options)
         super().__init__(params, defaults, **options)
 
     def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
@@ -31,8 +35,17 @@ class _Own(Fused):
             if name == "betas":
                 settings["beta1"], settings["beta2"] = (float(beta) for beta in value)
             else:
-                settings[name] = value
+                settings[name] = _number(value)
         return settings
+
+
+def _number(value: Any) -> Any:
+    """A number of its own for a tensor, which may be written later; others as they are."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, ValueError):
+        # What is no number is refused by its name.
+        return value
 
 
 class Lion(_Own):
@@ -158,6 +171,7 @@ class ScheduleFreeAdamW(_Own):
     @torch.no_grad()
     def eval(self) -> None:
         """Puts the averages in place of the parameters; parameters that never stepped stay."""
+        self._refuse_pending("eval")
         for group in self.param_groups:
             if not group["train_mode"]:
                 continue
@@ -177,10 +191,33 @@ class ScheduleFreeAdamW(_Own):
         """Puts the parameters back, with the bits they had."""
         for group in self.param_groups:
             for tensor in group["params"]:
-                trained = self.state.get(tensor, {}).pop("trained", None)
+                state = self.state.get(tensor, {})
+                trained = state.pop("trained", None)
+                if trained is None and not group["train_mode"] and "z" in state:
+                    # Of `schedulefree`, which keeps the averages alone.
+                    wide = torch.promote_types(tensor.dtype, torch.float32)
+                    share = 1 - float(group["betas"][0])
+                    trained = tensor.to(wide).lerp(state["z"].to(wide), share)
                 if trained is not None:
                     tensor.copy_(trained)
             group["train_mode"] = True
+
+    def _converted(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        return converted(state_dict)
+
+    def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
+        begins_at = group.get(BEGINS_AT, 0)
+        if not is_whole(begins_at) or begins_at < 0:
+            raise ValueError(f"{BEGINS_AT}: expected a count of steps, found {begins_at!r}")
+        return super()._settings(group)
+
+    def _first_count(self, group: Dict[str, Any]) -> float:
+        return float(group.get(BEGINS_AT, 0))
+
+    def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
+        first = super()._first_value(tensor, name, group)
+        # The kernels begin it where no step was counted.
+        return first.copy_(tensor.detach()) if name == "z" and group.get(BEGINS_AT) else first
 
     def _refuse_step(self) -> None:
         if not all(group["train_mode"] for group in self.param_groups):

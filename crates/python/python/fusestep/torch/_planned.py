@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import (
     TYPE_CHECKING,
@@ -18,9 +17,11 @@ from typing import (
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from fusestep import _fusestep
-from fusestep._report import Report
+from fusestep._plans import Kept, Plans
+from fusestep.torch._options import refuse_counted, told
 from fusestep.torch._tensors import NARROW, Library, refuse_parameter
 
 if TYPE_CHECKING:
@@ -84,32 +85,64 @@ class Planned:
         self._planned_for = weakref.ref(optimizer)
         self.members = members
         self.tensors = [member.tensor for member in members]
-        # How many parameters of each group there were, which says whose each is.
-        self.sizes = [len(group["params"]) for group in optimizer.param_groups]
+        sums = optimizer._micro.sums
         described = []
         for tensor, group, name in members:
-            trains = tensor.requires_grad or tensor.grad is not None
+            # A lazy module's has no shape and no gradient before its first forward pass.
+            lazy = is_lazy(tensor)
+            trains = not lazy and (tensor.requires_grad or tensor.grad is not None)
             # One that was frozen between micro-steps has its sum to be updated from.
-            trains = trains or tensor in optimizer._micro.sums
-            if trains:
-                refuse_parameter(name, tensor)
-            described.append(
-                Described(name, str(tensor.dtype), tuple(tensor.shape), group, trains)
-            )
-        self._of_inference = any(tensor.is_inference() for tensor in self.tensors)
-        options = dict(optimizer._options, counts=optimizer._counts)
-        options["state_16"] = options.pop("state_dtype") == torch.bfloat16
-        keys = dict(optimizer._keys, master="master")
-        self.session = _fusestep.Session(
-            self.tensors, described, self._rules(), options, keys, Library
+            trains = trains or tensor in sums
+            shape = () if lazy else tensor.shape
+            described.append((name, tensor.dtype, shape, group, trains))
+        self._of_inference = any(
+            not is_lazy(tensor) and tensor.is_inference() for tensor in self.tensors
         )
-        # One thread at a time asks the session; the store's own lock is taken before it.
-        self._lock = threading.RLock()
+        # One thread at a time asks a session; the store's own lock is taken before it.
+        self._lock = optimizer._plans.lock
+        self._key = tuple(described), len(optimizer.param_groups)
+        # The plan, and the settings that it has.
+        self.session, self._seen = self._kept() or (self._new_session(described), None)
+        self._is_in_use = True
         # What the step at hand has added to the optimizer's state.
         self._made: List[Tuple[Tensor, List[str]]] = []
         self._versions: Dict[int, int] = {}
         # Where parameters with masters lay; what is kept here nobody else gets the address of.
         self._places: Dict[int, Tensor] = {}
+
+    def _kept(self) -> Optional[Kept]:
+        """The plan that was made for parameters like these, if it is kept."""
+        with self._lock:
+            kept = self._optimizer._plans.take(self._key)
+            if kept is not None:
+                kept[0].bind(self.tensors)
+            return kept
+
+    def _new_session(self, parameters: Sequence[Tuple[Any, ...]]) -> _fusestep.Session:
+        described = []
+        for (name, dtype, shape, group, trains), tensor in zip(parameters, self.tensors):
+            if trains:
+                refuse_parameter(name, tensor)
+            described.append(Described(name, str(dtype), shape, group, trains))
+        optimizer = self._optimizer
+        if not optimizer._counts:
+            why = "a rule with a count of steps in its state, or `DataParallel`, whose ranks count"
+            refuse_counted(type(optimizer).__name__, optimizer._options, why)
+        options = dict(told(optimizer._options), counts=optimizer._counts)
+        keys = dict(optimizer._keys, master="master")
+        return _fusestep.Session(self.tensors, described, self._rules(), options, keys, Library)
+
+    def give_back(self, plans: Plans) -> None:
+        """Has the plan kept for parameters like these; this steps no more."""
+        with self._lock:
+            if self._is_in_use:
+                self._is_in_use = False
+                plans.give_back(self._key, (self.session, self._seen), len(self.tensors))
+
+    def fits(self, lists: List[List[Tensor]]) -> bool:
+        """Whether these are the parameters of each group that it was made for."""
+        with self._lock:
+            return self.session.fits(lists)
 
     @property
     def is_orphan(self) -> bool:
@@ -125,7 +158,9 @@ class Planned:
     @property
     def state(self) -> Any:
         """The optimizer's state, where the extension module looks for it."""
-        return self._optimizer._kept_state()[0]
+        optimizer = self._optimizer
+        store = optimizer._store
+        return optimizer.state if store is None or "state" in optimizer.__dict__ else store.state
 
     def plan(self) -> str:
         with self._lock:
@@ -145,32 +180,28 @@ class Planned:
 
     def run(
         self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]]
-    ) -> Optional[Report]:
+    ) -> Optional[Dict[str, Any]]:
         """Updates the tensors of ``lists``, those planned for, from ``gradients`` or their own.
 
-        Returns ``None`` if the plan is no longer theirs; nothing has changed then, nor where this
-        raises.
+        Returns what a `Report` has, or ``None`` if the plan is no longer theirs; nothing has
+        changed then, nor where this raises.
         """
         if self._of_inference and not torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "expected parameters that are no inference tensors outside of "
                 "`torch.inference_mode()`, found some that are; use `.clone()`"
             )
-        masters = self._optimizer._options["master_weights"]
+        optimizer = self._optimizer
+        masters = optimizer._options["master_weights"]
         if masters:
             self._follow()
         self._made = []
-        store = self._optimizer._kept_state()[1]
+        store = optimizer._kept_state()[1]
         try:
-            threads, rules = torch.get_num_threads(), self._rules()
-
-            def step(private: bool) -> Optional[Sequence[int]]:
-                with self._lock:
-                    return self.session.step(
-                        lists, rules, self, gradients, threads, private, increment_version
-                    )
-
-            updated = step(False) if store is None else store.step(self, step)
+            if store is None:
+                updated = self.ask(lists, gradients, False)
+            else:
+                updated = store.step(self, lists, gradients)
         except BaseException:
             with self._lock:
                 taken = self.session.has_updated()
@@ -181,13 +212,33 @@ class Planned:
             self._take_back()
             return None
         with self._lock:
-            report = Report(**(self.session.report() or {}))
-        if report.skipped:
+            report = self.session.report()
+        assert report is not None, "a step was taken"
+        if report["skipped"]:
             self._take_back()
         if masters:
             versions = enumerate(tensor._version for tensors in lists for tensor in tensors)
             self._versions = dict(versions)
         return report
+
+    def ask(
+        self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]], private: bool
+    ) -> Optional[Sequence[int]]:
+        """Has the session step, told whether the state is private."""
+        with self._lock:
+            groups = self._optimizer.param_groups
+            seen, rules = self._seen, None
+            if seen is None or not seen.holds(groups):
+                # None until a step has taken the settings that are read after this look.
+                seen, self._seen = _fusestep.Snapshot(groups), None
+                rules = self._rules()
+            threads = torch.get_num_threads()
+            updated = self.session.step(
+                lists, rules, self, gradients, threads, private, increment_version
+            )
+            if updated is not None:
+                self._seen = seen
+            return updated
 
     def _rules(self) -> List[Dict[str, Any]]:
         return [self._optimizer._settings(group) for group in self._optimizer.param_groups]
@@ -200,14 +251,16 @@ class Planned:
         # Before anything is made, so that a Ctrl-C in between leaves nothing behind.
         self._made.append((tensor, made))
         state = self.state[tensor]
+        names = optimizer._state_names(group)
+        missing = [name for name in names if state.get(name) is None]
+        if optimizer._counts:
+            _refuse_part(self.members[index].name, state, names, missing)
         if optimizer._counts and not isinstance(state.get("step"), Tensor):
-            count = float(state.get("step", 0.0))
+            count = float(state.get("step", optimizer._first_count(group)))
             wide = torch.get_default_dtype() == torch.float64
             made += [] if "step" in state else ["step"]
             dtype = torch.float64 if wide else torch.float32
             state["step"] = torch.tensor(count, dtype=dtype, device="cpu")
-        names = optimizer._state_names(group)
-        missing = [name for name in names if state.get(name) is None]
         made += missing
         for name in missing:
             state[name] = optimizer._first_value(tensor, name, group)
@@ -228,6 +281,7 @@ class Planned:
                 state.pop(tensor, None)
         self._made = []
 
+    @torch.no_grad()
     def _follow(self) -> None:
         """Lets masters take over values that were written to their parameters between steps."""
         for index, tensor in enumerate(self.tensors):
@@ -248,3 +302,22 @@ class Planned:
             if master is not None:
                 stays = master.to(tensor.dtype) == tensor
                 master.copy_(torch.where(stays, master, tensor.detach().to(torch.float32)))
+
+
+def _refuse_part(name: str, state: Dict[str, Any], names: List[str], missing: List[str]) -> None:
+    """Raises for some of a parameter's state without the rest: zeros would not stand in for it."""
+    works = "give it its whole state, or drop that: `optimizer.state.pop(parameter)`"
+    if "step" not in state:
+        found = ", ".join(key for key in names if key not in missing)
+        if found:
+            raise ValueError(
+                f"step of `{name}`: expected a count of steps beside {found}, found none; {works}"
+            )
+        return
+    # A maximum that is switched on later is that from there on.
+    lost = [key for key in missing if key != "max_exp_avg_sq"]
+    if lost and float(state["step"]) != 0:
+        raise ValueError(
+            f"{lost[0]} of `{name}`: expected a tensor, because it has stepped "
+            f"{int(state['step'])} times, found none; {works}"
+        )

@@ -7,10 +7,39 @@ from typing import Any, Dict, List
 import torch
 from torch import Tensor
 
+from fusestep import _fusestep
 from fusestep.torch._optimizer import Fused
+
+_RULES = _fusestep.rules()
+
+
+# Of all classes, and of some: `_loading` reads them.
+_ALL = frozenset({"maximize", "foreach", "capturable", "differentiable", "fused"})
+
+
+class _Named(Fused):
+    """A rule whose settings have PyTorch's names: numbers, switches and `betas`."""
+
+    _rule = ""
+    _fills_in = _ALL
+
+    def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
+        settings: Dict[str, Any] = {"rule": self._rule}
+        betas = {}
+        if "betas" in group:
+            betas["beta1"], betas["beta2"] = group["betas"]
+        for name, default in _RULES[self._rule].items():
+            if name in betas:
+                settings[name] = float(betas[name])
+            elif name == "decoupled":
+                settings[name] = bool(group["decoupled_weight_decay"])
+            else:
+                settings[name] = type(default)(group[name])
+        return settings
 
 
 class _Adam(Fused):
+    _fills_in = _ALL | {"decoupled_weight_decay"}
     # PyTorch's groups say it from 2.7 on.
     _decoupled = False
     _keys = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "max_moment2": "max_exp_avg_sq"}
@@ -48,6 +77,7 @@ class SGD(Fused, torch.optim.SGD):
     """``torch.optim.SGD`` with its arguments, and those of every class here."""
 
     _keys = {"velocity": "momentum_buffer"}
+    _fills_in = _ALL
     _counts = False
 
     def _state_names(self, group: Dict[str, Any]) -> List[str]:
@@ -67,9 +97,10 @@ class SGD(Fused, torch.optim.SGD):
         }
 
 
-class Adagrad(Fused, torch.optim.Adagrad):
+class Adagrad(_Named, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with its arguments, and those of every class here."""
 
+    _rule = "adagrad"
     _keys = {"sum": "sum"}
 
     def __init__(self, params: Any, *args: Any, **settings: Any) -> None:
@@ -87,20 +118,11 @@ class Adagrad(Fused, torch.optim.Adagrad):
         dtype = self._state_dtype(tensor, name)
         return torch.full(tensor.shape, first, dtype=dtype, device=tensor.device)
 
-    def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
-        return {
-            "rule": "adagrad",
-            "lr": float(group["lr"]),
-            "lr_decay": float(group["lr_decay"]),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": bool(group["maximize"]),
-        }
 
-
-class RMSprop(Fused, torch.optim.RMSprop):
+class RMSprop(_Named, torch.optim.RMSprop):
     """``torch.optim.RMSprop`` with its arguments, and those of every class here."""
 
+    _rule = "rmsprop"
     _keys = {"moment2": "square_avg", "moment1": "grad_avg", "velocity": "momentum_buffer"}
 
     def _state_names(self, group: Dict[str, Any]) -> List[str]:
@@ -108,14 +130,74 @@ class RMSprop(Fused, torch.optim.RMSprop):
         names += ["momentum_buffer"] if group["momentum"] > 0 else []
         return names + ["grad_avg"] if group["centered"] else names
 
-    def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
-        return {
-            "rule": "rmsprop",
-            "lr": float(group["lr"]),
-            "alpha": float(group["alpha"]),
-            "eps": float(group["eps"]),
-            "momentum": float(group["momentum"]),
-            "centered": bool(group["centered"]),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": bool(group["maximize"]),
-        }
+
+class Adamax(_Named, torch.optim.Adamax):
+    """``torch.optim.Adamax`` with its arguments, and those of every class here."""
+
+    _rule = "adamax"
+    _keys = {"moment1": "exp_avg", "max_grad": "exp_inf"}
+
+
+# What PyTorch keeps a running product in; here it follows from the count of steps.
+_PRODUCT = "mu_product"
+
+# The difference from PyTorch's product, which is of float32, that changes no step visibly.
+_NEAR = 1e-4
+
+
+class _WithProduct(torch.optim.NAdam):
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        kept = [own for own in state.get("state", {}).values() if own]
+        for own in kept:
+            # PyTorch looks for it.
+            own.setdefault(_PRODUCT, torch.ones(()))
+        # PyTorch gives it no types.
+        untyped: Any = super()
+        untyped.__setstate__(state)
+        for own in kept:
+            own.pop(_PRODUCT)
+
+
+class NAdam(_Named, _WithProduct):
+    """``torch.optim.NAdam`` with its arguments, and those of every class here.
+
+    ``mu_product`` follows from the count of steps and the group's settings; state dicts have it. A
+    state dict in which it does not, because ``betas`` or ``momentum_decay`` changed, is refused.
+    """
+
+    _rule = "nadam"
+    _keys = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+
+    def state_dict(self) -> Dict[str, Any]:
+        saved = super().state_dict()
+        state = dict(saved["state"])
+        for group in saved["param_groups"]:
+            for index in group["params"]:
+                if "step" in state.get(index, {}):
+                    product = torch.tensor(self._product(group, state[index]["step"]))
+                    state[index] = {**state[index], _PRODUCT: product}
+        saved["state"] = state
+        return saved
+
+    def _converted(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        state = dict(state_dict["state"])
+        for group in state_dict["param_groups"]:
+            for index in group["params"]:
+                own = dict(state.get(index, {}))
+                found = own.pop(_PRODUCT, None)
+                if found is None:
+                    continue
+                expected = self._product(group, own.get("step", 0))
+                if not abs(float(found) - expected) <= _NEAR * (1 - expected):
+                    raise ValueError(
+                        f"mu_product of parameter {index}: expected {expected:.6g}, that of its "
+                        f"steps with the group's settings, found {float(found):.6g}; steps with "
+                        "other `betas` or another `momentum_decay` cannot be gone on from"
+                    )
+                state[index] = own
+        return {**state_dict, "state": state}
+
+    @staticmethod
+    def _product(group: Dict[str, Any], step: Any) -> float:
+        beta1, momentum_decay = float(group["betas"][0]), float(group["momentum_decay"])
+        return _fusestep.momentum_product(beta1, momentum_decay, int(step))

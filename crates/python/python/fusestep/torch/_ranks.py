@@ -12,13 +12,34 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusestep import _fusestep
-from fusestep._checks import positive
+from fusestep._checks import is_whole
 from fusestep._report import Report
+from fusestep.torch._joining import check, joined, trained
 from fusestep.torch._optimizer import Fused
-from fusestep.torch._planned import Described, Member, members_of
-from fusestep.torch._tensors import Library, refuse_parameter
+from fusestep.torch._options import OPTIONS_OF_RANKS, described
+from fusestep.torch._planned import Described, members_of
+from fusestep.torch._taken import Lent, Taken, refuse_graph, refuse_wrapped, second_pass
+from fusestep.torch._tensors import Library
+from fusestep.torch._unchanged import (
+    AGAIN,
+    INSTEAD,
+    TAKEN,
+    refuse_other_rules,
+    refuse_others,
+    refuse_written_gradients,
+    refuse_written_parameters,
+)
 
 Folder = Union[str, "os.PathLike[str]"]
+
+
+class _Given(NamedTuple):
+    """A gradient that ranks have, as ``step`` is to find it in ``.grad``."""
+
+    gradient: Tensor
+    # Of PyTorch's own class where that counts the same, since it is quicker to ask.
+    counts: Tensor
+    version: int
 
 
 class DataParallel(torch.nn.Module):
@@ -31,14 +52,19 @@ class DataParallel(torch.nn.Module):
     bucket by bucket, while it goes on; ``optimizer.step()`` updates on every rank alike and takes
     the gradients: ``.grad`` is ``None`` behind it.
 
-    * ``zero`` is what ranks share out: 1 optimizer state, 2 gradients too. It changes no bit.
-    * ``bucket_mib`` is the most MiB of gradients in one call, 25 by default. It changes no bit.
-    * ``comm_streams`` is how many threads reduce during ``backward``; with 0 the step reduces and
-      updates a bucket in one pass. It changes no bit.
+    * ``bucket_mib`` is another name of ``bucket_cap_mib``.
     * ``engine`` is ``"processes"`` or ``"mpi"``, by default what the launcher's variables say.
     * ``timeout`` is how many seconds a rank waits for the others.
 
-    Options of the optimizer mean what they mean in one process: norms and loss scales are those of
+    The other arguments are settings of the step, which follow. Memory, buckets and streams change
+    no bit, except that shard groups add gradients in another order. Two threads reduce during
+    ``backward``, unless another number or another way is asked for; with none the step reduces and
+    updates a bucket in one pass. Stage 3 is refused: modules of PyTorch read whole parameters.
+    Ranks that average parameters have parameters of their own in between: :meth:`average` makes
+    them equal, and :meth:`set_loss` tells the loss that an adaptive interval follows. With updates
+    in backward rates are those of the first gradient, and gradients are gone behind ``backward``.
+
+    Settings of the optimizer mean what they mean in one process: norms and loss scales are those of
     all ranks. Buffers, such as running means, stay each rank's own.
 
     Raises ``ValueError`` and ``TypeError`` for what cannot be trained so, and ``RuntimeError`` if
@@ -50,31 +76,29 @@ class DataParallel(torch.nn.Module):
         model: torch.nn.Module,
         optimizer: Any,
         *,
-        zero: int = 0,
-        bucket_mib: Optional[float] = None,
-        comm_streams: int = 2,
         engine: Optional[str] = None,
         timeout: float = 60.0,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        _check(optimizer, zero, bucket_mib, comm_streams, timeout)
+        check(optimizer, timeout)
+        options = dict(joined(optimizer, settings), engine=engine, timeout=timeout)
         self.module = model
         self._optimizer: Fused = optimizer
-        self._zero = zero
-        self._members = _trained(model, optimizer)
+        self._members = trained(model, optimizer)
         self._tensors = [member.tensor for member in self._members]
+        refuse_wrapped("DataParallel", model, self._tensors)
+        own = {id(tensor) for tensor in self._tensors}
+        everybody = members_of(optimizer.param_groups)
+        self._everybody = [id(member.tensor) for member in everybody]
+        self._frozen = [member for member in everybody if id(member.tensor) not in own]
         self._index = {id(tensor): index for index, tensor in enumerate(self._tensors)}
-        described = [
+        params = [
             Described(name, str(tensor.dtype), tuple(tensor.shape), group, True)
             for tensor, group, name in self._members
         ]
-        options = dict(optimizer._options)
-        options["state_16"] = options.pop("state_dtype") == torch.bfloat16
-        options.update(
-            zero=zero, bucket_mib=bucket_mib, streams=comm_streams, engine=engine, timeout=timeout
-        )
         threads = torch.get_num_threads()
-        self._ranks = _fusestep.Ranks(described, self._rules(), options, threads)
+        self._ranks = _fusestep.Ranks(params, self._rules(), options, threads)
         places = self._ranks.places()
         # What has no elements has no memory either.
         full = [index for index, tensor in enumerate(self._tensors) if tensor.numel()]
@@ -85,17 +109,33 @@ class DataParallel(torch.nn.Module):
             address = places[index][1]
             if address is not None:
                 self._gradients[index] = self._view(index, address)
-        # The version of what was given in a view, `None` for a copy.
-        self._given: Dict[int, Optional[int]] = {}
+        # What stands in `.grad` for a view, and for a gradient that is gone.
+        self._lent = {index: v.as_subclass(Lent) for index, v in self._gradients.items()}
+        self._taken: Dict[int, Taken] = {}
+        self._in_backward = self._ranks.is_in_backward
+        # Whether gradients are gone once they are given.
+        self._takes = self._in_backward or options["settings"].get("zero") == ["2"]
+        if self._takes:
+            for index, member in enumerate(self._members):
+                why = f"gradient of `{member.name}`: {TAKEN}"
+                self._taken[index] = Taken(member.tensor, why)
+        self._given: Dict[int, _Given] = {}
+        # Rules with which the step at hand updates while gradients come.
+        self._used: Optional[List[Dict[str, Any]]] = None
         self._versions: List[int] = []
         self._norms: Optional[List[Tuple[str, float]]] = None
         self._handles: List[Any] = []
+        self._nodes: List[Any] = []
         self.follow_parameters()
         for index, tensor in enumerate(self._tensors):
             hooked: Any = tensor
             self._handles.append(hooked.register_post_accumulate_grad_hook(self._accumulated))
             if index in self._gradients:
-                self._handles.append(hooked.register_hook(partial(self._arriving, index)))
+                # Of the node that adds to `.grad`: a hook of the tensor is called by
+                # `torch.autograd.grad` too. A node that nobody keeps is made anew.
+                node: Any = torch.autograd.graph.get_gradient_edge(tensor).node
+                self._nodes.append(node)
+                self._handles.append(node.register_prehook(partial(self._arriving, index)))
         optimizer._ranks = self
         # Ranks have it; Adagrad has made some already.
         optimizer.state.clear()
@@ -117,8 +157,9 @@ class DataParallel(torch.nn.Module):
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Trains on from what was written to the parameters outside of a step, or from where they
-        have been moved: rank 0's values go to all. All ranks call it. A model that another
-        ``DataParallel`` is to train is left by :meth:`close` instead."""
+        have been moved: rank 0's values go to all, or each rank has its own if ``initial`` says so.
+        All ranks call it. A model that another ``DataParallel`` is to train is left by
+        :meth:`close` instead."""
         for tensor, value in zip(self._full, self._values):
             if (tensor.dtype, tensor.shape) != (value.dtype, value.shape):
                 name = self._members[self._index[id(tensor)]].name
@@ -135,11 +176,32 @@ class DataParallel(torch.nn.Module):
         self._parameters_changed()
 
     def flush(self) -> None:
-        """Updates from fewer micro-steps than ``accumulate``, at an epoch's end. All ranks call
+        """Updates from fewer micro-steps than were asked for, at an epoch's end. All ranks call
         it."""
-        self._refuse_written_gradients()
-        self._refuse_written_parameters()
+        refuse_others(self)
+        refuse_written_gradients(self)
+        refuse_written_parameters(self)
+        self._refuse_under_way("flush")
         self._take(self._ranks.flush(self._rules()))
+
+    def set_loss(self, loss: Union[float, Tensor]) -> None:
+        """Tells this rank's loss of the step under way, which an adaptive interval between averages
+        follows: before ``step``, without the loss scale. A step without one is followed by an
+        average."""
+        self._ranks.set_loss(float(loss))
+
+    def average(self) -> None:
+        """Averages parameters over all ranks now, such as behind the last step of ranks that
+        average them. All ranks call it."""
+        if not self._ranks.averages:
+            raise RuntimeError(
+                "expected ranks that average parameters, found ones that reduce gradients, whose "
+                "parameters are equal"
+            )
+        self._refuse_under_way("average")
+        refuse_written_parameters(self)
+        self._ranks.average()
+        self._parameters_changed()
 
     def save(self, folder: Folder, steps: int, *, wait: bool = True) -> None:
         """Saves parameters, the optimizer's state and that ``steps`` steps were done.
@@ -148,7 +210,10 @@ class DataParallel(torch.nn.Module):
         next call's error, and :meth:`finish_saves` waits. The checkpoint before stays until this
         one is complete. All ranks call it.
         """
-        self._refuse_written_parameters()
+        if not is_whole(steps) or steps < 0:
+            raise ValueError(f"steps: expected a whole number from 0 on, found {steps!r}")
+        self._refuse_under_way("save")
+        refuse_written_parameters(self)
         self._ranks.save(os.fspath(folder), steps)
         if wait:
             self._ranks.finish_saves()
@@ -157,10 +222,14 @@ class DataParallel(torch.nn.Module):
         """Waits until the checkpoint under way is complete on all ranks."""
         self._ranks.finish_saves()
 
-    def resume(self, folder: Folder) -> int:
+    def resume(self, folder: Folder, *, any_settings: bool = False) -> int:
         """Goes on from the folder's checkpoint, of however many ranks; returns how many steps had
-        been done, 0 if there is none. All ranks call it."""
-        steps = self._ranks.resume(os.fspath(folder))
+        been done, 0 if there is none. All ranks call it.
+
+        A checkpoint of other settings, such as other betas, raises ``RuntimeError``. With
+        ``any_settings`` it is loaded, and the optimizer's settings count."""
+        self._refuse_under_way("resume")
+        steps = self._ranks.resume(os.fspath(folder), any_settings)
         if steps is None:
             return 0
         self._parameters_changed()
@@ -171,8 +240,18 @@ class DataParallel(torch.nn.Module):
         as they are, for another ``DataParallel`` too; a later step raises ``RuntimeError``."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._nodes = [], []
+        for index, taken in self._taken.items():
+            if self._tensors[index].grad is taken:
+                self._tensors[index].grad = None
+        self._given = {}
         self._ranks.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "expected a copy or pickle of the model, `.module`, found one of its DataParallel, "
+            "which is one of many ranks"
+        )
 
     def _rules(self) -> List[Dict[str, Any]]:
         return [self._optimizer._settings(group) for group in self._optimizer.param_groups]
@@ -186,19 +265,21 @@ class DataParallel(torch.nn.Module):
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
     @torch.no_grad()
-    def _arriving(self, index: int, gradient: Tensor) -> Optional[Tensor]:
+    def _arriving(self, index: int, gradients: Tuple[Tensor, ...]) -> Optional[Tuple[Tensor]]:
         """Called by autograd with a gradient on its way to ``.grad``, which it writes to memory of
         its own where the gradient is a view of something, such as a sum's. It goes to the memory of
         the ranks at once instead. What does not fit goes on as it is, to :meth:`_accumulated`."""
-        view = self._gradients[index]
+        view, gradient = self._gradients[index], gradients[0]
         if index in self._given or self._tensors[index].grad is not None:
+            return None
+        if gradient is None or gradient.requires_grad:
             return None
         dense = gradient.layout == torch.strided and gradient.device == view.device
         if not dense or (gradient.dtype, gradient.shape) != (view.dtype, view.shape):
             return None
         self._fill(index, gradient)
         # Autograd takes over what nobody else refers to.
-        return view.detach()
+        return (view.detach(),)
 
     def _fill(self, index: int, gradient: Tensor) -> None:
         """Copies a gradient into its view."""
@@ -217,72 +298,61 @@ class DataParallel(torch.nn.Module):
         if gradient is None:
             return
         if index in self._given:
-            raise RuntimeError(
-                f"gradient of `{name}`: expected `optimizer.step()` between two backward passes, "
-                "found a second gradient; the optimizer's `accumulate=` adds those of several, and "
-                "`close()` ends a DataParallel whose model another one trains"
-            )
+            raise second_pass(name, INSTEAD)
+        refuse_graph(name, gradient)
         Library.refuse(name, tensor, gradient)
         view = self._gradients.get(index)
         if view is None:
-            self._given[index] = None
             dense = gradient.contiguous().resolve_neg()
+            if self._in_backward:
+                self._promise(index)
             self._ranks.push(index, (dense.data_ptr(), dense.numel() * dense.element_size()))
-            if self._zero == 2:
-                tensor.grad = None
+            counts = self._taken[index] if self._takes else gradient
+            tensor.grad = counts if self._takes else counts.as_subclass(Lent)
+            self._given[index] = _Given(tensor.grad, counts, counts._version)
             return
         if gradient.data_ptr() != view.data_ptr():
             self._fill(index, gradient)
-            tensor.grad = view
-        self._given[index] = view._version
+        tensor.grad = self._lent[index]
+        self._given[index] = _Given(self._lent[index], view, view._version)
         self._ranks.given(index)
 
-    def _refuse_written_gradients(self) -> None:
-        """Autograd adds to a gradient before its hook can refuse that, and others write to it
-        freely; what ranks have averaged meanwhile is neither the one nor the other."""
-        for index, version in self._given.items():
-            if version is not None and self._gradients[index]._version != version:
-                raise RuntimeError(
-                    f"gradient of `{self._members[index].name}`: expected what `backward` has left "
-                    "there, found it written while ranks average it; parameters are those of the "
-                    "last step: go on from a checkpoint, with the optimizer's `clip_norm=` or "
-                    "`accumulate=` if that was meant"
-                )
+    def _promise(self, index: int) -> None:
+        """Before a gradient whose bucket may be updated at once: gives the rules of the moment with
+        the first one, and tells autograd that the parameter is written from here on."""
+        if self._used is None:
+            self._used = self._rules()
+            self._ranks.take(self._used)
+        tensor = self._tensors[index]
+        increment_version([tensor])
+        self._versions[index] = tensor._version
 
-    def _refuse_written_parameters(self) -> None:
-        """Ranks would go on from different values, or train memory that the model has left."""
-        for tensor, value in zip(self._full, self._values):
-            if tensor.data_ptr() != value.data_ptr():
-                raise RuntimeError(
-                    f"parameter `{self._members[self._index[id(tensor)]].name}`: expected the "
-                    "memory of the ranks, found it moved to other memory since; call "
-                    "`follow_parameters()` on all ranks after that, or `close()` if another "
-                    "DataParallel trains the model now"
-                )
-        for member, version in zip(self._members, self._versions):
-            if member.tensor._version != version:
-                raise RuntimeError(
-                    f"parameter `{member.name}`: expected the values of the last step, found it "
-                    "written since; call `follow_parameters()` on all ranks after that"
-                )
+    def _refuse_under_way(self, found: str) -> None:
+        if self._given:
+            raise RuntimeError(
+                f"expected `optimizer.step()` behind `backward`, found `{found}`; call it behind "
+                f"`step`, or {AGAIN}"
+            )
 
     def _step(self) -> None:
         """The optimizer's step."""
-        self._refuse_written_gradients()
-        self._refuse_written_parameters()
+        refuse_others(self)
+        refuse_written_gradients(self)
+        refuse_written_parameters(self)
+        refuse_other_rules(self)
         self._take(self._ranks.step(self._rules()))
 
     def _take(self, told: Dict[str, Any]) -> None:
         """Takes over what a step has done."""
         for tensor in self._tensors:
             tensor.grad = None
-        self._given = {}
+        self._given, self._used = {}, None
         report = told["report"]
         if report is None:
             return
         self._optimizer._report = Report(**report)
         self._norms = told["update_norms"]
-        if not report["skipped"]:
+        if told["averaged"] or not report["skipped"]:
             self._parameters_changed()
 
     def _parameters_changed(self) -> None:
@@ -291,82 +361,4 @@ class DataParallel(torch.nn.Module):
         self._versions = [tensor._version for tensor in self._tensors]
 
 
-class _Span(NamedTuple):
-    start: int
-    end: int
-    name: str
-
-
-def _trained(model: torch.nn.Module, optimizer: Fused) -> List[Member]:
-    """The parameters that the optimizer trains, by the model's names and in its order."""
-    groups = {id(m.tensor): m for m in members_of(optimizer.param_groups)}
-    members = []
-    spans = []
-    for name, tensor in model.named_parameters():
-        member = groups.pop(id(tensor), None)
-        if member is None or not tensor.requires_grad:
-            continue
-        refuse_parameter(name, tensor)
-        start = tensor.data_ptr()
-        if tensor.numel():
-            spans.append(_Span(start, start + tensor.numel() * tensor.element_size(), name))
-        members.append(Member(tensor, member.group, name))
-    if groups:
-        name = next(iter(groups.values())).name
-        raise ValueError(
-            f"optimizer: expected parameters of the model, found others, such as `{name}`"
-        )
-    if not members:
-        raise ValueError("model: expected parameters that the optimizer trains, found none")
-    spans.sort()
-    for before, after in zip(spans, spans[1:]):
-        if after.start < before.end:
-            raise RuntimeError(
-                f"`{before.name}` and `{after.name}`: expected parameters that do not overlap in "
-                "memory, found some that do; use `.clone()`"
-            )
-    return members
-
-
-def _refuse_state(optimizer: Fused) -> None:
-    """Raises for an optimizer that has stepped, since ranks begin without its state."""
-    for own in optimizer.state.values():
-        # Adagrad has its sums before the first step.
-        steps = float(own.get("step", 0.0)) if optimizer._counts else float(bool(own))
-        if steps or any(torch.is_tensor(value) and value.any() for value in own.values()):
-            raise ValueError(
-                "optimizer: expected one before its first step, found state; resume from a "
-                "checkpoint"
-            )
-    if optimizer._micro.count:
-        raise ValueError(
-            "optimizer: expected one before its first step, found sums of "
-            f"{optimizer._micro.count} micro-steps; make `DataParallel` before or behind them"
-        )
-
-
-def _check(
-    optimizer: Any, zero: int, bucket_mib: Optional[float], comm_streams: int, timeout: float
-) -> None:
-    if not isinstance(optimizer, Fused):
-        raise TypeError(
-            f"optimizer: expected one of fusestep.torch, found {type(optimizer).__name__}"
-        )
-    if optimizer._backward is not None or optimizer._ranks is not None:
-        raise ValueError(
-            "optimizer: expected one of its own, found one of `fuse_backward` or `DataParallel`"
-        )
-    if "train_mode" in optimizer.defaults:
-        raise ValueError(
-            "optimizer: expected a rule without averages of its own, found ScheduleFreeAdamW"
-        )
-    if any(group.get("initial_accumulator_value") for group in optimizer.param_groups):
-        raise ValueError("initial_accumulator_value: expected 0 with DataParallel, found another")
-    _refuse_state(optimizer)
-    if zero not in (0, 1, 2):
-        raise ValueError(f"zero: expected 0, 1 or 2, found {zero!r}")
-    positive("bucket_mib", bucket_mib)
-    if not isinstance(comm_streams, int) or not 0 <= comm_streams <= 8:
-        raise ValueError(f"comm_streams: expected 0 to 8, found {comm_streams!r}")
-    if not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout: expected a finite number above 0, found {timeout!r}")
+DataParallel.__doc__ = f"{DataParallel.__doc__}\n{described(OPTIONS_OF_RANKS)}"

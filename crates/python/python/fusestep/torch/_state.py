@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Callable, DefaultDict, Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Any, DefaultDict, Dict, List, Optional, Sequence
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from fusestep.torch._planned import Planned
 
 State = DefaultDict[Tensor, Dict[str, Any]]
-Run = Callable[[bool], Optional[Sequence[int]]]
 
 
 class Store:
@@ -34,15 +33,20 @@ class Store:
         # Who has stepped with it and counts.
         self._planned: Optional[Planned] = None
 
-    def step(self, planned: Planned, run: Run) -> Optional[Sequence[int]]:
-        """Runs a step of ``planned`` while nobody looks, told whether the state is private."""
+    def step(
+        self,
+        planned: Planned,
+        lists: List[List[Tensor]],
+        gradients: Optional[List[Optional[Tensor]]],
+    ) -> Optional[Sequence[int]]:
+        """Has ``planned`` step while nobody looks, told whether the state is private."""
         with self._lock:
             if self._planned is not planned:
                 self.settle()
                 self._planned = planned
             self._is_stepping = True
             try:
-                return run(self.private)
+                return planned.ask(lists, gradients, self.private)
             finally:
                 self._is_stepping = False
 

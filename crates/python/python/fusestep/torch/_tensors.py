@@ -6,6 +6,7 @@ from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 NARROW = (torch.float16, torch.bfloat16)
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -49,6 +50,7 @@ class Library:
     @staticmethod
     def refuse(name: str, parameter: Tensor, gradient: Tensor) -> None:
         """Raises what PyTorch would for a gradient that no kernel takes."""
+        refuse_wrapper(f"gradient of `{name}`", gradient)
         refuse_kind(f"gradient of `{name}`", gradient)
         if gradient.dtype != parameter.dtype:
             raise TypeError(
@@ -59,10 +61,7 @@ class Library:
                 f"gradient of `{name}`: expected shape {tuple(parameter.shape)}, "
                 f"found {tuple(gradient.shape)}"
             )
-        if gradient.numel() and gradient.data_ptr() == 0:
-            raise ValueError(
-                f"gradient of `{name}`: expected a tensor with memory, found one without memory"
-            )
+        refuse_without_memory(f"gradient of `{name}`", gradient)
 
 
 def refuse_kind(what: str, tensor: Tensor) -> None:
@@ -80,8 +79,55 @@ def refuse_kind(what: str, tensor: Tensor) -> None:
         )
 
 
+def refuse_wrapper(what: str, tensor: Tensor) -> None:
+    """Raises for a tensor that has others in place of memory, and says what works instead."""
+    kind = type(tensor)
+    if kind in (Tensor, torch.nn.Parameter) or not hasattr(tensor, "__torch_dispatch__"):
+        return
+    bases = {base.__name__ for base in kind.__mro__}
+    if "DTensor" in bases:
+        raise ValueError(
+            f"{what}: expected a tensor with memory of its own, found a DTensor, as of FSDP2 "
+            "(`fully_shard`) and tensor parallel; the optimizer steps local parts: make it of "
+            "`parameter.to_local().detach()`, and before each step set their `.grad` to "
+            "`parameter.grad.to_local()`. Norms are those of the parts then; a model that fits one "
+            "process trains by `fusestep.torch.DataParallel`"
+        )
+    if "FakeTensor" in bases:
+        raise ValueError(
+            f"{what}: expected a tensor with memory, found a FakeTensor, which has no values; make "
+            "parameters and step outside of `FakeTensorMode`"
+        )
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and has_no_storage(tensor):
+        raise ValueError(
+            f"{what}: expected a tensor with memory of its own, found a {kind.__name__}, which "
+            "wraps others; give the optimizer the tensors in it"
+        )
+
+
+def has_no_storage(tensor: Tensor) -> bool:
+    try:
+        return tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:
+        # PyTorch refuses the address of what has none.
+        return True
+
+
+def refuse_without_memory(what: str, tensor: Tensor) -> None:
+    """Raises for a tensor whose values are nowhere."""
+    refuse_wrapper(what, tensor)
+    if has_no_storage(tensor):
+        raise ValueError(f"{what}: expected a tensor with memory, found one without memory")
+
+
 def refuse_parameter(name: str, tensor: Tensor) -> None:
     """Raises unless a step can update the tensor in place."""
+    if is_lazy(tensor):
+        raise ValueError(
+            f"parameter `{name}`: expected one with a shape, found a lazy module's before its "
+            "first forward pass; run one"
+        )
+    refuse_wrapper(f"parameter `{name}`", tensor)
     refuse_kind(f"parameter `{name}`", tensor)
     if not tensor.is_contiguous():
         raise ValueError(
@@ -93,8 +139,7 @@ def refuse_parameter(name: str, tensor: Tensor) -> None:
             f"parameter `{name}`: expected a tensor of its own values, found a negated view; use "
             "`.resolve_neg()`"
         )
-    if tensor.numel() and tensor.data_ptr() == 0:
-        raise ValueError(f"parameter `{name}`: expected a tensor with memory, found one without")
+    refuse_without_memory(f"parameter `{name}`", tensor)
     beside = tensor.data_ptr() % tensor.element_size()
     if beside:
         raise ValueError(

@@ -1,0 +1,484 @@
+//! Settings of a step as flags: names, values and sentences are those of the table of
+//! [`StepOptions`].
+
+use std::collections::HashSet;
+use std::marker::PhantomData;
+
+use anyhow::{anyhow, ensure};
+use clap::builder::{PossibleValue, PossibleValuesParser, ValueParser};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id};
+use fusestep::{OptionError, PrecisionOf, Row, Section, StepOptions, Visit};
+use fusestep_launch::{LaunchLimits, Master, Precision, Rounding, StateDType};
+use fusestep_planner::{Optimizer, Planner, Topology};
+use fusestep_tensor::{DType, ParamDesc};
+
+use crate::output::warn;
+
+/// The group of these flags, for flags that none of them goes with.
+pub(crate) const GROUP: &str = "Settings";
+
+/// Their heading in help.
+pub(crate) const HEADING: &str = "Settings of the step (docs/settings.md)";
+
+/// Flags of earlier versions: flag, its setting, and the value it stands for; without a value the
+/// flag is another name.
+const EARLIER: [(&str, &str, Option<&str>); 7] = [
+    ("apart", "separate", None),
+    ("gradient-merge", "accumulate", None),
+    ("rings", "comm_streams", None),
+    ("table", "tables", None),
+    ("reduce-each", "reduced", Some("per_micro_step")),
+    ("merge-reduce-each", "reduced", Some("per_micro_step")),
+    ("adaptive", "local_sgd_interval", Some("adaptive")),
+];
+
+/// A subcommand, by the settings that have an effect in it.
+pub(crate) trait Subcommand {
+    /// Whether the subcommand has a setting of this name and part of the table.
+    fn has(name: &str, section: Section) -> bool;
+}
+
+/// Settings of one process, whose every gradient is there at once.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step;
+
+impl Subcommand for Step {
+    fn has(name: &str, section: Section) -> bool {
+        use Section::{Gradients, Launches, Parameters, Precision, Rate};
+
+        let sections = [Parameters, Rate, Precision, Gradients, Launches];
+        Plan::has(name, section) && sections.contains(&section)
+    }
+}
+
+/// Settings of steps that are timed: whole steps of all ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bench;
+
+impl Subcommand for Bench {
+    fn has(name: &str, section: Section) -> bool {
+        // The parts of a step are calls of all ranks.
+        let of_ranks = [Section::Shares, Section::Calls].contains(&section);
+        Step::has(name, section) || (of_ranks && name != "shard_group")
+    }
+}
+
+/// Settings that a plan without values depends on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan;
+
+impl Subcommand for Plan {
+    fn has(name: &str, section: Section) -> bool {
+        // Threads are those of all ranks together here, and so a flag of their own. Ranks tell each
+        // other the shapes of their slices, which a file of one rank has not.
+        name != "threads" && section != Section::Start
+    }
+}
+
+/// Settings of whole runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Train;
+
+impl Subcommand for Train {
+    fn has(name: &str, section: Section) -> bool {
+        Plan::has(name, section) || name == "initial"
+    }
+}
+
+/// Settings of a subcommand that the command line gives.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings<S> {
+    given: StepOptions,
+    /// The first that the table refuses.
+    refused: Option<OptionError>,
+    of: PhantomData<S>,
+}
+
+impl<S: Subcommand> Settings<S> {
+    /// Settings of a step with this rule for a model, whose descriptors get settings of some
+    /// parameters.
+    ///
+    /// In a model of 16-bit and wider parameters only 16-bit ones have master weights, and only
+    /// bf16 values are rounded at random. A model without 16-bit parameters that asks for master
+    /// weights is left to the planner, which refuses them.
+    ///
+    /// # Errors
+    /// Settings without effect, or that contradict each other; a part of a name that no parameter
+    /// has.
+    pub(crate) fn of_model(
+        &self,
+        rule: Optimizer,
+        params: &mut [ParamDesc],
+    ) -> anyhow::Result<StepOptions> {
+        self.refused.clone().map_or(Ok(()), |error| Err(told(error)))?;
+        let mut options = StepOptions { rule, ..self.given.clone() };
+        options.exclude.retain(|pattern| {
+            let is_there = params.iter().any(|param| param.name.contains(pattern.as_str()));
+            if !is_there {
+                warn(&format!(
+                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found \
+                     it in none of {}",
+                    params.len()
+                ));
+            }
+            is_there
+        });
+        options.describe(params).map_err(told)?;
+        let asked = options.precision;
+        if params.iter().any(|param| matches!(param.dtype, DType::F16 | DType::BF16)) {
+            let rounding = match asked.state {
+                StateDType::Compute => Rounding::Nearest,
+                StateDType::Bf16 => asked.rounding,
+            };
+            let precision = Precision { master: Master::None, rounding, ..asked };
+            options.precision_of =
+                [DType::F32, DType::F64].map(|dtype| PrecisionOf { dtype, precision }).into();
+        }
+        Ok(options)
+    }
+
+    /// Parts of the names of parameters without weight decay.
+    pub(crate) fn exclude(&self) -> &[String] {
+        &self.given.exclude
+    }
+
+    /// ZeRO stage.
+    pub(crate) fn zero(&self) -> u8 {
+        self.given.zero
+    }
+
+    /// The limits of launches that were asked for, otherwise the default ones.
+    pub(crate) fn limits(&self) -> LaunchLimits {
+        self.given.limits(LaunchLimits::default())
+    }
+
+    /// Bytes of arguments of one launch, if they were asked for.
+    pub(crate) fn argument_bytes(&self) -> Option<usize> {
+        self.given.argument_bytes
+    }
+
+    /// The flag of the first setting that differs from its default, of those beyond these parts of
+    /// the table.
+    pub(crate) fn changed_beyond(&self, sections: &[Section]) -> Option<String> {
+        let changed = self.given.changed().unwrap_or_default();
+        let beyond = changed.iter().find(|changed| !sections.contains(&changed.section));
+        beyond.map(|changed| flag_of(changed.name))
+    }
+
+    /// Whether a setting asks for the step of many ranks.
+    pub(crate) fn asks_for_ranks(&self) -> bool {
+        let changed = self.given.changed().unwrap_or_default();
+        changed.iter().any(|changed| !Step::has(changed.name, changed.section))
+    }
+
+    /// Refuses settings of many ranks without `what`, the flag of their number. A world of one that
+    /// is asked for may be one of several that are tried; but what is to stay apart there is
+    /// nothing.
+    ///
+    /// # Errors
+    /// A setting that would do nothing.
+    pub(crate) fn require_several(&self, ranks: Option<usize>, what: &str) -> anyhow::Result<()> {
+        if ranks.is_some_and(|count| count > 1) {
+            return Ok(());
+        }
+        let found = expected_several(ranks, what);
+        ensure!(!self.given.separate, "--separate: {found}; one rank has nothing to reduce");
+        if ranks.is_some() {
+            return Ok(());
+        }
+        match self.given.check_alone() {
+            Err(OptionError::NeedsRanks { name, .. }) => {
+                Err(anyhow!("{}: {found}; it has no effect on one rank", flag_of(name)))
+            }
+            checked => checked.map_err(told),
+        }
+    }
+}
+
+/// Words for a flag that takes several ranks, where the flag that `what` names gives one or is
+/// missing.
+pub(crate) fn expected_several(ranks: Option<usize>, what: &str) -> String {
+    match ranks {
+        Some(count) => format!("expected {what} of 2 or more, found {count}"),
+        None => format!("expected {what} too, found no such flag"),
+    }
+}
+
+/// The planner with the passes that were asked for.
+///
+/// # Errors
+/// Settings without effect, or that contradict each other, by their flags.
+pub(crate) fn planner(
+    options: &StepOptions,
+    params: &[ParamDesc],
+    topology: Topology,
+    limits: LaunchLimits,
+) -> anyhow::Result<Planner> {
+    options.planner(params, topology, limits).map_err(told)
+}
+
+/// The flag of a setting.
+fn flag_of(name: &str) -> String {
+    format!("--{}", name.replace('_', "-"))
+}
+
+/// A refusal in the words of the command line.
+fn told(error: OptionError) -> anyhow::Error {
+    match error {
+        OptionError::Needs { name, needs } => anyhow!(
+            "{}: expected {} too, without which it has no effect",
+            flag_of(name),
+            flag_of(needs)
+        ),
+        OptionError::Conflict { first, second, why } => {
+            anyhow!("{} and {}: {why}; remove one", flag_of(first), flag_of(second))
+        }
+        OptionError::Unmatched { name, such_as, found, count } => {
+            let error = OptionError::Unmatched { name, such_as, found, count }.to_string();
+            anyhow!("{}", error.replacen(name, &flag_of(name), 1))
+        }
+        error => anyhow!("--{error}"),
+    }
+}
+
+/// The identifiers of a subcommand's flags beyond those of a step of one process.
+pub(crate) fn ids_of_ranks<S: Subcommand>() -> Vec<Id> {
+    let ids_of = |command: Command| -> Vec<Id> {
+        command.get_arguments().map(|arg| arg.get_id().clone()).collect()
+    };
+    let of_step = ids_of(Settings::<Step>::augment_args(Command::new("flags")));
+    let mut ids = ids_of(Settings::<S>::augment_args(Command::new("flags")));
+    ids.retain(|id| !of_step.contains(id));
+    ids
+}
+
+/// Declares a flag for every setting.
+struct Declared<S> {
+    args: Vec<Arg>,
+    of: PhantomData<S>,
+}
+
+impl<S: Subcommand> Visit for Declared<S> {
+    fn row(&mut self, row: Row<'_>) -> Result<(), OptionError> {
+        if !S::has(row.name, row.section) {
+            return Ok(());
+        }
+        let name = row.name;
+        let says = row.says.trim_end_matches('.');
+        let arg = Arg::new(name)
+            .long(name.replace('_', "-"))
+            .value_name(name.to_uppercase())
+            .help_heading(HEADING)
+            .help(says.to_owned());
+        let arg = match row.choices.as_slice() {
+            _ if row.is_switch => arg.action(ArgAction::SetTrue),
+            [] => {
+                let again = if row.is_list { "; may be repeated" } else { "" };
+                let help = format!("{says} ({}{again})", row.range);
+                let action = if row.is_list { ArgAction::Append } else { ArgAction::Set };
+                let parser = move |text: &str| parsed(name, text);
+                arg.help(help).action(action).value_parser(ValueParser::new(parser))
+            }
+            choices => {
+                let values = choices.iter().map(|choice| {
+                    let shown = choice.name.replace('_', "-");
+                    PossibleValue::new(shown).alias(choice.name).help(choice.says)
+                });
+                arg.value_parser(PossibleValuesParser::new(values))
+            }
+        };
+        let arg = match row.value {
+            Some(value) if !row.is_switch => arg.default_value(value.replace('_', "-")),
+            _ => arg,
+        };
+        let earlier = |value: bool| {
+            let of = EARLIER.iter().filter(move |(_, of, _)| *of == name);
+            of.filter(move |(.., stands)| stands.is_some() == value)
+        };
+        self.args.push(arg.aliases(earlier(false).map(|(flag, ..)| *flag)));
+        self.args.extend(
+            earlier(true).map(|(flag, ..)| {
+                Arg::new(*flag).long(*flag).action(ArgAction::SetTrue).hide(true)
+            }),
+        );
+        Ok(())
+    }
+}
+
+/// The text of a setting, if it is in range.
+fn parsed(name: &'static str, text: &str) -> Result<String, String> {
+    let mut set = Set { name, text: text.to_owned(), outcome: Ok(()) };
+    let visited = StepOptions::default().each(&mut set);
+    match set.outcome.and(visited) {
+        Err(OptionError::Range { expected, .. }) => Err(format!("expected {expected}")),
+        // A seed alone is told of once all flags are read.
+        Ok(()) | Err(_) => Ok(text.to_owned()),
+    }
+}
+
+/// Sets one setting from a text.
+struct Set {
+    name: &'static str,
+    text: String,
+    outcome: Result<(), OptionError>,
+}
+
+impl Visit for Set {
+    fn row(&mut self, row: Row<'_>) -> Result<(), OptionError> {
+        if row.name == self.name {
+            self.outcome = (row.set)(&self.text);
+        }
+        Ok(())
+    }
+}
+
+/// Takes what the command line has given.
+struct Taken<'a, S> {
+    matches: &'a ArgMatches,
+    of: PhantomData<S>,
+}
+
+impl<S: Subcommand> Visit for Taken<'_, S> {
+    fn row(&mut self, row: Row<'_>) -> Result<(), OptionError> {
+        if !S::has(row.name, row.section) {
+            return Ok(());
+        }
+        let is_given = |id: &str| self.matches.value_source(id) == Some(ValueSource::CommandLine);
+        for (flag, of, value) in EARLIER {
+            if let Some(value) = value.filter(|_| of == row.name && is_given(flag)) {
+                (row.set)(value)?;
+            }
+        }
+        if !is_given(row.name) {
+            return Ok(());
+        }
+        if row.is_switch {
+            return (row.set)("true");
+        }
+        let has_choices = !row.choices.is_empty();
+        for text in self.matches.get_many::<String>(row.name).into_iter().flatten() {
+            if has_choices {
+                (row.set)(&text.replace('-', "_"))?;
+            } else {
+                (row.set)(text)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<S: Subcommand> Args for Settings<S> {
+    fn augment_args(command: Command) -> Command {
+        let mut declared = Declared { args: Vec::new(), of: PhantomData::<S> };
+        // The defaults are in range.
+        let _ = StepOptions::default().each(&mut declared);
+        let ids: Vec<Id> = declared.args.iter().map(|arg| arg.get_id().clone()).collect();
+        let distinct: HashSet<&Id> = ids.iter().collect();
+        debug_assert_eq!(distinct.len(), ids.len());
+        let command = command.args(declared.args);
+        command.group(ArgGroup::new(GROUP).multiple(true).args(ids))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+
+    fn group_id() -> Option<Id> {
+        Some(Id::from(GROUP))
+    }
+}
+
+impl<S: Subcommand> FromArgMatches for Settings<S> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut given = StepOptions::default();
+        let mut taken = Taken { matches, of: PhantomData::<S> };
+        let refused = given.each(&mut taken).err();
+        Ok(Self { given, refused, of: PhantomData })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Settings that flags give.
+    fn given<S: Subcommand>(args: &[&str]) -> StepOptions {
+        let command = Settings::<S>::augment_args(Command::new("flags").no_binary_name(true));
+        let matches = command.try_get_matches_from(args).expect("flags");
+        let settings = Settings::<S>::from_arg_matches(&matches).expect("values");
+        assert_eq!(settings.refused, None, "{args:?}");
+        settings.given
+    }
+
+    /// Every row, with a value that is not its default.
+    struct Each(Vec<(&'static str, Section, String)>);
+
+    impl Visit for Each {
+        fn row(&mut self, row: Row<'_>) -> Result<(), OptionError> {
+            let other = row.choices.iter().find(|choice| Some(choice.name) != row.value.as_deref());
+            let text = match (row.name, other) {
+                (_, Some(choice)) => choice.name.to_owned(),
+                ("schedule", _) => "constant".to_owned(),
+                ("lr_scale" | "weight_decay_of", _) => "w=2".to_owned(),
+                ("trust_of", _) => "w=plain".to_owned(),
+                ("exclude" | "distributed", _) => "w".to_owned(),
+                _ if row.is_switch => "true".to_owned(),
+                ("accumulate" | "zero" | "rounding_seed" | "local_sgd_begin", _) => "2".to_owned(),
+                _ => "4".to_owned(),
+            };
+            self.0.push((row.name, row.section, text));
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn every_setting_is_a_flag_of_a_run_and_sets_what_the_table_sets() {
+        let mut each = Each(Vec::new());
+        StepOptions::default().each(&mut each).expect("defaults");
+        for (name, section, text) in each.0 {
+            if !Train::has(name, section) {
+                assert!(["threads", "distributed"].contains(&name), "{name} is no flag");
+                continue;
+            }
+            let mut expected = StepOptions::default();
+            // A seed is refused without what it is a seed of.
+            let before: &[&str] = if name == "rounding_seed" { &["stochastic"] } else { &[] };
+            for text in before {
+                let (text, name) = ((*text).to_owned(), "rounding");
+                expected.each(&mut Set { name, text, outcome: Ok(()) }).expect("a row");
+            }
+            let mut set = Set { name, text: text.clone(), outcome: Ok(()) };
+            expected.each(&mut set).expect("a row");
+            assert_eq!(set.outcome, Ok(()), "{name}");
+            assert_ne!(expected, StepOptions::default(), "{name}");
+            let flag = flag_of(name);
+            let shown = text.replace('_', "-");
+            let mut args = vec![flag.as_str()];
+            args.extend((text != "true").then_some(shown.as_str()));
+            args.extend(before.iter().flat_map(|text| ["--rounding", text]));
+            assert_eq!(given::<Train>(&args), expected, "{args:?}");
+        }
+    }
+
+    #[test]
+    fn earlier_flags_set_what_they_did() {
+        for (earlier, now) in [
+            (&["--apart"][..], &["--separate"][..]),
+            (&["--table", "auto"], &["--tables", "auto"]),
+            (&["--rings", "3"], &["--comm-streams", "3"]),
+            (&["--gradient-merge", "3"], &["--accumulate", "3"]),
+            (&["--reduce-each"], &["--reduced", "per-micro-step"]),
+            (&["--merge-reduce-each"], &["--reduced", "per_micro_step"]),
+            (&["--adaptive"], &["--local-sgd-interval", "adaptive"]),
+        ] {
+            assert_eq!(given::<Train>(earlier), given::<Train>(now), "{earlier:?}");
+            assert_ne!(given::<Train>(now), StepOptions::default(), "{now:?}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Flags that would do nothing are refused, and say what would work.
+
+use std::fs;
+
+use crate::messages::shapes;
+use crate::{Folder, ok, refused, text};
+
+/// Requires that a command is refused with these words, and taken with `more`.
+fn refuses(command: &[&str], said: &[&str], more: &[&str]) {
+    let error = refused(command);
+    for said in said {
+        assert!(error.contains(said), "{command:?}: {error}\nlacks {said}");
+    }
+    ok(&[command, more].concat());
+}
+
+#[test]
+fn flags_of_ranks_ask_for_ranks() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let plan = ["plan", text(&shapes)];
+    let train = ["train", "--epochs", "1"];
+    for flags in [
+        &["--zero", "2"][..],
+        &["--bucket-cap-mib", "1"],
+        &["--comm-streams", "1"],
+        &["--accumulate", "2", "--reduced", "per-micro-step"],
+        &["--local-sgd", "2"],
+    ] {
+        let named = flags.iter().rfind(|flag| flag.starts_with("--")).unwrap();
+        for (base, several, of) in
+            [(&plan[..], ["--world", "2"], "--world"), (&train, ["--ranks", "2"], "--ranks")]
+        {
+            let said = format!("{named}: expected {of}");
+            refuses(&[base, flags].concat(), &[&said, "no effect on one rank"], &several);
+        }
+    }
+    for command in [&plan[..], &train] {
+        let error = refused(&[command, &["--zero", "1", "--shard-group", "2"]].concat());
+        assert!(error.contains("--zero: expected --"), "{error}");
+        // Sums over micro-steps and updates in backward are for one rank, too.
+        ok(&[command, &["--accumulate", "2"]].concat());
+        ok(&[command, &["--update-in-backward", "--bucket-cap-mib", "0.01"]].concat());
+    }
+}
+
+#[test]
+fn flags_of_several_ranks_are_refused_on_one() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let bench = ["bench", text(&shapes)];
+    let collective = ["bench", "--collective", "all-reduce"];
+    let check = ["check", "--engine", "thread"];
+    for command in [&["train"][..], &bench, &collective, &check] {
+        let error = refused(&[command, &["--ranks", "1", "--timeout", "5"]].concat());
+        let said = "--timeout: expected --ranks of 2 or more, found 1; one rank waits for nobody";
+        assert!(error.contains(said), "{command:?}: {error}");
+    }
+    let error = refused(&["train", "--ranks", "1", "--compare-parameters", "5"]);
+    let said = "--compare-parameters: expected --ranks of 2 or more, found 1";
+    assert!(error.contains(said), "{error}");
+    // An engine alone is no number of ranks.
+    for engine in ["thread", "processes"] {
+        let train = ["train", "--epochs", "1", "--engine", engine];
+        for flags in [
+            &["--zero", "2"][..],
+            &["--bucket-cap-mib", "1"],
+            &["--comm-streams", "1"],
+            &["--local-sgd", "2"],
+            &["--separate"],
+            &["--compare-parameters", "5"],
+            &["--timeout", "5"],
+            &["--flight-recorder", "recorder"],
+        ] {
+            let error = refused(&[&train[..], flags].concat());
+            let said = "expected --ranks too, found no such flag; ";
+            assert!(error.contains(said) && error.contains("one rank"), "{flags:?}: {error}");
+            assert!(error.contains(flags[0]), "{flags:?}: {error}");
+        }
+        ok(&train);
+        ok(&[&train[..], &["--ranks", "2", "--timeout", "60"]].concat());
+    }
+}
+
+#[test]
+fn every_rank_has_a_sample() {
+    let error = refused(&["train", "--ranks", "4", "--batch", "3"]);
+    assert!(error.contains("--batch") && error.contains("4 ranks") && error.contains("found 3"));
+    ok(&["train", "--ranks", "3", "--batch", "3", "--epochs", "1"]);
+}
+
+#[test]
+fn flags_that_others_leave_without_effect_are_refused() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let plan = ["plan", text(&shapes)];
+    let ranks = ["plan", text(&shapes), "--world", "2"];
+    for (base, flags, said) in [
+        (&ranks[..], &["--apart", "--naive"][..], "--separate and --naive: the second"),
+        (&ranks, &["--apart", "--comm-streams", "2"], "--separate and --comm-streams: w"),
+        (&ranks, &["--bucket-cap-mib", "1", "--naive"], "--bucket-cap-mib and --naive: the s"),
+        (&plan, &["--rounding-seed", "3"], "--rounding-seed: expected --rounding too"),
+        (&plan, &["--optimizer", "lars", "--excluded", "trust-ratio"], "--excluded: expected"),
+        (&plan, &["--optimizer", "sgd", "--exclude", "w"], "--exclude `w`: expected a --weight-d"),
+        (&plan, &["--weight-decay", "0", "--exclude", "w"], "--exclude `w`: expected a --weight-d"),
+        (&plan, &["--optimizer", "sgd", "--decay", "decoupled"], "--decay: expected a --weight-d"),
+    ] {
+        let error = refused(&[base, flags].concat());
+        assert!(error.contains(said), "{flags:?}: {error}");
+    }
+    ok(&[&plan[..], &["--optimizer", "lars", "--exclude", "w", "--weight-decay", "0"]].concat());
+}
+
+#[test]
+fn a_dtype_is_for_tensors_that_state_none() {
+    let folder = Folder::new();
+    let (model, _) = folder.model();
+    let path = folder.path("own.json");
+    fs::write(&path, r#"[{"name":"w","shape":[2],"dtype":"f16"}]"#).unwrap();
+    for model in [&model, &path] {
+        for command in ["plan", "bench"] {
+            let error = refused(&[command, text(model), "--dtype", "bf16"]);
+            assert!(
+                error.contains("--dtype: expected shapes without a dtype of their own"),
+                "{error}"
+            );
+        }
+    }
+    fs::write(&path, r#"[{"name":"w","shape":[2],"dtype":"f16"},{"name":"v","shape":[2]}]"#)
+        .unwrap();
+    let plan = ok(&["plan", text(&path), "--dtype", "bf16"]);
+    assert!(plan.contains("bf16") && plan.contains("f16"), "{plan}");
+}
+
+#[test]
+fn what_peers_do_not_know_is_refused_beside_them() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    for flags in [
+        &["--exclude", "w"][..],
+        &["--schedule", "warmup:3"],
+        &["--update-norms"],
+        &["--state-dtype", "bf16"],
+    ] {
+        for peer in [&["--peer", "candle"][..], &["--peers"]] {
+            let error = refused(&[&["bench", text(&shapes)], flags, peer].concat());
+            assert!(error.contains("expected a plain step") && error.contains(flags[0]), "{error}");
+        }
+    }
+}
+
+#[test]
+fn tensors_without_elements_are_no_step_of_candle_s() {
+    let folder = Folder::new();
+    let path = folder.path("empty.json");
+    fs::write(&path, r#"{"empty":[0,3],"w":[3]}"#).unwrap();
+    let timed = ok(&["bench", text(&path), "--rounds", "1", "--peer", "candle"]);
+    assert!(timed.contains("candle's AdamW"), "{timed}");
+}

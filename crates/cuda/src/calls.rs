@@ -1,0 +1,163 @@
+//! The calls of a backend, each handed to the module that enqueues it.
+
+use fusestep_launch::{
+    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, GroupValues, Launch,
+    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SquareSum,
+};
+
+use crate::backend::CudaBackend;
+use crate::buffer::DeviceBuffer;
+use crate::{NAME, Result, gradient_sums, graph, launch, leaves, reduce, resident, tensor_sums};
+
+impl Backend for CudaBackend {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn device(&self) -> Option<u32> {
+        Some(self.session.info.ordinal)
+    }
+
+    fn limits(&self) -> LaunchLimits {
+        self.limits
+    }
+
+    fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
+        Ok(Box::new(DeviceBuffer::zeroed(&self.session, len_bytes)?))
+    }
+
+    fn write(&self, buffer: &mut dyn Buffer, offset_bytes: usize, bytes: &[u8]) -> Result<()> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.write(offset_bytes, bytes)
+    }
+
+    fn copy(
+        &self,
+        (from, from_offset_bytes): (&dyn Buffer, usize),
+        (to, to_offset_bytes): (&mut dyn Buffer, usize),
+        len_bytes: usize,
+    ) -> Result<()> {
+        let from = (DeviceBuffer::of(&self.session, from)?, from_offset_bytes);
+        let to = DeviceBuffer::of_mut(&self.session, to)?;
+        to.copy_from(to_offset_bytes, from, len_bytes)
+    }
+
+    fn add_gradients(&self, sums: Accumulate<'_>) -> Result<()> {
+        gradient_sums::enqueue(self, sums)
+    }
+
+    fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<()> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.hand_over()
+    }
+
+    fn take_back(&self, buffer: &mut dyn Buffer) -> Result<()> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.take_back()
+    }
+
+    fn read(&self, buffer: &dyn Buffer, offset_bytes: usize, bytes: &mut [u8]) -> Result<()> {
+        DeviceBuffer::of(&self.session, buffer)?.read(offset_bytes, bytes)
+    }
+
+    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        launch::launch(self, launch)
+    }
+
+    fn leaf_squares(&self, leaves: LeafSquares<'_>, sums: &mut [SquareSum]) -> Result<()> {
+        leaves::squares(self, leaves, sums)
+    }
+
+    fn leaf_squares_into(
+        &self,
+        leaves: LeafSquares<'_>,
+        into: (&mut dyn Buffer, u64),
+    ) -> Result<()> {
+        leaves::squares_into(self, leaves, into)
+    }
+
+    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<()> {
+        leaves::enqueue_fold(self, fold)
+    }
+
+    fn zero(&self, buffer: &mut dyn Buffer) -> Result<()> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.zero()
+    }
+
+    fn leaf_sums(&self, launch: &Launch<'_>, sums: &mut [[f64; MAX_SUMS]]) -> Result<()> {
+        leaves::sums(self, launch, sums)
+    }
+
+    fn leaf_sums_into(&self, launch: &Launch<'_>, rows: (&mut dyn Buffer, u64)) -> Result<()> {
+        tensor_sums::enqueue_leaf_sums(self, launch, rows)
+    }
+
+    fn place_leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        values: &[GroupValues],
+        rows: (&dyn Buffer, u64),
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(Some(Box::new(resident::place_leaves(self, launch, values, rows)?)))
+    }
+
+    fn leaf_sums_of_table(&self, launch: &Launch<'_>, table: &dyn ResidentTable) -> Result<()> {
+        resident::launch::enqueue_leaves(self, launch, table)
+    }
+
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        reduce::reduce(self, reduce)
+    }
+
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        reduce::conclude(self, conclude)
+    }
+
+    fn place_table(
+        &self,
+        launch: &Launch<'_>,
+        values: &[GroupValues],
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(Some(Box::new(resident::place_launch(self, launch, values)?)))
+    }
+
+    fn launch_table(
+        &self,
+        launch: Launch<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        resident::launch::enqueue(self, &launch, table)
+    }
+
+    fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<()> {
+        resident::set_lr(self, table, lr)
+    }
+
+    fn place_reduction(
+        &self,
+        reduce: &Reduce<'_>,
+    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+        Ok(Some(Box::new(resident::place_reads(self, reduce)?)))
+    }
+
+    fn reduce_table(
+        &self,
+        reduce: Reduce<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        resident::launch::enqueue_reads(self, &reduce, table)
+    }
+
+    fn capture(
+        &self,
+        enqueue: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Box<dyn Graph>, BackendError> {
+        Ok(Box::new(graph::record(self, enqueue)?))
+    }
+
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        self.kernels().take_skipped()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.session.synchronize()
+    }
+}

@@ -1,0 +1,66 @@
+//! Errors of settings.
+
+use fusestep_tensor::Quoted;
+use thiserror::Error;
+
+/// A setting that cannot be had; names are those of [`crate::StepOptions::each`].
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum OptionError {
+    /// A value out of range.
+    #[error("{name}: expected {expected}, found `{found}`")]
+    Range {
+        /// The setting.
+        name: &'static str,
+        /// Values that it can have.
+        expected: String,
+        /// The value given.
+        found: String,
+    },
+    /// Two settings that contradict each other.
+    #[error("{first} and {second}: {why}; remove one")]
+    Conflict {
+        /// The setting whose row names the conflict.
+        first: &'static str,
+        /// The other setting.
+        second: &'static str,
+        /// The reason.
+        why: &'static str,
+    },
+    /// A part of a name that no parameter has.
+    #[error(
+        "{name}: expected a part of a parameter's name such as `{such_as}`, found `{found}`, which \
+         is in none of {count}; leave it out",
+        such_as = Quoted(such_as),
+        found = Quoted(found)
+    )]
+    Unmatched {
+        /// The setting.
+        name: &'static str,
+        /// A parameter's name.
+        such_as: String,
+        /// The text.
+        found: String,
+        /// The number of parameters.
+        count: usize,
+    },
+    /// A setting of many ranks where one trains alone.
+    #[error(
+        "{name} of {found}: expected an optimizer on ranks, found one that has joined none; build \
+         it with `.on(comm)`, `Solo` for one process, or leave {name} out"
+    )]
+    NeedsRanks {
+        /// The setting.
+        name: &'static str,
+        /// Its value.
+        found: String,
+    },
+    /// A setting that has no effect without another.
+    #[error("{name}: expected {needs} too, without which it has no effect")]
+    Needs {
+        /// The setting.
+        name: &'static str,
+        /// The setting that is missing.
+        needs: &'static str,
+    },
+}

@@ -1,0 +1,17 @@
+//! Settings of a step, each once: name, value, default, range, sentence and conflicts.
+
+mod check;
+mod choice;
+mod error;
+mod of_params;
+mod planner;
+mod row;
+mod step_options;
+mod text;
+
+pub use check::Changed;
+pub use choice::Named;
+pub use error::OptionError;
+pub use of_params::{Names, OfParams, OwnRule, PrecisionOf};
+pub use row::{Alone, Conflict, Row, Section, Visit};
+pub use step_options::StepOptions;

@@ -1,0 +1,298 @@
+//! From settings to a planner.
+
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
+
+use fusestep_collective::{CollectiveError, Communicator};
+use fusestep_launch::LaunchLimits;
+use fusestep_planner::{
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseBroadcast, FuseReduceIntoUpdate,
+    GradientAccumulation, LocalSgd, LossScaling, Ownership, PlanError, Planner, Reach, Shard,
+    TableKind, Topology, UpdateInBackward, UpdateNorms, ZeroStage,
+};
+use fusestep_tensor::ParamDesc;
+
+use super::{Changed, Names, OfParams, OptionError, OwnRule, Section, StepOptions};
+
+/// Bytes of a MiB.
+const MIB: f64 = 1_048_576.0;
+
+impl StepOptions {
+    /// The planner with every pass asked for; the only function that makes one of settings.
+    ///
+    /// # Errors
+    /// As [`StepOptions::check`].
+    pub fn planner(
+        &self,
+        params: &[ParamDesc],
+        topology: Topology,
+        limits: LaunchLimits,
+    ) -> Result<Planner, OptionError> {
+        self.check(topology.world)?;
+        let mut planner = Planner::new(self.rule)
+            .limits(self.limits(limits))
+            .precision(self.precision)
+            .table(self.tables);
+        for of in &self.precision_of {
+            planner = planner.precision_of(of.dtype, of.precision);
+        }
+        for (group, names) in self.groups.iter().zip(self.names_of_groups(params)) {
+            planner = planner.group(names, group.rule);
+        }
+        if let Some(schedule) = &self.schedule {
+            planner = planner.schedule(schedule.clone());
+        }
+        if self.naive {
+            planner = planner.naive();
+        }
+        Ok(self.with_calls(self.with_gradients(planner), topology))
+    }
+
+    /// The first setting that takes norms or counts of all gradients of a step, if one is set.
+    pub fn takes_all_gradients(&self) -> Option<&'static str> {
+        let clips = self.clip_norm.map(|_| "clip_norm");
+        clips.or(self.loss_scale.map(|_| "loss_scale"))
+    }
+
+    /// Whether every micro-step is an update.
+    pub fn is_update_each(&self) -> bool {
+        self.accumulate == 1
+    }
+
+    /// Refuses settings without effect where one process lends its tensors for each step: those of
+    /// many ranks, and sums over micro-steps, updates in backward and resident tables, which need
+    /// tensors of the optimizer's own.
+    ///
+    /// # Errors
+    /// [`OptionError::NeedsRanks`] names the first.
+    pub fn check_borrowed(&self) -> Result<(), OptionError> {
+        let own = self.changed()?.into_iter().find(|changed| {
+            let of_own = [Section::MicroSteps, Section::Backward];
+            let is_resident = changed.name == "tables" && self.tables == TableKind::Resident;
+            of_own.contains(&changed.section) || is_resident
+        });
+        match own {
+            Some(Changed { name, .. }) => Err(OptionError::NeedsRanks {
+                name,
+                found: self.value_of(name)?.unwrap_or_default(),
+            }),
+            None => self.check_alone(),
+        }
+    }
+
+    /// These settings without those that [`StepOptions::check_borrowed`] refuses, for a plan of
+    /// tensors that one process lends.
+    pub fn borrowing(&self) -> Self {
+        let usual = Self::of(self.rule);
+        Self {
+            accumulate: usual.accumulate,
+            accumulated: usual.accumulated,
+            reduced: usual.reduced,
+            zero: usual.zero,
+            shard_group: usual.shard_group,
+            owners: usual.owners,
+            broadcast_cap_mib: usual.broadcast_cap_mib,
+            bucket_cap_mib: usual.bucket_cap_mib,
+            comm_streams: usual.comm_streams,
+            separate: usual.separate,
+            update_in_backward: usual.update_in_backward,
+            local_sgd: usual.local_sgd,
+            local_sgd_begin: usual.local_sgd_begin,
+            local_sgd_averaged: usual.local_sgd_averaged,
+            local_sgd_interval: usual.local_sgd_interval,
+            distributed: usual.distributed,
+            initial: usual.initial,
+            tables: match self.tables {
+                TableKind::Resident => TableKind::Arguments,
+                other => other,
+            },
+            ..self.clone()
+        }
+    }
+
+    /// Slices of all ranks, which tell each other their shapes here; none where no parameter is
+    /// distributed. They are a pass to add to the planner of many ranks, which have compared their
+    /// settings ([`StepOptions::compare`]) before.
+    ///
+    /// # Errors
+    /// Names that are not alike on all ranks, or that no parameter has; calls that fail.
+    pub fn slices(
+        &self,
+        params: &[ParamDesc],
+        comm: &mut dyn Communicator,
+    ) -> Result<Option<Distributed>, PlanError> {
+        if self.distributed.is_empty() {
+            return Ok(None);
+        }
+        let names = self.distributed.iter().cloned().collect();
+        Distributed::of_ranks(&names, params, &mut Comms::direct(comm)).map(Some)
+    }
+
+    /// Compares what decides the first calls of ranks.
+    ///
+    /// # Errors
+    /// [`PlanError::RanksDiffer`] names the setting; calls that fail.
+    pub fn compare(&self, comm: &mut dyn Communicator) -> Result<(), PlanError> {
+        let streams = self.streams(Topology::of(comm)).to_string();
+        let distributed = Distributed::told(&self.distributed.iter().cloned().collect());
+        let initial = self.initial.to_string();
+        let fields =
+            [("comm_streams", streams), (Distributed::FIELD, distributed), ("initial", initial)];
+        Comms::direct(comm).compare(&fields)
+    }
+
+    /// The calls of a rank's steps, on its communication streams and in its shard groups; all ranks
+    /// make them together.
+    ///
+    /// # Errors
+    /// A world that is no multiple of the shard group; streams that cannot be had.
+    pub fn comms<'a>(&self, comm: &'a mut dyn Communicator) -> Result<Comms<'a>, CollectiveError> {
+        let streams = self.streams(Topology::of(comm));
+        match self.shard_group.and_then(NonZeroUsize::new) {
+            Some(group) => Comms::in_groups(comm, group, streams),
+            None => Ok(Comms::with_streams(comm, streams)?.reducing_when_full()),
+        }
+    }
+
+    /// These settings with every reduction, update and gather a stage of its own, as a naive plan
+    /// has them in any case.
+    pub fn in_parts(&self) -> Self {
+        Self { separate: !self.naive, comm_streams: None, ..self.clone() }
+    }
+
+    /// Communication streams of a rank: as asked for, else none where ranks see each other's
+    /// memory, since there the reduction is part of the update and has nothing to hide behind.
+    pub fn streams(&self, topology: Topology) -> usize {
+        let default = match topology.reach {
+            Reach::Calls if !self.naive => Comms::DEFAULT_STREAMS,
+            Reach::Calls | Reach::SharedMemory => 0,
+        };
+        self.comm_streams.unwrap_or(default)
+    }
+
+    /// These limits, with the bytes of arguments that were asked for.
+    pub fn limits(&self, limits: LaunchLimits) -> LaunchLimits {
+        let argument_bytes = self.argument_bytes.unwrap_or(limits.argument_bytes);
+        LaunchLimits { argument_bytes, ..limits }
+    }
+
+    /// Writes settings of some parameters into their descriptors.
+    ///
+    /// # Errors
+    /// [`OptionError::Unmatched`] names a part of a name that no parameter has.
+    pub fn describe(&self, params: &mut [ParamDesc]) -> Result<(), OptionError> {
+        let mut each = |name, pattern: &str, change: &dyn Fn(&mut ParamDesc)| {
+            let count = params.len();
+            let mut matches = params.iter_mut().filter(|param| param.name.contains(pattern));
+            match matches.next() {
+                Some(first) => change(first),
+                None => {
+                    let such_as = params.first().map(|param| param.name.clone());
+                    let (such_as, found) = (such_as.unwrap_or_default(), pattern.to_owned());
+                    return Err(OptionError::Unmatched { name, such_as, found, count });
+                }
+            }
+            matches.for_each(change);
+            Ok(())
+        };
+        for pattern in &self.exclude {
+            each("exclude", pattern, &|param| param.weight_decay = Some(0.0))?;
+        }
+        for OfParams { pattern, value } in &self.weight_decay_of {
+            each("weight_decay_of", pattern, &|param| param.weight_decay = Some(*value))?;
+        }
+        for OfParams { pattern, value } in &self.lr_scale {
+            each("lr_scale", pattern, &|param| param.lr_scale = *value)?;
+        }
+        for OfParams { pattern, value } in &self.trust_of {
+            each("trust_of", pattern, &|param| param.trust = Some(*value))?;
+        }
+        for own in &self.groups {
+            if let Names::Containing(parts) = &own.of {
+                parts.iter().try_for_each(|part| each("groups", part, &|_| {}))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The names of every group's parameters; a parameter that several groups' parts are in belongs
+    /// to the first of them.
+    fn names_of_groups(&self, params: &[ParamDesc]) -> Vec<Vec<String>> {
+        let has = |own: &OwnRule, name: &str| match &own.of {
+            Names::Whole(names) => names.iter().any(|whole| whole == name),
+            Names::Containing(parts) => parts.iter().any(|part| name.contains(part.as_str())),
+        };
+        let first = |name: &str| self.groups.iter().position(|own| has(own, name));
+        let names = || params.iter().map(|param| &param.name);
+        let mut of_groups = Vec::new();
+        for own in &self.groups {
+            let at = of_groups.len();
+            of_groups.push(match &own.of {
+                Names::Whole(names) => names.clone(),
+                Names::Containing(_) => {
+                    names().filter(|name| first(name) == Some(at)).cloned().collect()
+                }
+            });
+        }
+        of_groups
+    }
+
+    /// Adds what is done to all gradients of a step, and to its micro-steps.
+    fn with_gradients(&self, mut planner: Planner) -> Planner {
+        if let Some(max_norm) = self.clip_norm {
+            planner = planner.with(ClipByGlobalNorm::new(max_norm));
+        }
+        if let Some(scale) = self.loss_scale {
+            planner = planner.with(LossScaling::from(scale));
+        }
+        if self.update_norms {
+            planner = planner.with(UpdateNorms);
+        }
+        if let Some(every) = NonZeroU32::new(self.accumulate).filter(|every| every.get() > 1) {
+            let (accumulated, reduced) = (self.accumulated, self.reduced);
+            planner = planner.with(GradientAccumulation { every, accumulated, reduced });
+        }
+        planner
+    }
+
+    /// Adds what ranks share out and how they reduce.
+    fn with_calls(&self, mut planner: Planner, topology: Topology) -> Planner {
+        if let Some(every) = self.local_sgd.and_then(NonZeroU64::new) {
+            planner = planner.with(LocalSgd {
+                every,
+                begin: self.local_sgd_begin,
+                averaged: self.local_sgd_averaged,
+                interval: self.local_sgd_interval,
+            });
+        }
+        let zero = ZeroStage::of(self.zero).unwrap_or_default();
+        if zero != ZeroStage::None {
+            let shard = Shard::new(zero).ownership(self.owners);
+            // An optimizer is planned for one rank before it joins others; `comms` refuses a group
+            // that their world does not hold.
+            let group = self.shard_group.filter(|_| topology.world > 1);
+            planner = planner.with(match group.and_then(NonZeroUsize::new) {
+                Some(group) => shard.group(group),
+                None => shard,
+            });
+        }
+        let bytes = |mib: f64| (mib * MIB) as u64;
+        let cap_bytes = self.bucket_cap_mib.map_or(FuseAllReduce::DEFAULT_CAP_BYTES, bytes);
+        if self.update_in_backward {
+            planner = planner.with(UpdateInBackward::of_bytes(cap_bytes));
+        }
+        // One rank reduces nothing; notes that say so would only be in the way.
+        if topology.world == 1 || self.naive {
+            return planner;
+        }
+        planner = planner.with(FuseAllReduce::of_bytes(cap_bytes));
+        if self.owners == Ownership::Tensors {
+            let cap_bytes = self.broadcast_cap_mib.map(bytes);
+            planner = planner
+                .with(cap_bytes.map_or_else(FuseBroadcast::default, FuseBroadcast::of_bytes));
+        }
+        if self.streams(topology) == 0 && !self.separate {
+            planner = planner.with(FuseReduceIntoUpdate);
+        }
+        planner
+    }
+}

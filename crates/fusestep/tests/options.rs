@@ -1,0 +1,279 @@
+//! The table of settings: ranges, refusals, and the page drawn from it.
+
+use std::collections::HashSet;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use fusestep::launch::LaunchLimits;
+use fusestep::planner::{Reach, Topology};
+use fusestep::{
+    AdamW, Alone, Cpu, DType, OptionError, ParamDesc, Row, Section, Shape, StepOptions, Visit,
+};
+
+/// Sets one setting from a text.
+struct Set<'a> {
+    name: &'a str,
+    text: &'a str,
+}
+
+impl Visit for Set<'_> {
+    fn row(&mut self, row: Row<'_>) -> Result<(), OptionError> {
+        if row.name == self.name { (row.set)(self.text) } else { Ok(()) }
+    }
+}
+
+fn set(options: &mut StepOptions, name: &str, text: &str) -> Result<(), OptionError> {
+    options.each(&mut Set { name, text })
+}
+
+/// Options with these settings.
+fn with(settings: &[[&str; 2]]) -> StepOptions {
+    let mut options = StepOptions::default();
+    for [name, text] in settings {
+        set(&mut options, name, text).expect("a value in range");
+    }
+    options
+}
+
+fn refusal(settings: &[[&str; 2]], ranks: usize) -> Option<String> {
+    with(settings).check(ranks).err().map(|error| error.to_string())
+}
+
+/// Every row, by what the page says of it.
+#[derive(Default)]
+struct Page {
+    names: Vec<&'static str>,
+    section: Option<Section>,
+    text: String,
+}
+
+impl Visit for Page {
+    fn row(&mut self, row: Row<'_>) -> Result<(), OptionError> {
+        self.names.push(row.name);
+        if self.section != Some(row.section) {
+            self.section = Some(row.section);
+            let title = row.section.title();
+            write!(self.text, "\n## {title}\n\n{COLUMNS}").expect("a string takes any text");
+        }
+        assert!(row.says.ends_with('.') && !row.says.is_empty(), "{}: {}", row.name, row.says);
+        let default = row.value.unwrap_or_else(|| "none".to_owned());
+        let range = match row.choices.as_slice() {
+            [] => row.range.into_owned(),
+            choices => {
+                let texts = choices.iter().map(|named| format!("`{}`: {}", named.name, named.says));
+                texts.collect::<Vec<_>>().join("; ")
+            }
+        };
+        let mut notes = Vec::new();
+        match row.alone {
+            Alone::Acts => {}
+            Alone::ActsWith(other) => notes.push(format!("ranks, or `{other}`")),
+            Alone::Idle => notes.push("ranks".to_owned()),
+        }
+        notes.extend(row.needs.map(|needs| format!("has no effect without `{needs}`")));
+        notes.extend(row.conflicts.iter().map(|conflict| {
+            let at = match (conflict.at, conflict.except) {
+                (Some(at), _) => format!(" {at}"),
+                (None, Some(except)) => format!(" other than {except}"),
+                (None, None) => String::new(),
+            };
+            let ranks = if conflict.from_ranks > 1 { ", on several ranks" } else { "" };
+            format!("not with `{}`{at}{ranks}: {}", conflict.with, conflict.why)
+        }));
+        let notes = notes.join("; ");
+        let (name, says) = (row.name, row.says);
+        writeln!(self.text, "| `{name}` | {default} | {range} | {says} | {notes} |")
+            .expect("a string takes any text");
+        Ok(())
+    }
+}
+
+#[test]
+fn names_are_distinct_and_each_default_is_in_range() {
+    let mut page = Page::default();
+    StepOptions::default().each(&mut page).expect("a page");
+    let distinct: HashSet<_> = page.names.iter().collect();
+    assert_eq!(distinct.len(), page.names.len());
+    StepOptions::default().check(4).expect("defaults");
+}
+
+#[test]
+fn values_out_of_range_are_refused_by_name() {
+    for [name, text] in [
+        ["clip_norm", "0"],
+        ["clip_norm", "NaN"],
+        ["loss_scale", "3"],
+        ["accumulate", "0"],
+        ["accumulate", "1.5"],
+        ["accumulated", "median"],
+        ["zero", "4"],
+        ["shard_group", "0"],
+        ["bucket_cap_mib", "-1"],
+        ["comm_streams", "1025"],
+        ["local_sgd", "0"],
+        ["update_norms", "yes"],
+        ["threads", "0"],
+        ["schedule", "warmup"],
+        ["exclude", ""],
+        ["lr_scale", "bias"],
+        ["trust_of", "bias=none"],
+    ] {
+        let mut options = StepOptions::default();
+        let error = set(&mut options, name, text).expect_err(name).to_string();
+        assert!(error.starts_with(&format!("{name}: expected ")), "{error}");
+        assert!(error.ends_with(&format!("found `{text}`")), "{error}");
+        assert_eq!(options, StepOptions::default(), "{name} {text}");
+    }
+}
+
+#[test]
+fn fields_out_of_range_are_refused_when_a_planner_is_made() {
+    let options = StepOptions { zero: 7, ..StepOptions::default() };
+    let error = options.planner(&[], Topology::SOLO, LaunchLimits::default()).expect_err("stage 7");
+    assert_eq!(error.to_string(), "zero: expected a whole number from 0 to 3, found `7`");
+}
+
+#[test]
+fn settings_without_effect_are_refused() {
+    for ([name, text], needs) in [
+        (["accumulated", "sum"], "accumulate"),
+        (["reduced", "per_micro_step"], "accumulate"),
+        (["shard_group", "2"], "zero"),
+        (["owners", "tensors"], "zero"),
+        (["local_sgd_begin", "5"], "local_sgd"),
+        (["local_sgd_interval", "adaptive"], "local_sgd"),
+    ] {
+        let found = refusal(&[[name, text]], 4);
+        let expected = format!("{name}: expected {needs} too, without which it has no effect");
+        assert_eq!(found, Some(expected));
+    }
+    assert_eq!(refusal(&[["accumulated", "sum"], ["accumulate", "2"]], 4), None);
+    assert_eq!(refusal(&[["shard_group", "2"], ["zero", "1"]], 4), None);
+}
+
+#[test]
+fn settings_that_contradict_are_refused_by_both_names() {
+    let in_backward = ["update_in_backward", "true"];
+    for other in [["clip_norm", "1"], ["loss_scale", "dynamic"], ["update_norms", "true"]] {
+        let found = refusal(&[in_backward, other], 1).expect("a conflict");
+        assert!(found.starts_with(&format!("update_in_backward and {}: ", other[0])), "{found}");
+    }
+    assert!(refusal(&[in_backward, ["zero", "3"]], 2).is_some());
+    assert_eq!(refusal(&[in_backward, ["zero", "2"]], 2), None);
+    assert_eq!(refusal(&[in_backward, ["zero", "3"]], 1), None);
+    assert!(refusal(&[["local_sgd", "4"], ["zero", "1"]], 1).is_some());
+    assert!(refusal(&[["separate", "true"], ["naive", "true"]], 2).is_some());
+    assert!(refusal(&[["separate", "true"], ["comm_streams", "2"]], 2).is_some());
+    assert_eq!(refusal(&[["separate", "true"], ["comm_streams", "0"]], 2), None);
+}
+
+#[test]
+fn settings_of_ranks_are_refused_in_a_process_alone() {
+    for [name, text] in [
+        ["zero", "1"],
+        ["bucket_cap_mib", "0.5"],
+        ["comm_streams", "0"],
+        ["separate", "true"],
+        ["local_sgd", "4"],
+        ["distributed", "head"],
+        ["initial", "own_and_equal"],
+    ] {
+        let error = with(&[[name, text]]).check_alone().expect_err(name).to_string();
+        let expected = format!("{name} of {text}: expected an optimizer on ranks");
+        assert!(error.starts_with(&expected), "{error}");
+    }
+    let in_backward = with(&[["bucket_cap_mib", "0.5"], ["update_in_backward", "true"]]);
+    assert_eq!(in_backward.check_alone(), Ok(()));
+    assert_eq!(with(&[["clip_norm", "1"], ["accumulate", "4"]]).check_alone(), Ok(()));
+}
+
+#[test]
+fn shard_groups_change_no_bit() {
+    let shape = Shape::new([300]).expect("a shape");
+    let params = [ParamDesc::new("w", shape, DType::F32)];
+    let trained = |group: Option<usize>| {
+        let ranks = fusestep::threads(4, |comm| {
+            let rank = comm.rank();
+            let built = AdamW::new(1e-2).options(|step| (step.zero, step.shard_group) = (1, group));
+            let mut optimizer = built.build(&params, Cpu::new())?.on(comm)?;
+            for step in 0..3 {
+                let gradient = vec![(rank + 1) as f32 * (step as f32 - 0.5); 300];
+                optimizer.push_grad("w", &gradient)?;
+                optimizer.step()?;
+            }
+            Ok::<_, fusestep::Error>(optimizer.param::<f32>("w")?.to_vec())
+        });
+        ranks.expect("four ranks")
+    };
+    let whole = trained(None);
+    assert!(whole.iter().all(|param| *param == whole[0]));
+    // Small integers times halves: sums in groups and across them are exact.
+    assert_eq!(trained(Some(2)), whole);
+}
+
+#[test]
+fn threads_are_the_device_s() {
+    let params = [ParamDesc::new("w", Shape::new([3]).expect("a shape"), DType::F32)];
+    let built = AdamW::new(1e-2).options(|step| step.threads = Some(2)).build(&params, Cpu::new());
+    let error = built.expect_err("threads of the step").to_string();
+    assert!(error.starts_with("threads: expected none"), "{error}");
+}
+
+#[test]
+fn streams_are_chosen_by_how_ranks_reach_each_other() {
+    let mut topology = Topology::new(0, 2).expect("two ranks");
+    assert_eq!(StepOptions::default().streams(topology), 2);
+    assert_eq!(with(&[["naive", "true"]]).streams(topology), 0);
+    assert_eq!(with(&[["comm_streams", "5"]]).streams(topology), 5);
+    topology.reach = Reach::SharedMemory;
+    assert_eq!(StepOptions::default().streams(topology), 0);
+}
+
+#[test]
+fn patterns_reach_the_parameters_whose_names_contain_them() {
+    let shape = || Shape::new([4]).expect("a shape");
+    let mut params =
+        ["a.weight", "a.bias", "b.bias"].map(|name| ParamDesc::new(name, shape(), DType::F32));
+    let options = with(&[["exclude", "bias"], ["lr_scale", "b.=0.5"], ["trust_of", "a.w=plain"]]);
+    options.describe(&mut params).expect("patterns of names");
+    let decays = params.each_ref().map(|param| param.weight_decay);
+    assert_eq!(decays, [None, Some(0.0), Some(0.0)]);
+    assert_eq!(params.each_ref().map(|param| param.lr_scale), [1.0, 1.0, 0.5]);
+    let unmatched = with(&[["lr_scale", "norm=2"]]).describe(&mut params).expect_err("no norm");
+    let expected = "lr_scale: expected a part of a parameter's name such as `a.weight`, found \
+                    `norm`, which is in none of 3; leave it out";
+    assert_eq!(unmatched.to_string(), expected);
+
+    let error = AdamW::new(1e-3)
+        .options(|step| step.exclude.push("norm".to_owned()))
+        .build(&params, Cpu::new())
+        .expect_err("a pattern that names nothing")
+        .to_string();
+    assert!(error.starts_with("exclude: expected a part of a parameter's name"), "{error}");
+}
+
+/// With `FUSESTEP_WRITE=1` the page is written in place of being compared.
+#[test]
+fn the_page_of_settings_is_the_table() {
+    let mut page = Page::default();
+    StepOptions::default().each(&mut page).expect("a page");
+    let text = format!("{HEAD}{}", page.text);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/settings.md");
+    if std::env::var_os("FUSESTEP_WRITE").is_some() {
+        std::fs::write(&path, &text).expect("a page that can be written");
+    }
+    let found = std::fs::read_to_string(&path).expect("docs/settings.md");
+    assert!(found == text, "docs/settings.md is stale; run this test with FUSESTEP_WRITE=1");
+}
+
+const HEAD: &str = "# Settings of a step
+
+Every setting of `fusestep::StepOptions`, drawn from its table. The update rule, parameter groups
+and precisions of single dtypes are fields of their own; each crate of a rule has its settings. The
+command line writes `-` for `_`: `--clip-norm 1`. Builders and candle take `step.clip_norm =
+Some(1.0)`, Python `clip_norm=1.0`.
+";
+
+const COLUMNS: &str = "| Setting | Default | Values | Meaning | Goes with |
+|---|---|---|---|---|
+";

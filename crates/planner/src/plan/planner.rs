@@ -1,0 +1,311 @@
+//! Planner, which makes plans from descriptors of parameters.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use fusestep_launch::{LaunchLimits, Precision, TensorList};
+use fusestep_schedule::Schedule;
+use fusestep_tensor::{
+    DType, ParamDesc, Quoted, check_total_numel, check_unique_names, counted_are,
+};
+
+use crate::error::{PlanError, Result};
+use crate::plan::batches;
+use crate::plan::batches::LaunchCount;
+use crate::plan::group::{ParameterGroups, SizeClass};
+use crate::plan::note::Verdict;
+use crate::plan::passes::coalesce_gradients::CoalesceGradients;
+use crate::plan::passes::fuse_optimizer::FuseOptimizer;
+use crate::plan::passes::pass::{AnyPass, Pass};
+use crate::plan::passes::{buckets, order};
+use crate::plan::rule::{Optimizer, Precisions};
+use crate::plan::settings::{Gradients, Ownership, TableKind, Tensors, ZeroStage};
+use crate::plan::stage::{Reduce, Reduced, Stage};
+use crate::plan::storage::StorageSpec;
+use crate::plan::topology::Topology;
+use crate::plan::value::Plan;
+
+/// Makes plans.
+///
+/// ```
+/// use fusestep_planner::{Optimizer, Planner};
+/// use fusestep_fused_adam::Adam;
+/// use fusestep_tensor::{DType, ParamDesc, Shape};
+///
+/// let params = [
+///     ParamDesc::new("w", Shape::new([128, 64])?, DType::F32),
+///     ParamDesc::new("b", Shape::new([128])?, DType::F32),
+/// ];
+/// let plan = Planner::new(Optimizer::Adam(Adam::default())).plan(&params)?;
+/// assert_eq!((plan.launches(), plan.naive_launches()), (1, 2));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Planner {
+    optimizer: Optimizer,
+    groups: Vec<(Vec<String>, Optimizer)>,
+    schedule: Option<Schedule>,
+    limits: LaunchLimits,
+    precisions: Precisions,
+    tensors: Tensors,
+    table: TableKind,
+    passes: Vec<Box<dyn AnyPass>>,
+}
+
+impl Planner {
+    /// A planner with the default limits and passes: [`CoalesceGradients`], then [`FuseOptimizer`].
+    pub fn new(optimizer: Optimizer) -> Self {
+        Self {
+            optimizer,
+            groups: Vec::new(),
+            schedule: None,
+            limits: LaunchLimits::default(),
+            precisions: Precisions::default(),
+            tensors: Tensors::Kept,
+            table: TableKind::default(),
+            passes: vec![Box::new(CoalesceGradients), Box::new(FuseOptimizer)],
+        }
+    }
+
+    /// Gives some parameters a rule and settings of their own: LARS for all but the embeddings, for
+    /// example. Clipping and loss scaling go over all parameters alike. Launches are split by
+    /// rule; the plan says so.
+    ///
+    /// Where groups with equal rules and settings are given they share launches: use factors on the
+    /// learning rate, weight decay and trust of [`ParamDesc`] for what differs between tensors
+    /// of one rule.
+    pub fn group(
+        mut self,
+        names: impl IntoIterator<Item = impl Into<String>>,
+        optimizer: Optimizer,
+    ) -> Self {
+        let names = names.into_iter().map(Into::into).collect();
+        self.groups.push((names, optimizer));
+        self
+    }
+
+    /// Multiplies every rule's learning rate by the schedule's factor at each update. The factor
+    /// follows from [`crate::State::step`]: micro-steps and skipped steps do not count, and a
+    /// resumed run goes on where it was.
+    pub fn schedule(mut self, schedule: Schedule) -> Self {
+        self.schedule = Some(schedule);
+        self
+    }
+
+    /// Plans for these limits, a backend's for example.
+    pub fn limits(mut self, limits: LaunchLimits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// Keeps all parameters and their state with this precision.
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precisions = Precisions::all(precision);
+        self
+    }
+
+    /// Keeps parameters of one dtype with a precision of their own: in a model of bf16 matrices and
+    /// f32 norms only the former can have master weights.
+    pub fn precision_of(mut self, dtype: DType, precision: Precision) -> Self {
+        self.precisions.set(dtype, precision);
+        self
+    }
+
+    /// Sets the keeper of parameters and gradients.
+    pub fn tensors(mut self, tensors: Tensors) -> Self {
+        self.tensors = tensors;
+        self
+    }
+
+    /// Sets the place of the launches' tables, which changes launches, never a bit.
+    pub fn table(mut self, table: TableKind) -> Self {
+        self.table = table;
+        self
+    }
+
+    /// Plans without any pass, those added so far included: one storage, one launch and, between
+    /// ranks, one call per tensor. The oracle of every pass.
+    pub fn naive(mut self) -> Self {
+        self.passes.clear();
+        self
+    }
+
+    /// Adds a pass. Passes that rewrite the same part of a plan apply in the order given.
+    pub fn with(mut self, pass: impl Pass + 'static) -> Self {
+        self.passes.push(Box::new(pass));
+        self
+    }
+
+    /// Makes the plan of a world of one rank.
+    ///
+    /// # Errors
+    /// A hyper-parameter or descriptor out of range, a name given twice, a dtype without a kernel,
+    /// a precision that a parameter cannot have, limits too small for one tensor, two passes
+    /// that contradict each other; each names what is wrong.
+    /// # Cost
+    /// Linear in the number of parameters.
+    pub fn plan(&self, params: &[ParamDesc]) -> Result<Plan> {
+        self.plan_for(params, Topology::SOLO)
+    }
+
+    /// Makes the plan of the rank that `topology` names. Ranks that plan the same parameters with
+    /// the same passes have plans of equal hashes, whose calls fit together.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`]; [`PlanError::Topology`].
+    /// # Cost
+    /// Linear in the number of parameters and in buckets times ranks.
+    pub fn plan_for(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan> {
+        topology.validate()?;
+        self.limits.validate()?;
+        if u32::try_from(params.len()).is_err() {
+            return Err(PlanError::TooManyParameters { found: params.len() });
+        }
+        check_unique_names(params)?;
+        check_total_numel(params)?;
+        for param in params {
+            param.validate()?;
+        }
+        if let Some(schedule) = &self.schedule {
+            schedule.validate()?;
+        }
+        let mut plan = self.naive_plan(params, topology)?;
+        let mut passes: Vec<_> = self.passes.iter().collect();
+        passes.sort_by_key(|pass| pass.acts_on());
+        for pass in passes {
+            pass.rewrite(&mut plan)?;
+        }
+        order::finish(&mut plan, self.table)?;
+        let reads_or_derives = plan.gradients.rule().is_some() || plan.update_norms;
+        if reads_or_derives || plan.table == TableKind::Resident {
+            let naive = self.naive_with_passes_of(&plan);
+            plan.naive_launches = naive.map_or(plan.naive_launches, |naive| naive.launches());
+        }
+        Ok(plan)
+    }
+
+    /// The naive plan with the same arithmetic as this plan's; `None` if it has too many launches.
+    fn naive_with_passes_of(&self, plan: &Plan) -> Option<Plan> {
+        let mut naive = self.naive_plan(&plan.params, plan.topology).ok()?;
+        (naive.gradients, naive.update_norms) = (plan.gradients, plan.update_norms);
+        // Ranks that average read whole gradients, not parts of buckets.
+        naive.stages.extend(plan.averaging().map(Stage::Average));
+        order::finish(&mut naive, self.table).ok()?;
+        Some(naive)
+    }
+
+    /// The distinct rules, and each parameter's.
+    fn rules(&self, params: &[ParamDesc]) -> Result<(Vec<Optimizer>, Vec<u32>)> {
+        let mut rules = vec![self.optimizer];
+        // Of the groups, one of which may have the optimizer's own rule.
+        let mut rule_of = vec![None; params.len()];
+        let names = params.iter().enumerate();
+        let index: HashMap<&str, usize> = names.map(|(at, p)| (p.name.as_str(), at)).collect();
+        for (names, rule) in &self.groups {
+            let known = rules.iter().position(|known| known == rule);
+            let at = known.unwrap_or_else(|| {
+                rules.push(*rule);
+                rules.len() - 1
+            });
+            for name in names {
+                let Some(&param) = index.get(name.as_str()) else {
+                    return Err(PlanError::UnknownName {
+                        name: name.clone(),
+                        parameters: params.len(),
+                    });
+                };
+                if let Some(first) = rule_of[param].replace(at as u32) {
+                    return Err(PlanError::Conflict {
+                        first: format!(
+                            "`{}`: the group of {}",
+                            Quoted(name),
+                            rules[first as usize].name()
+                        ),
+                        second: format!("the group of {}", rule.name()),
+                        why: "both have this parameter, or one has it twice",
+                    });
+                }
+            }
+        }
+        for rule in &rules {
+            rule.validate()?;
+        }
+        Ok((rules, rule_of.into_iter().map(Option::unwrap_or_default).collect()))
+    }
+
+    /// One storage, one launch and one call for each tensor.
+    fn naive_plan(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan> {
+        let (rules, rule_of) = self.rules(params)?;
+        let mut plan = Plan {
+            params: Arc::from(params),
+            rules,
+            rule_of: Arc::from(rule_of),
+            schedule: self.schedule.clone().map(Arc::new),
+            precisions: self.precisions.clone(),
+            limits: self.limits,
+            tensors: self.tensors,
+            table: TableKind::Arguments,
+            topology,
+            slices: BTreeMap::new(),
+            zero: ZeroStage::None,
+            shard_group: topology.world,
+            ownership: Ownership::default(),
+            storages: Vec::with_capacity(params.len()),
+            places: Vec::new(),
+            segments: Vec::new(),
+            buckets: Vec::new(),
+            ready: (0..params.len() as u32).rev().collect(),
+            caps: None,
+            broadcast_cap_bytes: None,
+            stages: Vec::with_capacity(params.len()),
+            notes: Vec::new(),
+            gradients: Gradients::default(),
+            update_norms: false,
+            in_backward: false,
+            groups: ParameterGroups::new(params, |_| 0),
+            naive_launches: 0,
+            hash: 0,
+        };
+        self.naive_storages(&mut plan)?;
+        plan.index_places();
+        plan.naive_launches = plan.launches();
+        if topology.world > 1 {
+            // Where the first call stands is where all of them come.
+            plan.stages.insert(0, Stage::Reduce(Reduce { bucket: 0, result: Reduced::Whole }));
+            buckets::make(&mut plan)?;
+        }
+        let empty = params.iter().filter(|param| param.numel() == 0).count();
+        if empty > 0 {
+            let empty = counted_are(empty as u64, "empty tensor");
+            let reason = format!("{empty} kept in the state, without a place in a launch");
+            plan.note("naive", Verdict::Skipped, reason);
+        }
+        Ok(plan)
+    }
+
+    /// A storage and an update of its own for every tensor.
+    fn naive_storages(&self, plan: &mut Plan) -> Result<()> {
+        let mut kernels = HashMap::<(DType, u32), (&'static str, Vec<TensorList>)>::new();
+        let params = Arc::clone(&plan.params);
+        let mut launches = LaunchCount::default();
+        for (index, param) in params.iter().enumerate() {
+            let rule = plan.rule_of[index];
+            let (kernel, lists) = match kernels.entry((param.dtype, rule)) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => {
+                    let kernel = plan.kernel_of(index as u32)?;
+                    let lists = Plan::kept_lists(self.tensors, kernel.as_ref());
+                    new.insert((kernel.entry(), lists))
+                }
+            };
+            let spec = StorageSpec::of(&params, (kernel, rule), vec![index as u32], lists.clone())?;
+            plan.storages.push(spec);
+            let size_class = SizeClass::of(param.numel(), self.limits);
+            let stage = batches::update_stage(plan, index, size_class, vec![0])?;
+            launches.add(&stage.batches, kernel)?;
+            plan.stages.push(Stage::Optimize(stage));
+        }
+        Ok(())
+    }
+}

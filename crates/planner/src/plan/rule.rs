@@ -1,0 +1,197 @@
+//! Update rules of a plan, and the precision in which parameters are kept.
+
+use std::fmt;
+
+use fusestep_fused_adam::Adam;
+use fusestep_fused_sgd::Sgd;
+use fusestep_launch::{
+    MultiTensorKernel, Objective, Precision, Setting, Settings, UpdateRule, WeightDecay,
+};
+use fusestep_tensor::{DType, ParamDesc};
+
+use crate::error::{PlanError, Result};
+
+/// Value below which a hyper-parameter is printed with an exponent.
+const SMALL: f64 = 1e-4;
+
+/// The update rules that plans apply, each by its sentence, its type and its crate.
+macro_rules! optimizers {
+    ($(#[doc = $says:literal] $rule:ident of $crate_name:ident;)*) => {
+        /// The update rule and its hyper-parameters.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        #[non_exhaustive]
+        pub enum Optimizer {
+            $(#[doc = $says] $rule($crate_name::$rule),)*
+        }
+
+        $(impl From<$crate_name::$rule> for Optimizer {
+            fn from(rule: $crate_name::$rule) -> Self {
+                Optimizer::$rule(rule)
+            }
+        })*
+
+        impl Optimizer {
+            /// All update rules, with their defaults.
+            pub fn all() -> Vec<Self> {
+                vec![$($crate_name::$rule::default().into(),)*]
+            }
+
+            /// The rule as planner and command line see it.
+            pub fn rule(&self) -> &dyn UpdateRule {
+                match self {
+                    $(Optimizer::$rule(rule) => rule,)*
+                }
+            }
+
+            /// Returns the rule with another learning rate.
+            pub fn with_lr(self, lr: f64) -> Self {
+                match self {
+                    $(Optimizer::$rule(rule) => $crate_name::$rule { lr, ..rule }.into(),)*
+                }
+            }
+
+            /// Visits every setting of the rule, in the order of its fields.
+            pub fn each(&mut self, visit: &mut dyn FnMut(Setting<'_>)) {
+                match self {
+                    $(Optimizer::$rule(rule) => rule.each(visit),)*
+                }
+            }
+
+            /// One sentence on the rule.
+            fn says(&self) -> &'static str {
+                match self {
+                    $(Optimizer::$rule(_) => $says.trim_ascii(),)*
+                }
+            }
+        }
+    };
+}
+
+optimizers! {
+    /// Adam, with decoupled weight decay or L2 regularisation.
+    Adam of fusestep_fused_adam;
+    /// Stochastic gradient descent, with a velocity or without.
+    Sgd of fusestep_fused_sgd;
+    /// The sign of a moving mean, with decoupled weight decay.
+    Lion of fusestep_lion;
+    /// Steps scaled by the sum of squared gradients.
+    Adagrad of fusestep_adagrad;
+    /// Steps scaled by a moving mean of squared gradients.
+    RmsProp of fusestep_rmsprop;
+    /// AdamW whose average takes the place of a schedule.
+    ScheduleFree of fusestep_schedule_free;
+    /// Momentum with a rate for each layer: LARS.
+    Lars of fusestep_lars_momentum;
+    /// Adam with a rate for each layer: LAMB.
+    Lamb of fusestep_lamb;
+    /// Adam scaled by the largest gradient in place of the second moment.
+    Adamax of fusestep_adamax;
+    /// Adam that steps along the next momentum: Nesterov's.
+    NAdam of fusestep_nadam;
+}
+
+/// A rule under a name of the command line, with the settings that the name stands for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NamedRule {
+    /// The rule, whose name it is.
+    pub rule: Optimizer,
+    /// One sentence on it.
+    pub says: &'static str,
+}
+
+impl NamedRule {
+    /// Every name: those of all rules, and of Adam and SGD two each.
+    pub fn all() -> Vec<Self> {
+        let of = |rule, says| Self { rule, says };
+        let names = Optimizer::all().into_iter().flat_map(|rule| match rule {
+            Optimizer::Adam(adam) => {
+                let l2 = Adam { weight_decay: WeightDecay::L2(0.0), ..adam };
+                vec![
+                    of(rule, "Adam with decoupled weight decay"),
+                    of(l2.into(), "Adam with L2 regularisation"),
+                ]
+            }
+            Optimizer::Sgd(_) => vec![
+                of(rule, "Stochastic gradient descent, which keeps no state"),
+                of(Sgd::with_momentum().into(), "SGD with a velocity"),
+            ],
+            _ => vec![of(rule, rule.says().trim_end_matches('.'))],
+        });
+        names.collect()
+    }
+}
+
+impl Optimizer {
+    /// The rule's name on the command line: `adamw`.
+    pub fn name(&self) -> &'static str {
+        self.rule().name()
+    }
+
+    /// The learning rate.
+    pub fn lr(&self) -> f64 {
+        self.rule().lr()
+    }
+
+    /// Whether steps go against the gradient or along it, if the rule offers both.
+    pub fn objective(&self) -> Option<Objective> {
+        self.rule().objective()
+    }
+
+    /// Checks every hyper-parameter.
+    ///
+    /// # Errors
+    /// [`PlanError::Rule`], naming the first hyper-parameter out of range.
+    pub fn validate(&self) -> Result<()> {
+        Ok(self.rule().validate()?)
+    }
+
+    /// The kernel for one parameter; hyper-parameters are already validated.
+    pub(crate) fn kernel(
+        &self,
+        param: &ParamDesc,
+        precisions: &Precisions,
+    ) -> Result<Box<dyn MultiTensorKernel>> {
+        let kernel = self.rule().kernel(param.dtype, precisions.of(param.dtype));
+        kernel.map_err(|error| PlanError::Kernel { name: param.name.clone(), error })
+    }
+}
+
+/// The name and every hyper-parameter: `adamw lr=0.001 beta1=0.9 …`.
+impl fmt::Display for Optimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())?;
+        for (what, value) in self.rule().hyper_parameters() {
+            if value != 0.0 && value.abs() < SMALL {
+                write!(f, " {what}={value:e}")?;
+            } else {
+                write!(f, " {what}={value}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The precision of parameters, by their dtype.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Precisions {
+    all: Precision,
+    /// Dtypes with a precision of their own.
+    exceptions: Vec<(DType, Precision)>,
+}
+
+impl Precisions {
+    pub(crate) fn all(precision: Precision) -> Self {
+        Self { all: precision, exceptions: Vec::new() }
+    }
+
+    /// Sets the precision of one dtype.
+    pub(crate) fn set(&mut self, dtype: DType, precision: Precision) {
+        self.exceptions.retain(|exception| exception.0 != dtype);
+        self.exceptions.push((dtype, precision));
+    }
+
+    pub(crate) fn of(&self, dtype: DType) -> Precision {
+        let exception = self.exceptions.iter().find(|exception| exception.0 == dtype);
+        exception.map_or(self.all, |exception| exception.1)
+    }
+}

@@ -1,0 +1,10 @@
+//! Calls between ranks.
+
+pub(crate) mod bytes;
+pub(crate) mod calls;
+pub(crate) mod handshake;
+pub(crate) mod segment_calls;
+pub(crate) mod shard_groups;
+pub(crate) mod slices;
+pub(crate) mod sums;
+pub(crate) mod texts;

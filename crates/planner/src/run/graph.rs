@@ -1,0 +1,213 @@
+//! Steps that the host does not wait for: enqueued one by one, or recorded and enqueued by one
+//! call.
+
+use std::marker::PhantomData;
+
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::{Backend, BackendError, Buffer, Graph};
+use fusestep_tensor::DType;
+
+use crate::error::{PlanError, Result};
+use crate::plan::segments::keeps_segments;
+use crate::plan::settings::TableKind;
+use crate::plan::stage::Stage;
+use crate::plan::value::Plan;
+use crate::run::comms::calls::Comms;
+use crate::run::executor::Executor;
+use crate::run::memory::state;
+use crate::run::memory::state::State;
+use crate::run::report::StepReport;
+use crate::run::stages::{device_trust, optimize, reduce};
+use crate::run::{rank_step, step};
+
+/// A step recorded by [`Plan::capture`]; keeps the memory that it runs on.
+#[derive(Debug)]
+pub struct StepGraph {
+    graph: Box<dyn Graph>,
+    /// Generation of the tables that the graph runs on.
+    generation: u64,
+}
+
+pub(crate) fn record(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    mut comms: Option<&mut Comms<'_>>,
+) -> Result<StepGraph> {
+    let mut stopped = None;
+    let graph = backend.capture(&mut || {
+        let mut executor = Executor::Backend(backend);
+        let (comms, mut report) = (comms.as_deref_mut(), StepReport::default());
+        let done = step::each_stage(plan, state, &mut executor, comms, &mut report);
+        done.map_err(|error| match error {
+            PlanError::Backend(error) => error,
+            other => {
+                let reason = other.to_string();
+                stopped = Some(other);
+                BackendError::Unavailable { backend: backend.name(), reason }
+            }
+        })
+    });
+    let graph = graph.map_err(|error| stopped.unwrap_or(error.into()))?;
+    Ok(StepGraph { graph, generation: state.tables.generation })
+}
+
+/// Refuses another plan than the state's, a step under way, and plans of several ranks, for which
+/// there is something else.
+pub(crate) fn check(
+    plan: &Plan,
+    state: &State,
+    (what, instead): (&'static str, &str),
+) -> Result<()> {
+    state.check_plan(plan)?;
+    state.check_between_steps(what)?;
+    if plan.topology.world == 1 {
+        return Ok(());
+    }
+    Err(PlanError::Topology {
+        expected: format!("a plan of one rank for `{what}`"),
+        found: format!("{} ranks; use `{instead}`", plan.topology.world),
+    })
+}
+
+pub(crate) fn replay_recorded(
+    state: &mut State,
+    backend: &dyn Backend,
+    graph: &StepGraph,
+) -> Result<()> {
+    let built_anew = state.tables.generation != graph.generation;
+    if built_anew || state.schedule.stale || state.without_gradient_count > 0 {
+        return Err(PlanError::StaleGraph);
+    }
+    optimize::publish_lr(state, backend)?;
+    state.or_poison(graph.graph.launch())?;
+    count_enqueued(state, backend)
+}
+
+pub(crate) fn count_enqueued(state: &mut State, backend: &dyn Backend) -> Result<()> {
+    state.params_version += 1;
+    if state.norm.is_none() {
+        state.advance();
+        return Ok(());
+    }
+    state.tables.pending += 1;
+    if state.without_gradient_count > 0 {
+        match state::read_applied(state, backend)? {
+            0 => state.forget_without_gradient(),
+            _ => state.advance(),
+        }
+    }
+    Ok(())
+}
+
+/// Refuses to record a step that depends on work of the host.
+pub(crate) fn check_capturable(state: &State) -> Result<()> {
+    if state.tables.kind != TableKind::Resident {
+        return Err(not_capturable("its tables are in arguments"));
+    }
+    if state.without_gradient_count > 0 {
+        return Err(not_capturable("parameters are without gradient in the next step"));
+    }
+    Ok(())
+}
+
+pub(crate) fn not_capturable(found: &'static str) -> PlanError {
+    PlanError::NotCapturable { found }
+}
+
+/// A step recorded by [`Plan::capture_on`], of which every rank has one. It works on the
+/// communicator's memory, which therefore outlives it:
+///
+/// ```compile_fail,E0597
+/// # fn program(plan: fusestep_planner::Plan, mut state: fusestep_planner::State,
+/// #     backend: &dyn fusestep_launch::Backend) {
+/// use fusestep_collective::Solo;
+/// use fusestep_planner::Comms;
+///
+/// let graph;
+/// {
+///     let mut comm = Solo::new();
+///     let mut comms = Comms::direct(&mut comm);
+///     graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
+/// }
+/// drop(graph);
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct RankGraph<'a> {
+    pub(crate) graph: StepGraph,
+    /// Value that ranks add up, so that each knows that all have come so far.
+    token: Box<dyn Buffer>,
+    communicator: PhantomData<&'a ()>,
+}
+
+pub(crate) fn capture_on<'a>(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    comms: &mut Comms<'a>,
+) -> Result<RankGraph<'a>> {
+    rank_step::check_comms(plan, state, comms)?;
+    state.check_between_steps("capture_on")?;
+    check_capturable(state)?;
+    if plan.topology.world > 1 {
+        check_recorded_calls(plan, state, backend, comms)?;
+    }
+    let token = backend.allocate(size_of::<f64>())?;
+    comms.set_plan(plan.hash());
+    state.settle(backend)?;
+    optimize::prepare(plan, state, backend)?;
+    // A recording cannot wait for what is written to tables.
+    device_trust::build_tables(plan, state, backend)?;
+    for (update, stage) in plan.optimize_stages().enumerate() {
+        reduce::with_gradients(plan, state, stage.bucket, |state| {
+            optimize::build_table(plan, state, stage, update, backend)
+        })?;
+    }
+    let calls = (plan.topology.world > 1).then_some(&mut *comms);
+    let graph = record(plan, state, backend, calls);
+    // Nothing has run: what counts as reduced is to be reduced still.
+    state.arena.settle(keeps_segments(plan));
+    state.arena.clear();
+    comms.finish_on_device()?;
+    Ok(RankGraph { graph: graph?, token, communicator: PhantomData })
+}
+
+impl RankGraph<'_> {
+    /// Waits until all ranks have come so far.
+    pub(crate) fn meet(&mut self, backend: &dyn Backend, comms: &mut Comms<'_>) -> Result<()> {
+        backend.hand_over(self.token.as_mut())?;
+        let call = (Operation::AllReduce(ReduceOp::Max), DType::F64, None);
+        let all = 0..self.token.len_bytes();
+        comms.on_device(&mut self.token, all, call)?;
+        comms.finish_on_device()?;
+        Ok(backend.take_back(self.token.as_mut())?)
+    }
+}
+
+/// Refuses calls that a graph cannot have.
+fn check_recorded_calls(
+    plan: &Plan,
+    state: &State,
+    backend: &dyn Backend,
+    comms: &Comms<'_>,
+) -> Result<()> {
+    let against = if plan.micro_steps() > 1 {
+        "it adds up micro-steps"
+    } else if !plan.reduces() {
+        "ranks update on their own, and average every few steps"
+    } else if plan.shard_group < plan.topology.world {
+        "shards lie in groups of ranks"
+    } else if !comms.is_on_device_of(backend) {
+        "its calls are made on the host"
+    } else if state.norm.is_some() && state.exchange.norm_on_device.is_none()
+        || plan.stages.contains(&Stage::Trust) && state.exchange.trust_on_device.is_none()
+    {
+        "norms are formed on the host"
+    } else if comms.has_streams() {
+        "communication streams make its calls; take `Comms::direct`"
+    } else {
+        return Ok(());
+    };
+    Err(not_capturable(against))
+}

@@ -1,0 +1,166 @@
+//! Average of parameters across ranks.
+
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::{Operation, ReduceOp};
+use fusestep_launch::Backend;
+use fusestep_simd::{join_bf16, split_bf16};
+use fusestep_tensor::{DType, Role};
+
+use crate::error::Result;
+use crate::plan::settings::{Averaged, Interval, LocalSgd};
+use crate::run::comms::calls::Comms;
+use crate::run::masters;
+use crate::run::memory::absorb::narrowed;
+use crate::run::memory::state::State;
+use crate::run::memory::storage::StorageState;
+use crate::run::rank_step::RankStep;
+use crate::run::stages::gather::in_place;
+
+pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<()> {
+    step.state.since_average = 0;
+    let Some(rule) = step.plan.averaging().filter(|_| step.plan.topology.world > 1) else {
+        return Ok(());
+    };
+    masters::follow_views(step.state);
+    step.state.params_version += 1;
+    let with_state = rule.averaged == Averaged::ParamsAndState;
+    let done = average_lists(step, with_state);
+    step.state.or_poison(done)
+}
+
+/// Averages parameters across ranks, if an average is due; returns whether it has.
+pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool> {
+    let Some(rule) = step.plan.averaging() else {
+        return Ok(false);
+    };
+    let adapts = rule.interval == Interval::Adaptive;
+    if adapts && step.state.adapting.first.is_none() {
+        let loss = mean_loss(step.state, step.comms)?;
+        step.state.adapting.first = Some((loss, step.state.lr()));
+    }
+    let now = LocalSgd { every: step.state.adapting.every.unwrap_or(rule.every), ..rule };
+    step.state.since_average += 1;
+    // Skipped steps count, for other ranks may have taken theirs.
+    let taken = step.state.step() + step.state.skipped();
+    if !now.due(taken, step.state.since_average) {
+        return Ok(false);
+    }
+    average_now(step)?;
+    if adapts && let Some((first_loss, first_lr)) = step.state.adapting.first {
+        let loss = mean_loss(step.state, step.comms)?;
+        let adapted = rule.adapted(first_loss, loss, first_lr, step.state.lr());
+        step.state.adapting.every = Some(adapted.every);
+    }
+    step.state.adapting.loss = None;
+    Ok(true)
+}
+
+/// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that
+/// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
+/// forget what masters and residuals keep.
+fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<()> {
+    for (storage, spec) in step.plan.storages.iter().enumerate() {
+        if spec.distributed || spec.members.is_empty() {
+            continue;
+        }
+        let own = &mut step.state.storages[storage];
+        let list = |role| spec.list(role);
+        match (list(Role::Param), list(Role::Master), list(Role::Remainder)) {
+            (Some(param), Some(master), _) => {
+                average_list(own, step.backend, step.comms, master)?;
+                let masters = bytes_of(own, step.backend, master)?;
+                let mut params = HostMemory::zeroed(own.lists[param].buffer.len_bytes())?;
+                round_masters(spec.param_dtype(), masters.bytes(), params.bytes_mut());
+                write_all(own, step.backend, param, params.bytes())?;
+            }
+            (Some(param), None, Some(residual)) => {
+                average_split(own, step.backend, step.comms, (param, residual))?
+            }
+            (Some(param), None, None) => average_list(own, step.backend, step.comms, param)?,
+            (None, ..) => {}
+        }
+        let kept = [Role::Master, Role::Remainder];
+        for (index, list) in spec.lists.iter().enumerate() {
+            if with_state && list.role.is_state() && !kept.contains(&list.role) {
+                average_list(own, step.backend, step.comms, index)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// All bytes of a list, in memory of the host.
+fn bytes_of(storage: &StorageState, backend: &dyn Backend, list: usize) -> Result<HostMemory> {
+    let buffer = storage.lists[list].buffer.as_ref();
+    let mut bytes = HostMemory::zeroed(buffer.len_bytes())?;
+    backend.read(buffer, 0, bytes.bytes_mut())?;
+    Ok(bytes)
+}
+
+fn write_all(
+    storage: &mut StorageState,
+    backend: &dyn Backend,
+    list: usize,
+    bytes: &[u8],
+) -> Result<()> {
+    Ok(backend.write(storage.lists[list].buffer.as_mut(), 0, bytes)?)
+}
+
+/// Averages an arena in place.
+fn average_list(
+    storage: &mut StorageState,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    list: usize,
+) -> Result<()> {
+    let dtype = storage.lists[list].dtype();
+    let buffer = storage.lists[list].buffer.as_mut();
+    let all = 0..buffer.len_bytes();
+    in_place(backend, comms, (buffer, all), |comms, bytes| {
+        comms.in_place(Operation::AllReduce(ReduceOp::Average), dtype, None, bytes)
+    })
+}
+
+/// Averages 32-bit values that are kept as bf16 parameters and the bits these lack.
+fn average_split(
+    storage: &mut StorageState,
+    backend: &dyn Backend,
+    comms: &mut Comms<'_>,
+    (param, residual): (usize, usize),
+) -> Result<()> {
+    let mut high = bytes_of(storage, backend, param)?;
+    let mut low = bytes_of(storage, backend, residual)?;
+    let bits = |bytes: &HostMemory| -> Vec<u16> {
+        let pairs = bytes.bytes().as_chunks::<2>().0.iter();
+        pairs.map(|pair| u16::from_le_bytes(*pair)).collect()
+    };
+    let pairs = bits(&high).into_iter().zip(bits(&low));
+    let mut values: Vec<f32> = pairs.map(|(high, low)| join_bf16(high, low)).collect();
+    let operation = Operation::AllReduce(ReduceOp::Average);
+    let bytes = bytemuck::cast_slice_mut::<f32, u8>(&mut values);
+    comms.in_place(operation, DType::F32, None, bytes)?;
+    let outs = high.bytes_mut().as_chunks_mut::<2>().0.iter_mut();
+    let outs = outs.zip(low.bytes_mut().as_chunks_mut::<2>().0);
+    for ((high, low), value) in outs.zip(values) {
+        let split = split_bf16(value);
+        (*high, *low) = (split.0.to_le_bytes(), split.1.to_le_bytes());
+    }
+    write_all(storage, backend, param, high.bytes())?;
+    write_all(storage, backend, residual, low.bytes())
+}
+
+/// 16-bit parameters from their masters, rounded to nearest even.
+fn round_masters(dtype: DType, masters: &[u8], params: &mut [u8]) {
+    let masters = masters.as_chunks::<4>().0.iter();
+    for (param, master) in params.as_chunks_mut::<2>().0.iter_mut().zip(masters) {
+        *param = narrowed(dtype, f32::from_le_bytes(*master)).to_le_bytes();
+    }
+}
+
+/// The mean of all ranks' losses; NaN if a rank has none.
+fn mean_loss(state: &State, comms: &mut Comms<'_>) -> Result<f64> {
+    let mut loss = [state.adapting.loss.unwrap_or(f64::NAN)];
+    let operation = Operation::AllReduce(ReduceOp::Average);
+    comms.in_place(operation, DType::F64, None, bytemuck::cast_slice_mut::<f64, u8>(&mut loss))?;
+    Ok(loss[0])
+}

@@ -1,0 +1,330 @@
+//! Stages `Reduce` and `ReduceUpdate`, which reduce buckets of gradients over all ranks.
+
+use std::time::Instant;
+
+use fusestep_coalesce::HostMemory;
+use fusestep_collective::{CallContext, ReduceUpdate, Replica};
+use fusestep_launch::{Backend, Buffer, LaunchReport, MAX_LISTS, Replicas, Replicated};
+use fusestep_tensor::Role;
+use smallvec::SmallVec;
+
+use crate::error::{PlanError, Result};
+use crate::plan::segments::keeps_segments;
+use crate::plan::stage::{Optimize, Reduced, Stage};
+use crate::plan::storage::Extent;
+use crate::plan::value::Plan;
+use crate::run::comms::bytes::{Bytes, Elsewhere};
+use crate::run::comms::calls::Comms;
+use crate::run::comms::handshake;
+use crate::run::comms::segment_calls::SegmentCalls;
+use crate::run::memory::segment_state::SegmentState;
+use crate::run::memory::state::State;
+use crate::run::rank_step::RankStep;
+use crate::run::stages::launches;
+
+pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
+    let groups = plan.shard_group < plan.topology.world;
+    let started = state.arena.ready.started();
+    while state.arena.through < started && !keeps_segments(plan) && !groups {
+        let index = state.arena.through;
+        if !is_through(state, index)? {
+            break;
+        }
+        match state.arena.take(index) {
+            SegmentState::Here(Some(memory)) => to_shard(plan, state, backend, index, memory)?,
+            // Reduced into the shard.
+            SegmentState::Through => state.arena.segments[index] = SegmentState::Through,
+            other => {
+                state.arena.segments[index] = other;
+                break;
+            }
+        }
+        state.arena.through = index + 1;
+    }
+    Ok(started.saturating_sub(state.arena.through))
+}
+
+/// Whether no stream has a segment any more; takes the memory of a finished one from its stream.
+pub(crate) fn is_through(state: &mut State, index: usize) -> Result<bool> {
+    let (held, is_through) = match state.arena.take(index) {
+        SegmentState::InFlight(pending) => match pending.try_wait() {
+            Ok(memory) => (SegmentState::Here(Some(state.or_poison(memory)?)), true),
+            Err(pending) => (SegmentState::InFlight(pending), false),
+        },
+        other => (other, true),
+    };
+    state.arena.segments[index] = held;
+    Ok(is_through)
+}
+
+/// Starts reducing a segment: on its stream, or at once, into the shard if the host has both.
+pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
+    let calls = SegmentCalls::of(step.plan, index, result_of_reduce(step.plan));
+    let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
+        return Err(step.state.poison());
+    };
+    let memory = to_calls(step.backend, step.comms, memory)?;
+    let at_once = calls.fit_shard && !step.comms.has_streams();
+    let shard = at_once.then(|| shard_of(step.plan, step.state, index));
+    step.state.arena.segments[index] = match (memory.host(), shard.flatten()) {
+        (Some(bytes), Some(shard)) => {
+            let done = step.comms.reduce_into(&calls, bytes, shard);
+            step.state.or_poison(done)?;
+            step.state.arena.spare.push(memory);
+            SegmentState::Through
+        }
+        _ => {
+            let started = step.comms.reduce(index, calls, memory);
+            step.state.or_poison(started)?
+        }
+    };
+    step.state.arena.ready.start();
+    Ok(())
+}
+
+/// The host's memory for this rank's shard of a segment's reduced gradients, if they leave the
+/// segment and no sum over shard groups comes between.
+fn shard_of<'a>(plan: &Plan, state: &'a mut State, segment: usize) -> Option<&'a mut [u8]> {
+    if keeps_segments(plan) || plan.shard_group < plan.topology.world {
+        return None;
+    }
+    let storage = plan.segments[segment].storage;
+    let list = plan.storages[storage].list(Role::Grad)?;
+    state.storages[storage].lists[list].buffer.host_mut()
+}
+
+/// A segment's memory where calls can take it: that of a device goes through the host unless
+/// they are made there.
+fn to_calls(
+    backend: &dyn Backend,
+    comms: &Comms<'_>,
+    mut memory: Box<dyn Buffer>,
+) -> Result<Box<dyn Buffer>> {
+    if comms.takes(backend, memory.as_ref()) {
+        backend.hand_over(memory.as_mut())?;
+        return Ok(memory);
+    }
+    let mut staged = HostMemory::zeroed(memory.len_bytes())?;
+    backend.read(memory.as_ref(), 0, staged.bytes_mut())?;
+    Ok(Box::new(staged))
+}
+
+/// The memory of a list as launches can take it.
+fn to_launches(backend: &dyn Backend, mut memory: Box<dyn Buffer>) -> Result<Box<dyn Buffer>> {
+    if backend.takes_host_memory() {
+        return Ok(memory);
+    }
+    let Some(bytes) = memory.host() else {
+        backend.take_back(memory.as_mut())?;
+        return Ok(memory);
+    };
+    let mut own = backend.allocate(memory.len_bytes())?;
+    backend.write(own.as_mut(), 0, bytes)?;
+    Ok(own)
+}
+
+fn result_of_reduce(plan: &Plan) -> Reduced {
+    let result = plan.stages.iter().find_map(|stage| match stage {
+        Stage::Reduce(reduce) => Some(reduce.result),
+        _ => None,
+    });
+    result.unwrap_or(Reduced::Whole)
+}
+
+/// Reduces one segment, or waits until it is reduced, and puts it where updates read it.
+pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
+    let start = Instant::now();
+    while let Some(next) = step.state.arena.ready.rest().filter(|&next| next <= index) {
+        start_segment(step, next)?;
+    }
+    let mut memory = match step.state.arena.take(index) {
+        SegmentState::Here(Some(memory)) => memory,
+        SegmentState::InFlight(pending) => pending.wait()?,
+        SegmentState::Through => {
+            step.state.arena.segments[index] = SegmentState::Through;
+            return Ok(());
+        }
+        SegmentState::Here(None) | SegmentState::Lost => return Err(step.state.poison()),
+    };
+    reduce_across(step, index, memory.as_mut())?;
+    step.state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
+    if !keeps_segments(step.plan) {
+        return to_shard(step.plan, step.state, step.backend, index, memory);
+    }
+    let memory = to_launches(step.backend, memory)?;
+    step.state.arena.segments[index] = SegmentState::Here(Some(memory));
+    Ok(())
+}
+
+pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<()> {
+    for index in 0..step.plan.segments.len() {
+        reduce_segment(step, index)?;
+    }
+    Ok(())
+}
+
+/// Takes the mean of the shard groups' results, in the order of groups.
+fn reduce_across(step: &mut RankStep<'_, '_>, index: usize, memory: &mut dyn Buffer) -> Result<()> {
+    if step.plan.shard_group == step.plan.topology.world {
+        return Ok(());
+    }
+    if memory.host().is_none() {
+        // Calls across groups are on another stream than those within, which they follow.
+        step.backend.take_back(memory)?;
+        step.backend.hand_over(memory)?;
+    }
+    let segment = &step.plan.segments[index];
+    let dtype = step.plan.storages[segment.storage].grad_dtype();
+    let rank = step.plan.shard_place().rank;
+    for bucket in &step.plan.buckets[segment.buckets.clone()] {
+        let own = match result_of_reduce(step.plan) {
+            Reduced::Part => bucket.part(rank),
+            Reduced::Whole => bucket.elements.clone(),
+        };
+        let place = |element: u64| (element - segment.elements.start) as usize;
+        let range = place(own.start) * dtype.len_bytes()..place(own.end) * dtype.len_bytes();
+        if let Some(bytes) = Bytes::of(memory, range) {
+            step.comms.across_groups(dtype, bytes)?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies this rank's part of a reduced segment to its shard, and keeps the segment's memory for
+/// later segments.
+fn to_shard(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    index: usize,
+    memory: Box<dyn Buffer>,
+) -> Result<()> {
+    let memory = to_launches(backend, memory)?;
+    let segment = &plan.segments[index];
+    let spec = &plan.storages[segment.storage];
+    if let Some(list) = spec.list(Role::Grad) {
+        let width = spec.grad_dtype().len_bytes();
+        let buffer = state.storages[segment.storage].lists[list].buffer.as_mut();
+        for part in spec.own_parts(segment.elements.clone()) {
+            let from = (part.elements.start - segment.elements.start) as usize * width;
+            let (at, len_bytes) = (part.at as usize * width, part.numel() * width);
+            backend.copy((memory.as_ref(), from), (&mut *buffer, at), len_bytes)?;
+            state.arena.copied_bytes += len_bytes as u64;
+        }
+    }
+    state.arena.spare.push(memory);
+    state.arena.segments[index] = SegmentState::Through;
+    Ok(())
+}
+
+/// Returns for each parameter whether any rank has given a gradient. Fails on all ranks if their
+/// rules, parameters or weights of micro-steps differ.
+pub(crate) fn agree_on_given(step: &mut RankStep<'_, '_>) -> Result<Vec<u8>> {
+    let plan = step.plan;
+    let given = step.state.arena.given.iter();
+    let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
+    if !plan.reduces() {
+        return Ok(given);
+    }
+    let values = [handshake::take_compared(step.state), step.state.arena.weights_hash];
+    let [alike, weights] = handshake::largest(step.comms, &mut given, values)?;
+    handshake::check_alike(step, alike)?;
+    if plan.reduces_each() && !weights {
+        return Err(PlanError::Topology {
+            expected: "the same weights of micro-steps on all ranks, since gradients are \
+                       reduced in each"
+                .to_owned(),
+            found: "others; weigh gradients themselves, or reduce once per update".to_owned(),
+        });
+    }
+    Ok(given)
+}
+
+/// Reduces a bucket and updates this rank's part of it, everywhere, in one pass.
+pub(crate) fn reduce_and_update(
+    step: &mut RankStep<'_, '_>,
+    stage: &Optimize,
+    update: usize,
+) -> Result<LaunchReport> {
+    let Some(index) = stage.bucket else {
+        return Ok(LaunchReport::default());
+    };
+    let bucket = &step.plan.buckets[index];
+    let segment = &step.plan.segments[bucket.segment];
+    let spec = &step.plan.storages[bucket.storage];
+    let grad = spec.grad_dtype();
+    let SegmentState::Here(Some(memory)) = step.state.arena.take(bucket.segment) else {
+        return Err(step.state.poison());
+    };
+    let replicated = step.plan.replicated(spec);
+    let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
+    for &index in &replicated {
+        let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
+        buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
+    }
+    let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
+    // The bucket's part of the lists that all ranks have whole.
+    let replicas = replicated.iter().zip(&mut buffers).map(|(&index, buffer)| {
+        let dtype = spec.lists[index].dtype;
+        let all = buffer.host_mut().unwrap_or_default();
+        let bytes = all.get_mut(bucket.place(0, dtype.len_bytes()));
+        Replica { dtype, bytes: bytes.unwrap_or_default() }
+    });
+    let call = ReduceUpdate {
+        grad_dtype: grad,
+        grads: memory.host().and_then(|all| all.get(in_segment)).unwrap_or_default(),
+        replicas: replicas.collect(),
+        counts: &bucket.counts(),
+    };
+    let context = CallContext { plan_hash: step.plan.hash(), bucket: Some(index as u32) };
+    let mut outcome = Ok(LaunchReport::default());
+    let done = step.comms.reduce_update(call, context, &mut |mut memory| {
+        let lists = replicated.iter().zip(&mut memory.replicas);
+        let mut lists: SmallVec<[_; MAX_LISTS]> =
+            lists.map(|(&list, ranks)| Replicated { list, ranks }).collect();
+        let replicas = Replicas {
+            rank: memory.rank,
+            first: stage.elements.start,
+            grads: &memory.grads,
+            lists: &mut lists,
+        };
+        if let Some(launch) = launches::of_stage(step.plan, step.state, stage, update) {
+            outcome = step.backend.launch_reduced(launch, replicas);
+        }
+    });
+    step.state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
+    for (&index, buffer) in replicated.iter().zip(buffers) {
+        step.state.storages[bucket.storage].lists[index].buffer = buffer;
+    }
+    done?;
+    Ok(outcome?)
+}
+
+/// Does `work` with a bucket's gradients in their list, where the launch looks for them.
+pub(crate) fn with_gradients<R>(
+    plan: &Plan,
+    state: &mut State,
+    bucket: Option<usize>,
+    work: impl FnOnce(&mut State) -> Result<R>,
+) -> Result<R> {
+    let Some(bucket) = bucket.map(|bucket| &plan.buckets[bucket]) else {
+        return work(state);
+    };
+    let spec = &plan.storages[bucket.storage];
+    let list = spec.list(Role::Grad);
+    let Some(list) = list.filter(|&list| spec.extents[list] == Extent::Segments) else {
+        return work(state);
+    };
+    let (storage, segment) = (bucket.storage, bucket.segment);
+    match &mut state.arena.segments[segment] {
+        SegmentState::Here(Some(memory)) => {
+            std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
+        }
+        _ => return Err(state.poison()),
+    }
+    let done = work(state);
+    if let SegmentState::Here(Some(memory)) = &mut state.arena.segments[segment] {
+        std::mem::swap(memory, &mut state.storages[storage].lists[list].buffer);
+    }
+    done
+}

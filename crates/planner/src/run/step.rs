@@ -1,0 +1,211 @@
+//! Update of a step: the only loop over a plan's stages.
+
+use fusestep_launch::LaunchReport;
+use fusestep_tensor::counted;
+
+use crate::error::{PlanError, Result};
+use crate::plan::stage::Stage;
+use crate::plan::value::Plan;
+use crate::run::comms::calls::Comms;
+use crate::run::executor::Executor;
+use crate::run::masters;
+use crate::run::memory::state::State;
+use crate::run::memory::units::Begun;
+use crate::run::rank_step::RankStep;
+use crate::run::report::StepReport;
+use crate::run::stages::{
+    device_norm, device_trust, gather, launches, norm, optimize, reduce, trust, update_norms,
+};
+
+pub(crate) fn run_stages(
+    plan: &Plan,
+    state: &mut State,
+    mut executor: Executor<'_>,
+) -> Result<StepReport> {
+    state.check_plan(plan)?;
+    state.check_between_steps("run")?;
+    if plan.topology.world > 1 || plan.micro_steps() > 1 {
+        return Err(PlanError::Topology {
+            expected: "a plan of one rank and one micro-step for `run`".to_owned(),
+            found: format!(
+                "{} and {}; use `step`",
+                counted(plan.topology.world as u64, "rank"),
+                counted(plan.micro_steps().into(), "micro-step"),
+            ),
+        });
+    }
+    run_update(plan, state, &mut executor, None)
+}
+
+/// Runs one update: all stages except the stages that collect gradients.
+pub(crate) fn run_update(
+    plan: &Plan,
+    state: &mut State,
+    executor: &mut Executor<'_>,
+    comms: Option<&mut Comms<'_>>,
+) -> Result<StepReport> {
+    let mut begun = begin_update(plan, state, executor)?;
+    let done = each_stage(plan, state, executor, comms, &mut begun.report);
+    state.or_poison(done)?;
+    end_update(state, executor, begun)
+}
+
+/// Makes everything ready for the updates of a step.
+pub(crate) fn begin_update(
+    plan: &Plan,
+    state: &mut State,
+    executor: &Executor<'_>,
+) -> Result<Begun> {
+    masters::follow_views(state);
+    let derived = match &executor {
+        Executor::Backend(backend) => {
+            state.settle(*backend)?;
+            optimize::prepare(plan, state, *backend)?
+        }
+        Executor::Lender(_) => {
+            optimize::refresh(plan, state)?;
+            false
+        }
+    };
+    if !derived {
+        launches::write_step_scalars(state);
+    }
+    Ok(Begun {
+        report: StepReport {
+            step: state.step + 1,
+            without_gradient: state.without_gradient_count,
+            ..StepReport::default()
+        },
+        skipped_before: executor.backend().skipped(),
+    })
+}
+
+/// Reads the outcome of the step, and counts the step.
+pub(crate) fn end_update(
+    state: &mut State,
+    executor: &Executor<'_>,
+    begun: Begun,
+) -> Result<StepReport> {
+    let Begun { mut report, skipped_before } = begun;
+    let settled = settle(state, executor, skipped_before, &mut report);
+    state.or_poison(settled)?;
+    state.params_version += 1;
+    state.written.forget();
+    if report.skipped {
+        state.forget_without_gradient();
+    } else {
+        state.advance();
+    }
+    report.step = state.step;
+    Ok(report)
+}
+
+/// Runs the stages of an update, in order; `comms` is there if there are several ranks.
+pub(crate) fn each_stage(
+    plan: &Plan,
+    state: &mut State,
+    executor: &mut Executor<'_>,
+    mut comms: Option<&mut Comms<'_>>,
+    report: &mut StepReport,
+) -> Result<()> {
+    let (mut updates, mut skipped) = (0, false);
+    for stage in &plan.stages {
+        let comms = comms.as_deref_mut();
+        let done = run_stage(plan, state, executor, comms, stage, updates, &mut skipped)?;
+        updates += usize::from(stage.update().is_some());
+        report.launches += done.launches;
+        report.elements += done.elements;
+    }
+    if let Some(comms) = comms {
+        let backend = executor.backend();
+        let mut step = RankStep { plan, state, backend, comms };
+        update_norms::share(&mut step, skipped)?;
+    }
+    Ok(())
+}
+
+/// Runs one stage, the `update`-th of those that update. Returns whether all updates are skipped,
+/// once that is known.
+pub(crate) fn run_stage(
+    plan: &Plan,
+    state: &mut State,
+    executor: &mut Executor<'_>,
+    comms: Option<&mut Comms<'_>>,
+    stage: &Stage,
+    update: usize,
+    skipped: &mut bool,
+) -> Result<LaunchReport> {
+    match (stage, comms) {
+        (Stage::Optimize(optimize), _) => {
+            reduce::with_gradients(plan, state, optimize.bucket, |state| {
+                optimize::run_update(plan, state, optimize, update, executor)
+            })
+        }
+        (Stage::Norm(_), None) => norm::run(plan, state, executor),
+        (_, None) => Ok(LaunchReport::default()),
+        (_, Some(comms)) => {
+            let backend = executor.backend();
+            let step = &mut RankStep { plan, state, backend, comms };
+            run_stage_of_ranks(step, stage, update, skipped)
+        }
+    }
+}
+
+/// Runs a stage that takes other ranks.
+fn run_stage_of_ranks(
+    step: &mut RankStep<'_, '_>,
+    stage: &Stage,
+    update: usize,
+    skipped: &mut bool,
+) -> Result<LaunchReport> {
+    match stage {
+        // Devices that decide keep to themselves whether the step is skipped.
+        Stage::Norm(_) => *skipped = !device_norm::decide(step)? && norm::decide(step)?,
+        // Reduced already, at the end of each micro-step.
+        Stage::Reduce(_) if step.plan.reduces_each() => {}
+        Stage::Reduce(reduce) => {
+            let segment = step.plan.buckets[reduce.bucket].segment;
+            // The first of its buckets reduces it whole.
+            if step.plan.segments[segment].buckets.start == reduce.bucket {
+                reduce::reduce_segment(step, segment)?;
+            }
+        }
+        Stage::ReduceUpdate(optimize) => {
+            return reduce::reduce_and_update(step, optimize, update);
+        }
+        // After a skipped step nothing has changed.
+        Stage::Trust | Stage::Gather(_) if *skipped => {}
+        Stage::Trust => {
+            if !device_trust::sum_tensors(step)? {
+                trust::sum_tensors(step)?;
+            }
+        }
+        Stage::Gather(gather) => gather::bring(step, gather)?,
+        // Gradients of earlier micro-steps are in the arena already; averages count steps, so they
+        // follow once this one is counted; and updates need no other rank.
+        Stage::Accumulate(_) | Stage::Average(_) | Stage::Optimize(_) => {}
+    }
+    Ok(LaunchReport::default())
+}
+
+/// Reads back what a step decided, once all of it is enqueued: no launch has waited for the host.
+fn settle(
+    state: &mut State,
+    executor: &Executor<'_>,
+    skipped_before: u64,
+    report: &mut StepReport,
+) -> Result<()> {
+    if let Some(norm) = &mut state.norm {
+        norm.settle(executor.backend(), 1)?;
+        report.grad_norm = Some(norm.block.grad_norm);
+        report.non_finite = norm.block.non_finite;
+        report.skipped = norm.block.found != 0;
+    }
+    if report.skipped {
+        report.elements = 0;
+    }
+    report.tensors_skipped = executor.backend().skipped() - skipped_before;
+    update_norms::report(state, executor.backend(), report)?;
+    report.loss_scale = state.loss_scale().map(|scale| scale.scale());
+    Ok(())
+}

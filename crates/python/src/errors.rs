@@ -1,0 +1,16 @@
+//! Errors of PyTorch's kinds.
+
+use std::fmt::Display;
+
+use pyo3::PyErr;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+
+/// A refusal, before anything has changed.
+pub(crate) fn refused(error: impl Display) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+/// A failure of work that had begun.
+pub(crate) fn failed(error: impl Display) -> PyErr {
+    PyRuntimeError::new_err(error.to_string())
+}
