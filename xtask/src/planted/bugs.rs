@@ -154,22 +154,22 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: the old generation goes before the new one counts",
-        file: "crates/planner/src/checkpoint/manifest.rs",
-        from: r"        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
-        let counts = Some(self.generation.as_str());
-        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());",
-        to: r"        let counts = Some(self.generation.as_str());
-        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());
-        Prepared::bytes_in(folder.files, &path, &text)?.commit()?;",
+        file: "crates/planner/src/checkpoint/commits.rs",
+        from: r"    Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
+    let counts = Some(manifest.generation.as_str());
+    generation::remove_but(folder, (&manifest.checkpoint, counts), previous.as_ref());",
+        to: r"    let counts = Some(manifest.generation.as_str());
+    generation::remove_but(folder, (&manifest.checkpoint, counts), previous.as_ref());
+    Prepared::bytes_in(folder.files, &path, &text)?.commit()?;",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save: the generation before stays for ever",
-        file: "crates/planner/src/checkpoint/manifest.rs",
-        from: r"        generation::remove_but(folder, (&self.checkpoint, counts), previous.as_ref());
+        file: "crates/planner/src/checkpoint/commits.rs",
+        from: r"    generation::remove_but(folder, (&manifest.checkpoint, counts), previous.as_ref());
 ",
-        to: r"        let _ = (generation::remove_but, counts);
-        drop(previous);
+        to: r"    let _ = (generation::remove_but, counts);
+    drop(previous);
 ",
         tool: Tool::Simulate,
     },
@@ -196,8 +196,8 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: other ranks' files are not looked for",
-        file: "crates/planner/src/checkpoint/manifest.rs",
-        from: "let seen = self.check_shards_seen(folder);",
+        file: "crates/planner/src/checkpoint/commits.rs",
+        from: "let seen = manifest.check_shards_seen(folder);",
         to: "let seen: Result<(), PlanError> = Ok(());",
         tool: Tool::Test("fusestep-tests", "trust", "rank_0_does_not_see"),
     },
