@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use fusestep_planner::{Comms, RunToSave};
+#[cfg(doc)]
+use fusestep_planner::PlanError;
+use fusestep_planner::{Checkpoints, Comms, RunToSave};
 
 use crate::lend::KeptByCandle;
 use crate::{AdapterError, Fused, Params, Ranked, Solo};
@@ -35,7 +37,7 @@ impl<P: Params> Fused<P> {
     /// next call returns an error of writing: a step, a save, or [`Fused::finish_saves`].
     ///
     /// # Errors
-    /// As [`Fused::save_checkpoint`]; the error of the save before; [`AdapterError::SaveEvery0`].
+    /// As [`Fused::save_checkpoint`]; the error of the save before; [`PlanError::SaveEvery0`].
     /// # Cost
     /// One copy of variables and state, after a wait for the save before if that is not complete.
     pub fn checkpoint_every(
@@ -44,7 +46,7 @@ impl<P: Params> Fused<P> {
         folder: impl AsRef<Path>,
         step: usize,
     ) -> candle_core::Result<bool> {
-        let Some(steps) = due(every, step)? else {
+        let Some(steps) = Checkpoints::due(every, step).map_err(AdapterError::from)? else {
             return Ok(false);
         };
         self.begin_save(folder.as_ref(), steps)?;
@@ -131,17 +133,10 @@ impl<P: Params> Ranked<'_, P> {
     }
 
     fn try_resume(&mut self, folder: &Path) -> Result<usize, AdapterError> {
-        let resumed = self.checkpoints.resume(
-            &self.plan,
-            (&mut self.state, &self.backend),
-            None,
-            (&mut self.comms, folder),
-        )?;
-        self.met = false;
-        match resumed {
+        match self.session.resume_if_any(folder)? {
             None => Ok(0),
             Some(steps) => {
-                self.meet()?;
+                self.session.meet()?;
                 self.set_variables()?;
                 Ok(steps)
             }
@@ -160,11 +155,9 @@ impl<P: Params> Ranked<'_, P> {
         folder: impl AsRef<Path>,
         step: usize,
     ) -> candle_core::Result<bool> {
-        let Some(steps) = due(every, step)? else {
-            return Ok(false);
-        };
-        self.begin_save(folder.as_ref(), steps)?;
-        Ok(true)
+        self.names.check()?;
+        let begun = self.session.checkpoint_every(every, folder, step);
+        self.note(begun.map_err(AdapterError::from))
     }
 
     /// Saves a checkpoint and waits for it, as [`Fused::save_checkpoint`] does.
@@ -176,8 +169,9 @@ impl<P: Params> Ranked<'_, P> {
         folder: impl AsRef<Path>,
         steps: usize,
     ) -> candle_core::Result<()> {
-        self.begin_save(folder.as_ref(), steps)?;
-        self.finish_saves()
+        self.names.check()?;
+        let saved = self.session.save(folder, steps);
+        self.note(saved.map_err(AdapterError::from))
     }
 
     /// Waits until no save is in flight on any rank.
@@ -185,36 +179,19 @@ impl<P: Params> Ranked<'_, P> {
     /// # Errors
     /// That of the save.
     pub fn finish_saves(&mut self) -> candle_core::Result<()> {
-        let finished = self.checkpoints.finish(&self.plan, &mut self.comms);
-        self.note(finished.map(drop).map_err(AdapterError::from))
+        let finished = self.session.finish_saves();
+        self.note(finished.map_err(AdapterError::from))
     }
 
     /// Stores a text in every checkpoint, as [`Fused::remember`] does; each rank has texts of its
     /// own. They come back on as many ranks, and on another number of ranks only if all had the
     /// same.
     pub fn remember(&mut self, name: impl Into<String>, text: impl Into<String>) {
-        self.checkpoints.remembered_mut().set(name, text);
+        self.session.remember(name, text);
     }
 
     /// A text of this rank that was remembered, as [`Fused::remembered`].
     pub fn remembered(&self, name: &str) -> Option<&str> {
-        self.checkpoints.remembered().get(name)
+        self.session.remembered(name)
     }
-
-    fn begin_save(&mut self, folder: &Path, steps: usize) -> candle_core::Result<()> {
-        self.names.check()?;
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        let comms = &mut self.comms;
-        let begun = self.checkpoints.begin(&self.plan, run, comms, (folder, steps));
-        self.note(begun.map_err(AdapterError::from))
-    }
-}
-
-/// The number of steps done after `step`, which counts from 0, if a save is due then.
-fn due(every: usize, step: usize) -> Result<Option<usize>, AdapterError> {
-    if every == 0 {
-        return Err(AdapterError::SaveEvery0);
-    }
-    let steps = step.saturating_add(1);
-    Ok(steps.is_multiple_of(every).then_some(steps))
 }

@@ -1,6 +1,7 @@
 //! Why the adapter refused.
 
 use candle_core::{DType, Shape};
+use fusestep::SessionError;
 use fusestep_launch::BackendError;
 use fusestep_planner::PlanError;
 
@@ -54,12 +55,6 @@ pub enum AdapterError {
          VarMap before its optimizer"
     )]
     NoVariables,
-    /// A save after every 0 steps.
-    #[error(
-        "checkpoint_every: expected a save after every 1 step or more, found 0; leave the call out \
-         to save nothing"
-    )]
-    SaveEvery0,
     /// A gradient does not fit its variable.
     #[error(
         "gradient of `{name}`: expected {expected_dtype:?} {expected:?}, found {found_dtype:?} \
@@ -175,6 +170,17 @@ impl AdapterError {
     /// An error that has passed through candle.
     pub(crate) fn from_candle(error: candle_core::Error) -> Self {
         Self::Candle(error.to_string())
+    }
+}
+
+impl From<SessionError> for AdapterError {
+    fn from(error: SessionError) -> Self {
+        match error {
+            SessionError::Setting(error) => error.into(),
+            SessionError::Plan(error) => error.into(),
+            SessionError::TakenForWhole(error) => error.into(),
+            other => Self::Candle(other.to_string()),
+        }
     }
 }
 

@@ -47,12 +47,11 @@ impl<P: Params> Ranked<'_, P> {
         &mut self,
         work: impl FnOnce() -> candle_core::Result<R>,
     ) -> candle_core::Result<R> {
-        if !self.state.averages() {
+        if !self.state().averages() {
             return work();
         }
         let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
-        let gathered =
-            self.plan.gather_averages(&self.state, &self.backend, &mut self.comms, &names);
+        let gathered = self.session.gather_averages(&names);
         let gathered = gathered.map_err(AdapterError::from)?;
         with_values(&self.vars, work, |index, bytes| copy(gathered.bytes(index), bytes))
     }

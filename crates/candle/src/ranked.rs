@@ -5,20 +5,19 @@ use std::num::NonZeroUsize;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
+use fusestep::Session;
 use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::Backend;
-use fusestep_planner::{Checkpoints, Comms, Interval, Plan, Reach, State, Topology};
+use fusestep_planner::{Interval, MicroStepReport, Plan, Reach, State, Topology};
 use fusestep_simd::Pool;
-use fusestep_tensor::Role;
 
 use crate::gradients::{Addresses, Gradients};
 use crate::group::{self, GroupRules};
 use crate::lend::{bytes_of, copy, write_in_place};
 use crate::parallel::slices;
-use crate::planning::{On, Settings};
+use crate::planning::Settings;
 use crate::variables::Names;
-use crate::{AdapterError, Fused, Initial, Options, Params, Report, memory};
+use crate::{AdapterError, Fused, Options, Params, Report, memory};
 
 /// An update rule on candle variables as one rank of a communicator, [`Fused::on`]: gradients of
 /// micro-steps are added, reduced over ranks and stepped with in the optimizer's own memory, and
@@ -33,18 +32,10 @@ pub struct Ranked<'c, P: Params> {
     addresses: Addresses,
     params: P,
     group_rules: GroupRules,
-    pub(crate) plan: Plan,
-    pub(crate) state: State,
-    pub(crate) backend: CpuBackend,
-    pub(crate) comms: Comms<'c>,
+    pub(crate) session: Session<'c>,
     report: Report,
     /// Variables of which every rank has a slice.
     slices: BTreeSet<String>,
-    /// Whether ranks have compared what decides their bits.
-    pub(crate) met: bool,
-    /// Whether a call has failed that other ranks may not know of.
-    failed: bool,
-    pub(crate) checkpoints: Checkpoints,
 }
 
 impl<P: Params> Fused<P> {
@@ -73,53 +64,38 @@ impl<P: Params> Fused<P> {
 
     fn ranked(self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
         let topology = Topology::of(comm);
-        let backend = CpuBackend::new(threads(&self.options, topology));
-        // As they were given: rules that have become equal since stay two.
-        let given = *self.plan.optimizer();
-        let options = self.options.with_slices(&self.vars, topology.world)?;
-        let on = On { topology, limits: backend.limits() };
-        let params = self.plan.params();
-        let mut planner = options.planner_of(given, params, on)?;
-        options.compare(comm)?;
-        if let Some(slices) = options.slices(params, comm)? {
-            planner = planner.with(slices);
-        }
-        let plan = planner.plan_for(params, topology)?;
-        let mut state = plan.allocate_on(&backend, comm)?;
+        // The rule as it was given: rules that have become equal since stay two.
+        let options = Options {
+            rule: *self.plan.optimizer(),
+            ..self.options.with_slices(&self.vars, topology.world)?
+        };
+        let backend = CpuBackend::new(threads(&options, topology));
+        let described = self.plan.params();
+        let mut session = Session::on(&options, described, Box::new(backend), comm)?;
         for (rule, now) in self.state.rules().iter().enumerate().skip(1) {
-            state.set_lr_of(rule, now.lr())?;
+            session.state_mut().set_lr_of(rule, now.lr())?;
         }
-        state.set_optimizer(self.params.rule())?;
+        session.state_mut().set_optimizer(self.params.rule())?;
         if self.state.takes_any_settings() {
-            state.any_settings();
+            session.state_mut().any_settings();
         }
-        let comms = options.comms(comm)?;
+        session.set_checkpoints(self.checkpoints);
         let mut ranked = Ranked {
             vars: self.vars,
             names: self.names,
             addresses: self.addresses,
             params: self.params,
             group_rules: self.group_rules,
-            plan,
-            state,
-            backend,
-            comms,
+            session,
             report: Report::default(),
             slices: options.distributed.into_iter().collect(),
-            met: false,
-            failed: true,
-            checkpoints: self.checkpoints,
         };
         ranked.follow()?;
-        if topology.world > 1 {
-            let (plan, state) = (&ranked.plan, &mut ranked.state);
-            plan.compare_settings(state, &mut ranked.comms)?;
-            if options.initial == Initial::OfRankZero {
-                plan.broadcast_parameters(state, &ranked.backend, &mut ranked.comms, 0)?;
-                ranked.set_variables()?;
-            }
+        if ranked.session.bring_first()? {
+            ranked.set_variables()?;
+        } else {
+            ranked.session.compare_settings()?;
         }
-        ranked.failed = false;
         Ok(ranked)
     }
 }
@@ -143,7 +119,7 @@ impl<P: Params> Ranked<'_, P> {
     /// As [`Ranked::step`].
     pub fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
         let grads = loss.backward()?;
-        if self.plan.averaging().is_some_and(|rule| rule.interval == Interval::Adaptive) {
+        if self.plan().averaging().is_some_and(|rule| rule.interval == Interval::Adaptive) {
             let scaled = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
             self.set_loss(scaled / self.loss_scale());
         }
@@ -162,12 +138,7 @@ impl<P: Params> Ranked<'_, P> {
     /// of range, a save behind that has failed: nothing has been written then. A call between ranks
     /// that failed, and the optimizer refuses further steps.
     pub fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
-        let gradients = self.check_devices().and_then(|()| self.check_slices()).and_then(|()| {
-            let taken = Gradients::take(&self.vars, &self.addresses, grads);
-            taken.map_err(AdapterError::from_candle)
-        });
-        let gradients = self.note(gradients)?;
-        let stepped = self.try_step(&gradients);
+        let stepped = self.take(grads).and_then(|gradients| self.try_step(&gradients));
         self.note(stepped)
     }
 
@@ -180,6 +151,20 @@ impl<P: Params> Ranked<'_, P> {
         self.note(flushed)
     }
 
+    /// The gradients that fit their variables.
+    fn take(&self, grads: &GradStore) -> Result<Gradients, AdapterError> {
+        self.check_devices()?;
+        self.check_slices()?;
+        let taken = Gradients::take(&self.vars, &self.addresses, grads);
+        taken.map_err(AdapterError::from_candle)
+    }
+
+    fn try_flush(&mut self) -> Result<(), AdapterError> {
+        self.begin_step()?;
+        let ended = self.session.flush()?;
+        self.take_up(ended)
+    }
+
     fn try_step(&mut self, gradients: &Gradients) -> Result<(), AdapterError> {
         self.begin_step()?;
         // The last layer's first, as a backward pass finds them: so buckets become full in order.
@@ -188,34 +173,21 @@ impl<P: Params> Ranked<'_, P> {
             let Some(grad) = grad else { continue };
             let (storage, layout) = grad.storage_and_layout();
             let bytes = bytes_of(&storage, layout).map_err(AdapterError::from_candle)?;
-            let (state, comms) = (&mut self.state, &mut self.comms);
-            self.plan.push_grad(state, &self.backend, comms, name, bytes)?;
+            self.session.push_grad_bytes(name, bytes)?;
         }
-        let (state, comms) = (&mut self.state, &mut self.comms);
-        let ended = self.plan.step(state, &self.backend, comms)?;
+        let ended = self.session.step()?;
         self.report.copied_gradients = gradients.copied;
         self.take_up(ended)
     }
 
     /// Hears of a save that has failed, takes the settings of the moment, and meets other ranks.
     fn begin_step(&mut self) -> Result<(), AdapterError> {
-        self.checkpoints.poll(&self.plan, &mut self.comms)?;
-        let rule = self.params.rule();
-        if rule != *self.state.optimizer() {
-            self.state.set_optimizer(rule)?;
-        }
-        self.meet()
-    }
-
-    fn try_flush(&mut self) -> Result<(), AdapterError> {
-        self.begin_step()?;
-        let (state, comms) = (&mut self.state, &mut self.comms);
-        let ended = self.plan.flush(state, &self.backend, comms)?;
-        self.take_up(ended)
+        self.session.set_rule(0, self.params.rule())?;
+        Ok(self.session.begin_step()?)
     }
 
     /// Reports an update and hands what is new to the variables.
-    fn take_up(&mut self, ended: fusestep_planner::MicroStepReport) -> Result<(), AdapterError> {
+    fn take_up(&mut self, ended: MicroStepReport) -> Result<(), AdapterError> {
         let Some(update) = ended.update else {
             return Ok(());
         };
@@ -231,10 +203,9 @@ impl<P: Params> Ranked<'_, P> {
 
     /// Writes the variables from the optimizer's own memory, in place.
     pub(crate) fn set_variables(&mut self) -> Result<(), AdapterError> {
-        if self.plan.zero() == fusestep_planner::ZeroStage::Three {
+        if self.plan().zero() == fusestep_planner::ZeroStage::Three {
             let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
-            let (state, comms) = (&self.state, &mut self.comms);
-            let gathered = self.plan.gather(state, &self.backend, comms, &names)?;
+            let gathered = self.session.gather(&names)?;
             for (index, (_, var)) in self.vars.iter().enumerate() {
                 let written = write_in_place(var, &mut |own| copy(gathered.bytes(index), own));
                 written.map_err(AdapterError::from_candle)?;
@@ -243,7 +214,7 @@ impl<P: Params> Ranked<'_, P> {
         }
         for (name, var) in &self.vars {
             let written = write_in_place(var, &mut |own| {
-                let read = self.state.read(&self.backend, Role::Param, name, own);
+                let read = self.session.read_param(name, own);
                 read.map_err(candle_core::Error::wrap)
             });
             written.map_err(AdapterError::from_candle)?;
@@ -256,17 +227,7 @@ impl<P: Params> Ranked<'_, P> {
         for (name, var) in &self.vars {
             let (storage, layout) = var.storage_and_layout();
             let bytes = bytes_of(&storage, layout).map_err(AdapterError::from_candle)?;
-            self.state.write(&self.backend, Role::Param, name, bytes)?;
-        }
-        Ok(())
-    }
-
-    /// Compares what decides the bits of a run over all ranks, once.
-    pub(crate) fn meet(&mut self) -> Result<(), AdapterError> {
-        if !self.met {
-            let (state, comms) = (&self.state, &mut self.comms);
-            self.plan.handshake(state, &self.backend, comms, &[])?;
-            self.met = true;
+            self.session.write_param(name, bytes)?;
         }
         Ok(())
     }
@@ -290,7 +251,11 @@ impl<P: Params> Ranked<'_, P> {
     /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint comes on all of
     /// them in the same call.
     pub(crate) fn note<R>(&mut self, outcome: Result<R, AdapterError>) -> candle_core::Result<R> {
-        self.failed |= outcome.as_ref().is_err_and(|error| !error.is_of_checkpoint());
+        if let Err(error) = &outcome
+            && !error.is_of_checkpoint()
+        {
+            self.session.fail(error);
+        }
         Ok(outcome?)
     }
 }
@@ -303,21 +268,20 @@ impl<P: Params> Ranked<'_, P> {
     /// An [`AdapterError`] if a variable is not contiguous in host memory any more.
     pub fn follow_variables(&mut self) -> candle_core::Result<()> {
         let followed = self.follow();
-        self.met = false;
+        self.session.meet_again();
         self.note(followed)
     }
 
     /// The factor to multiply the next loss with before `backward`; 1 without
     /// [`Options::loss_scale`].
     pub fn loss_scale(&self) -> f64 {
-        let scale = self.state.loss_scale();
-        scale.map_or(1.0, |scale| scale.scale())
+        self.session.loss_scale()
     }
 
     /// Tells the loss of the step under way, for an adaptive interval of LocalSGD;
     /// [`Ranked::backward_step`] tells its own.
     pub fn set_loss(&mut self, loss: f64) {
-        self.state.set_loss(loss);
+        self.session.set_loss(loss);
     }
 
     /// The weight of the micro-step under way, whose gradients are the mean over fewer examples
@@ -326,7 +290,8 @@ impl<P: Params> Ranked<'_, P> {
     /// # Errors
     /// As [`State::set_weight`].
     pub fn set_weight(&mut self, weight: f64) -> candle_core::Result<()> {
-        Ok(self.state.set_weight(weight).map_err(AdapterError::from)?)
+        let set = self.session.state_mut().set_weight(weight);
+        Ok(set.map_err(AdapterError::from)?)
     }
 
     /// The hyper-parameters.
@@ -347,7 +312,7 @@ impl<P: Params> Ranked<'_, P> {
 
     /// The learning rate of the next step ([`Fused::scheduled_rate`]).
     pub fn scheduled_rate(&self) -> f64 {
-        self.params.lr() * self.state.lr_factor()
+        self.params.lr() * self.state().lr_factor()
     }
 
     /// Sets the base learning rate from the next step on; all ranks set the same.
@@ -361,22 +326,22 @@ impl<P: Params> Ranked<'_, P> {
     /// As [`Fused::set_group_learning_rate`].
     pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
         let rule = (self.group_rules.number(group)?, &mut self.params);
-        Ok(group::set_lr(&mut self.state, rule, lr)?)
+        Ok(group::set_lr(self.session.state_mut(), rule, lr)?)
     }
 
     /// Files of other settings are taken from now on ([`State::any_settings`]); all ranks call it.
     pub fn any_settings(&mut self) {
-        self.state.any_settings();
+        self.session.state_mut().any_settings();
     }
 
     /// Files of other settings are refused again ([`State::same_settings`]); all ranks call it.
     pub fn same_settings(&mut self) {
-        self.state.same_settings();
+        self.session.state_mut().same_settings();
     }
 
     /// The plan of a step.
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        self.session.plan()
     }
 
     /// Report of the last update; launches and elements are this rank's.
@@ -386,26 +351,16 @@ impl<P: Params> Ranked<'_, P> {
 
     /// The optimizer's memory on this rank.
     pub fn state(&self) -> &State {
-        &self.state
+        self.session.state()
     }
 
     /// The communicator, for calls of one's own, which all ranks make between steps.
     pub fn communicator(&mut self) -> &mut dyn Communicator {
-        self.comms.communicator()
+        self.session.communicator()
     }
 
     /// The variables with their names, in plan order.
     pub fn variables(&self) -> impl Iterator<Item = (&str, &Var)> {
         self.vars.iter().map(|(name, var)| (name.as_str(), var))
-    }
-}
-
-impl<P: Params> Drop for Ranked<'_, P> {
-    /// Completes the save in flight with the other ranks, unless a call has failed: then they may
-    /// be anywhere. [`Ranked::finish_saves`] tells of errors.
-    fn drop(&mut self) {
-        if !self.failed && !std::thread::panicking() {
-            let _ = self.checkpoints.finish(&self.plan, &mut self.comms);
-        }
     }
 }

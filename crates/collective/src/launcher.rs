@@ -278,6 +278,22 @@ pub fn launcher_variables() -> impl Iterator<Item = &'static str> {
     LAUNCHERS.iter().flat_map(lists).copied().chain(own)
 }
 
+/// This process's number among the processes of its machine, as launchers tell it.
+pub fn local_rank() -> Option<usize> {
+    [
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "PMI_LOCAL_RANK",
+        "PALS_LOCAL_RANKID",
+        "FLUX_TASK_LOCAL_ID",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "SLURM_LOCALID",
+        "LOCAL_RANK",
+    ]
+    .into_iter()
+    .find_map(|name| read_variable(name)?.trim().parse().ok())
+}
+
 /// Answer of one launcher.
 enum Said {
     Nothing,

@@ -62,7 +62,7 @@ pub use fusestep_coalesce::HostMemory;
 pub use late::behind;
 pub use launcher::{
     ALONE, ALONE_REMEDY, Carrier, Started, TakenForWhole, alone_on_purpose, launcher_variables,
-    mark_joined, require_alone, started_together,
+    local_rank, mark_joined, require_alone, started_together,
 };
 pub use measure::{AllReduceRow, Costs, Link, fit, measure, measure_all_reduce};
 pub use membership::Membership;

@@ -25,10 +25,10 @@ fn train(steps: usize, folder: &Path) -> Result<Vec<f32>, Error> {
     let found = fusestep::threads(4, |comm| {
         let rank = comm.rank();
         let opt = AdamW::new(1e-3).zero(2).accumulate(4);
-        let mut opt = opt.build(&params, Cpu::new())?.on(comm)?;
+        let mut opt = opt.on(comm).build(&params, Cpu::new())?;
         let first = opt.resume(folder)?;
         for (step, batch) in data(rank).take(steps).enumerate().skip(first) {
-            backward(batch, |name, g| opt.push_grad(name, g))?;
+            backward(batch, |name, g| Ok(opt.push_grad(name, g)?))?;
             opt.step()?;
             // Written while training goes on; an error is the next call's.
             opt.checkpoint_every(50, folder, step)?;

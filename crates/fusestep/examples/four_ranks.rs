@@ -6,7 +6,7 @@ pub(crate) fn main() -> Result<(), Error> {
     let params = [ParamDesc::new("w", Shape::new([1000])?, DType::F32)];
     let found = fusestep::threads(4, |comm| {
         let rank = comm.rank() as f32;
-        let mut opt = Sgd::new(0.5).zero(1).build(&params, Cpu::new())?.on(comm)?;
+        let mut opt = Sgd::new(0.5).zero(1).on(comm).build(&params, Cpu::new())?;
         opt.grad_mut::<f32>("w")?.fill(rank);
         opt.step()?;
         Ok(opt.param::<f32>("w")?.to_vec())

@@ -1,10 +1,11 @@
 //! Builders: a rule by its name, and settings one after the other.
 
+use fusestep_collective::Communicator;
 use fusestep_launch::{Precision, WeightDecay};
 use fusestep_planner::{Initial, LossScaling, Optimizer, Schedule};
 use fusestep_tensor::ParamDesc;
 
-use crate::{Device, Error, FusedOptimizer, OwnRule, StepOptions};
+use crate::{Device, Error, OwnRule, Session, StepOptions};
 
 /// An update rule as its name promises it, at one learning rate.
 pub trait Kind {
@@ -68,7 +69,7 @@ kinds! {
     NAdam of fusestep_nadam::NAdam;
 }
 
-/// An update rule and what is done around it; [`Builder::build`] makes an optimizer of it.
+/// An update rule and what is done around it; [`Builder::build`] makes a session of it.
 ///
 /// Values are checked when the plan is made. Settings without a method of their own are set by
 /// [`Builder::options`].
@@ -139,7 +140,7 @@ impl<K: Kind> Builder<K> {
 
     /// Promises that a backward pass reads no parameter of a bucket once all gradients of that
     /// bucket are given: it is reduced and updated at once then, by the call that gives the last
-    /// of them, and [`FusedOptimizer::step`] does what is left. The bits stay.
+    /// of them, and [`Session::step`] does what is left. The bits stay.
     ///
     /// Not with clipping, loss scaling or ZeRO stage 3, nor with LARS and LAMB on several ranks,
     /// which have to know all gradients first.
@@ -155,7 +156,7 @@ impl<K: Kind> Builder<K> {
     /// Names parameters of which every rank has a slice of its own: those of a layer that is split
     /// over the ranks. Their gradients are not reduced and their values not brought from rank 0;
     /// norms are those of the tensors that the slices make up ([`fusestep_planner::Distributed`]).
-    /// Slices may be of any lengths, which ranks tell each other in [`FusedOptimizer::on`].
+    /// Slices may be of any lengths, which ranks tell each other in [`Joined::build`].
     pub fn distributed(self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.options(|step| step.distributed.extend(names.into_iter().map(Into::into)))
     }
@@ -188,22 +189,62 @@ impl<K: Kind> Builder<K> {
         self.options(|step| step.schedule = Some(schedule))
     }
 
-    /// An optimizer of these parameters, of one rank until [`FusedOptimizer::on`] says otherwise.
-    /// Parameters are zero until [`FusedOptimizer::set_param`]; memory is allocated when it is
-    /// first used.
+    /// These settings as one rank of `comm`.
+    pub fn on(self, comm: &mut dyn Communicator) -> Joined<'_, K> {
+        Joined { builder: self, comm }
+    }
+
+    /// The session of a process that trains alone. Parameters are zero until
+    /// [`Session::set_param`].
     ///
     /// # Errors
-    /// A setting or descriptor out of range, a pattern that no name contains, and whatever else the
-    /// planner refuses; each names what is wrong.
+    /// As [`Session::new`]; each names what is wrong.
     pub fn build(
         self,
         params: &[ParamDesc],
         device: impl Device + 'static,
-    ) -> Result<FusedOptimizer<'static>, Error> {
+    ) -> Result<Session<'static>, Error> {
+        Ok(Session::new(&self.checked()?, params, Box::new(device))?)
+    }
+
+    /// The settings with the rule.
+    fn checked(self) -> Result<StepOptions, Error> {
         if let Some(refused) = self.refused {
             return Err(refused);
         }
-        let options = StepOptions { rule: self.rule.into(), ..self.options };
-        FusedOptimizer::new(options, params, Box::new(device))
+        if let Some(threads) = self.options.threads {
+            let told = "expected none, since the device brings its own, found";
+            return Err(format!("threads: {told} {threads}; use `Cpu::with_threads`").into());
+        }
+        Ok(StepOptions { rule: self.rule.into(), ..self.options })
+    }
+}
+
+/// A [`Builder`] with the communicator of one rank.
+pub struct Joined<'c, K: Kind> {
+    builder: Builder<K>,
+    comm: &'c mut dyn Communicator,
+}
+
+impl<K: Kind + std::fmt::Debug> std::fmt::Debug for Joined<'_, K> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Joined")
+            .field("builder", &self.builder)
+            .field("rank", &self.comm.rank())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'c, K: Kind> Joined<'c, K> {
+    /// The session of this rank; all ranks call it together.
+    ///
+    /// # Errors
+    /// As [`Session::on`]; each names what is wrong.
+    pub fn build(
+        self,
+        params: &[ParamDesc],
+        device: impl Device + 'static,
+    ) -> Result<Session<'c>, Error> {
+        Ok(Session::on(&self.builder.checked()?, params, Box::new(device), self.comm)?)
     }
 }

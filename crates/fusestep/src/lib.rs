@@ -3,13 +3,14 @@
 
 mod builder;
 mod device;
-mod optimizer;
 mod options;
+mod session;
 mod threads;
+mod world;
 
 pub use builder::{
-    Adagrad, Adam, AdamW, Adamax, Builder, Kind, Lamb, Lars, Lion, NAdam, RmsProp, ScheduleFree,
-    Sgd, kinds,
+    Adagrad, Adam, AdamW, Adamax, Builder, Joined, Kind, Lamb, Lars, Lion, NAdam, RmsProp,
+    ScheduleFree, Sgd, kinds,
 };
 pub use device::{Cpu, Device};
 pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
@@ -40,12 +41,15 @@ pub use fusestep_schedule_free::{self as schedule_free, ScheduleFreeTensors};
 pub use fusestep_simd::{self as simd, Level, Pool, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};
-pub use optimizer::FusedOptimizer;
 pub use options::{
     Alone, Changed, Conflict, Named, Names, OfParams, OptionError, OwnRule, PrecisionOf, Row,
     Section, StepOptions, Visit,
 };
+pub use session::{Session, SessionError};
 pub use threads::threads;
+pub use world::world;
+#[cfg(feature = "nccl")]
+pub use world::world_on_gpus;
 
 /// Whatever went wrong, here or in the caller's own part of a rank.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;

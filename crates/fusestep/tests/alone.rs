@@ -15,7 +15,8 @@ fn a_program() {
         let params = [ParamDesc::new("w", Shape::new([4u64])?, DType::F32)];
         let mut optimizer = AdamW::new(0.1).build(&params, Cpu::new())?;
         optimizer.grad_mut::<f32>("w")?.fill(1.0);
-        optimizer.step().map(|_| ())
+        optimizer.step()?;
+        Ok(())
     };
     let ended = match how.as_str() {
         "threads" => run_ranks(2, &Options::default(), |_| ()).map(|_| ()).map_err(Error::from),

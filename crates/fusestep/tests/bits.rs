@@ -6,8 +6,8 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use fusestep::{
-    Adagrad, AdamW, Adamax, Builder, Cpu, DType, Error, FusedOptimizer, Kind, Lamb, Lars, Lion,
-    LossScaling, Master, NAdam, ParamDesc, Precision, RmsProp, ScheduleFree, Sgd, Shape,
+    Adagrad, AdamW, Adamax, Builder, Cpu, DType, Error, Kind, Lamb, Lars, Lion, LossScaling,
+    Master, NAdam, ParamDesc, Precision, RmsProp, ScheduleFree, Session, Sgd, Shape,
 };
 use half::bf16;
 
@@ -81,7 +81,7 @@ fn params(dtype: DType) -> Vec<ParamDesc> {
 
 /// Trains and returns the hash of all parameters, which every rank has at the end.
 fn train(
-    opt: &mut FusedOptimizer<'_>,
+    opt: &mut Session<'_>,
     dtype: DType,
     rank: usize,
     micro_steps: usize,
@@ -144,14 +144,17 @@ fn line_of<K: Kind>(
             Updated::InStep => builder.bucket_cap_mib(0.05),
             Updated::InBackward => builder.bucket_cap_mib(0.05).update_in_backward(),
         };
-        builder.build(&params(dtype), Cpu::with_threads(NonZeroUsize::MIN))
+        (builder, params(dtype), Cpu::with_threads(NonZeroUsize::MIN))
     };
     let hashes = if ranks == 1 {
-        build().and_then(|mut opt| Ok(vec![train(&mut opt, dtype, 0, micro_steps)?]))
+        let (builder, params, cpu) = build();
+        let built = builder.build(&params, cpu);
+        built.and_then(|mut opt| Ok(vec![train(&mut opt, dtype, 0, micro_steps)?]))
     } else {
         fusestep::threads(ranks, |comm| {
             let rank = comm.rank();
-            train(&mut build()?.on(comm)?, dtype, rank, micro_steps)
+            let (builder, params, cpu) = build();
+            train(&mut builder.on(comm).build(&params, cpu)?, dtype, rank, micro_steps)
         })
     };
     let hashes = hashes.unwrap_or_else(|error| panic!("{what}: {error}"));

@@ -195,7 +195,7 @@ fn shard_groups_change_no_bit() {
         let ranks = fusestep::threads(4, |comm| {
             let rank = comm.rank();
             let built = AdamW::new(1e-2).options(|step| (step.zero, step.shard_group) = (1, group));
-            let mut optimizer = built.build(&params, Cpu::new())?.on(comm)?;
+            let mut optimizer = built.on(comm).build(&params, Cpu::new())?;
             for step in 0..3 {
                 let gradient = vec![(rank + 1) as f32 * (step as f32 - 0.5); 300];
                 optimizer.push_grad("w", &gradient)?;

@@ -1,5 +1,4 @@
-//! Texts in checkpoints that were given before the ranks, and what a run that was resumed begins
-//! with.
+//! Texts in checkpoints, and what a run that was resumed begins with.
 
 use std::path::Path;
 
@@ -8,7 +7,7 @@ use fusestep::{AdamW, Cpu, DType, Error, ParamDesc, Shape};
 const NUMEL: usize = 100;
 
 #[test]
-fn what_is_remembered_before_ranks_are_given_is_in_their_checkpoint() -> Result<(), Error> {
+fn what_ranks_remember_is_in_their_checkpoint() -> Result<(), Error> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("remembered");
     let _ = std::fs::remove_dir_all(&folder);
     let param = || -> Result<_, Error> {
@@ -17,11 +16,10 @@ fn what_is_remembered_before_ranks_are_given_is_in_their_checkpoint() -> Result<
     };
     let train = |resumes: bool| {
         fusestep::threads(2, |comm| {
-            let mut opt = AdamW::new(1e-2).build(&param()?, Cpu::new())?;
+            let mut opt = AdamW::new(1e-2).on(comm).build(&param()?, Cpu::new())?;
             if !resumes {
                 opt.remember("rng", "state 7");
             }
-            let mut opt = opt.on(comm)?;
             let resumed = if resumes { opt.resume(&folder)? } else { 0 };
             opt.push_grad("a", &[1.0_f32; NUMEL])?;
             if resumes {
@@ -47,8 +45,9 @@ fn ranks_of_other_rates_hear_of_it_in_a_flush_that_comes_first() {
     let param = [ParamDesc::new("a", shape, DType::F32)];
     let many = fusestep::threads(2, |comm| {
         let lr = [1e-2, 1e-3][comm.rank()];
-        let mut opt = AdamW::new(lr).build(&param, Cpu::new())?.on(comm)?;
-        opt.flush().map(|_| ())
+        let mut opt = AdamW::new(lr).on(comm).build(&param, Cpu::new())?;
+        opt.flush()?;
+        Ok(())
     });
     let error = many.unwrap_err().to_string();
     assert!(error.contains("lr"), "{error}");

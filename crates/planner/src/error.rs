@@ -248,6 +248,12 @@ pub enum PlanError {
         name = Quoted(name)
     )]
     StepAhead { name: String, expected: u64, found: u64 },
+    /// A save after every 0 steps would save nothing.
+    #[error(
+        "checkpoint_every: expected a save after every 1 step or more, found 0; leave the call out \
+         to save nothing"
+    )]
+    SaveEvery0,
 }
 
 impl PlanError {

@@ -4,17 +4,16 @@
 //! Python waits for the thread in short pauses, so that Ctrl-C ends the wait for a call to which
 //! other ranks do not come.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
+use fusestep::coalesce::HostMemory;
 use fusestep::collective::Aborter;
-use fusestep::planner::{
-    Checkpoints, Comms, Initial, MicroStepReport, Optimizer, Plan, PlanError, RunToSave, State,
-    Topology,
-};
+use fusestep::planner::{MicroStepReport, Optimizer, Plan, PlanError, State};
 use fusestep::tensor::{Element, ParamDesc, Role};
-use fusestep::{Communicator, CpuBackend, DType, Error};
+use fusestep::{Communicator, CpuBackend, DType, Error, Session};
 use half::{bf16, f16};
 
 use crate::engine::connect;
@@ -29,7 +28,8 @@ pub(crate) struct Ready {
     pub(crate) world: usize,
     pub(crate) plan: String,
     pub(crate) aborter: Aborter,
-    pub(crate) kept: Arc<Kept>,
+    /// Memory of which Python has views; it comes when the thread ends, also by a panic.
+    pub(crate) kept: Receiver<Kept>,
     pub(crate) places: Vec<Borrowed>,
     /// Whether parameters are updated while gradients come.
     pub(crate) is_in_backward: bool,
@@ -47,18 +47,7 @@ pub(crate) struct Borrowed {
 }
 
 /// Memory of which Python has views, kept as long as any of these views.
-pub(crate) struct Kept {
-    state: Mutex<State>,
-    /// Keeps memory that the engine shares with other processes, even after failed calls have lost
-    /// theirs.
-    _shared: Mutex<fusestep::coalesce::HostMemory>,
-}
-
-impl Kept {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+pub(crate) type Kept = Box<dyn Any + Send>;
 
 /// Kind of checkpoint that a rank goes on from.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,17 +58,9 @@ pub(crate) enum Resumed {
 
 /// The rank, as its thread has it.
 pub(crate) struct Rank<'c> {
-    plan: Plan,
-    kept: Arc<Kept>,
-    backend: CpuBackend,
-    comms: Comms<'c>,
-    /// First values that ranks train.
-    initial: Initial,
-    checkpoints: Checkpoints,
-    /// Failure of a save on all ranks that Python has not been told of.
-    failed_save: Option<PlanError>,
-    /// Failure that other ranks may not know of.
-    failed: Option<String>,
+    session: Session<'c>,
+    /// Parameters as the plan has them.
+    params: Vec<ParamDesc>,
 }
 
 /// Joins the other ranks, sends the outcome, and runs tasks until nobody can send more. `_ended` is
@@ -94,68 +75,73 @@ pub(crate) fn serve(
         Ok(comm) => comm,
         Err(error) => return drop(ready.send(Err(error))),
     };
-    match Rank::new(setup, comm.as_mut()) {
-        Ok((mut rank, first)) => {
-            if ready.send(Ok(first)).is_err() {
-                return;
-            }
-            for task in tasks {
-                task(&mut rank);
-            }
-            if rank.failed.is_none() {
-                let _ = rank.checkpoints.finish(&rank.plan, &mut rank.comms);
-            }
-        }
-        Err(error) => drop(ready.send(Err(error))),
+    let (keep, kept) = channel();
+    let made = Rank::new(&setup, comm.as_mut()).and_then(|(mut rank, shared)| {
+        let first = rank.ready(&setup, kept)?;
+        Ok((rank, shared, first))
+    });
+    let (mut rank, shared) = match made {
+        Ok((rank, shared, first)) => match ready.send(Ok(first)) {
+            Ok(()) => (rank, shared),
+            Err(_) => return,
+        },
+        Err(error) => return drop(ready.send(Err(error))),
+    };
+    let ran = catch_unwind(AssertUnwindSafe(|| tasks.iter().for_each(|task| task(&mut rank))));
+    if ran.is_err() {
+        rank.session.fail(&"a task has panicked");
+    }
+    // Nobody has views where nobody takes it.
+    let _ = keep.send(Box::new((rank.session.into_state(), shared)));
+    if let Err(panic) = ran {
+        resume_unwind(panic);
     }
 }
 
 impl<'c> Rank<'c> {
-    fn new(setup: Setup, comm: &'c mut dyn Communicator) -> Result<(Self, Ready), Error> {
-        let topology = Topology::of(comm);
-        let backend = CpuBackend::new(setup.threads);
-        // Views need memory that calls leave at its place, and that outlives failed calls.
-        let lends = setup.lends_gradients() && (comm.shares_memory() || topology.world == 1);
-        let plan = setup.plan(comm)?;
-        let (rank, world, aborter) = (topology.rank, topology.world, comm.aborter());
-        let state = plan.allocate_on(&backend, comm)?;
-        let shared = comm.allocate(1)?;
-        let mut rank_of = Self {
-            kept: Arc::new(Kept { state: Mutex::new(state), _shared: Mutex::new(shared) }),
-            comms: setup.step.comms(comm)?,
-            initial: setup.step.initial,
-            plan,
-            backend,
-            checkpoints: Checkpoints::default(),
-            failed_save: None,
-            failed: None,
-        };
-        if world > 1 {
-            let state = rank_of.kept.state();
-            rank_of.plan.compare_settings(&state, &mut rank_of.comms)?;
-        }
-        let ready = Ready {
-            rank,
-            world,
-            plan: rank_of.plan.to_string(),
-            aborter,
-            kept: Arc::clone(&rank_of.kept),
-            places: rank_of.places(lends)?,
-            is_in_backward: setup.is_in_backward,
-            averages: rank_of.plan.averaging().is_some(),
-        };
-        Ok((rank_of, ready))
+    /// The rank, and memory that keeps what the engine shares with other processes, even after
+    /// failed calls have lost theirs.
+    fn new(setup: &Setup, comm: &'c mut dyn Communicator) -> Result<(Self, HostMemory), Error> {
+        let backend = Box::new(CpuBackend::new(setup.threads));
+        let mut session = Session::on(&setup.step, &setup.params, backend, comm)?;
+        let shared = session.communicator().allocate(1)?;
+        session.compare_settings()?;
+        let params = session.plan().params().to_vec();
+        Ok((Self { session, params }, shared))
     }
 
-    fn places(&self, lends: bool) -> Result<Vec<Borrowed>, Error> {
-        let mut state = self.kept.state();
-        let mut places = Vec::with_capacity(self.plan.params().len());
-        for desc in self.plan.params() {
+    /// Facts about this rank.
+    fn ready(&mut self, setup: &Setup, kept: Receiver<Kept>) -> Result<Ready, Error> {
+        let topology = self.plan().topology();
+        let comm = self.session.communicator();
+        // Views need memory that calls leave at its place, and that outlives failed calls.
+        let lends = setup.lends_gradients() && (comm.shares_memory() || topology.world == 1);
+        let aborter = comm.aborter();
+        Ok(Ready {
+            rank: topology.rank,
+            world: topology.world,
+            plan: self.plan().to_string(),
+            aborter,
+            kept,
+            places: self.places(lends)?,
+            is_in_backward: setup.is_in_backward,
+            averages: self.plan().averaging().is_some(),
+        })
+    }
+
+    fn plan(&self) -> &Plan {
+        self.session.plan()
+    }
+
+    fn places(&mut self, lends: bool) -> Result<Vec<Borrowed>, Error> {
+        let state = self.session.state_mut();
+        let mut places = Vec::with_capacity(self.params.len());
+        for desc in &self.params {
             // A parameter without elements has no memory to lend.
             let borrowed = lends && desc.numel() > 0;
             places.push(Borrowed {
-                param: param_address(&mut state, desc)?,
-                grad: borrowed.then(|| grad_address(&state, desc)).transpose()?,
+                param: param_address(state, desc)?,
+                grad: borrowed.then(|| grad_address(state, desc)).transpose()?,
                 len_bytes: desc.numel() as usize * desc.dtype.len_bytes(),
             });
         }
@@ -168,131 +154,81 @@ impl<'c> Rank<'c> {
     /// The error of `work`, or one that names the earlier failure.
     pub(crate) fn attempt<T>(
         &mut self,
-        work: impl FnOnce(&mut Self) -> Result<T, Error>,
+        work: impl FnOnce(&mut Self) -> Result<T, PlanError>,
     ) -> Result<T, Error> {
-        if let Some(failed) = &self.failed {
+        if let Some(failed) = self.session.failure() {
             return Err(format!("expected ranks that are well, found: {failed}").into());
         }
         let done = work(self);
-        if let Err(error) = &done {
-            let known = error.downcast_ref::<PlanError>();
-            if !known.is_some_and(PlanError::is_of_checkpoint) {
-                self.failed = Some(error.to_string());
-            }
+        if let Err(error) = &done
+            && !error.is_of_checkpoint()
+        {
+            self.session.fail(error);
         }
-        done
+        Ok(done?)
     }
 
     /// Takes the parameters of rank 0, which Python has written to its memory, unless each rank has
     /// its own. Then compares all settings and values that decide the bits of the run.
-    pub(crate) fn begin(&mut self) -> Result<(), Error> {
-        let mut state = self.kept.state();
-        let brings = self.initial == Initial::OfRankZero;
-        if self.plan.topology().world > 1 && brings {
-            self.plan.broadcast_parameters(&mut state, &self.backend, &mut self.comms, 0)?;
-        }
-        self.plan.handshake(&state, &self.backend, &mut self.comms, &[])?;
-        Ok(())
+    pub(crate) fn begin(&mut self) -> Result<(), PlanError> {
+        self.session.meet()
     }
 
     /// Marks a parameter's gradient as complete in its view.
-    pub(crate) fn given(&mut self, param: usize) -> Result<(), Error> {
-        let mut state = self.kept.state();
-        let name = &self.plan.params()[param].name;
-        self.plan.give_view(&mut state, &self.backend, &mut self.comms, name)?;
-        Ok(())
+    pub(crate) fn given(&mut self, param: usize) -> Result<(), PlanError> {
+        self.session.give_view(&self.params[param].name)
     }
 
     /// Copies a parameter's gradient from `bytes`.
-    pub(crate) fn push(&mut self, param: usize, bytes: &[u8]) -> Result<(), Error> {
-        let mut state = self.kept.state();
-        let name = &self.plan.params()[param].name;
-        self.plan.push_grad(&mut state, &self.backend, &mut self.comms, name, bytes)?;
-        Ok(())
+    pub(crate) fn push(&mut self, param: usize, bytes: &[u8]) -> Result<(), PlanError> {
+        self.session.push_grad_bytes(&self.params[param].name, bytes)
     }
 
     /// Ends a micro-step with these rules, which have the planner's numbers.
-    pub(crate) fn step(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
-        // Other ranks may be within calls of the step already, so calls of saves come after it.
-        // Their failure is then told by the next step, on all ranks alike.
-        let behind = self.plan.calls_while_given(&self.comms);
-        self.tell_of_saves()?;
-        if !behind {
-            self.checkpoints.poll(&self.plan, &mut self.comms)?;
-        }
-        let stepped = self.update(rules)?;
-        if behind {
-            match self.checkpoints.poll(&self.plan, &mut self.comms) {
-                Err(error) if error.is_of_checkpoint() => self.failed_save = Some(error),
-                polled => drop(polled?),
-            }
-        }
-        Ok(stepped)
-    }
-
-    /// Returns the failure of a save of which Python has not been told.
-    fn tell_of_saves(&mut self) -> Result<(), PlanError> {
-        self.failed_save.take().map_or(Ok(()), Err)
-    }
-
-    fn update(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
-        let mut state = self.kept.state();
-        take_rules(&mut state, rules)?;
-        let report = self.plan.step(&mut state, &self.backend, &mut self.comms)?;
-        Self::stepped(&state, &self.backend, report)
+    pub(crate) fn step(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, PlanError> {
+        self.take(rules)?;
+        let report = self.session.step()?;
+        self.stepped(report)
     }
 
     /// Takes these rules, which have the planner's numbers, for updates that begin with gradients.
-    pub(crate) fn take(&mut self, rules: &[(usize, Optimizer)]) -> Result<(), Error> {
-        take_rules(&mut self.kept.state(), rules)?;
-        Ok(())
+    pub(crate) fn take(&mut self, rules: &[(usize, Optimizer)]) -> Result<(), PlanError> {
+        rules.iter().try_for_each(|(number, rule)| self.session.set_rule(*number, *rule))
     }
 
     /// Takes the loss of the step under way, for an interval between averages that follows it.
-    pub(crate) fn set_loss(&mut self, loss: f64) -> Result<(), Error> {
-        self.kept.state().set_loss(loss);
-        Ok(())
+    pub(crate) fn set_loss(&mut self, loss: f64) {
+        self.session.set_loss(loss);
     }
 
     /// Averages parameters over all ranks.
-    pub(crate) fn average(&mut self) -> Result<(), Error> {
-        let mut state = self.kept.state();
-        self.plan.average_now(&mut state, &self.backend, &mut self.comms)?;
-        Ok(())
+    pub(crate) fn average(&mut self) -> Result<(), PlanError> {
+        self.session.average_now()
     }
 
     /// Updates from fewer micro-steps than the plan accumulates.
-    pub(crate) fn flush(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, Error> {
-        let mut state = self.kept.state();
-        take_rules(&mut state, rules)?;
-        let report = self.plan.flush(&mut state, &self.backend, &mut self.comms)?;
-        Self::stepped(&state, &self.backend, report)
+    pub(crate) fn flush(&mut self, rules: &[(usize, Optimizer)]) -> Result<Stepped, PlanError> {
+        self.take(rules)?;
+        let report = self.session.flush()?;
+        self.stepped(report)
     }
 
-    fn stepped(
-        state: &State,
-        backend: &CpuBackend,
-        report: MicroStepReport,
-    ) -> Result<Stepped, Error> {
+    fn stepped(&self, report: MicroStepReport) -> Result<Stepped, PlanError> {
         Ok(Stepped {
             report,
-            loss_scale: state.loss_scale().map_or(1.0, |scale| scale.scale()),
-            update_norms: state.update_norms(backend)?,
+            loss_scale: self.loss_scale(),
+            update_norms: self.session.state().update_norms(self.session.backend())?,
         })
     }
 
     /// Makes masters follow parameters that are about to be written through their views.
-    pub(crate) fn touch(&mut self) -> Result<(), Error> {
-        let mut state = self.kept.state();
-        for desc in self.plan.params() {
-            param_address(&mut state, desc)?;
-        }
-        Ok(())
+    pub(crate) fn touch(&mut self) -> Result<(), PlanError> {
+        let state = self.session.state_mut();
+        self.params.iter().try_for_each(|desc| param_address(state, desc).map(drop))
     }
 
-    pub(crate) fn loss_scale(&mut self) -> Result<f64, Error> {
-        let scale = self.kept.state().loss_scale().map(|scale| scale.scale());
-        Ok(scale.unwrap_or(1.0))
+    pub(crate) fn loss_scale(&self) -> f64 {
+        self.session.loss_scale()
     }
 
     /// Goes on from a checkpoint and returns the number of steps that were done; `None` without a
@@ -301,38 +237,26 @@ impl<'c> Rank<'c> {
         &mut self,
         folder: &Path,
         settings: Resumed,
-    ) -> Result<Option<usize>, Error> {
-        let mut state = self.kept.state();
+    ) -> Result<Option<usize>, PlanError> {
         match settings {
-            Resumed::SameSettings => state.same_settings(),
-            Resumed::AnySettings => state.any_settings(),
+            Resumed::SameSettings => self.session.state_mut().same_settings(),
+            Resumed::AnySettings => self.session.state_mut().any_settings(),
         }
-        let resumed = self.checkpoints.resume(
-            &self.plan,
-            (&mut state, &self.backend),
-            None,
-            (&mut self.comms, folder),
-        )?;
+        let resumed = self.session.resume_if_any(folder)?;
         if resumed.is_some() {
-            self.plan.handshake(&state, &self.backend, &mut self.comms, &[])?;
+            self.session.meet()?;
         }
         Ok(resumed)
     }
 
     /// Begins a checkpoint, which is written in the background during the next steps.
-    pub(crate) fn save(&mut self, folder: &Path, steps: usize) -> Result<(), Error> {
-        self.tell_of_saves()?;
-        let state = self.kept.state();
-        let run = RunToSave { state: &state, backend: &self.backend, params: None };
-        self.checkpoints.begin(&self.plan, run, &mut self.comms, (folder, steps))?;
-        Ok(())
+    pub(crate) fn save(&mut self, folder: &Path, steps: usize) -> Result<(), PlanError> {
+        self.session.begin_save(folder, steps)
     }
 
     /// Waits for the checkpoint that is being written.
-    pub(crate) fn finish_saves(&mut self) -> Result<(), Error> {
-        self.tell_of_saves()?;
-        self.checkpoints.finish(&self.plan, &mut self.comms)?;
-        Ok(())
+    pub(crate) fn finish_saves(&mut self) -> Result<(), PlanError> {
+        self.session.finish_saves()
     }
 }
 
@@ -368,14 +292,4 @@ fn grad_address(state: &State, desc: &ParamDesc) -> Result<usize, PlanError> {
         DType::BF16 => of::<bf16>(state, &desc.name),
         _ => of::<f32>(state, &desc.name),
     }
-}
-
-/// Takes settings for the next update; each pair has the number of a rule.
-fn take_rules(state: &mut State, rules: &[(usize, Optimizer)]) -> Result<(), PlanError> {
-    for (number, rule) in rules {
-        if state.rules()[*number] != *rule {
-            state.set_optimizer_of(*number, *rule)?;
-        }
-    }
-    Ok(())
 }

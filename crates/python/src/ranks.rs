@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use fusestep::Level;
 use fusestep::collective::Aborter;
-use fusestep::planner::Optimizer;
+use fusestep::planner::{Optimizer, PlanError};
 use fusestep::simd::copy_bytes;
-use fusestep::{Error, Level};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -32,8 +32,9 @@ pub(crate) struct Ranks {
     places: Vec<Borrowed>,
     is_in_backward: bool,
     averages: bool,
-    /// Memory of the views; Python's views keep this object, and so the memory.
-    _kept: Arc<Kept>,
+    /// Memory of the views, once the thread has ended; Python's views keep this object, and so the
+    /// memory.
+    _kept: Mutex<Receiver<Kept>>,
 }
 
 /// Link to the rank's thread.
@@ -78,7 +79,7 @@ impl Ranks {
             places: ready.places,
             is_in_backward: ready.is_in_backward,
             averages: ready.averages,
-            _kept: ready.kept,
+            _kept: Mutex::new(ready.kept),
         })
     }
 
@@ -205,7 +206,10 @@ impl Ranks {
 
     /// Tells the loss of the step under way.
     fn set_loss(&self, py: Python<'_>, loss: f64) -> PyResult<()> {
-        self.call(py, move |rank| rank.set_loss(loss))
+        self.call(py, move |rank| {
+            rank.set_loss(loss);
+            Ok(())
+        })
     }
 
     /// Averages parameters over all ranks.
@@ -231,7 +235,7 @@ impl Ranks {
 
     /// The factor on the next loss.
     fn loss_scale(&self, py: Python<'_>) -> PyResult<f64> {
-        self.call(py, |rank| rank.loss_scale())
+        self.call(py, |rank| Ok(rank.loss_scale()))
     }
 
     /// Goes on from a folder's checkpoint and returns the number of steps that were done; `None`
@@ -316,7 +320,7 @@ impl Ranks {
     fn call<T: Send + 'static>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut Rank<'_>) -> Result<T, Error> + Send + 'static,
+        work: impl FnOnce(&mut Rank<'_>) -> Result<T, PlanError> + Send + 'static,
     ) -> PyResult<T> {
         let (send, receive) = channel();
         self.send(Box::new(move |rank| {

@@ -3,10 +3,9 @@
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
-use fusestep::launch::LaunchLimits;
-use fusestep::planner::{Comms, Plan, Topology};
+use fusestep::planner::Comms;
 use fusestep::tensor::ParamDesc;
-use fusestep::{Communicator, Error, Section, Shape, StepOptions};
+use fusestep::{Section, Shape, StepOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,7 +17,7 @@ use crate::session::{Described, dtype_of};
 /// Settings of a rank.
 pub(crate) struct Setup {
     pub(crate) step: StepOptions,
-    params: Vec<ParamDesc>,
+    pub(crate) params: Vec<ParamDesc>,
     pub(crate) threads: NonZeroUsize,
     pub(crate) engine: Option<String>,
     pub(crate) timeout: Duration,
@@ -71,17 +70,6 @@ impl Setup {
             timeout: timeout.map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?,
         };
         Ok((setup, rule_numbers))
-    }
-
-    /// The plan of this rank, which all ranks make together.
-    pub(crate) fn plan(&self, comm: &mut dyn Communicator) -> Result<Plan, Error> {
-        let topology = Topology::of(comm);
-        let mut planner = self.step.planner(&self.params, topology, LaunchLimits::default())?;
-        self.step.compare(comm)?;
-        if let Some(slices) = self.step.slices(&self.params, comm)? {
-            planner = planner.with(slices);
-        }
-        Ok(planner.plan_for(&self.params, topology)?)
     }
 
     /// Whether gradients stay where views of them are: not where they are added up, shared out, or

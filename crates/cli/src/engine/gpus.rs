@@ -1,7 +1,7 @@
 //! Ranks with a GPU each: threads of this process, or processes that others have started.
 
 use anyhow::Context;
-use fusestep_collective::{Communicator, run_ranks, started_together};
+use fusestep_collective::{Communicator, local_rank, run_ranks, started_together};
 use fusestep_collective_mpi::{Compare, Reduction};
 use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
@@ -61,19 +61,4 @@ fn meeting(ranks: &Ranks) -> Option<Meeting> {
         timeout: ranks.watch.timeout.unwrap_or(default.timeout),
         ..default
     })
-}
-
-/// This process's number among the processes of its machine, as launchers tell it.
-fn local_rank() -> Option<usize> {
-    [
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "MPI_LOCALRANKID",
-        "PMI_LOCAL_RANK",
-        "PALS_LOCAL_RANKID",
-        "FLUX_TASK_LOCAL_ID",
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "SLURM_LOCALID",
-    ]
-    .into_iter()
-    .find_map(|name| std::env::var(name).ok()?.parse().ok())
 }

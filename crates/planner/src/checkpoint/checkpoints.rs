@@ -39,6 +39,19 @@ impl Checkpoints {
         &mut self.remembered
     }
 
+    /// The number of steps done after `step`, which counts from 0, if one of the saves after every
+    /// `every` steps is due then.
+    ///
+    /// # Errors
+    /// [`PlanError::SaveEvery0`], which would save nothing.
+    pub fn due(every: usize, step: usize) -> Result<Option<usize>> {
+        if every == 0 {
+            return Err(PlanError::SaveEvery0);
+        }
+        let steps = step.saturating_add(1);
+        Ok(steps.is_multiple_of(every).then_some(steps))
+    }
+
     /// Resumes from the folder's checkpoint, which any number of ranks may have saved. Returns the
     /// number of steps that the caller had done, or `None` if there is no checkpoint. All ranks
     /// call it.

@@ -20,7 +20,7 @@ fn main() -> Result<(), Error> {
     // The mean of both ranks' gradients is what one process has alone.
     let found = fusestep::threads(2, |comm| {
         let grad = [0.0f32, 0.5][comm.rank()];
-        let mut ranks = builder().zero(2).build(&params, Cpu::new())?.on(comm)?;
+        let mut ranks = builder().zero(2).on(comm).build(&params, Cpu::new())?;
         for name in names {
             let numel = ranks.param::<f32>(name)?.len();
             ranks.push_grad(name, &vec![grad; numel])?;

@@ -7,8 +7,7 @@ use candle_core::{Device, Tensor, Var};
 use candle_nn::Optimizer as _;
 use fusestep::planner::{Comms, Optimizer, Plan};
 use fusestep::{
-    Builder, Cpu, CpuBackend, DType, Error, FusedOptimizer, Kind, ParamDesc, Role, Shape,
-    StepOptions,
+    Builder, Cpu, CpuBackend, DType, Error, Kind, ParamDesc, Role, Session, Shape, StepOptions,
 };
 use fusestep_candle::{AnyRule, Communicator};
 use half::bf16;
@@ -104,18 +103,14 @@ pub(super) fn in_facade<K: Kind>(
     let rank = comm.as_ref().map_or(0, |comm| comm.rank());
     let builder =
         builder.options(|step| *step = StepOptions { rule: step.rule, ..options.clone() });
-    let mut built = builder.build(&params(dtype), Cpu::with_threads(NonZeroUsize::MIN))?;
+    let (params, cpu) = (params(dtype), Cpu::with_threads(NonZeroUsize::MIN));
     match comm {
-        Some(comm) => stepped(&mut built.on(comm)?, rank, dtype),
-        None => stepped(&mut built, rank, dtype),
+        Some(comm) => stepped(&mut builder.on(comm).build(&params, cpu)?, rank, dtype),
+        None => stepped(&mut builder.build(&params, cpu)?, rank, dtype),
     }
 }
 
-fn stepped(
-    optimizer: &mut FusedOptimizer<'_>,
-    rank: usize,
-    dtype: DType,
-) -> Result<Trained, Error> {
+fn stepped(optimizer: &mut Session<'_>, rank: usize, dtype: DType) -> Result<Trained, Error> {
     for (index, (name, _)) in PARAMS.iter().enumerate() {
         let values = first(index);
         match dtype {
@@ -137,7 +132,7 @@ fn stepped(
                 _ => optimizer.push_grad(name, &values)?,
             }
         }
-        optimizer.set_loss(loss(rank, step))?;
+        optimizer.set_loss(loss(rank, step));
         optimizer.step()?;
     }
     let plan = lines(optimizer.plan());

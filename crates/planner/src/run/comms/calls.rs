@@ -1,11 +1,11 @@
 //! The calls of one rank's step, counted, and the communication streams that carry some of them.
 
 use std::num::NonZeroUsize;
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 
 use fusestep_collective::{
     CallContext, CollectiveError, CommStream, Communicator, Operation, RankMemory, ReduceOp,
-    ReduceUpdate, comm_streams,
+    ReduceUpdate, Solo, comm_streams,
 };
 use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
@@ -24,7 +24,7 @@ use crate::run::memory::segment_state::SegmentState;
 /// as its last gradient is given, from ZeRO stage 2 on); with them as soon as its last gradient is
 /// given, on each stream in turn.
 pub struct Comms<'a> {
-    comm: &'a mut dyn Communicator,
+    comm: Caller<'a>,
     groups: Option<ShardGroups>,
     streams: Vec<CommStream>,
     /// Whether segments are reduced as soon as they are full without streams, too.
@@ -48,6 +48,39 @@ impl std::fmt::Debug for Comms<'_> {
     }
 }
 
+/// The communicator of a rank: borrowed, or its own.
+enum Caller<'a> {
+    Borrowed(&'a mut dyn Communicator),
+    Own(Box<dyn Communicator + 'a>),
+}
+
+impl<'a> Deref for Caller<'a> {
+    type Target = dyn Communicator + 'a;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Self::Borrowed(comm) => *comm,
+            Self::Own(comm) => comm.as_ref(),
+        }
+    }
+}
+
+impl DerefMut for Caller<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        match self {
+            Self::Borrowed(comm) => *comm,
+            Self::Own(comm) => comm.as_mut(),
+        }
+    }
+}
+
+impl Comms<'static> {
+    /// The calls of a process that trains alone.
+    pub fn alone() -> Self {
+        Self::by(Caller::Own(Box::new(Solo::new())))
+    }
+}
+
 impl<'a> Comms<'a> {
     /// Streams for buckets where ranks do not see each other's memory: one reduces while gradients
     /// fill the next bucket.
@@ -55,6 +88,10 @@ impl<'a> Comms<'a> {
 
     /// Makes all calls by `comm`, one after the other.
     pub fn direct(comm: &'a mut dyn Communicator) -> Self {
+        Self::by(Caller::Borrowed(comm))
+    }
+
+    fn by(comm: Caller<'a>) -> Self {
         Self {
             comm,
             groups: None,
@@ -152,7 +189,7 @@ impl<'a> Comms<'a> {
 
     /// The communicator, for the caller's own calls.
     pub fn communicator(&mut self) -> &mut dyn Communicator {
-        self.comm
+        &mut *self.comm
     }
 
     pub(crate) fn world(&self) -> usize {
@@ -189,7 +226,7 @@ impl<'a> Comms<'a> {
     pub(crate) fn within_group(&mut self) -> &mut dyn Communicator {
         match &mut self.groups {
             Some(groups) => groups.within.as_mut(),
-            None => self.comm,
+            None => &mut *self.comm,
         }
     }
 
@@ -239,7 +276,7 @@ impl<'a> Comms<'a> {
     ) -> Result<(), CollectiveError> {
         let bytes = bytes.into();
         self.count(operation, bytes.len(), self.comm.world_size());
-        bytes.call(self.comm, (operation, dtype), counts)
+        bytes.call(&mut *self.comm, (operation, dtype), counts)
     }
 
     /// Whether calls use this buffer in place.

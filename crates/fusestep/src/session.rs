@@ -1,0 +1,306 @@
+//! A run as a program holds it: plan, memory, backend, ranks and checkpoints in one object.
+
+mod error;
+mod gather;
+mod saves;
+mod start;
+
+use fusestep_collective::Communicator;
+use fusestep_launch::Backend;
+use fusestep_planner::{
+    Comms, GradMut, Initial, MicroStepReport, Optimizer, Plan, PlanError, State,
+};
+use fusestep_tensor::{DeviceSliceMut, Element, Role};
+
+pub use self::error::SessionError;
+use self::saves::Saving;
+
+/// A training run of one rank: gradients go in, [`Session::step`] updates parameters.
+///
+/// Parameters and gradients are the session's own and are zero until they are written. All ranks
+/// make the same calls. Before their first common step ranks compare what decides their bits and,
+/// unless [`StepOptions::initial`](crate::StepOptions::initial) says otherwise, take over the
+/// parameters of rank 0. [`Plan`] and [`State`] stay public for programs that want more.
+pub struct Session<'c> {
+    /// Plan, calls and saves; dropped first, which completes the save in flight.
+    saving: Saving<'c>,
+    state: State,
+    /// Behind the state, whose memory it gave.
+    backend: Box<dyn Backend + Send>,
+    /// Whether ranks have compared what decides their bits.
+    met: bool,
+    /// Parameters that ranks begin with, until they have begun.
+    brings: Initial,
+    /// Settings of the program's own that ranks compare, too.
+    compared: Vec<(&'static str, String)>,
+    /// Whether the step under way has looked after saves.
+    begun: bool,
+}
+
+/// Sessions may be built on one thread and stepped on another.
+const _: () = {
+    const fn is_send<T: Send>() {}
+    is_send::<Session<'static>>();
+};
+
+impl std::fmt::Debug for Session<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session")
+            .field("rule", self.state.optimizer())
+            .field("topology", &self.plan().topology())
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'c> Session<'c> {
+    /// The plan of every step; print it.
+    pub fn plan(&self) -> &Plan {
+        &self.saving.plan
+    }
+
+    /// The memory of this rank.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// The memory of this rank, for changes of rates and rules.
+    pub fn state_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+
+    /// The memory of this rank, for views that outlive the session. The save in flight is completed
+    /// first, as by a drop.
+    pub fn into_state(self) -> State {
+        self.state
+    }
+
+    /// The backend that steps run on.
+    pub fn backend(&self) -> &dyn Backend {
+        self.backend.as_ref()
+    }
+
+    /// The calls of this rank, counted.
+    pub fn comms(&self) -> &Comms<'c> {
+        &self.saving.comms
+    }
+
+    /// The communicator, for calls of the program's own, which all ranks make between steps.
+    pub fn communicator(&mut self) -> &mut dyn Communicator {
+        self.saving.comms.communicator()
+    }
+
+    /// Text of the first failure that other ranks may not know of.
+    pub fn failure(&self) -> Option<&str> {
+        self.saving.failed.as_deref()
+    }
+
+    /// Remembers a failure of the program's own that other ranks may not know of: they may wait
+    /// elsewhere, so nothing is waited for when the session is dropped.
+    pub fn fail(&mut self, error: &dyn std::fmt::Display) {
+        self.saving.failed.get_or_insert_with(|| error.to_string());
+    }
+
+    /// Sets a parameter; all ranks set the same. Before ranks meet rank 0 may set it alone: its
+    /// values come to all ranks ([`StepOptions::initial`](crate::StepOptions::initial)).
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`], [`PlanError::WrongDType`], [`PlanError::LenBytes`].
+    pub fn set_param<T: Element>(&mut self, name: &str, values: &[T]) -> Result<(), PlanError> {
+        self.attempt(|run| {
+            check_dtype::<T>(run.state, Role::Param, name)?;
+            run.state.write(run.backend, Role::Param, name, bytemuck::cast_slice(values))
+        })
+    }
+
+    /// [`Session::set_param`] from bytes of the parameter's dtype.
+    ///
+    /// # Errors
+    /// As [`State::write`].
+    pub fn write_param(&mut self, name: &str, bytes: &[u8]) -> Result<(), PlanError> {
+        self.attempt(|run| run.state.write(run.backend, Role::Param, name, bytes))
+    }
+
+    /// A parameter that this rank has whole, which is any below ZeRO stage 3. Before ranks meet
+    /// ([`StepOptions::initial`](crate::StepOptions::initial)) it is the value of this rank alone.
+    ///
+    /// # Errors
+    /// As [`State::param`].
+    pub fn param<T: Element>(&self, name: &str) -> Result<&[T], PlanError> {
+        self.state.param(name)
+    }
+
+    /// Copies a parameter that this rank has whole into `bytes`.
+    ///
+    /// # Errors
+    /// As [`State::read`].
+    pub fn read_param(&self, name: &str, bytes: &mut [u8]) -> Result<(), PlanError> {
+        self.state.read(self.backend(), Role::Param, name, bytes)
+    }
+
+    /// A gradient, to be written where the step reads it; it counts as given, and is zero until it
+    /// is written.
+    ///
+    /// # Errors
+    /// As [`State::grad_mut`].
+    pub fn grad_mut<T: Element>(&mut self, name: &str) -> Result<GradMut<'_, T>, PlanError> {
+        self.saving.noted(self.state.grad_mut(name))
+    }
+
+    /// A gradient on a device, to be written there where the step reads it, in the order of events;
+    /// it counts as given, and is not set to zero: write all of it.
+    ///
+    /// # Errors
+    /// As [`State::grad_on_device`].
+    pub fn grad_on_device(&mut self, name: &str) -> Result<DeviceSliceMut<'_>, PlanError> {
+        self.meet()?;
+        self.saving.noted(self.state.grad_on_device(self.backend.as_ref(), name))
+    }
+
+    /// Gives a gradient. With communication streams its bucket is reduced as soon as it is full,
+    /// and updated, too, where the options say that backward passes allow it.
+    ///
+    /// # Errors
+    /// As [`Plan::push_grad`]; [`PlanError::WrongDType`].
+    pub fn push_grad<T: Element>(&mut self, name: &str, grad: &[T]) -> Result<(), PlanError> {
+        self.meet()?;
+        self.attempt(|run| {
+            check_dtype::<T>(run.state, Role::Grad, name)?;
+            let bytes = bytemuck::cast_slice(grad);
+            run.plan.push_grad(run.state, run.backend, run.comms, name, bytes)
+        })
+    }
+
+    /// [`Session::push_grad`] from bytes of the gradient's dtype.
+    ///
+    /// # Errors
+    /// As [`Plan::push_grad`].
+    pub fn push_grad_bytes(&mut self, name: &str, bytes: &[u8]) -> Result<(), PlanError> {
+        self.meet()?;
+        self.attempt(|run| run.plan.push_grad(run.state, run.backend, run.comms, name, bytes))
+    }
+
+    /// Marks a gradient as complete where its view lies ([`State::grad_mut`]); nothing is copied.
+    ///
+    /// # Errors
+    /// As [`Plan::give_view`].
+    pub fn give_view(&mut self, name: &str) -> Result<(), PlanError> {
+        self.meet()?;
+        self.attempt(|run| run.plan.give_view(run.state, run.backend, run.comms, name))
+    }
+
+    /// The factor to multiply the next loss with; 1 unless the loss is scaled.
+    pub fn loss_scale(&self) -> f64 {
+        self.state.loss_scale().map_or(1.0, |scale| scale.scale())
+    }
+
+    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD. A step without
+    /// one is followed by an average.
+    pub fn set_loss(&mut self, loss: f64) {
+        self.state.set_loss(loss);
+    }
+
+    /// Sets a rule of the plan from the next step on, by its number; a rule that is the same
+    /// already costs nothing. All ranks set the same.
+    ///
+    /// # Errors
+    /// As [`State::set_optimizer_of`].
+    pub fn set_rule(&mut self, number: usize, rule: Optimizer) -> Result<(), PlanError> {
+        if self.state.rules().get(number) == Some(&rule) {
+            return Ok(());
+        }
+        self.attempt(|run| run.state.set_optimizer_of(number, rule))
+    }
+
+    /// Compares settings of the program's own with the others', such as the seed of its data, when
+    /// ranks meet.
+    pub fn compare_also(&mut self, fields: impl IntoIterator<Item = (&'static str, String)>) {
+        self.compared.extend(fields);
+    }
+
+    /// Hears of a save that has failed, and lets ranks meet: what a step begins with. A program
+    /// calls it where giving gradients makes calls at once ([`Plan::calls_while_given`]) and an
+    /// error of a save is to come before them; [`Session::step`] does it otherwise.
+    ///
+    /// # Errors
+    /// That of a save; as [`Session::meet`].
+    pub fn begin_step(&mut self) -> Result<(), PlanError> {
+        self.tell_of_save()?;
+        self.look_after_saves()?;
+        self.meet()?;
+        self.begun = true;
+        Ok(())
+    }
+
+    /// Ends a micro-step, and at the last one reduces, updates and gathers. Before the first
+    /// gradient of many ranks, and behind a checkpoint that was loaded, they compare what
+    /// decides the bits of the run.
+    ///
+    /// # Errors
+    /// As [`Plan::step`]; as [`Plan::handshake`]; that of a save, before the step: call it again.
+    pub fn step(&mut self) -> Result<MicroStepReport, PlanError> {
+        let begun = std::mem::take(&mut self.begun);
+        // Other ranks may be within calls of the step already, and saves are polled by calls of all
+        // ranks.
+        let behind = !begun && self.plan().calls_while_given(self.comms());
+        self.tell_of_save()?;
+        if !begun && !behind {
+            self.look_after_saves()?;
+        }
+        self.meet()?;
+        let report = self.attempt(|run| run.plan.step(run.state, run.backend, run.comms))?;
+        if behind {
+            // The step is done: an error that is no step's waits for the next call.
+            self.saving.untold = self.look_after_saves().err();
+        }
+        Ok(report)
+    }
+
+    /// Updates from fewer micro-steps than asked for, at an epoch's end; ranks compare first what a
+    /// step compares.
+    ///
+    /// # Errors
+    /// As [`Plan::flush`]; as [`Plan::handshake`].
+    pub fn flush(&mut self) -> Result<MicroStepReport, PlanError> {
+        self.begun = false;
+        self.meet()?;
+        self.attempt(|run| run.plan.flush(run.state, run.backend, run.comms))
+    }
+
+    /// Averages parameters, and state if the options say so, over all ranks, under LocalSGD.
+    ///
+    /// # Errors
+    /// As [`Plan::average_now`].
+    pub fn average_now(&mut self) -> Result<(), PlanError> {
+        self.attempt(|run| run.plan.average_now(run.state, run.backend, run.comms))
+    }
+
+    /// Does `work` with all that the planner asks for, and remembers a failure.
+    fn attempt<R>(
+        &mut self,
+        work: impl FnOnce(Parts<'_, 'c>) -> Result<R, PlanError>,
+    ) -> Result<R, PlanError> {
+        let done = work(Parts {
+            plan: &self.saving.plan,
+            state: &mut self.state,
+            backend: self.backend.as_ref(),
+            comms: &mut self.saving.comms,
+        });
+        self.saving.noted(done)
+    }
+}
+
+/// Parts of a session that the planner's functions take.
+struct Parts<'a, 'c> {
+    plan: &'a Plan,
+    state: &'a mut State,
+    backend: &'a dyn Backend,
+    comms: &'a mut Comms<'c>,
+}
+
+fn check_dtype<T: Element>(state: &State, role: Role, name: &str) -> Result<(), PlanError> {
+    let expected = state.dtype(role, name)?;
+    if expected == T::DTYPE {
+        return Ok(());
+    }
+    Err(PlanError::WrongDType { role, name: name.to_owned(), expected, found: T::DTYPE })
+}

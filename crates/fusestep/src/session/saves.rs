@@ -1,0 +1,174 @@
+//! Checkpoints of a session: begun, waited for and gone on from.
+
+use std::path::Path;
+
+use fusestep_planner::{Checkpoints, Comms, Initial, Plan, PlanError, RunToSave};
+
+use super::Session;
+
+/// Plan, calls and saves of a session.
+pub(super) struct Saving<'c> {
+    pub(super) plan: Plan,
+    pub(super) comms: Comms<'c>,
+    pub(super) checkpoints: Checkpoints,
+    /// Error of a save, heard of behind a step.
+    pub(super) untold: Option<PlanError>,
+    /// Text of the first failure that other ranks may not know of.
+    pub(super) failed: Option<String>,
+}
+
+impl<'c> Saving<'c> {
+    pub(super) fn new(plan: Plan, comms: Comms<'c>, checkpoints: Checkpoints) -> Self {
+        Self { plan, comms, checkpoints, untold: None, failed: None }
+    }
+
+    /// Passes on an outcome and remembers a failure: other ranks may wait elsewhere. One of a
+    /// checkpoint comes on all of them in the same call.
+    pub(super) fn noted<R>(&mut self, done: Result<R, PlanError>) -> Result<R, PlanError> {
+        if let Err(error) = &done
+            && !error.is_of_checkpoint()
+        {
+            self.failed.get_or_insert_with(|| error.to_string());
+        }
+        done
+    }
+
+    /// [`Saving::noted`] of a call of checkpoints. All ranks have made it, so none is behind an
+    /// earlier failure any more.
+    fn noted_by_all<R>(&mut self, done: Result<R, PlanError>) -> Result<R, PlanError> {
+        let done = self.noted(done)?;
+        self.failed = None;
+        Ok(done)
+    }
+
+    /// Waits for the save in flight; all ranks do.
+    fn finish(&mut self) -> Result<(), PlanError> {
+        let finished = self.checkpoints.finish(&self.plan, &mut self.comms);
+        self.noted_by_all(finished).map(drop)
+    }
+}
+
+impl Drop for Saving<'_> {
+    /// Completes the save in flight with the other ranks, unless a call has failed: then they may
+    /// be anywhere.
+    fn drop(&mut self) {
+        if self.failed.is_none() && !std::thread::panicking() && self.checkpoints.in_flight() {
+            let _ = self.finish();
+        }
+    }
+}
+
+impl Session<'_> {
+    /// Goes on from the folder's checkpoint, of however many ranks; returns how many steps the
+    /// caller had done, 0 if there is none.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::resume`]; that of a save that is under way.
+    pub fn resume(&mut self, folder: impl AsRef<Path>) -> Result<usize, PlanError> {
+        Ok(self.resume_if_any(folder)?.unwrap_or(0))
+    }
+
+    /// [`Session::resume`] that says `None` if there is no checkpoint.
+    ///
+    /// # Errors
+    /// As [`Session::resume`].
+    pub fn resume_if_any(&mut self, folder: impl AsRef<Path>) -> Result<Option<usize>, PlanError> {
+        let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
+        let (state, place) = (&mut self.state, (comms, folder.as_ref()));
+        let resumed = checkpoints.resume(plan, (state, self.backend.as_ref()), None, place);
+        let resumed = self.saving.noted_by_all(resumed)?;
+        if resumed.is_some() {
+            (self.met, self.brings) = (false, Initial::OwnAndEqual);
+        }
+        Ok(resumed)
+    }
+
+    /// Begins a save after every so many steps; `step` counts from 0 and has just been done. Says
+    /// whether it has begun one.
+    ///
+    /// # Errors
+    /// As [`Session::begin_save`]; [`PlanError::SaveEvery0`], which would save nothing.
+    pub fn checkpoint_every(
+        &mut self,
+        every: usize,
+        folder: impl AsRef<Path>,
+        step: usize,
+    ) -> Result<bool, PlanError> {
+        match Checkpoints::due(every, step)? {
+            Some(steps) => self.begin_save(folder, steps).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// Saves parameters, state, what is remembered and that the caller has done `steps` steps, and
+    /// waits for it; the checkpoint before stays until this one is complete. Its parameters are
+    /// `model.safetensors` in the folder that `manifest.json` names as its generation.
+    ///
+    /// # Errors
+    /// As [`Session::begin_save`].
+    pub fn save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), PlanError> {
+        self.begin_save(folder, steps)?;
+        self.finish_saves()
+    }
+
+    /// Begins a save of a run whose caller has done `steps` steps.
+    ///
+    /// Parameters and state are copied before it returns, and written while training goes on. What
+    /// goes wrong then is an error of the next call, on all ranks alike: of a step, of a save, or
+    /// of [`Session::finish_saves`].
+    ///
+    /// # Errors
+    /// As [`Checkpoints::begin`]; as [`Plan::handshake`]; that of the save before.
+    /// # Cost
+    /// One copy of what this rank saves; until the save before is complete, if it is not.
+    pub fn begin_save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), PlanError> {
+        self.tell_of_save()?;
+        self.meet()?;
+        let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
+        let run = RunToSave { state: &self.state, backend: self.backend.as_ref(), params: None };
+        let begun = checkpoints.begin(plan, run, comms, (folder.as_ref(), steps));
+        self.saving.noted_by_all(begun)
+    }
+
+    /// Waits until nothing is being saved on any rank; at the end of training, so that an error is
+    /// heard of. Dropping the session waits as well.
+    ///
+    /// # Errors
+    /// That of the save.
+    pub fn finish_saves(&mut self) -> Result<(), PlanError> {
+        self.tell_of_save()?;
+        if self.saving.checkpoints.in_flight() { self.saving.finish() } else { Ok(()) }
+    }
+
+    /// Goes on with the saves and texts of another optimizer of this process, in place of none.
+    pub fn set_checkpoints(&mut self, checkpoints: Checkpoints) {
+        self.saving.checkpoints = checkpoints;
+    }
+
+    /// Keeps a text in every checkpoint from the next one on, such as a serialized random
+    /// generator. Each rank has its own; they come back on as many ranks, and on another number
+    /// only if they were the same on all.
+    pub fn remember(&mut self, name: impl Into<String>, text: impl Into<String>) {
+        self.saving.checkpoints.remembered_mut().set(name, text);
+    }
+
+    /// A text that was remembered: here, or in the checkpoint that was resumed.
+    pub fn remembered(&self, name: &str) -> Option<&str> {
+        self.saving.checkpoints.remembered().get(name)
+    }
+
+    /// Passes on what a step has heard of a save.
+    pub(super) fn tell_of_save(&mut self) -> Result<(), PlanError> {
+        self.saving.untold.take().map_or(Ok(()), Err)
+    }
+
+    /// Hears of a save that has failed.
+    pub(super) fn look_after_saves(&mut self) -> Result<(), PlanError> {
+        if self.saving.checkpoints.in_flight() {
+            let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
+            let polled = checkpoints.poll(plan, comms);
+            self.saving.noted_by_all(polled)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,168 @@
+//! From settings to a session, of one rank or of many, and what ranks compare before they train.
+
+use fusestep_collective::{Communicator, require_alone};
+use fusestep_launch::Backend;
+#[cfg(doc)]
+use fusestep_planner::Plan;
+use fusestep_planner::{Checkpoints, Comms, Initial, PlanError, Reach, State, Topology};
+use fusestep_tensor::ParamDesc;
+
+use super::{Saving, Session, SessionError};
+use crate::{Device, StepOptions};
+
+impl Session<'static> {
+    /// The session of a process that trains alone. Parameters are zero until
+    /// [`Session::set_param`].
+    ///
+    /// # Errors
+    /// Settings or descriptors out of range, a pattern that no name contains, settings of many
+    /// ranks, and whatever else the planner refuses; memory or threads that cannot be had. In a
+    /// process of a launcher that has joined none of the others
+    /// [`SessionError::TakenForWhole`]: FUSESTEP_ALONE=1 says that each is to run alone, or that
+    /// the program brings gradients together itself.
+    pub fn new(
+        options: &StepOptions,
+        params: &[ParamDesc],
+        device: Box<dyn Device>,
+    ) -> Result<Self, SessionError> {
+        require_alone()?;
+        let params = described(options, params)?;
+        options.check_alone()?;
+        let planner = options.planner(&params, Topology::SOLO, device.limits())?;
+        let plan = planner.plan_for(&params, Topology::SOLO)?;
+        let backend = device.open(1).map_err(SessionError::Device)?;
+        let state = plan.allocate(backend.as_ref())?;
+        let saving = Saving::new(plan, Comms::alone(), Checkpoints::default());
+        Ok(Self::of(options, saving, state, backend))
+    }
+}
+
+impl<'c> Session<'c> {
+    /// The session of one rank of `comm`. Ranks that see each other's memory reduce and update in
+    /// it. All ranks call it together; they compare what decides their first calls, and tell each
+    /// other the slices of parameters that are distributed.
+    ///
+    /// # Errors
+    /// As [`Session::new`]; what the planner refuses for so many ranks; ranks whose settings
+    /// differ; a call that fails.
+    pub fn on(
+        options: &StepOptions,
+        params: &[ParamDesc],
+        device: Box<dyn Device>,
+        comm: &'c mut dyn Communicator,
+    ) -> Result<Self, SessionError> {
+        let params = described(options, params)?;
+        let topology = Topology::of(comm);
+        let mut planner = options.planner(&params, topology, device.limits())?;
+        options.compare(comm)?;
+        if let Some(slices) = options.slices(&params, comm)? {
+            planner = planner.with(slices);
+        }
+        let plan = planner.plan_for(&params, topology)?;
+        let sharing = match topology.reach {
+            Reach::SharedMemory => topology.world,
+            Reach::Calls => 1,
+        };
+        let backend = device.open(sharing).map_err(SessionError::Device)?;
+        let state = plan.allocate_on(backend.as_ref(), comm)?;
+        let saving = Saving::new(plan, options.comms(comm)?, Checkpoints::default());
+        Ok(Self::of(options, saving, state, backend))
+    }
+
+    fn of(
+        options: &StepOptions,
+        saving: Saving<'c>,
+        state: State,
+        backend: Box<dyn Backend + Send>,
+    ) -> Self {
+        Self {
+            saving,
+            state,
+            backend,
+            met: false,
+            brings: options.initial,
+            compared: Vec::new(),
+            begun: false,
+        }
+    }
+
+    /// Compares the settings that decide the bits of the run, without values.
+    ///
+    /// # Errors
+    /// As [`Plan::compare_settings`].
+    pub fn compare_settings(&mut self) -> Result<(), PlanError> {
+        self.attempt(|run| run.plan.compare_settings(run.state, run.comms))
+    }
+
+    /// Compares parameters over all ranks by hash.
+    ///
+    /// # Errors
+    /// As [`Plan::compare_parameters`].
+    pub fn compare_parameters(&mut self) -> Result<(), PlanError> {
+        self.attempt(|run| run.plan.compare_parameters(run.state, run.backend, run.comms))
+    }
+
+    /// Brings the parameters of rank `root` to all ranks, before the first step; those of rank 0
+    /// come by themselves ([`StepOptions::initial`]).
+    ///
+    /// # Errors
+    /// As [`Plan::broadcast_parameters`].
+    pub fn broadcast_parameters(&mut self, root: usize) -> Result<(), PlanError> {
+        self.attempt(|run| run.plan.broadcast_parameters(run.state, run.backend, run.comms, root))?;
+        self.brings = Initial::OwnAndEqual;
+        Ok(())
+    }
+
+    /// Brings the first parameters of rank 0 to all ranks, once, unless each has its own; returns
+    /// whether it has. Settings are compared before. [`Session::meet`] does it; a program that
+    /// reads parameters before may call it by itself.
+    ///
+    /// # Errors
+    /// As [`Session::compare_settings`]; as [`Session::broadcast_parameters`].
+    pub fn bring_first(&mut self) -> Result<bool, PlanError> {
+        let brings = std::mem::replace(&mut self.brings, Initial::OwnAndEqual);
+        if brings == Initial::OwnAndEqual || self.plan().topology().world == 1 {
+            return Ok(false);
+        }
+        self.compare_settings()?;
+        if self.state.step() > 0 {
+            return Ok(false);
+        }
+        self.broadcast_parameters(0)?;
+        Ok(true)
+    }
+
+    /// Brings the first parameters of rank 0 to all ranks, and compares what decides the bits of a
+    /// run over all of them; once, and again behind [`Session::resume`] and
+    /// [`Session::meet_again`].
+    ///
+    /// # Errors
+    /// As [`Session::bring_first`]; as [`Plan::handshake`].
+    pub fn meet(&mut self) -> Result<(), PlanError> {
+        if self.met {
+            return Ok(());
+        }
+        self.bring_first()?;
+        let fields: Vec<_> =
+            self.compared.iter().map(|(name, value)| (*name, value.clone())).collect();
+        self.attempt(|run| run.plan.handshake(run.state, run.backend, run.comms, &fields))?;
+        self.met = true;
+        Ok(())
+    }
+
+    /// Lets ranks compare once more what decides their bits, since one of them may have written
+    /// parameters.
+    pub fn meet_again(&mut self) {
+        self.met = false;
+    }
+}
+
+/// The parameters with the settings that options have for single ones.
+fn described(options: &StepOptions, params: &[ParamDesc]) -> Result<Vec<ParamDesc>, SessionError> {
+    if params.is_empty() {
+        return Err(SessionError::NoParameters);
+    }
+    let mut params = params.to_vec();
+    options.describe(&mut params)?;
+    Ok(params)
+}
