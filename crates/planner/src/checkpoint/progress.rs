@@ -246,10 +246,11 @@ pub(crate) fn source_rank(
     Err(refuse(folder, what, expected, found))
 }
 
-/// This rank's counts, checked.
+/// The counts of rank `from`, which this rank takes over, checked.
 pub(crate) fn counts(
     plan: &Plan,
-    (manifest, from): (&Manifest, usize),
+    manifest: &Manifest,
+    from: usize,
     whole: &WholeTensors,
     folder: &Path,
 ) -> Result<Progress> {
@@ -286,12 +287,13 @@ pub(crate) fn counts(
     })
 }
 
-/// Restores a rank's place in its gradient accumulation and between averages.
+/// Restores the place of rank `from` in its gradient accumulation and between averages.
 pub(crate) fn restore_open(
     plan: &Plan,
     state: &mut State,
     backend: &dyn Backend,
-    (progress, from): (&Progress, usize),
+    progress: &Progress,
+    from: usize,
     whole: &WholeTensors,
 ) -> Result<()> {
     let arena = &mut state.arena;
