@@ -28,7 +28,7 @@ const SETTINGS: [(&str, usize); 5] = [
 const VAGUE_DOCS: usize = 0;
 
 /// Most parameters that are tuples without names.
-const TUPLE_PARAMETERS: usize = 113;
+const TUPLE_PARAMETERS: usize = 71;
 
 /// Rooms of the planner, each with the rooms that it knows nothing of.
 const DOORS: [(&str, &[&str]); 2] = [("plan", &["run", "checkpoint"]), ("run", &["checkpoint"])];
