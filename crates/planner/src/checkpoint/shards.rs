@@ -7,7 +7,6 @@ use std::path::Path;
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::TensorFile;
 
-use super::CheckpointFolder;
 use super::commits::commit;
 use super::generation::{Generation, remove_failed};
 use super::manifest::{Manifest, ShardSpec, TensorSpec};
@@ -17,6 +16,7 @@ use super::shard_file::{
 };
 use super::snapshot::{File, Snapshot};
 use super::values::{self, SavedTensors, WholeTensors};
+use super::{CheckpointFolder, OpenRun};
 use crate::Result;
 
 /// Most files that a checkpoint is written as.
@@ -267,7 +267,7 @@ impl Manifest {
         tensor: &'a String,
         spec: &TensorSpec,
     ) -> Option<(&'a String, DType, (String, Shape))> {
-        let averages = self.open.as_ref().is_some_and(|open| open.local_sgd.is_some());
+        let averages = self.open.as_ref().is_some_and(OpenRun::averages);
         let key = if averages { tensor.strip_suffix("#0").unwrap_or(tensor) } else { tensor };
         let name = key.strip_suffix("@param")?;
         let sliced = self.open.iter().flat_map(|open| &open.slices);

@@ -155,7 +155,7 @@ impl Plan {
         state.or_poison(done)
     }
 
-    /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
+    /// Averages parameters, and state if [`crate::LocalSgd`] says so, across all ranks.
     ///
     /// # Errors
     /// As [`Self::step`].

@@ -55,7 +55,7 @@ pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool> {
     Ok(true)
 }
 
-/// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that
+/// Averages every list that [`LocalSgd`] asks for. Of a parameter with a 32-bit value that
 /// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
 /// forget what masters and residuals keep.
 fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<()> {
