@@ -157,16 +157,16 @@ pub(super) const BUGS: &[Bug] = &[
         file: "crates/planner/src/checkpoint/commits.rs",
         from: r"    Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
     let counts = Some(manifest.generation.as_str());
-    generation::remove_but(folder, (&manifest.checkpoint, counts), previous.as_ref());",
+    generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());",
         to: r"    let counts = Some(manifest.generation.as_str());
-    generation::remove_but(folder, (&manifest.checkpoint, counts), previous.as_ref());
+    generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());
     Prepared::bytes_in(folder.files, &path, &text)?.commit()?;",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save: the generation before stays for ever",
         file: "crates/planner/src/checkpoint/commits.rs",
-        from: r"    generation::remove_but(folder, (&manifest.checkpoint, counts), previous.as_ref());
+        from: r"    generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());
 ",
         to: r"    let _ = (generation::remove_but, counts);
     drop(previous);

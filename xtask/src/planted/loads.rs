@@ -8,8 +8,8 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: ranks go on from different checkpoints",
         file: "crates/planner/src/checkpoint/checkpoints.rs",
-        from: "(read, said))?;",
-        to: "(read, said.min(1).max(1)))?;",
+        from: "read, fingerprint)?;",
+        to: "read, fingerprint.min(1).max(1))?;",
         tool: Tool::Test("fusestep-tests", "distributed", "or_none_of_them_does"),
     },
     Bug {
@@ -30,10 +30,10 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: a window that is open is forgotten",
         file: "crates/planner/src/checkpoint/save.rs",
-        from: "progress::restore_open(plan, state, backend, (&run.progress",
-        to: "let _ = (&run.progress, run.from, &run.whole);
+        from: "progress::restore_open(plan, state, backend, &run.progress",
+        to: "let _ = (&run.progress, run.from, &run.tensors);
     #[cfg(any())]
-    progress::restore_open(plan, state, backend, (&run.progress",
+    progress::restore_open(plan, state, backend, &run.progress",
         tool: Tool::Simulate,
     },
     Bug {

@@ -66,15 +66,15 @@ pub(super) fn on_shards(
     on_outcome(plan, comms, written.map(drop))?;
     let said = words.chunks_exact(WORD_BYTES).enumerate();
     let wrote = said.filter(|(_, word)| number(word, 0) == 1);
-    let spec = |(at, word): (usize, &[u8])| ShardSpec {
+    let specs = wrote.map(|(at, word)| ShardSpec {
         file: match at % 2 {
             0 => MODEL_FILE.to_owned(),
             _ => shard_file(at / 2),
         },
         len_bytes: number(word, 1),
         xxh3: format!("{:016x}", number(word, 2)),
-    };
-    Ok(wrote.map(spec).collect())
+    });
+    Ok(specs.collect())
 }
 
 /// Returns this rank's outcome, unless a rank has failed: then all ranks fail. The failed rank
@@ -108,19 +108,20 @@ pub(super) fn on_outcome<T>(plan: &Plan, comms: &mut Comms<'_>, outcome: Result<
 }
 
 /// Refuses a checkpoint, on all ranks, if one rank cannot resume from it or if ranks have read
-/// different ones. `said` is the fingerprint of the checkpoint that this rank has read, 0 for none.
+/// different ones. `fingerprint` is that of the checkpoint that this rank has read, 0 for none.
 pub(super) fn on_checkpoint<T>(
     plan: &Plan,
     comms: &mut Comms<'_>,
     folder: &Path,
-    (read, said): (Result<T>, u64),
+    read: Result<T>,
+    fingerprint: u64,
 ) -> Result<T> {
     let world = plan.topology().world;
     if world == 1 {
         return read;
     }
     let read = on_outcome(plan, comms, read)?;
-    let words = said_by_each(comms, &said.to_le_bytes())?;
+    let words = said_by_each(comms, &fingerprint.to_le_bytes())?;
     let first = number(&words, 0);
     let Some(other) = (1..world).find(|&rank| number(&words, rank) != first) else {
         return Ok(read);

@@ -72,8 +72,8 @@ impl Checkpoints {
             let manifest = read.as_ref().map(|(run, _)| &run.manifest);
             manifest.map_or(0, Manifest::fingerprint)
         };
-        let said = read.as_ref().map_or(0, manifest);
-        let read = agree::on_checkpoint(plan, comms, folder, (read, said))?;
+        let fingerprint = read.as_ref().map_or(0, manifest);
+        let read = agree::on_checkpoint(plan, comms, folder, read, fingerprint)?;
         let Some((run, steps)) = read else {
             return Ok(None);
         };
@@ -148,7 +148,7 @@ fn read_any(
     let Some(manifest) = Manifest::read_if_any(folder)? else {
         return Ok(None);
     };
-    let run = save::read_run(plan, state, params, (folder.into(), &manifest))?;
+    let run = save::read_run(plan, state, params, folder.into(), &manifest)?;
     let text = run.manifest.caller.get(STEPS);
     let steps = text.and_then(|steps| steps.parse().ok());
     let refused = || {

@@ -37,6 +37,6 @@ pub(super) fn commit(mut manifest: Manifest, folder: CheckpointFolder<'_>) -> Re
     let text = serde_json::to_vec_pretty(&manifest).map_err(|error| no_json(&path, &error))?;
     Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
     let counts = Some(manifest.generation.as_str());
-    generation::remove_but(folder, (&manifest.checkpoint, counts), previous.as_ref());
+    generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());
     Ok(manifest)
 }

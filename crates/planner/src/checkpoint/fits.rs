@@ -10,7 +10,7 @@ use super::lists;
 use super::manifest::{Manifest, TensorSpec};
 use super::refusal::refuse;
 use super::settings::{Difference, Rules};
-use super::values::{self, NonFinite, WholeTensors};
+use super::values::{self, SavedTensors};
 use super::verified::check_tensor;
 use super::{Progress, progress};
 use crate::{Plan, Result, State};
@@ -160,10 +160,11 @@ fn differences(plan: &Plan, manifest: &Manifest) -> Result<Vec<(String, String, 
     Ok(differences)
 }
 
-/// Refuses values that no run produces, in the state of the rank that this rank takes over.
+/// Refuses values that no run produces, in the state of rank `from`, which this rank takes over.
 pub(super) fn check_values(
     plan: &Plan,
-    (whole, noted, from): (&WholeTensors, &NonFinite, usize),
+    tensors: &SavedTensors,
+    from: usize,
     progress: &Progress,
     folder: &Path,
 ) -> Result<()> {
@@ -172,10 +173,9 @@ pub(super) fn check_values(
     for param in 0..plan.params().len() {
         for (role, dtype) in lists::saved_lists(plan, param)? {
             let key = lists::key(plan, param, role, from);
-            check_tensor((folder, &key), (role, dtype), (whole, noted))?;
+            check_tensor(folder, tensors, &key, role, dtype)?;
             if progress.steps_of[param] == 0 && !averaged {
-                let bytes = whole.get(&key).map_or(&[][..], Vec::as_slice);
-                values::check_begun(role, dtype, bytes)
+                values::check_begun(role, dtype, tensors.bytes(&key))
                     .map_err(|(expected, found)| refuse(folder, &key, expected, found))?;
             }
         }

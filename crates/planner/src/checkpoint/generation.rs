@@ -97,7 +97,7 @@ impl Generation {
             }
             // Files of saves that died may fill the disk. If none of their generations counts, the
             // checkpoint's number goes with their list.
-            remove_but(folder, (&found.checkpoint(), counts), None);
+            remove_but(folder, &found.checkpoint(), counts, None);
             let (checkpoint, mut begun) = Begun::of(folder, previous.as_ref())?;
             let generation = Self { checkpoint, ..found };
             begun.add(&name);
@@ -224,15 +224,17 @@ pub(super) fn remove_failed(folder: CheckpointFolder<'_>, generation: &Generatio
     let counts = manifest.as_ref().map(|manifest| manifest.generation.as_str());
     // An error may have come when the save's manifest was in place already.
     if counts != Some(generation.name().as_str()) {
-        remove_but(folder, (&generation.checkpoint(), counts), None);
+        remove_but(folder, &generation.checkpoint(), counts, None);
     }
 }
 
-/// Removes all generations that a checkpoint has begun, except the generation that its manifest
-/// names. Nothing else in the folder is touched. A folder that cannot be removed costs space only.
+/// Removes all generations that a checkpoint has begun, except the generation that `counts`, which
+/// is the one that its manifest names. Nothing else in the folder is touched. A folder that cannot
+/// be removed costs space only.
 pub(super) fn remove_but(
     folder: CheckpointFolder<'_>,
-    (checkpoint, counts): (&str, Option<&str>),
+    checkpoint: &str,
+    counts: Option<&str>,
     previous: Option<&Manifest>,
 ) {
     let begun = Begun::read(folder).ok().flatten();

@@ -41,13 +41,13 @@ impl Manifest {
     ) -> Result<Self, PlanError> {
         let from = from.into();
         self.check_averages(from.path)?;
-        let (read, (mut whole, mut noted)) = self.read_newest(from)?;
+        let (read, mut tensors) = self.read_newest(from)?;
         let open = read.check_averages(from.path)?;
         let refuse =
             |what: &str, expected: &str, found: &str| refuse(from.path, what, expected, found);
         let mut manifest = read.clone();
         for (base, keys) in read.of_ranks() {
-            let inputs: Vec<&[u8]> = keys.iter().map(|key| whole[key].as_slice()).collect();
+            let inputs: Vec<&[u8]> = keys.iter().map(|key| tensors.whole[key].as_slice()).collect();
             let dtype = read.tensors[&keys[0]].dtype;
             let mean = if base == PROGRESS {
                 let counts = Progress::averaged(&inputs);
@@ -66,23 +66,23 @@ impl Manifest {
             // The mean may be infinite or NaN where the ranks' values are, or where it is too
             // large. Only values that their writers have noted may lead to a noted mean.
             let seen = keys.iter().all(|key| {
-                let count = values::non_finite(dtype, &whole[key]);
-                count == noted.get(key).copied().unwrap_or(0)
+                let count = values::non_finite(dtype, &tensors.whole[key]);
+                count == tensors.noted(key)
             });
             for key in &keys {
-                noted.remove(key);
+                tensors.non_finite.remove(key);
             }
             if seen && values::non_finite(dtype, &mean) > 0 {
-                noted.insert(keys[0].clone(), 1);
+                tensors.non_finite.insert(keys[0].clone(), 1);
             }
             for key in &keys[1..] {
-                whole.remove(key);
+                tensors.whole.remove(key);
                 manifest.tensors.remove(key);
             }
-            whole.insert(keys[0].clone(), mean);
+            tensors.whole.insert(keys[0].clone(), mean);
         }
         manifest.open = Some(OpenRun { ranks: 1, ..open.clone() });
-        manifest.write_whole((&whole, &noted), to.into(), count)
+        manifest.write_whole(&tensors, to.into(), count)
     }
 
     /// Values that belong to single ranks, if their mean can take their place.

@@ -19,8 +19,9 @@ use super::manifest::{Manifest, TensorSpec};
 use super::refusal::refuse;
 use super::values::WholeTensors;
 use crate::MAX_STEPS;
+use crate::plan::passes::Pass;
 use crate::plan::segments::sum_width;
-use crate::plan::settings::ReducedWhen;
+use crate::plan::settings::{GradientAccumulation, LocalSgd, ReducedWhen};
 use crate::{Extent, Plan, Result, State, Topology};
 
 /// Name of a rank's counts in a checkpoint, before the rank.
@@ -40,6 +41,13 @@ pub struct OpenRun {
     /// Parameters of which each rank has a slice of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub slices: Vec<String>,
+}
+
+impl OpenRun {
+    /// Whether ranks average parameters.
+    pub(super) fn averages(&self) -> bool {
+        self.local_sgd.is_some()
+    }
 }
 
 /// A gradient accumulation some of whose micro-steps are over.
@@ -67,7 +75,7 @@ pub(crate) fn open_run(plan: &Plan, state: &State) -> Option<OpenRun> {
         local_sgd: plan.averaging().map(|rule| rule.every.get()),
         slices: slices(plan).map(str::to_owned).collect(),
     };
-    (open.window.is_some() || open.local_sgd.is_some()).then_some(open)
+    (open.window.is_some() || open.averages()).then_some(open)
 }
 
 /// Parameters of which each rank has a slice of its own.
@@ -162,7 +170,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
             Some(every) => format!("averages every {}", counted(every, "step")),
             None => "no averages of parameters".to_owned(),
         };
-        return Err(refuse(folder, "local_sgd", text(own), text(averages)));
+        return Err(refuse(folder, LocalSgd::NAME, text(own), text(averages)));
     }
     let Some(open) = found else {
         return Ok(());
@@ -198,7 +206,7 @@ pub(crate) fn check_open(plan: &Plan, manifest: &Manifest, folder: &Path) -> Res
     };
     let found = text(window.every, window.reduced);
     let found = format!("{} of {found}", counted(window.micro_steps.into(), "micro-step"));
-    Err(refuse(folder, "accumulate", &expected, found))
+    Err(refuse(folder, GradientAccumulation::NAME, &expected, found))
 }
 
 /// The rank whose values this rank takes over: its own number, or 0 if another number of ranks has
@@ -225,8 +233,8 @@ pub(crate) fn source_rank(
         return Ok(0);
     };
     let (what, whose) = match (&open.local_sgd, &open.window) {
-        (Some(_), _) => ("local_sgd", "parameters and state of their own"),
-        _ => ("accumulate", "a merge window under way"),
+        (Some(_), _) => (LocalSgd::NAME, "parameters and state of their own"),
+        _ => (GradientAccumulation::NAME, "a merge window under way"),
     };
     let sliced = !open.slices.is_empty() || slices(plan).next().is_some();
     let way = match (sliced, &open.local_sgd) {
@@ -246,10 +254,11 @@ pub(crate) fn source_rank(
     Err(refuse(folder, what, expected, found))
 }
 
-/// This rank's counts, checked.
+/// The counts of rank `from`, which this rank takes over, checked.
 pub(crate) fn counts(
     plan: &Plan,
-    (manifest, from): (&Manifest, usize),
+    manifest: &Manifest,
+    from: usize,
     whole: &WholeTensors,
     folder: &Path,
 ) -> Result<Progress> {
@@ -286,12 +295,13 @@ pub(crate) fn counts(
     })
 }
 
-/// Restores a rank's place in its gradient accumulation and between averages.
+/// Restores the place of rank `from` in its gradient accumulation and between averages.
 pub(crate) fn restore_open(
     plan: &Plan,
     state: &mut State,
     backend: &dyn Backend,
-    (progress, from): (&Progress, usize),
+    progress: &Progress,
+    from: usize,
     whole: &WholeTensors,
 ) -> Result<()> {
     let arena = &mut state.arena;

@@ -14,7 +14,7 @@ use super::refusal::refuse;
 use super::settings::Rules;
 use super::shards::write_snapshot;
 use super::snapshot::Snapshot;
-use super::values::WholeTensors;
+use super::values::SavedTensors;
 use super::{BorrowedParams, CheckpointFolder, RunToSave, agree, fits, progress, snapshot};
 use crate::run::comms::calls::Comms;
 use crate::run::memory::segment_state::Given;
@@ -24,7 +24,7 @@ use crate::{Plan, PlanError, Result, State};
 /// A checkpoint that has been read and fits the plan.
 pub(crate) struct ReadRun {
     pub(super) manifest: Manifest,
-    whole: WholeTensors,
+    tensors: SavedTensors,
     /// The rank whose values this rank resumes from.
     from: usize,
     progress: Progress,
@@ -80,17 +80,18 @@ pub(crate) fn read_run(
     plan: &Plan,
     state: &State,
     params: Option<&dyn BorrowedParams>,
-    (place, manifest): (CheckpointFolder<'_>, &Manifest),
+    place: CheckpointFolder<'_>,
+    manifest: &Manifest,
 ) -> Result<ReadRun> {
     state.check_plan(plan)?;
     snapshot::check_borrowed(plan, params, place)?;
     let folder = place.path;
     fits::check_manifest(plan, state, manifest, folder)?;
-    let (manifest, (whole, noted)) = Manifest::read(place)?.read_newest(place)?;
+    let (manifest, tensors) = Manifest::read(place)?.read_newest(place)?;
     fits::check_manifest(plan, state, &manifest, folder)?;
-    let from = progress::source_rank(plan, &manifest, &whole, folder)?;
-    let progress = progress::counts(plan, (&manifest, from), &whole, folder)?;
-    fits::check_values(plan, (&whole, &noted, from), &progress, folder)?;
+    let from = progress::source_rank(plan, &manifest, &tensors.whole, folder)?;
+    let progress = progress::counts(plan, &manifest, from, &tensors.whole, folder)?;
+    fits::check_values(plan, &tensors, from, &progress, folder)?;
     if let (Some(norm), Some((scale, good, bad))) = (&state.norm, progress.loss_scale)
         && state.scaled
     {
@@ -98,7 +99,7 @@ pub(crate) fn read_run(
             .restored(scale, good, bad)
             .map_err(|error| refuse(folder, "loss scale", "one of the plan's policy", error))?;
     }
-    Ok(ReadRun { manifest, whole, from, progress })
+    Ok(ReadRun { manifest, tensors, from, progress })
 }
 
 /// Writes the values of a checkpoint to the state and to the caller's parameters; returns the texts
@@ -114,7 +115,7 @@ pub(crate) fn take_over(
         // Parameters first: a master that is written after its parameter keeps its own bits.
         for (role, _) in saved_lists(plan, param)? {
             let key = key(plan, param, role, run.from);
-            let bytes = run.whole.get(&key).map_or(&[][..], Vec::as_slice);
+            let bytes = run.tensors.bytes(&key);
             match params.filter(|_| role == Role::Param) {
                 Some(params) => params.write(param, bytes)?,
                 None => state.write_all(backend, role, &desc.name, bytes)?,
@@ -124,7 +125,7 @@ pub(crate) fn take_over(
     state.written.release();
     forget(state);
     progress::restore_counts(plan, state, backend, &run.progress)?;
-    progress::restore_open(plan, state, backend, (&run.progress, run.from), &run.whole)?;
+    progress::restore_open(plan, state, backend, &run.progress, run.from, &run.tensors.whole)?;
     state.poisoned = None;
     Ok(run.manifest.caller)
 }

@@ -4,7 +4,7 @@
 //! beta1, weight_decay     settings under which the same state means something else
 //! set                     1: all other settings that decide bits follow; older files lack them
 //! set.momentum            a setting of the rule; all but learning rates and factors on gradients
-//! set.clip_norm           a setting of the plan
+//! set.accumulated         a setting of the plan
 //! set.trust_of@<name>     what a parameter has in place of its rule's
 //! built.momentum          what the program began with, where it has changed the setting since
 //! ```

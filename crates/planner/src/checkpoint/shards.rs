@@ -7,7 +7,6 @@ use std::path::Path;
 use fusestep_tensor::{DType, Quoted, Shape};
 use fusestep_tensor_file::TensorFile;
 
-use super::CheckpointFolder;
 use super::commits::commit;
 use super::generation::{Generation, remove_failed};
 use super::manifest::{Manifest, ShardSpec, TensorSpec};
@@ -16,7 +15,8 @@ use super::shard_file::{
     TensorPart, first_key, read_shard, shard_len, tensor_key, write_model, write_shard,
 };
 use super::snapshot::{File, Snapshot};
-use super::values::{self, NonFinite, WholeTensors};
+use super::values::{self, SavedTensors, WholeTensors};
+use super::{CheckpointFolder, OpenRun};
 use crate::Result;
 
 /// Most files that a checkpoint is written as.
@@ -39,19 +39,16 @@ impl Manifest {
     /// As [`Manifest::read`] and [`Manifest::read_tensors`].
     pub fn read_whole<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<(Self, WholeTensors)> {
         let folder = folder.into();
-        let (manifest, (whole, _)) = Self::read(folder)?.read_newest(folder)?;
-        Ok((manifest, whole))
+        let (manifest, tensors) = Self::read(folder)?.read_newest(folder)?;
+        Ok((manifest, tensors.whole))
     }
 
     /// The tensors of this checkpoint, or of the newest generation if a run saves meanwhile.
-    pub(super) fn read_newest(
-        &self,
-        folder: CheckpointFolder<'_>,
-    ) -> Result<(Self, (WholeTensors, NonFinite))> {
+    pub(super) fn read_newest(&self, folder: CheckpointFolder<'_>) -> Result<(Self, SavedTensors)> {
         let mut manifest = self.clone();
         for _ in 0..MOST_TRIES {
             match manifest.read_noted(folder) {
-                Ok(whole) => return Ok((manifest, whole)),
+                Ok(tensors) => return Ok((manifest, tensors)),
                 Err(error) => {
                     let now = Self::read(folder)?;
                     if now == manifest {
@@ -61,8 +58,8 @@ impl Manifest {
                 }
             }
         }
-        let whole = manifest.read_noted(folder)?;
-        Ok((manifest, whole))
+        let tensors = manifest.read_noted(folder)?;
+        Ok((manifest, tensors))
     }
 
     /// Reads every file, compares it with its checksum and puts the tensors together.
@@ -76,12 +73,12 @@ impl Manifest {
         &self,
         folder: impl Into<CheckpointFolder<'a>>,
     ) -> Result<WholeTensors> {
-        Ok(self.read_noted(folder.into())?.0)
+        Ok(self.read_noted(folder.into())?.whole)
     }
 
     /// The tensors of [`Self::read_tensors`], and the counts of infinite and NaN values that their
     /// writers have noted.
-    fn read_noted(&self, folder: CheckpointFolder<'_>) -> Result<(WholeTensors, NonFinite)> {
+    fn read_noted(&self, folder: CheckpointFolder<'_>) -> Result<SavedTensors> {
         self.check_lengths(folder)?;
         let mut whole = Whole::default();
         for shard in &self.shards {
@@ -95,9 +92,9 @@ impl Manifest {
         for (name, spec) in &self.tensors {
             let ranges = whole.ranges.remove(name).unwrap_or_default();
             check_covered(&path, name, spec.shape.numel(), ranges)?;
-            whole.tensors.entry(name.clone()).or_default();
+            whole.tensors.whole.entry(name.clone()).or_default();
         }
-        Ok((whole.tensors, whole.non_finite))
+        Ok(whole.tensors)
     }
 
     /// Puts one range of a file into its tensor.
@@ -127,10 +124,12 @@ impl Manifest {
             let found = format!("{numel} elements from {} on", Quoted(from));
             return Err(refuse(path, name, &expected, found));
         };
-        if self.has_checksum() {
-            values::read((file, name), tensor, &mut whole.non_finite)?;
+        let noted = if self.has_checksum() { values::noted_in(file, name)? } else { None };
+        if let Some(count) = noted {
+            let sum = whole.tensors.non_finite.entry(tensor.clone()).or_default();
+            *sum = sum.saturating_add(count);
         }
-        let place = whole.tensors.entry(tensor.clone()).or_default();
+        let place = whole.tensors.whole.entry(tensor.clone()).or_default();
         // `check_lengths` has compared the tensors with the files, so this takes no more memory
         // than they do on disk.
         place.resize(spec.shape.numel() as usize * width, 0);
@@ -183,14 +182,14 @@ impl Manifest {
         to: impl Into<CheckpointFolder<'a>>,
         count: usize,
     ) -> Result<Self> {
-        let (manifest, whole) = self.read_newest(from.into())?;
-        manifest.write_whole((&whole.0, &whole.1), to.into(), count)
+        let (manifest, tensors) = self.read_newest(from.into())?;
+        manifest.write_whole(&tensors, to.into(), count)
     }
 
     /// Writes tensors as a checkpoint of `count` files.
     pub(super) fn write_whole(
         &self,
-        (whole, noted): (&WholeTensors, &NonFinite),
+        tensors: &SavedTensors,
         to: CheckpointFolder<'_>,
         count: usize,
     ) -> Result<Self> {
@@ -199,13 +198,13 @@ impl Manifest {
             return Err(refuse(to.path, "number of files", &expected, count));
         }
         let generation = Generation::begin(to, self.step)?;
-        let written = self.write_generation((whole, noted), to, count, &generation);
+        let written = self.write_generation(tensors, to, count, &generation);
         written.inspect_err(|_| remove_failed(to, &generation))
     }
 
     fn write_generation(
         &self,
-        (whole, noted): (&WholeTensors, &NonFinite),
+        tensors: &SavedTensors,
         to: CheckpointFolder<'_>,
         count: usize,
         generation: &Generation,
@@ -215,15 +214,14 @@ impl Manifest {
         manifest.checkpoint = generation.checkpoint();
         manifest.shards.clear();
         let model: Vec<_> =
-            self.tensors.iter().filter_map(|tensor| self.of_model(tensor)).collect();
-        let whole_of = |tensor: &String| whole.get(tensor).map_or(&[][..], Vec::as_slice);
+            self.tensors.iter().filter_map(|(tensor, spec)| self.of_model(tensor, spec)).collect();
         let parts: Vec<TensorPart<'_>> = model
             .iter()
             .map(|(tensor, dtype, name)| TensorPart {
                 tensor,
                 dtype: *dtype,
                 first: 0,
-                bytes: whole_of(tensor),
+                bytes: tensors.bytes(tensor),
                 of_model: Some(name),
                 non_finite: 0,
             })
@@ -243,14 +241,14 @@ impl Manifest {
                 let bound = |at: u64| at * (numel / count) + at.min(numel % count);
                 let (first, end) = (bound(shard), bound(shard + 1));
                 let width = spec.dtype.len_bytes();
-                let bytes = &whole_of(name)[first as usize * width..end as usize * width];
+                let bytes = &tensors.bytes(name)[first as usize * width..end as usize * width];
                 parts.push(TensorPart {
                     tensor: name,
                     dtype: spec.dtype,
                     first,
                     bytes,
                     of_model: None,
-                    non_finite: match noted.get(name) {
+                    non_finite: match tensors.non_finite.get(name) {
                         Some(_) => values::non_finite(spec.dtype, bytes),
                         None => 0,
                     },
@@ -266,9 +264,10 @@ impl Manifest {
     /// share go there, and rank 0's parameters if each rank has its own.
     fn of_model<'a>(
         &self,
-        (tensor, spec): (&'a String, &TensorSpec),
+        tensor: &'a String,
+        spec: &TensorSpec,
     ) -> Option<(&'a String, DType, (String, Shape))> {
-        let averages = self.open.as_ref().is_some_and(|open| open.local_sgd.is_some());
+        let averages = self.open.as_ref().is_some_and(OpenRun::averages);
         let key = if averages { tensor.strip_suffix("#0").unwrap_or(tensor) } else { tensor };
         let name = key.strip_suffix("@param")?;
         let sliced = self.open.iter().flat_map(|open| &open.slices);
@@ -301,10 +300,9 @@ pub(super) fn write_snapshot(
 /// Tensors being put together.
 #[derive(Default)]
 struct Whole {
-    tensors: WholeTensors,
+    tensors: SavedTensors,
     /// Ranges of elements found of each tensor, in any order.
     ranges: HashMap<String, Vec<(u64, u64)>>,
-    non_finite: NonFinite,
 }
 
 /// Refuses ranges that leave elements out or overlap.

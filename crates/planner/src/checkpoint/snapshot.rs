@@ -143,7 +143,7 @@ pub(super) fn take(
         let bytes = &mut into.bytes[place.clone()];
         match (source, run.params) {
             (Source::Held(role, param, held), _) => {
-                run.state.read_held(run.backend, (*role, *param), held, bytes)?;
+                run.state.read_held(run.backend, *role, *param, held, bytes)?;
                 values::check_saved(run.state, *param, *role, *dtype, bytes)
                     .map_err(|(expected, found)| refuse(folder.path, tensor, &expected, found))?;
             }
@@ -182,12 +182,13 @@ fn parts_to_save(
     backend: &dyn Backend,
     parts: &mut Vec<Placed>,
 ) -> Result<()> {
-    let mut add = |tensor: String, dtype: DType, (first, numel): (u64, u64), source| {
+    let mut add = |tensor: String, dtype: DType, elements: Range<u64>, source| {
         let start = parts.last().map_or(0, |placed: &Placed| placed.place.end);
         // Copies of any element type begin where its elements may lie.
         let start = start.next_multiple_of(8);
-        let place = start..start + numel as usize * dtype.len_bytes();
-        parts.push(Placed { tensor, dtype, first, place, source });
+        let numel = (elements.end - elements.start) as usize;
+        let place = start..start + numel * dtype.len_bytes();
+        parts.push(Placed { tensor, dtype, first: elements.start, place, source });
     };
     let rank = plan.topology().rank;
     for (param, desc) in plan.params().iter().enumerate() {
@@ -198,7 +199,7 @@ fn parts_to_save(
             if role == Role::Param && in_model(plan, param) {
                 if rank == 0 {
                     let named = (desc.name.clone(), desc.shape.clone());
-                    add(key, dtype, (0, desc.numel()), Source::Param(param, named));
+                    add(key, dtype, 0..desc.numel(), Source::Param(param, named));
                     continue;
                 } else if !plan.has_own(param) {
                     continue;
@@ -208,15 +209,15 @@ fn parts_to_save(
                 continue;
             }
             for held in state.shard_places(role, param)? {
-                let range = (held.elements.start, held.elements.end - held.elements.start);
-                add(key.clone(), dtype, range, Source::Held(role, param, held));
+                let elements = held.elements.clone();
+                add(key.clone(), dtype, elements, Source::Held(role, param, held));
             }
         }
     }
     if let Some(open) = progress::open_run(plan, state) {
         progress::open_parts(plan, state, backend, &open, |tensor, dtype, first, bytes| {
             let numel = (bytes.len() / dtype.len_bytes()) as u64;
-            add(tensor, dtype, (first, numel), Source::Copied(bytes));
+            add(tensor, dtype, first..first + numel, Source::Copied(bytes));
         })?;
     }
     Ok(())

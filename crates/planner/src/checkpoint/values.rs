@@ -126,22 +126,34 @@ pub(super) fn non_finite(dtype: DType, bytes: &[u8]) -> u64 {
 /// Whole tensors of a checkpoint, by name.
 pub type WholeTensors = BTreeMap<String, Vec<u8>>;
 
-/// Number of values that are not finite, by tensor, as the writers have noted.
-pub(super) type NonFinite = BTreeMap<String, u64>;
+/// Tensors of a checkpoint as its writers have left them.
+#[derive(Default)]
+pub(super) struct SavedTensors {
+    /// Bytes of each tensor.
+    pub(super) whole: WholeTensors,
+    /// Number of values that are not finite, by tensor, as the writers have noted.
+    pub(super) non_finite: BTreeMap<String, u64>,
+}
 
-/// Adds the number that a file's metadata note for one of its entries.
-pub(super) fn read(
-    (file, entry): (&TensorFile, &str),
-    tensor: &str,
-    noted: &mut NonFinite,
-) -> Result<(), PlanError> {
+impl SavedTensors {
+    /// Bytes of a tensor; none of one that is not there.
+    pub(super) fn bytes(&self, tensor: &str) -> &[u8] {
+        self.whole.get(tensor).map_or(&[][..], Vec::as_slice)
+    }
+
+    /// Number of a tensor's values that are not finite, as the writers have noted.
+    pub(super) fn noted(&self, tensor: &str) -> u64 {
+        self.non_finite.get(tensor).copied().unwrap_or(0)
+    }
+}
+
+/// The number that a file's metadata note for one of its entries, if they note one.
+pub(super) fn noted_in(file: &TensorFile, entry: &str) -> Result<Option<u64>, PlanError> {
     let key = non_finite_key(entry);
     let Some(text) = file.metadata().get(&key) else {
-        return Ok(());
+        return Ok(None);
     };
-    let count: u64 =
+    let count =
         text.parse().map_err(|_| refuse(file.path(), &key, "a count of values", Quoted(text)))?;
-    let sum = noted.entry(tensor.to_owned()).or_default();
-    *sum = sum.saturating_add(count);
-    Ok(())
+    Ok(Some(count))
 }

@@ -7,7 +7,7 @@ use fusestep_tensor::{DType, Role};
 use super::CheckpointFolder;
 use super::manifest::Manifest;
 use super::refusal::refuse;
-use super::values::{CHECKED, NonFinite, WholeTensors, check};
+use super::values::{CHECKED, SavedTensors, WholeTensors, check};
 use crate::PlanError;
 
 /// A checkpoint whose files are as they were written, and whose state has values that a run can
@@ -31,14 +31,14 @@ impl Manifest {
     /// run produces.
     pub fn verify<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Verified, PlanError> {
         let folder = folder.into();
-        let (manifest, (tensors, noted)) = Self::read(folder)?.read_newest(folder)?;
+        let (manifest, tensors) = Self::read(folder)?.read_newest(folder)?;
         for (name, spec) in &manifest.tensors {
             if let Some(role) = role_of(name) {
-                let place = (folder.path, name.as_str());
-                check_tensor(place, (role, spec.dtype), (&tensors, &noted))?;
+                check_tensor(folder.path, &tensors, name, role, spec.dtype)?;
             }
         }
-        Ok(Verified { manifest, tensors, non_finite: noted.into_keys().collect() })
+        let non_finite = tensors.non_finite.into_keys().collect();
+        Ok(Verified { manifest, tensors: tensors.whole, non_finite })
     }
 }
 
@@ -52,12 +52,12 @@ fn role_of(tensor: &str) -> Option<Role> {
 
 /// Refuses a tensor with values that no run produces.
 pub(super) fn check_tensor(
-    (folder, tensor): (&Path, &str),
-    (role, dtype): (Role, DType),
-    (whole, noted): (&WholeTensors, &NonFinite),
+    folder: &Path,
+    tensors: &SavedTensors,
+    tensor: &str,
+    role: Role,
+    dtype: DType,
 ) -> Result<(), PlanError> {
-    let bytes = whole.get(tensor).map_or(&[][..], Vec::as_slice);
-    let count = noted.get(tensor).copied().unwrap_or(0);
-    let checked = check(role, dtype, bytes, count);
+    let checked = check(role, dtype, tensors.bytes(tensor), tensors.noted(tensor));
     checked.map_err(|(expected, found)| refuse(folder, tensor, &expected, found))
 }

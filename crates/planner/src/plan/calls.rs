@@ -69,8 +69,8 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
                 let replicas = plan.replicated(spec).into_iter();
                 let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
                 let width = spec.grad_dtype().len_bytes() + replicas.sum::<usize>();
-                let len_bytes = numel * width as u64;
-                calls.data(Operation::ReduceUpdate, update.bucket, (len_bytes, world), 1);
+                let shared = Shared { len_bytes: numel * width as u64, ranks: world };
+                calls.data(Operation::ReduceUpdate, update.bucket, shared, 1);
             }
             Stage::Norm(_) if plan.reduces() => calls.leaves(16),
             Stage::Norm(_) => calls.control(SUM, 8, world),
@@ -92,6 +92,12 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
     }
     calls.update_norms();
     calls.all
+}
+
+/// Bytes of each rank's buffer in a call, and the number of ranks that make the call.
+struct Shared {
+    len_bytes: u64,
+    ranks: u64,
 }
 
 struct Calls<'a> {
@@ -171,9 +177,11 @@ impl Calls<'_> {
                 (Operation::ReduceScatter(ReduceOp::Average), own)
             }
         };
-        self.data(operation, index, (len_bytes, self.group), self.windows);
+        let in_group = Shared { len_bytes, ranks: self.group };
+        self.data(operation, index, in_group, self.windows);
         if self.group < self.world {
-            self.data(MEAN, index, (own, self.world / self.group), self.windows);
+            let across = Shared { len_bytes: own, ranks: self.world / self.group };
+            self.data(MEAN, index, across, self.windows);
         }
     }
 
@@ -184,11 +192,11 @@ impl Calls<'_> {
         for call in &gather.broadcasts {
             let len_bytes = (call.elements.end - call.elements.start) * width;
             let operation = Operation::Broadcast { root: call.owner };
-            self.data(operation, index, (len_bytes, self.group), 1);
+            self.data(operation, index, Shared { len_bytes, ranks: self.group }, 1);
         }
         if gather.broadcasts.is_empty() {
-            let len_bytes = bucket.numel() * width;
-            self.data(Operation::AllGather, index, (len_bytes, self.group), 1);
+            let whole = Shared { len_bytes: bucket.numel() * width, ranks: self.group };
+            self.data(Operation::AllGather, index, whole, 1);
         }
     }
 
@@ -207,7 +215,7 @@ impl Calls<'_> {
             let widths = state.map(|list| list.dtype.len_bytes());
             for width in std::iter::once(values).chain(widths) {
                 let len_bytes = spec.layout.total_numel() * width as u64;
-                self.data(MEAN, None, (len_bytes, self.world), 1);
+                self.data(MEAN, None, Shared { len_bytes, ranks: self.world }, 1);
             }
         }
     }
@@ -235,17 +243,13 @@ impl Calls<'_> {
         }
         let passes = 2 * u64::from(plan.micro_steps());
         for ((_, bucket), len_bytes) in asked {
-            self.data(Operation::AllGather, Some(bucket), (len_bytes, self.group), passes);
+            let part = Shared { len_bytes, ranks: self.group };
+            self.data(Operation::AllGather, Some(bucket), part, passes);
         }
     }
 
-    fn data(
-        &mut self,
-        operation: Operation,
-        bucket: Option<usize>,
-        (len_bytes, ranks): (u64, u64),
-        times: u64,
-    ) {
+    fn data(&mut self, operation: Operation, bucket: Option<usize>, shared: Shared, times: u64) {
+        let Shared { len_bytes, ranks } = shared;
         self.all.push(PlannedCall {
             what: CallPurpose::Data,
             operation: operation.name(),
@@ -258,7 +262,7 @@ impl Calls<'_> {
     }
 
     fn control(&mut self, operation: Operation, len_bytes: u64, ranks: u64) {
-        self.data(operation, None, (len_bytes, ranks), 1);
+        self.data(operation, None, Shared { len_bytes, ranks }, 1);
         if let Some(call) = self.all.last_mut() {
             call.what = CallPurpose::Control;
         }

@@ -155,7 +155,8 @@ pub(crate) fn timeline(plan: &Plan, model: &CostModel) -> Vec<Event> {
         });
         now = end;
         if plan.reduces_each() || pass + 1 == passes {
-            link_free = reduce_events(model, (start, length), link_free, &reduces, &mut events);
+            let pass = BackwardPass { start, length };
+            link_free = reduce_events(model, pass, link_free, &reduces, &mut events);
             now = end.max(link_free);
         }
     }
@@ -198,11 +199,16 @@ fn fresh_seconds(plan: &Plan, model: &CostModel) -> f64 {
     model.fresh_bytes_per_second.map_or(0.0, |rate| fresh as f64 / rate)
 }
 
-/// Adds the calls of one backward pass that begins at `start` and takes `length`; returns when the
-/// last is through.
+/// Seconds from the first backward pass's start to a pass, and seconds that the pass takes.
+struct BackwardPass {
+    start: f64,
+    length: f64,
+}
+
+/// Adds the calls of one backward pass; returns when the last is through.
 fn reduce_events(
     model: &CostModel,
-    (start, length): (f64, f64),
+    pass: BackwardPass,
     mut link_free: f64,
     reduces: &[&PlannedCall],
     events: &mut Vec<Event>,
@@ -217,7 +223,7 @@ fn reduce_events(
             0 => 1.0,
             _ => ready as f64 / total.max(1) as f64,
         };
-        let full = start + length * part;
+        let full = pass.start + pass.length * part;
         // With two streams one call's latency passes behind the other's bytes; bytes share the
         // link.
         let begin = match model.streams {

@@ -205,12 +205,24 @@ fn bar<'a>(page: &mut String, of: impl Iterator<Item = (&'a str, u64)>, largest:
     page.push_str("</svg>\n");
 }
 
+/// Block of a bar, in which neighbours that are too narrow to be seen come together.
+#[derive(Default)]
+struct Block {
+    width: f64,
+    /// Number of neighbours in the block.
+    count: usize,
+    /// Name of the first.
+    first: String,
+    numel: u64,
+}
+
 /// Blocks to scale; neighbours too narrow to be seen share a block.
 fn blocks<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, largest: u64) {
     let scale = BAR_WIDTH / largest.max(1) as f64;
     let (mut x, mut color) = (0.0, 0);
-    let mut pending: (f64, usize, String, u64) = (0.0, 0, String::new(), 0);
-    let mut draw = |x: &mut f64, (width, count, first, numel): (f64, usize, String, u64)| {
+    let mut pending = Block::default();
+    let mut draw = |x: &mut f64, block: Block| {
+        let Block { width, count, first, numel } = block;
         if count == 0 || width == 0.0 {
             return;
         }
@@ -228,13 +240,13 @@ fn blocks<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, l
         color += 1;
     };
     for (name, numel) in blocks {
-        if pending.1 == 0 {
-            pending.2 = name.to_owned();
+        if pending.count == 0 {
+            pending.first = name.to_owned();
         }
-        pending.0 += numel as f64 * scale;
-        pending.1 += 1;
-        pending.3 += numel;
-        if pending.0 >= MIN_WIDTH {
+        pending.width += numel as f64 * scale;
+        pending.count += 1;
+        pending.numel += numel;
+        if pending.width >= MIN_WIDTH {
             draw(&mut x, std::mem::take(&mut pending));
         }
     }

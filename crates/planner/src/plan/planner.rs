@@ -299,7 +299,7 @@ impl Planner {
                     new.insert((kernel.entry(), lists))
                 }
             };
-            let spec = StorageSpec::of(&params, (kernel, rule), vec![index as u32], lists.clone())?;
+            let spec = StorageSpec::of(&params, kernel, rule, vec![index as u32], lists.clone())?;
             plan.storages.push(spec);
             let size_class = SizeClass::of(param.numel(), self.limits);
             let stage = batches::update_stage(plan, index, size_class, vec![0])?;

@@ -68,10 +68,12 @@ pub enum Extent {
 }
 
 impl StorageSpec {
-    /// The storage of some parameters of one dtype and rule, which are laid out in this order.
+    /// The storage of some parameters of one dtype and rule, by its index, which are laid out in
+    /// this order.
     pub(crate) fn of(
         params: &[ParamDesc],
-        (kernel, rule): (&'static str, u32),
+        kernel: &'static str,
+        rule: u32,
         members: Vec<u32>,
         lists: Vec<TensorList>,
     ) -> Result<Self> {

@@ -5,7 +5,8 @@ use std::fmt;
 use fusestep_launch::Precision;
 use fusestep_tensor::{Quoted, counted};
 
-use crate::plan::settings::TableKind;
+use crate::plan::passes::Pass;
+use crate::plan::settings::{GradientAccumulation, TableKind};
 use crate::plan::stage::{Norm, Optimize, Reduced, Stage};
 use crate::plan::topology::Topology;
 use crate::plan::value::Plan;
@@ -115,7 +116,7 @@ fn fmt_stage(plan: &Plan, f: &mut fmt::Formatter<'_>, index: usize, stage: &Stag
         Stage::ReduceUpdate(optimize) => fmt_update(plan, f, "reduce and optimize", optimize),
         Stage::Accumulate(stage) => {
             let micro_steps = counted(stage.rule.every.get().into(), "micro-step");
-            writeln!(f, "accumulate {micro_steps}")
+            writeln!(f, "{} {micro_steps}", GradientAccumulation::NAME)
         }
         Stage::Reduce(reduce) => {
             let call = match reduce.result {

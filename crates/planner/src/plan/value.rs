@@ -187,7 +187,7 @@ impl Plan {
         })
     }
 
-    /// Averages in place of reduced gradients, if pass `local_sgd` asks for them.
+    /// Averages in place of reduced gradients, if [`LocalSgd`] asks for them.
     pub fn averaging(&self) -> Option<LocalSgd> {
         self.stages.iter().find_map(|stage| match stage {
             Stage::Average(rule) => Some(*rule),

@@ -9,10 +9,12 @@ use fusestep_tensor::Role;
 use crate::error::{PlanError, Result};
 use crate::plan::storage::Extent;
 use crate::plan::value::Plan;
+use crate::run::comms::bytes::CallKind;
 use crate::run::comms::calls::Comms;
 use crate::run::memory::device_params::DeviceParams;
 use crate::run::memory::evaluated::Values;
 use crate::run::memory::state::State;
+use crate::run::memory::storage::StorageState;
 use crate::run::stages::gather;
 use crate::run::wanted;
 use crate::run::wanted::{Here, Wanted};
@@ -41,13 +43,13 @@ pub(crate) fn gather_on_device(
         let len_bytes = plan.params[param].numel() as usize * spec.param_dtype().len_bytes();
         let mut memory = comms.spare(backend, len_bytes)?;
         let elements = spec.layout.range(tensor);
-        copy_own(plan, state, backend, (storage, &elements), (&mut memory, 0))?;
+        copy_own(backend, &state.storages[storage], &elements, memory.as_mut(), 0)?;
         backend.hand_over(memory.as_mut())?;
         found.places[at] = (found.buffers.len(), 0..len_bytes);
         found.buffers.push(memory);
     }
     for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
-        gather_segment(plan, state, backend, comms, (group, &mut found))?;
+        gather_segment(plan, state, backend, comms, group, &mut found)?;
     }
     Ok(found)
 }
@@ -57,18 +59,19 @@ fn gather_segment(
     state: &State,
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
-    (wanted, found): (&[Wanted], &mut DeviceParams),
+    wanted: &[Wanted],
+    found: &mut DeviceParams,
 ) -> Result<()> {
     let storage = plan.segments[wanted[0].segment].storage;
     let dtype = plan.storages[storage].param_dtype();
     let block = wanted::block_of(plan, wanted);
     let mut memory = comms.spare(backend, block.len_bytes)?;
     for (at, _, inside) in &block.own {
-        copy_own(plan, state, backend, (storage, inside), (&mut memory, *at))?;
+        copy_own(backend, &state.storages[storage], inside, memory.as_mut(), *at)?;
     }
     for (range, counts) in block.calls {
-        let call = (Operation::AllGather, dtype, Some(counts));
-        gather::on_device(backend, comms, (&mut memory, range), call)?;
+        let kind = CallKind { operation: Operation::AllGather, dtype, counts: Some(counts) };
+        gather::on_device(backend, comms, &mut memory, range, kind)?;
     }
     backend.hand_over(memory.as_mut())?;
     for (one, place) in wanted.iter().zip(block.places) {
@@ -78,30 +81,30 @@ fn gather_segment(
     Ok(())
 }
 
-/// Copies this rank's part of some elements of a storage's parameters.
+/// Copies this rank's part of some elements of a storage's parameters to memory, from byte `at` on.
 fn copy_own(
-    plan: &Plan,
-    state: &State,
     backend: &dyn Backend,
-    (storage, elements): (usize, &Range<u64>),
-    (memory, at): (&mut Box<dyn Buffer>, usize),
+    storage: &StorageState,
+    elements: &Range<u64>,
+    memory: &mut dyn Buffer,
+    at: usize,
 ) -> Result<()> {
-    let spec = &plan.storages[storage];
+    let spec = &storage.spec;
     let Some(list) = spec.list(Role::Param) else {
         return Ok(());
     };
     let width = spec.param_dtype().len_bytes();
-    let from = state.storages[storage].lists[list].buffer.as_ref();
+    let from = storage.lists[list].buffer.as_ref();
     if spec.extents[list] == Extent::Whole {
         let place = elements.start as usize * width;
         let len_bytes = (elements.end - elements.start) as usize * width;
-        return Ok(backend.copy((from, place), (memory.as_mut(), at), len_bytes)?);
+        return Ok(backend.copy((from, place), (memory, at), len_bytes)?);
     }
     let mut next = at;
     for part in spec.own_parts(elements.clone()).filter(|part| !part.elements.is_empty()) {
         let place = part.place_in(spec.extents[list]) as usize * width;
         let len_bytes = part.numel() * width;
-        backend.copy((from, place), (memory.as_mut(), next), len_bytes)?;
+        backend.copy((from, place), (&mut *memory, next), len_bytes)?;
         next += len_bytes;
     }
     Ok(())

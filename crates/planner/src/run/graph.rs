@@ -12,6 +12,7 @@ use crate::plan::segments::keeps_segments;
 use crate::plan::settings::TableKind;
 use crate::plan::stage::Stage;
 use crate::plan::value::Plan;
+use crate::run::comms::bytes::CallKind;
 use crate::run::comms::calls::Comms;
 use crate::run::executor::Executor;
 use crate::run::memory::state;
@@ -54,20 +55,43 @@ pub(crate) fn record(
 
 /// Refuses another plan than the state's, a step under way, and plans of several ranks, for which
 /// there is something else.
-pub(crate) fn check(
-    plan: &Plan,
-    state: &State,
-    (what, instead): (&'static str, &str),
-) -> Result<()> {
+pub(crate) fn check(plan: &Plan, state: &State, call: AloneCall) -> Result<()> {
     state.check_plan(plan)?;
-    state.check_between_steps(what)?;
+    state.check_between_steps(call.name())?;
     if plan.topology.world == 1 {
         return Ok(());
     }
     Err(PlanError::Topology {
-        expected: format!("a plan of one rank for `{what}`"),
-        found: format!("{} ranks; use `{instead}`", plan.topology.world),
+        expected: format!("a plan of one rank for `{}`", call.name()),
+        found: format!("{} ranks; use `{}`", plan.topology.world, call.of_ranks()),
     })
+}
+
+/// Calls for plans of one rank that the host does not wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AloneCall {
+    Enqueue,
+    Capture,
+    Replay,
+}
+
+impl AloneCall {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Enqueue => "enqueue",
+            Self::Capture => "capture",
+            Self::Replay => "replay",
+        }
+    }
+
+    /// Name of the call that takes its place in a plan of several ranks.
+    fn of_ranks(self) -> &'static str {
+        match self {
+            Self::Enqueue => "step",
+            Self::Capture => "capture_on",
+            Self::Replay => "replay_on",
+        }
+    }
 }
 
 pub(crate) fn replay_recorded(
@@ -177,9 +201,9 @@ impl RankGraph<'_> {
     /// Waits until all ranks have come so far.
     pub(crate) fn meet(&mut self, backend: &dyn Backend, comms: &mut Comms<'_>) -> Result<()> {
         backend.hand_over(self.token.as_mut())?;
-        let call = (Operation::AllReduce(ReduceOp::Max), DType::F64, None);
+        let kind = CallKind::even(Operation::AllReduce(ReduceOp::Max), DType::F64);
         let all = 0..self.token.len_bytes();
-        comms.on_device(&mut self.token, all, call)?;
+        comms.on_device(&mut self.token, all, kind)?;
         comms.finish_on_device()?;
         Ok(backend.take_back(self.token.as_mut())?)
     }

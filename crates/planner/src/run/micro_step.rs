@@ -3,17 +3,15 @@
 use std::ops::Range;
 
 use fusestep_coalesce::HostMemory;
-use fusestep_launch::{Accumulate, Backend, Buffer};
+use fusestep_launch::{Accumulate, Buffer};
 use fusestep_tensor::Role;
 
 use crate::error::Result;
 use crate::plan::segments::{keeps_segments, sum_width};
 use crate::plan::storage::{Extent, Part};
-use crate::plan::value::Plan;
 use crate::run::executor::Executor;
-use crate::run::memory::absorb::{Absorb, Divisor, absorb};
+use crate::run::memory::absorb::{Absorb, Addend, Divisor, absorb};
 use crate::run::memory::segment_state::SegmentState;
-use crate::run::memory::state::State;
 use crate::run::rank_step::RankStep;
 use crate::run::report::{MicroStepReport, StepReport};
 use crate::run::stages::{average, give, reduce};
@@ -43,7 +41,7 @@ fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<()
         reduce::reduce_all(step)?;
     }
     let how = Absorb { first: step.state.arena.micro_steps == 0, weight, last: None };
-    each_reduced(step.plan, step.state, step.backend, how)?;
+    each_reduced(step, how)?;
     let mut bytes = step.state.arena.weights_hash.to_le_bytes().to_vec();
     bytes.extend(weight.unwrap_or(1.0).to_le_bytes());
     step.state.arena.weights_hash = xxhash_rust::xxh3::xxh3_64(&bytes);
@@ -56,18 +54,19 @@ fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<()
 
 /// Adds the reduced gradients of this rank's shard to their sums, or puts what the sums come to
 /// in their place.
-fn each_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend, how: Absorb) -> Result<()> {
-    for (storage, spec) in plan.storages.iter().enumerate() {
+fn each_reduced(step: &mut RankStep<'_, '_>, how: Absorb) -> Result<()> {
+    let backend = step.backend;
+    for (storage, spec) in step.plan.storages.iter().enumerate() {
         let dtype = spec.grad_dtype();
         let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
-        let Some(mut sums) = state.arena.reduced_sums[storage].take() else {
+        let Some(mut sums) = step.state.arena.reduced_sums[storage].take() else {
             continue;
         };
         for part in &spec.shard {
             let numel = (part.elements.end - part.elements.start) as usize;
             let at = part.at as usize * sum_width;
             let Some(all) = sums.host_mut() else {
-                add_on_device(state, plan, backend, (storage, part), (sums.as_mut(), at, how))?;
+                add_on_device(step, storage, part, sums.as_mut(), at, how)?;
                 continue;
             };
             let sums = &mut all[at..at + numel * sum_width];
@@ -76,18 +75,18 @@ fn each_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend, how: Abso
             let own = own.bytes_mut();
             if how.last.is_some() {
                 absorb(dtype, own, Some(sums), None, how);
-                each_buffer(state, plan, storage, part, |buffer, at, range| {
+                each_buffer(step, storage, part, |buffer, at, range| {
                     Ok(backend.write(buffer, at, &own[range])?)
                 })?;
             } else {
-                each_buffer(state, plan, storage, part, |buffer, at, range| {
+                each_buffer(step, storage, part, |buffer, at, range| {
                     Ok(backend.read(buffer, at, &mut own[range])?)
                 })?;
                 absorb(dtype, &mut [], Some(sums), Some(own), how);
             }
-            state.arena.copied_bytes += own.len() as u64;
+            step.state.arena.copied_bytes += own.len() as u64;
         }
-        state.arena.reduced_sums[storage] = Some(sums);
+        step.state.arena.reduced_sums[storage] = Some(sums);
     }
     Ok(())
 }
@@ -133,7 +132,7 @@ fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepRepor
     let given = reduce::agree_on_given(step)?;
     if step.plan.reduces_each() {
         let how = Absorb { first: false, weight: None, last: Some(divisor) };
-        each_reduced(step.plan, step.state, step.backend, how)?;
+        each_reduced(step, how)?;
     }
     for (param, _) in given.iter().enumerate().filter(|(_, given)| **given == 0) {
         step.state.set_without_gradient_at(param);
@@ -159,17 +158,19 @@ pub(crate) enum Pending {
 /// Adds the reduced gradients of a part of this rank's shard to sums on a device that begin at a
 /// byte, or puts what these come to in their place.
 fn add_on_device(
-    state: &mut State,
-    plan: &Plan,
-    backend: &dyn Backend,
-    (storage, part): (usize, &Part),
-    (sums, sums_at, how): (&mut dyn Buffer, usize, Absorb),
+    step: &mut RankStep<'_, '_>,
+    storage: usize,
+    part: &Part,
+    sums: &mut dyn Buffer,
+    sums_at: usize,
+    how: Absorb,
 ) -> Result<()> {
-    let dtype = plan.storages[storage].grad_dtype();
+    let backend = step.backend;
+    let dtype = step.plan.storages[storage].grad_dtype();
     let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
-    let is_given = how.last.is_none();
-    each_buffer(state, plan, storage, part, |buffer, place, range| {
-        let done = how.on_device(is_given, |what| {
+    let addend = if how.last.is_none() { Addend::Given } else { Addend::Missing };
+    each_buffer(step, storage, part, |buffer, place, range| {
+        let done = how.on_device(addend, |what| {
             backend.add_gradients(Accumulate {
                 dtype,
                 sums: (&mut *sums, sums_at + range.start / width * sum_width),
@@ -185,12 +186,12 @@ fn add_on_device(
 /// Does something with each buffer that has reduced gradients of a part of this rank's shard, the
 /// place in it, and which bytes of the part lie there.
 fn each_buffer(
-    state: &mut State,
-    plan: &Plan,
+    step: &mut RankStep<'_, '_>,
     storage: usize,
     part: &Part,
     mut with: impl FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<()>,
 ) -> Result<()> {
+    let plan = step.plan;
     let spec = &plan.storages[storage];
     let width = spec.grad_dtype().len_bytes();
     let Some(list) = spec.list(Role::Grad) else {
@@ -207,7 +208,7 @@ fn each_buffer(
                 if segment.storage != storage || start >= end {
                     continue;
                 }
-                if let SegmentState::Here(Some(memory)) = &mut state.arena.segments[index] {
+                if let SegmentState::Here(Some(memory)) = &mut step.state.arena.segments[index] {
                     let place = (start - segment.elements.start) as usize * width;
                     let from = (start - part.elements.start) as usize * width;
                     let to = (end - part.elements.start) as usize * width;
@@ -217,6 +218,6 @@ fn each_buffer(
             return Ok(());
         }
     };
-    let buffer = state.storages[storage].lists[list].buffer.as_mut();
+    let buffer = step.state.storages[storage].lists[list].buffer.as_mut();
     with(buffer, at as usize * width, 0..numel * width)
 }

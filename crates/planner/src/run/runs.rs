@@ -219,7 +219,7 @@ impl Plan {
         // What does not fit is refused before anything long is read; a run may save meanwhile.
         let place = folder.into();
         let manifest = Manifest::read(place)?;
-        let run = save::read_run(self, state, None, (place, &manifest))?;
+        let run = save::read_run(self, state, None, place, &manifest)?;
         save::take_over(self, state, backend, None, run)
     }
 }

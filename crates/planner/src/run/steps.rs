@@ -11,7 +11,7 @@ use crate::plan::settings::TableKind;
 use crate::plan::value::Plan;
 use crate::run::comms::calls::Comms;
 use crate::run::executor::{Executor, Lender};
-use crate::run::graph::{RankGraph, StepGraph};
+use crate::run::graph::{AloneCall, RankGraph, StepGraph};
 use crate::run::memory::segment_state::Given;
 use crate::run::memory::state::State;
 use crate::run::micro_step::Pending;
@@ -155,7 +155,7 @@ impl Plan {
         state.or_poison(done)
     }
 
-    /// Averages parameters, and state if pass `local_sgd` says so, across all ranks.
+    /// Averages parameters, and state if [`crate::LocalSgd`] says so, across all ranks.
     ///
     /// # Errors
     /// As [`Self::step`].
@@ -213,7 +213,7 @@ impl Plan {
     /// Launches whose arguments are equal at every step, on a device: nothing of the host's work
     /// grows with the tensors.
     pub fn enqueue(&self, state: &mut State, backend: &dyn Backend) -> Result<()> {
-        graph::check(self, state, ("enqueue", "step"))?;
+        graph::check(self, state, AloneCall::Enqueue)?;
         if state.norm.is_some() && state.tables.kind != TableKind::Resident {
             return Err(graph::not_capturable("its tables are in arguments"));
         }
@@ -234,7 +234,7 @@ impl Plan {
     /// [`PlanError::NotCapturable`] if the tables are in arguments or parameters are without
     /// gradient; [`PlanError::Backend`] on a backend that records no launches.
     pub fn capture(&self, state: &mut State, backend: &dyn Backend) -> Result<StepGraph> {
-        graph::check(self, state, ("capture", "capture_on"))?;
+        graph::check(self, state, AloneCall::Capture)?;
         graph::check_capturable(state)?;
         optimize::prepare(self, state, backend)?;
         graph::record(self, state, backend, None)
@@ -253,7 +253,7 @@ impl Plan {
         backend: &dyn Backend,
         graph: &StepGraph,
     ) -> Result<()> {
-        graph::check(self, state, ("replay", "replay_on"))?;
+        graph::check(self, state, AloneCall::Replay)?;
         graph::replay_recorded(state, backend, graph)
     }
 

@@ -1,4 +1,4 @@
-//! Updates before the step is run (pass `update_in_backward`): which are due, and the step that
+//! Updates before the step is run ([`crate::UpdateInBackward`]): which are due, and the step that
 //! they belong to.
 //!
 //! ```text

@@ -32,7 +32,7 @@ pub(super) struct Scenario {
     merge: u32,
     reduced: ReducedWhen,
     narrow: bool,
-    local_sgd: Option<LocalSgd>,
+    averaging: Option<LocalSgd>,
     /// Micro-steps of the whole run, and between two saves.
     pub(super) micro_steps: u64,
     pub(super) save_every: u64,
@@ -52,7 +52,7 @@ impl Scenario {
             Lamb::default().into(),
         ];
         let tensors = rng.random_range(1..5);
-        let local_sgd = rng.random_bool(0.2).then(|| LocalSgd {
+        let averaging = rng.random_bool(0.2).then(|| LocalSgd {
             averaged: if rng.random_bool(0.5) {
                 Averaged::Params
             } else {
@@ -76,7 +76,7 @@ impl Scenario {
                 ReducedWhen::PerMicroStep
             },
             narrow: rng.random_bool(0.3),
-            local_sgd,
+            averaging,
             micro_steps: rng.random_range(2..8),
             save_every: rng.random_range(1..4),
             shares_memory: rng.random_bool(0.5),
@@ -92,7 +92,7 @@ impl Scenario {
 
     /// Whether ranks update on their own and average every few steps.
     pub(super) fn averages(&self) -> bool {
-        self.local_sgd.is_some()
+        self.averaging.is_some()
     }
 
     pub(super) fn params(&self) -> Vec<ParamDesc> {
@@ -115,8 +115,8 @@ impl Scenario {
         }
         if topology.world > 1 {
             planner = planner.with(FuseAllReduce::of_bytes(self.cap_bytes));
-            if let Some(local_sgd) = self.local_sgd {
-                return planner.with(local_sgd).plan_for(&self.params(), topology);
+            if let Some(averaging) = self.averaging {
+                return planner.with(averaging).plan_for(&self.params(), topology);
             }
             if topology.reach == Reach::SharedMemory {
                 planner = planner.with(FuseReduceIntoUpdate);

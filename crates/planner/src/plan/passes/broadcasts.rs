@@ -2,6 +2,7 @@
 
 use fusestep_tensor::counted;
 
+use crate::plan::bucket::Bucket;
 use crate::plan::note::Verdict;
 use crate::plan::settings::Ownership;
 use crate::plan::stage::{Broadcast, Stage};
@@ -25,7 +26,7 @@ pub(crate) fn place_broadcasts(plan: &mut Plan) {
         let bucket = &buckets[gather.bucket];
         let spec = &storages[bucket.storage];
         for owner in 0..bucket.bounds.len() - 1 {
-            let (count, more) = broadcasts(spec, bucket.part(owner), (owner, cap_bytes));
+            let (count, more) = broadcasts(spec, bucket, owner, cap_bytes);
             params += count;
             gather.broadcasts.extend(more);
         }
@@ -41,13 +42,15 @@ pub(crate) fn place_broadcasts(plan: &mut Plan) {
     }
 }
 
-/// Calls of at most `cap_bytes` that bring the tensors of a part from their owner, and how many
+/// Calls of at most `cap_bytes` that bring the tensors of an owner's part of a bucket, and how many
 /// tensors these are.
 fn broadcasts(
     spec: &StorageSpec,
-    part: std::ops::Range<u64>,
-    (owner, cap_bytes): (usize, u64),
+    bucket: &Bucket,
+    owner: usize,
+    cap_bytes: u64,
 ) -> (usize, Vec<Broadcast>) {
+    let part = bucket.part(owner);
     let width = spec.param_dtype().len_bytes() as u64;
     let mut calls: Vec<Broadcast> = Vec::new();
     let offsets = spec.layout.offsets();

@@ -56,7 +56,7 @@ impl Pass for CoalesceGradients {
             members.sort_unstable();
             let kernel = plan.kernel_of(members[0])?;
             let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
-            let spec = StorageSpec::of(&plan.params, (kernel.entry(), rule), members, lists)?;
+            let spec = StorageSpec::of(&plan.params, kernel.entry(), rule, members, lists)?;
             storages.push(spec);
         }
         let before = std::mem::replace(&mut plan.storages, storages);

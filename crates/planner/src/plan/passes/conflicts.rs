@@ -1,8 +1,10 @@
 //! Passes that cannot both hold, refused when the plan is made.
 
 use crate::error::{PlanError, Result};
+use crate::plan::passes::distributed::Distributed;
+use crate::plan::passes::pass::Pass;
 use crate::plan::rule::Optimizer;
-use crate::plan::settings::ZeroStage;
+use crate::plan::settings::{GradientAccumulation, LocalSgd, ZeroStage};
 use crate::plan::value::Plan;
 
 pub(crate) fn check_conflicts(plan: &Plan) -> Result<()> {
@@ -17,10 +19,10 @@ pub(crate) fn check_conflicts(plan: &Plan) -> Result<()> {
     }
     if plan.accumulation().is_some() && plan.tensors.are_borrowed() {
         let why = "do not go together, since micro-steps are added where the state keeps them";
-        return conflict("borrowed tensors", "accumulate", why);
+        return conflict("borrowed tensors", GradientAccumulation::NAME, why);
     }
     if plan.zero != ZeroStage::None && local {
-        return conflict(&zero, "local_sgd", "both decide how gradients are reduced");
+        return conflict(&zero, LocalSgd::NAME, "both decide how gradients are reduced");
     }
     let average = |rule: &Optimizer| matches!(rule, Optimizer::ScheduleFree(_));
     if plan.schedule.is_some() && plan.rules.iter().any(average) {
@@ -30,12 +32,14 @@ pub(crate) fn check_conflicts(plan: &Plan) -> Result<()> {
     let distributed = plan.storages.iter().any(|spec| spec.distributed);
     if distributed && local && plan.gradients.rule().is_some() {
         let why = "leave no gradients of which ranks could form one norm";
-        return conflict("distributed", "local_sgd with clipping or loss scaling", why);
+        let all_gradients = format!("{} with clipping or loss scaling", LocalSgd::NAME);
+        return conflict(Distributed::NAME, &all_gradients, why);
     }
     if distributed && local && plan.has_normed()? {
         let why = "do not go together, since a trust ratio takes the norm of all slices at \
                    every step";
-        return conflict("distributed with lars or lamb", "local_sgd", why);
+        let normed = format!("{} with lars or lamb", Distributed::NAME);
+        return conflict(&normed, LocalSgd::NAME, why);
     }
     Ok(())
 }

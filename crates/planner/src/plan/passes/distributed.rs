@@ -117,7 +117,7 @@ fn take_out(plan: &mut Plan, marked: &[bool]) -> Result<()> {
     for storage in 0..plan.storages.len() {
         let spec = &plan.storages[storage];
         let is_marked = |member: &u32| marked[*member as usize];
-        let (own, kept): (Vec<u32>, Vec<u32>) = spec.members.iter().partition(|m| is_marked(m));
+        let (own, kept) = spec.members.iter().partition::<Vec<u32>, _>(|m| is_marked(m));
         if own.is_empty() {
             continue;
         }

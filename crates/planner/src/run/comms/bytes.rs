@@ -25,6 +25,22 @@ impl<'a, T: AsMut<[u8]> + ?Sized> From<&'a mut T> for Bytes<'a> {
     }
 }
 
+/// Kind of a call: its operation, the type of its elements and, where parts differ in length, how
+/// many elements each rank has.
+#[derive(Clone, Debug)]
+pub(crate) struct CallKind {
+    pub(crate) operation: Operation,
+    pub(crate) dtype: DType,
+    pub(crate) counts: Option<Vec<usize>>,
+}
+
+impl CallKind {
+    /// A call in which all ranks have as many elements.
+    pub(crate) fn even(operation: Operation, dtype: DType) -> Self {
+        Self { operation, dtype, counts: None }
+    }
+}
+
 impl<'a> Bytes<'a> {
     /// A part of a buffer; `None` beyond its end, and for a device's that was not handed over.
     pub(crate) fn of(buffer: &'a mut dyn Buffer, range: Range<usize>) -> Option<Bytes<'a>> {
@@ -44,7 +60,8 @@ impl<'a> Bytes<'a> {
     pub(crate) fn call(
         self,
         comm: &mut dyn Communicator,
-        (operation, dtype): (Operation, DType),
+        operation: Operation,
+        dtype: DType,
         counts: Option<&[usize]>,
     ) -> Result<(), CollectiveError> {
         match self {

@@ -11,7 +11,7 @@ use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
 
 use crate::plan::calls::bytes_sent;
-use crate::run::comms::bytes::{Bytes, Elsewhere, foreign, take_shortest};
+use crate::run::comms::bytes::{Bytes, CallKind, Elsewhere, foreign, take_shortest};
 use crate::run::comms::segment_calls::SegmentCalls;
 use crate::run::comms::shard_groups::ShardGroups;
 use crate::run::memory::device_params::DeviceParams;
@@ -248,7 +248,7 @@ impl<'a> Comms<'a> {
     ) -> Result<(), CollectiveError> {
         let bytes = bytes.into();
         self.count_in_group(operation, bytes.len());
-        bytes.call(self.within_group(), (operation, dtype), counts)
+        bytes.call(self.within_group(), operation, dtype, counts)
     }
 
     /// The mean over groups; does nothing without them.
@@ -262,7 +262,7 @@ impl<'a> Comms<'a> {
         };
         let operation = Operation::AllReduce(ReduceOp::Average);
         let (len_bytes, ranks) = (bytes.len(), groups.across.world_size());
-        bytes.call(groups.across.as_mut(), (operation, dtype), None)?;
+        bytes.call(groups.across.as_mut(), operation, dtype, None)?;
         self.count(operation, len_bytes, ranks);
         Ok(())
     }
@@ -276,7 +276,7 @@ impl<'a> Comms<'a> {
     ) -> Result<(), CollectiveError> {
         let bytes = bytes.into();
         self.count(operation, bytes.len(), self.comm.world_size());
-        bytes.call(&mut *self.comm, (operation, dtype), counts)
+        bytes.call(&mut *self.comm, operation, dtype, counts)
     }
 
     /// Whether calls use this buffer in place.
@@ -349,13 +349,14 @@ impl<'a> Comms<'a> {
         &mut self,
         buffer: &mut Box<dyn Buffer>,
         range: Range<usize>,
-        (operation, dtype, counts): (Operation, DType, Option<Vec<usize>>),
+        kind: CallKind,
     ) -> Result<(), CollectiveError> {
+        let CallKind { operation, dtype, counts } = kind;
         self.count_in_group(operation, range.len());
         let rank = self.comm.rank();
         let make = move |comm: &mut dyn Communicator, memory: &mut Box<dyn Buffer>| {
             let bytes = Bytes::of(memory.as_mut(), range).ok_or_else(|| foreign(rank))?;
-            bytes.call(comm, (operation, dtype), counts.as_deref())
+            bytes.call(comm, operation, dtype, counts.as_deref())
         };
         let Some(stream) = self.stream_ahead()? else {
             return make(self.within_group(), buffer);
@@ -422,8 +423,8 @@ mod tests {
                 let group = NonZeroUsize::new(2).unwrap();
                 let mut comms = Comms::in_groups(&mut comm, group, streams).unwrap();
                 let mut buffer: Box<dyn Buffer> = Box::new(Elsewhere);
-                let call = (Operation::Barrier, DType::F32, None);
-                comms.on_device(&mut buffer, 0..4, call).unwrap_err()
+                let kind = CallKind::even(Operation::Barrier, DType::F32);
+                comms.on_device(&mut buffer, 0..4, kind).unwrap_err()
             });
             for (rank, told) in told.unwrap().into_iter().enumerate() {
                 let told = told.unwrap().to_string();

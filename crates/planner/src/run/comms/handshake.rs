@@ -18,7 +18,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{PlanError, Result};
 use crate::plan::calls::WORD_BYTES;
-use crate::plan::settings::{Caps, Oversize, Ownership};
+use crate::plan::passes::{ClipByGlobalNorm, LossScaling, Pass, UpdateInBackward, UpdateNorms};
+use crate::plan::settings::{Caps, GradientAccumulation, LocalSgd, Oversize, Ownership};
 use crate::plan::storage::Extent;
 use crate::plan::value::Plan;
 use crate::run::comms::calls::Comms;
@@ -64,14 +65,15 @@ pub(crate) fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     add("buckets", text_of_buckets(plan.caps.as_ref()));
     let max_norm = plan.gradients.max_norm;
     let max_norm = max_norm.map(|max_norm| max_norm.value().to_string());
-    add("clip_by_global_norm", or_none(max_norm));
+    add(ClipByGlobalNorm::NAME, or_none(max_norm));
     let scale = plan.gradients.loss_scale.map(|scale| text_of_scale(&scale));
-    add("loss_scaling", or_none(scale));
-    add("update_norms", plan.update_norms.to_string());
-    add("update_in_backward", plan.in_backward.to_string());
+    add(LossScaling::NAME, or_none(scale));
+    add(UpdateNorms::NAME, plan.update_norms.to_string());
+    add(UpdateInBackward::NAME, plan.in_backward.to_string());
     let one = || "1 micro-step".to_owned();
-    add("accumulate", plan.accumulation().map_or_else(one, |rule| rule.to_string()));
-    add("local_sgd", or_none(plan.averaging().map(|rule| rule.to_string())));
+    let accumulation = plan.accumulation().map_or_else(one, |rule| rule.to_string());
+    add(GradientAccumulation::NAME, accumulation);
+    add(LocalSgd::NAME, or_none(plan.averaging().map(|rule| rule.to_string())));
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let precision = plan.precisions.of(dtype).to_string();
         add(&format!("precision of {dtype} parameters"), precision);

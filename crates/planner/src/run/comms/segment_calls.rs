@@ -79,7 +79,7 @@ impl SegmentCalls {
         self.each(comm, |comm, call| {
             let bytes = Bytes::of(memory.as_mut(), call.bytes.clone());
             let bytes = bytes.ok_or_else(|| foreign(self.rank))?;
-            bytes.call(comm, (call.operation(), self.dtype), call.counts.as_deref())
+            bytes.call(comm, call.operation(), self.dtype, call.counts.as_deref())
         })
     }
 

@@ -23,11 +23,11 @@ impl Absorb {
     /// last.
     pub(crate) fn on_device<E>(
         self,
-        is_given: bool,
+        addend: Addend,
         mut run: impl FnMut(Accumulation) -> Result<(), E>,
     ) -> Result<(), E> {
         let weight = self.weight.unwrap_or(1.0);
-        if is_given {
+        if addend == Addend::Given {
             run(if self.first {
                 Accumulation::First { weight }
             } else {
@@ -39,6 +39,13 @@ impl Absorb {
             None => Ok(()),
         }
     }
+}
+
+/// Gradient at its place on a device, to be added to the sums: given, or none in this micro-step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Addend {
+    Given,
+    Missing,
 }
 
 /// The number that the sum over micro-steps is divided by.

@@ -38,7 +38,7 @@ impl Beside {
         let [master, remainder, base] = &self.lists;
         if dtype == DType::F64 {
             for (param, base) in params.chunks_exact_mut(8).zip(base.chunks_exact(8)) {
-                let (p, z): (f64, f64) = (read(param), read(base));
+                let (p, z) = (read::<f64>(param), read::<f64>(base));
                 param.copy_from_slice(&(p + factor * (z - p)).to_le_bytes());
             }
             return;

@@ -97,7 +97,8 @@ impl Exchange {
         &self,
         param: usize,
         width: usize,
-        (own, slices): (&'a [f64], Option<&'a [f64]>),
+        own: &'a [f64],
+        slices: Option<&'a [f64]>,
     ) -> Cow<'a, [f64]> {
         let within = |leaves: &Range<usize>| leaves.start * width..leaves.end * width;
         match (self.slices.of_ranks.get(&param), slices) {

@@ -9,7 +9,7 @@ use fusestep_tensor::{DType, DeviceSliceMut, Role};
 use crate::error::{PlanError, Result};
 use crate::plan::segments::{Region, Target, place_in, sum_width};
 use crate::plan::storage::Extent;
-use crate::run::memory::absorb::{Absorb, absorb};
+use crate::run::memory::absorb::{Absorb, Addend, absorb};
 use crate::run::memory::segment_state::{Given, SegmentState};
 use crate::run::memory::state::State;
 
@@ -77,10 +77,14 @@ impl State {
         how: Absorb,
     ) -> Result<()> {
         if !self.arena.on_host {
-            if let Some(grad) = grad {
-                self.write_gradient(backend, param, grad)?;
-            }
-            return self.absorb_on_device(backend, param, (grad.is_some(), how));
+            let addend = match grad {
+                Some(grad) => {
+                    self.write_gradient(backend, param, grad)?;
+                    Addend::Given
+                }
+                None => Addend::Missing,
+            };
+            return self.absorb_on_device(backend, param, addend, how);
         }
         // Without several micro-steps a gradient goes to the arena as it is.
         let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
@@ -106,7 +110,7 @@ impl State {
         how: Absorb,
     ) -> Result<()> {
         if !self.arena.on_host {
-            return self.absorb_on_device(backend, param, (true, how));
+            return self.absorb_on_device(backend, param, Addend::Given, how);
         }
         let dtype = self.place_of(param).dtype;
         let Some(target) = self.target(param, in_host_memory)? else {
@@ -130,14 +134,15 @@ impl State {
         &mut self,
         backend: &dyn Backend,
         param: usize,
-        (is_given, how): (bool, Absorb),
+        addend: Addend,
+        how: Absorb,
     ) -> Result<()> {
         let place = self.place_of(param);
         let Some(mut sums) = self.arena.sums[place.region.index].take() else {
             return Ok(());
         };
         let added = match self.grad_buffer(backend, &place)? {
-            Some(grads) => how.on_device(is_given, |what| {
+            Some(grads) => how.on_device(addend, |what| {
                 backend.add_gradients(Accumulate {
                     dtype: place.dtype,
                     sums: (sums.as_mut(), place.sums.start),
@@ -327,7 +332,7 @@ impl State {
         if self.arena.given[param] == 0 {
             return Ok(zeros());
         }
-        if let Some(sums) = self.arena.sums(spec, backend, (param, tensor))? {
+        if let Some(sums) = self.arena.sums(spec, backend, param, tensor)? {
             return Ok(sums);
         }
         let view = match spec.list(Role::Grad).map(|list| (list, spec.extents[list])) {

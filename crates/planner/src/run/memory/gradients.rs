@@ -290,7 +290,8 @@ impl GradientArena {
         &self,
         spec: &StorageSpec,
         backend: &dyn Backend,
-        (param, tensor): (usize, usize),
+        param: usize,
+        tensor: usize,
     ) -> Result<Option<Vec<u8>>> {
         let region = self.regions[param];
         let Some(sums) = &self.sums[region.index] else {

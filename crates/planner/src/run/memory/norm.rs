@@ -81,10 +81,11 @@ impl NormState {
         })?)
     }
 
-    /// The read of a storage's gradients, whose first partial sum has this number.
+    /// The read with this index, of a storage's gradients, whose first partial sum has this number.
     pub(crate) fn reduce<'a>(
         &'a mut self,
-        (index, storage): (usize, &'a StorageState),
+        index: usize,
+        storage: &'a StorageState,
         batches: &'a [Batch],
         first_partial: u64,
     ) -> Reduce<'a> {

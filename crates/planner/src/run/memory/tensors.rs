@@ -156,7 +156,7 @@ impl State {
         }
         let spec = &self.storages[storage].spec;
         if role != Role::Grad && !spec.distributed {
-            self.written.note((param, role), spec.extents[list], bytes);
+            self.written.note(param, role, spec.extents[list], bytes);
         }
         if role == Role::Grad {
             self.arena.stale[param] = false;
@@ -213,7 +213,7 @@ impl State {
         let width = self.dtype(role, &self.params[param].name)?.len_bytes();
         for held in self.shard_places(role, param)? {
             let mut bytes = zeroed_bytes(held.place(width).len())?;
-            self.read_held(backend, (role, param), &held, &mut bytes)?;
+            self.read_held(backend, role, param, &held, &mut bytes)?;
             with(&held, bytes);
         }
         Ok(())
@@ -231,7 +231,8 @@ impl State {
     pub(crate) fn read_held(
         &self,
         backend: &dyn Backend,
-        (role, param): (Role, usize),
+        role: Role,
+        param: usize,
         held: &Held,
         bytes: &mut [u8],
     ) -> Result<()> {

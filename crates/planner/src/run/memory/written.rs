@@ -28,7 +28,7 @@ pub(crate) struct Written {
 
 impl Written {
     /// Notes the values of a whole tensor.
-    pub(crate) fn note(&mut self, (param, role): (usize, Role), extent: Extent, bytes: &[u8]) {
+    pub(crate) fn note(&mut self, param: usize, role: Role, extent: Extent, bytes: &[u8]) {
         let hash = xxh3_64_with_seed(bytes, (param as u64) << 8 | role as u64);
         let sum = if role == Role::Param { &mut self.params } else { &mut self.state };
         *sum = sum.wrapping_add(hash);

@@ -55,7 +55,7 @@ pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool> {
     Ok(true)
 }
 
-/// Averages every list that pass `local_sgd` asks for. Of a parameter with a 32-bit value that
+/// Averages every list that [`LocalSgd`] asks for. Of a parameter with a 32-bit value that
 /// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
 /// forget what masters and residuals keep.
 fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<()> {
@@ -74,7 +74,7 @@ fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<()> {
                 write_all(own, step.backend, param, params.bytes())?;
             }
             (Some(param), None, Some(residual)) => {
-                average_split(own, step.backend, step.comms, (param, residual))?
+                average_split(own, step.backend, step.comms, param, residual)?
             }
             (Some(param), None, None) => average_list(own, step.backend, step.comms, param)?,
             (None, ..) => {}
@@ -116,17 +116,18 @@ fn average_list(
     let dtype = storage.lists[list].dtype();
     let buffer = storage.lists[list].buffer.as_mut();
     let all = 0..buffer.len_bytes();
-    in_place(backend, comms, (buffer, all), |comms, bytes| {
+    in_place(backend, comms, buffer, all, |comms, bytes| {
         comms.in_place(Operation::AllReduce(ReduceOp::Average), dtype, None, bytes)
     })
 }
 
-/// Averages 32-bit values that are kept as bf16 parameters and the bits these lack.
+/// Averages 32-bit values that are kept as bf16 parameters and the bits these lack, in two lists.
 fn average_split(
     storage: &mut StorageState,
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
-    (param, residual): (usize, usize),
+    param: usize,
+    residual: usize,
 ) -> Result<()> {
     let mut high = bytes_of(storage, backend, param)?;
     let mut low = bytes_of(storage, backend, residual)?;

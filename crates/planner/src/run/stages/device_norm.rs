@@ -13,6 +13,7 @@ use fusestep_tensor::DType;
 
 use crate::error::Result;
 use crate::plan::leaves::leaves_in;
+use crate::run::comms::bytes::CallKind;
 use crate::run::memory::exchange::DeviceNorm;
 use crate::run::rank_step::RankStep;
 use crate::run::stages::norm::leaf_squares;
@@ -43,7 +44,7 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
             let members = &step.plan.storages[read.storage].members;
             let leaves: Vec<_> = leaves_in(batches, members, &state.exchange.leaves).collect();
             for (batches, place) in in_runs(batches, &leaves) {
-                let Some(squares) = leaf_squares(step.plan, state, (index, read), &batches) else {
+                let Some(squares) = leaf_squares(step.plan, state, index, read, &batches) else {
                     return Ok(());
                 };
                 step.backend.leaf_squares_into(squares, (own.leaves.as_mut(), place as u64))?;
@@ -51,9 +52,9 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
             Ok(())
         })?;
     }
-    let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
+    let kind = CallKind::even(Operation::AllReduce(ReduceOp::Sum), DType::F64);
     let all = 0..own.leaves.len_bytes();
-    gather::on_device(step.backend, step.comms, (&mut own.leaves, all), call)?;
+    gather::on_device(step.backend, step.comms, &mut own.leaves, all, kind)?;
     Ok(step.backend.fold_leaves(FoldLeaves {
         leaves: own.leaves.as_ref(),
         index: None,

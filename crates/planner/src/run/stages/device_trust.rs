@@ -14,6 +14,7 @@ use fusestep_tensor::DType;
 use crate::error::Result;
 use crate::plan::settings::TableKind;
 use crate::plan::value::Plan;
+use crate::run::comms::bytes::CallKind;
 use crate::run::memory::device_sums::{DeviceTrust, Leaves, OwnSums};
 use crate::run::memory::state::State;
 use crate::run::rank_step::RankStep;
@@ -89,9 +90,9 @@ fn own_leaves(
 fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<()> {
     step.backend.zero(own.rows.as_mut())?;
     own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
-    let call = (Operation::AllReduce(ReduceOp::Sum), DType::F64, None);
+    let kind = CallKind::even(Operation::AllReduce(ReduceOp::Sum), DType::F64);
     let all = 0..own.rows.len_bytes();
-    gather::on_device(step.backend, step.comms, (&mut own.rows, all), call)?;
+    gather::on_device(step.backend, step.comms, &mut own.rows, all, kind)?;
     step.backend.fold_leaves(FoldLeaves {
         leaves: own.rows.as_ref(),
         index: Some(own.index.as_ref()),

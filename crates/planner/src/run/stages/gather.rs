@@ -13,7 +13,7 @@ use crate::plan::settings::ZeroStage;
 use crate::plan::stage::Gather;
 use crate::plan::storage::StorageSpec;
 use crate::plan::value::Plan;
-use crate::run::comms::bytes::Bytes;
+use crate::run::comms::bytes::{Bytes, CallKind};
 use crate::run::comms::calls::Comms;
 use crate::run::memory::evaluated::{Beside, Values};
 use crate::run::memory::state::State;
@@ -140,10 +140,10 @@ pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<()> 
     let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
     let mut call = |range, operation, counts: Option<Vec<usize>>| {
         if step.comms.takes(step.backend, buffer.as_ref()) && buffer.host().is_none() {
-            let place = (&mut *buffer, bytes(range));
-            return on_device(step.backend, step.comms, place, (operation, dtype, counts));
+            let kind = CallKind { operation, dtype, counts };
+            return on_device(step.backend, step.comms, &mut *buffer, bytes(range), kind);
         }
-        in_place(step.backend, step.comms, (buffer.as_mut(), bytes(range)), |comms, own| {
+        in_place(step.backend, step.comms, buffer.as_mut(), bytes(range), |comms, own| {
             comms.in_group(operation, dtype, counts.as_deref(), own)
         })
     };
@@ -256,11 +256,12 @@ fn own_part(
 pub(crate) fn on_device(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
-    (buffer, range): (&mut Box<dyn Buffer>, Range<usize>),
-    call: (Operation, DType, Option<Vec<usize>>),
+    buffer: &mut Box<dyn Buffer>,
+    range: Range<usize>,
+    kind: CallKind,
 ) -> Result<()> {
     backend.hand_over(buffer.as_mut())?;
-    comms.on_device(buffer, range, call)?;
+    comms.on_device(buffer, range, kind)?;
     Ok(backend.take_back(buffer.as_mut())?)
 }
 
@@ -269,7 +270,8 @@ pub(crate) fn on_device(
 pub(crate) fn in_place(
     backend: &dyn Backend,
     comms: &mut Comms<'_>,
-    (buffer, range): (&mut dyn Buffer, Range<usize>),
+    buffer: &mut dyn Buffer,
+    range: Range<usize>,
     call: impl FnOnce(&mut Comms<'_>, Bytes<'_>) -> Result<(), CollectiveError>,
 ) -> Result<()> {
     if comms.takes(backend, buffer) {

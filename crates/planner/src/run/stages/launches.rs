@@ -20,8 +20,7 @@ pub(crate) fn of_stage<'a>(
 ) -> Option<Launch<'a>> {
     // Taken apart so that the launch can borrow the batches beside the storage.
     let State { schedule, storages, norm, exchange, .. } = state;
-    let decided = (norm.as_ref(), &*exchange);
-    launch(plan, stage, (&schedule.batches[update], storages), decided)
+    launch(plan, stage, &schedule.batches[update], storages, norm.as_ref(), exchange)
 }
 
 /// The launch of a stage with batches of the caller's.
@@ -31,15 +30,16 @@ pub(crate) fn with_batches<'a>(
     stage: &Optimize,
     batches: &'a [Batch],
 ) -> Option<Launch<'a>> {
-    let decided = (state.norm.as_ref(), &state.exchange);
-    launch(plan, stage, (batches, &mut state.storages), decided)
+    launch(plan, stage, batches, &mut state.storages, state.norm.as_ref(), &state.exchange)
 }
 
 fn launch<'a>(
     plan: &'a Plan,
     stage: &Optimize,
-    (batches, storages): (&'a [Batch], &'a mut [StorageState]),
-    (norm, exchange): (Option<&'a NormState>, &'a Exchange),
+    batches: &'a [Batch],
+    storages: &'a mut [StorageState],
+    norm: Option<&'a NormState>,
+    exchange: &'a Exchange,
 ) -> Option<Launch<'a>> {
     if batches.is_empty() {
         return None;

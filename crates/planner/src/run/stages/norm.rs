@@ -35,7 +35,7 @@ pub(crate) fn run(
         if batches.is_empty() {
             continue;
         }
-        let reduce = norm.reduce((index, storage), batches, first_partial);
+        let reduce = norm.reduce(index, storage, batches, first_partial);
         let done = match state.tables.reads.get(index).and_then(Option::as_ref) {
             Some(table) => executor.backend().reduce_table(reduce, table.as_ref())?,
             None => executor.reduce(reduce)?,
@@ -70,7 +70,7 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     let mut tensors = Vec::with_capacity(step.plan.params.len());
     for param in 0..step.plan.params.len() {
         let first = partials.len() as u64;
-        let leaves = step.state.exchange.of_param(param, 2, (&squares, slices.as_deref()));
+        let leaves = step.state.exchange.of_param(param, 2, &squares, slices.as_deref());
         partials.extend(chunk_squares(&leaves));
         tensors.push(TensorPartials { first, count: partials.len() as u64 - first });
     }
@@ -118,7 +118,7 @@ fn own_squares(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
     for (index, read) in reads.iter().enumerate() {
         let own = reduce::with_gradients(plan, state, read.bucket, |state| {
             let batches = &state.schedule.norm[index];
-            let Some(leaves) = leaf_squares(plan, state, (index, read), batches) else {
+            let Some(leaves) = leaf_squares(plan, state, index, read, batches) else {
                 return Ok(Vec::new());
             };
             let mut sums = vec![SquareSum::default(); leaves.places().count()];
@@ -135,12 +135,13 @@ fn own_squares(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
     Ok(squares)
 }
 
-/// Squares that a read of stage `norm` sums in these batches; `None` where the caller lends
-/// gradients.
+/// Squares that the read of stage `norm` with this index sums in these batches; `None` where the
+/// caller lends gradients.
 pub(crate) fn leaf_squares<'a>(
     plan: &Plan,
     state: &'a State,
-    (index, read): (usize, &GradientRead),
+    index: usize,
+    read: &GradientRead,
     batches: &'a [Batch],
 ) -> Option<LeafSquares<'a>> {
     let storage = &state.storages[read.storage];

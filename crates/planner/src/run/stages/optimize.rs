@@ -137,7 +137,7 @@ fn build_reads(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<
     for (index, batches) in state.schedule.norm.iter().enumerate() {
         let storage = &state.storages[index];
         let list = storage.spec.list(Role::Grad).filter(|_| !batches.is_empty());
-        let table = match list.map(|_| norm.reduce((index, storage), batches, first_partial)) {
+        let table = match list.map(|_| norm.reduce(index, storage, batches, first_partial)) {
             Some(reduce) => backend.place_reduction(&reduce)?,
             None => None,
         };

@@ -45,7 +45,7 @@ pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<()> {
             continue;
         };
         for (sums, &member) in sums.iter_mut().zip(&storage.spec.members) {
-            let leaves = exchange.of_param(member as usize, MAX_SUMS, (&told, slices.as_deref()));
+            let leaves = exchange.of_param(member as usize, MAX_SUMS, &told, slices.as_deref());
             let chunks: Vec<&[f64]> = leaves.chunks(CHUNK_LEAVES * MAX_SUMS).collect();
             *sums = tree_sum(chunks.len(), |at| {
                 std::array::from_fn(|sum| {

@@ -14,7 +14,7 @@ from fusestep import _fusestep
 from fusestep._checks import positive
 from fusestep._report import Report
 from fusestep.torch._optimizer import Fused
-from fusestep.torch._options import refuse_counted
+from fusestep.torch._options import ACCUMULATE, CLIP_NORM, refuse_counted
 from fusestep.torch._planned import Member, Planned, members_of
 from fusestep.torch._taken import Taken, refuse_graph, refuse_wrapped, second_pass
 
@@ -343,8 +343,8 @@ def fuse_backward(
     parameter's. ``optimizer.step()`` updates what is left, calls hooks and ends the step: every
     ``backward`` is followed by one. Bits are as without.
 
-    Raises ``TypeError`` for an optimizer of another kind and ``ValueError`` for ``clip_norm``,
-    ``loss_scale``, ``accumulate`` and ``update_norms``, which need all gradients at once. During a
+    Raises ``TypeError`` for an optimizer of another kind and ``ValueError`` for clipping, a loss
+    scale, several micro-steps and ``update_norms``, which need all gradients at once. During a
     step ``backward`` raises ``RuntimeError``, ``TypeError`` or ``ValueError`` for a gradient that
     no kernel takes; buckets that were updated before that stay updated.
     """
@@ -353,16 +353,16 @@ def fuse_backward(
             f"optimizer: expected one of fusestep.torch, found {type(optimizer).__name__}"
         )
     options = optimizer._options
-    for name in ("clip_norm", "loss_scale", "update_norms"):
+    for name in (CLIP_NORM, "loss_scale", "update_norms"):
         if options[name]:
             raise ValueError(
                 f"{name}: expected none, because it needs all gradients at once, "
                 f"found {options[name]!r}"
             )
-    if options["accumulate"] != 1:
+    if options[ACCUMULATE] != 1:
         raise ValueError(
-            "accumulate: expected 1, because gradients are freed during backward, "
-            f"found {options['accumulate']}"
+            f"{ACCUMULATE}: expected 1, because gradients are freed during backward, "
+            f"found {options[ACCUMULATE]}"
         )
     why = "one for `step` alone, because parts of a step do not know the count of the whole"
     refuse_counted(type(optimizer).__name__, options, why)

@@ -12,7 +12,7 @@ from fusestep.torch._tensors import NARROW, Library
 
 
 class MicroSteps:
-    """What ``accumulate=`` has added up since the last update.
+    """Gradients of micro-steps, added up since the last update.
 
     Sums are found by the tensor that they are of, which they keep, so groups may change between
     micro-steps. Positions stand for tensors in what is saved, where copies of them are others.

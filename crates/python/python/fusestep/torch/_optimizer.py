@@ -25,6 +25,7 @@ from fusestep._report import Report
 from fusestep.torch._loading import indexes, loadable
 from fusestep.torch._micro import MicroSteps
 from fusestep.torch._options import (
+    ACCUMULATE,
     OPTIONS,
     checked,
     described,
@@ -275,7 +276,7 @@ class Fused(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         of_one = self._ranks is None and self._backward is None
-        if of_one and self._options["accumulate"] == 1:
+        if of_one and self._options[ACCUMULATE] == 1:
             self._report = self._update(None)
         else:
             self._step_of_many()
@@ -291,7 +292,7 @@ class Fused(Optimizer):
             self._report = self._update_rest(self._backward)
             return
         members = members_of(self.param_groups)
-        if self._micro.count + 1 < self._options["accumulate"]:
+        if self._micro.count + 1 < self._options[ACCUMULATE]:
             self._micro.add(members)
         else:
             whole = self._micro.whole(members, divides=not self._options["sums"])

@@ -11,6 +11,10 @@ from fusestep import _fusestep
 # The rows of the table of settings, by name.
 TABLE: Dict[str, Dict[str, Any]] = {row["name"]: row for row in _fusestep.settings()}
 
+# Settings that other modules read or name.
+ACCUMULATE = "accumulate"
+CLIP_NORM = "clip_norm"
+
 # Settings that PyTorch's own objects have, and which.
 _ELSEWHERE = {
     "exclude": "a parameter group with `weight_decay=0`",
@@ -114,11 +118,11 @@ def checked(given: Dict[str, Any]) -> Dict[str, Any]:
         pass  # One that moves.
     return {
         "texts": texts,
-        "clip_norm": float(said["clip_norm"]) if "clip_norm" in said else None,
+        CLIP_NORM: float(said[CLIP_NORM]) if CLIP_NORM in said else None,
         "loss_scale": scale,
         # Where a scale that moves was when its plan was put away.
         "loss_scale_at": None,
-        "accumulate": int(said.get("accumulate", 1)),
+        ACCUMULATE: int(said.get(ACCUMULATE, 1)),
         "sums": said.get("accumulated") == "sum",
         "master_weights": said.get("master_weights") == "f32",
         "update_norms": said.get("update_norms") == "true",
@@ -167,7 +171,7 @@ _PEERS: Dict[str, Tuple[Any, str]] = {
     "dampening": (0, "`SGD` has it"),
     "differentiable": (False, "steps run in place"),
     "grad_averaging": (True, "no rule goes without"),
-    "max_grad_norm": (None, "use `clip_norm=`"),
+    "max_grad_norm": (None, f"use `{CLIP_NORM}=`"),
     "maximize": (False, "`AdamW`, `SGD`, `Adagrad`, `RMSprop` and `Lion` have it"),
     "nesterov": (False, "`SGD` has it"),
     "r": (0, "weights of the average follow from the warm-up alone"),

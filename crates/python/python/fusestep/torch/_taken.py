@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusestep.torch._options import CLIP_NORM
+
 _CHECKPOINT = (
     "a weight that is used in and out of a reentrant checkpoint gets two gradients in one "
     "`backward`: `use_reentrant=False` adds them first"
@@ -138,7 +140,7 @@ def _unnoticed(name: str) -> RuntimeError:
     return RuntimeError(
         f"gradient: expected use by PyTorch's own operators, whose writes are noticed while ranks "
         f"average it, found `{name}` of it; read it by `.clone()`, and clip by the optimizer's "
-        "`clip_norm=`"
+        f"`{CLIP_NORM}=`"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Optional
 
+from fusestep.torch._options import ACCUMULATE, CLIP_NORM
+
 if TYPE_CHECKING:
     from fusestep.torch._ranks import DataParallel
 
@@ -12,13 +14,13 @@ AGAIN = (
     "its own"
 )
 INSTEAD = (
-    "the optimizer's `accumulate=` adds those of several, and `close()` ends a DataParallel whose "
-    "model another one trains"
+    f"the optimizer's `{ACCUMULATE}=` adds those of several, and `close()` ends a DataParallel "
+    "whose model another one trains"
 )
 TAKEN = (
     "expected `optimizer.step()` next, because ranks have it, with `zero=2` or updates in backward "
-    "(two backward passes are added by the optimizer's `accumulate=`, clipped by `clip_norm=`, "
-    "scaled by `loss_scale=`)"
+    f"(two backward passes are added by the optimizer's `{ACCUMULATE}=`, clipped by "
+    f"`{CLIP_NORM}=`, scaled by `loss_scale=`)"
 )
 
 
@@ -60,7 +62,7 @@ def _written_gradient(parallel: DataParallel) -> Optional[str]:
             expected = "what `backward` has left there, which ranks average"
             found = "it dropped" if gradient is None else "another one"
             works = (
-                f"{AGAIN}; the optimizer's `clip_norm=` and `loss_scale=` skip steps with "
+                f"{AGAIN}; the optimizer's `{CLIP_NORM}=` and `loss_scale=` skip steps with "
                 "gradients that are not finite, on all ranks"
             )
         elif given.counts._version != given.version:
@@ -68,7 +70,7 @@ def _written_gradient(parallel: DataParallel) -> Optional[str]:
             found = "it written while ranks average it"
             works = (
                 f"parameters are those of the last step: {AGAIN}; the optimizer's "
-                "`clip_norm=` and `accumulate=` may be what was meant"
+                f"`{CLIP_NORM}=` and `{ACCUMULATE}=` may be what was meant"
             )
         else:
             continue
