@@ -11,8 +11,8 @@ use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Backend;
 use fusestep_planner::{
-    CheckpointFolder, Checkpoints, Comms, Manifest, Plan, PlanError, RunToSave, Saved, Saves,
-    State, Topology, WholeTensors, ZeroStage,
+    CheckpointFolder, Checkpoints, Comms, Manifest, Plan, PlanError, RunToLoad, RunToSave, Saved,
+    Saves, State, Topology, WholeTensors, ZeroStage,
 };
 use fusestep_tensor::Role;
 use fusestep_tensor_file::{Disk, FileKind, Files, Lock, Look};
@@ -73,7 +73,7 @@ impl<'a> Rank<'a> {
         folder: &Path,
     ) -> Result<(), PlanError> {
         let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        checkpoints.begin(&self.plan, run, &mut self.comms, (folder, 7))
+        checkpoints.begin(&self.plan, run, &mut self.comms, folder, 7)
     }
 
     fn resume(
@@ -81,8 +81,9 @@ impl<'a> Rank<'a> {
         checkpoints: &mut Checkpoints,
         folder: &Path,
     ) -> Result<Option<usize>, PlanError> {
-        let state = (&mut self.state, &self.backend as &dyn Backend);
-        checkpoints.resume(&self.plan, state, None, (&mut self.comms, folder))
+        let (state, backend) = (&mut self.state, &self.backend);
+        let run = RunToLoad { state, backend, params: None };
+        checkpoints.resume(&self.plan, run, &mut self.comms, folder)
     }
 
     fn params(&mut self) -> Vec<Vec<u8>> {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 #[cfg(doc)]
 use fusestep_planner::PlanError;
-use fusestep_planner::{Checkpoints, Comms, RunToSave};
+use fusestep_planner::{Checkpoints, Comms, RunToLoad, RunToSave};
 
 use crate::lend::KeptByCandle;
 use crate::{AdapterError, Fused, Params, Ranked, Solo};
@@ -21,12 +21,12 @@ impl<P: Params> Fused<P> {
         self.names.check()?;
         let mut solo = Solo::new();
         let mut comms = Comms::direct(&mut solo);
-        let resumed = self.checkpoints.resume(
-            &self.plan,
-            (&mut self.state, self.memory.backend()),
-            Some(&KeptByCandle(&self.vars)),
-            (&mut comms, folder.as_ref()),
-        );
+        let run = RunToLoad {
+            state: &mut self.state,
+            backend: self.memory.backend(),
+            params: Some(&KeptByCandle(&self.vars)),
+        };
+        let resumed = self.checkpoints.resume(&self.plan, run, &mut comms, folder.as_ref());
         Ok(resumed.map_err(AdapterError::from)?.unwrap_or(0))
     }
 
@@ -104,7 +104,7 @@ impl<P: Params> Fused<P> {
             params: Some(&KeptByCandle(&self.vars)),
         };
         let mut comms = Comms::direct(&mut solo);
-        let begun = self.checkpoints.begin(&self.plan, run, &mut comms, (folder, steps));
+        let begun = self.checkpoints.begin(&self.plan, run, &mut comms, folder, steps);
         Ok(begun.map_err(AdapterError::from)?)
     }
 

@@ -5,11 +5,13 @@ use std::num::NonZeroUsize;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
-use fusestep::Session;
+use candle_nn::Optimizer;
+use fusestep::{Session, SessionError};
 use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Interval, MicroStepReport, Plan, Reach, State, Topology};
 use fusestep_simd::Pool;
+use fusestep_tensor::ParamDesc;
 
 use crate::gradients::{Addresses, Gradients};
 use crate::group::{self, GroupRules};
@@ -59,19 +61,24 @@ impl<P: Params> Fused<P> {
             return Err(AdapterError::InUse { steps }.into());
         }
         memory::check_host(&self.vars)?;
-        Ok(self.ranked(comm)?)
+        let topology = Topology::of(comm);
+        Ok(self.ranked(topology, |options, params, backend| {
+            Session::on(options, params, Box::new(backend), comm)
+        })?)
     }
 
-    fn ranked(self, comm: &mut dyn Communicator) -> Result<Ranked<'_, P>, AdapterError> {
-        let topology = Topology::of(comm);
+    fn ranked<'c>(
+        self,
+        topology: Topology,
+        make: impl FnOnce(&Options, &[ParamDesc], CpuBackend) -> Result<Session<'c>, SessionError>,
+    ) -> Result<Ranked<'c, P>, AdapterError> {
         // The rule as it was given: rules that have become equal since stay two.
         let options = Options {
             rule: *self.plan.optimizer(),
             ..self.options.with_slices(&self.vars, topology.world)?
         };
         let backend = CpuBackend::new(threads(&options, topology));
-        let described = self.plan.params();
-        let mut session = Session::on(&options, described, Box::new(backend), comm)?;
+        let mut session = make(&options, self.plan.params(), backend)?;
         for (rule, now) in self.state.rules().iter().enumerate().skip(1) {
             session.state_mut().set_lr_of(rule, now.lr())?;
         }
@@ -362,5 +369,35 @@ impl<P: Params> Ranked<'_, P> {
     /// The variables with their names, in plan order.
     pub fn variables(&self) -> impl Iterator<Item = (&str, &Var)> {
         self.vars.iter().map(|(name, var)| (name.as_str(), var))
+    }
+}
+
+/// candle's trait, for programs that train by any optimizer on one rank or on many.
+impl<P: Params> Optimizer for Ranked<'_, P> {
+    type Config = P;
+
+    /// The optimizer of a world of one; [`Fused::on`] makes one of many ranks.
+    fn new(vars: Vec<Var>, config: P) -> candle_core::Result<Self> {
+        let fused = Fused::new(vars, config)?;
+        memory::check_host(&fused.vars)?;
+        Ok(fused.ranked(Topology::SOLO, |options, params, backend| {
+            Session::new(options, params, Box::new(backend))
+        })?)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
+        Ranked::step(self, grads)
+    }
+
+    fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
+        Ranked::backward_step(self, loss)
+    }
+
+    fn learning_rate(&self) -> f64 {
+        Ranked::learning_rate(self)
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        Ranked::set_learning_rate(self, lr);
     }
 }

@@ -65,7 +65,7 @@ impl BackendName {
         self,
         threads: usize,
         gpu: Option<u32>,
-    ) -> anyhow::Result<Box<dyn Backend>> {
+    ) -> anyhow::Result<Box<dyn Backend + Send>> {
         Ok(match self {
             BackendName::Cpu => {
                 let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
@@ -90,7 +90,10 @@ pub(crate) struct BackendArgs {
 
 impl BackendArgs {
     /// The backend with the limits asked for, or why there is none.
-    pub(crate) fn open(&self, settings: &Settings<Step>) -> anyhow::Result<Box<dyn Backend>> {
+    pub(crate) fn open(
+        &self,
+        settings: &Settings<Step>,
+    ) -> anyhow::Result<Box<dyn Backend + Send>> {
         self.backend.require_threads(self.threads)?;
         match self.backend {
             BackendName::Cpu => {
@@ -109,13 +112,13 @@ pub(crate) const NO_CUDA: &str = "cuda: device 0 cannot be opened: this build le
                                   (it takes a libcuda.so.1), or use the cpu backend";
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
+fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<Box<dyn Backend + Send>> {
     anyhow::bail!(NO_CUDA)
 }
 
 /// A device, with the limit that was asked for, if the device has as much.
 #[cfg(feature = "cuda")]
-fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Backend>> {
+fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Backend + Send>> {
     let cuda = fusestep_cuda::CudaBackend::open(index)?;
     let most = cuda.limits();
     let argument_bytes = argument_bytes.unwrap_or(most.argument_bytes);

@@ -8,7 +8,7 @@ use anyhow::{anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, ValueParser};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id};
-use fusestep::{OptionError, PrecisionOf, Row, Section, StepOptions, Visit};
+use fusestep::{OptionError, PrecisionOf, Row, Section, SessionError, StepOptions, Visit};
 use fusestep_launch::{LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, Topology};
 use fusestep_tensor::{DType, ParamDesc};
@@ -111,7 +111,7 @@ impl<S: Subcommand> Settings<S> {
         rule: Optimizer,
         params: &mut [ParamDesc],
     ) -> anyhow::Result<StepOptions> {
-        self.refused.clone().map_or(Ok(()), |error| Err(told(error)))?;
+        self.refused.clone().map_or(Ok(()), |error| Err(refused(error)))?;
         let mut options = StepOptions { rule, ..self.given.clone() };
         options.exclude.retain(|pattern| {
             let is_there = params.iter().any(|param| param.name.contains(pattern.as_str()));
@@ -124,7 +124,7 @@ impl<S: Subcommand> Settings<S> {
             }
             is_there
         });
-        options.describe(params).map_err(told)?;
+        options.describe(params).map_err(refused)?;
         let asked = options.precision;
         if params.iter().any(|param| matches!(param.dtype, DType::F16 | DType::BF16)) {
             let rounding = match asked.state {
@@ -191,7 +191,7 @@ impl<S: Subcommand> Settings<S> {
             Err(OptionError::NeedsRanks { name, .. }) => {
                 Err(anyhow!("{}: {found}; it has no effect on one rank", flag_of(name)))
             }
-            checked => checked.map_err(told),
+            checked => checked.map_err(refused),
         }
     }
 }
@@ -215,7 +215,7 @@ pub(crate) fn planner(
     topology: Topology,
     limits: LaunchLimits,
 ) -> anyhow::Result<Planner> {
-    options.planner(params, topology, limits).map_err(told)
+    options.planner(params, topology, limits).map_err(refused)
 }
 
 /// The flag of a setting.
@@ -223,8 +223,17 @@ fn flag_of(name: &str) -> String {
     format!("--{}", name.replace('_', "-"))
 }
 
+/// A session that could not be set up, in the words of the command line.
+pub(crate) fn told(error: SessionError) -> anyhow::Error {
+    match error {
+        SessionError::Setting(error) => refused(error),
+        SessionError::Plan(error) => error.into(),
+        error => error.into(),
+    }
+}
+
 /// A refusal in the words of the command line.
-fn told(error: OptionError) -> anyhow::Error {
+fn refused(error: OptionError) -> anyhow::Error {
     match error {
         OptionError::Needs { name, needs } => anyhow!(
             "{}: expected {} too, without which it has no effect",

@@ -10,23 +10,22 @@ use std::time::Instant;
 use anyhow::{bail, ensure};
 use candle_core::Var;
 use candle_core::backprop::GradStore;
-use fusestep::{Section, StepOptions};
+use fusestep::{Section, Session, StepOptions};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
-use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_models::Task;
-use fusestep_planner::{Comms, FolderLock, Initial, Plan, Saves, State, Topology};
-use fusestep_tensor::{DType, ParamDesc, Role};
+use fusestep_planner::{Plan, Topology};
+use fusestep_tensor::{DType, ParamDesc};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
 use self::checkpoints::{Position, check_folder, make_folder};
-use self::handshake::compare_calls;
+use self::handshake::{compare_calls, own_settings};
 use self::summary::Tally;
 use crate::options::threads;
 use crate::output::print;
-use crate::settings::planner;
+use crate::settings::{planner, told};
 use crate::shadow::Shadow;
 use crate::train::{Epoch, TrainArgs, TrainSummary};
 use crate::values::{candle_dtype, vars_of, with_bytes};
@@ -53,27 +52,27 @@ pub(crate) fn train(
         topology.world,
         args.batch
     );
-    let planner = planner(options, params, topology, LaunchLimits::default())?;
-    let plan = planner.plan_for(params, topology)?;
+    let of_rank = threads(args.threads)?.get().div_ceil(topology.world);
+    let backend = args.backend.of_rank(of_rank, comm.device())?;
+    let plan = planner(options, params, topology, backend.limits())?.plan_for(params, topology)?;
     if first && !args.json {
         print(&format!("{}\n{plan}", task.describe()))?;
     }
-    let of_rank = threads(args.threads)?.get().div_ceil(topology.world);
-    let backend = args.backend.of_rank(of_rank, comm.device())?;
-    let backend = backend.as_ref();
     compare_calls(args, options, comm)?;
     if let Some(folder) = &args.checkpoint {
         make_folder(folder, args.resume, first)?;
     }
-    let folder = args.checkpoint.as_ref().filter(|_| first);
-    let _lock = folder.map(|folder| FolderLock::take(folder)).transpose()?;
-    if let Some(folder) = folder {
-        check_folder(folder, args.resume)?;
+    let mut session = Session::on(options, params, Box::new(backend), comm).map_err(told)?;
+    session.compare_also(own_settings(args));
+    if let Some(folder) = &args.checkpoint {
+        session.own_folder(folder)?;
+        if first {
+            check_folder(folder, args.resume)?;
+        }
     }
-    let mut state = plan.allocate_on(backend, comm)?;
     let vars = task.start(args.seed, candle_dtype(args.dtype))?;
     for (param, var) in params.iter().zip(&vars) {
-        with_bytes(var, |bytes| Ok(state.write(backend, Role::Param, &param.name, bytes)?))?;
+        with_bytes(var, |bytes| Ok(session.write_param(&param.name, bytes)?))?;
     }
     let shadow = if compares(args, &plan) { Shadow::new(&vars, options.rule)? } else { None };
     let batches = args.epochs * task.samples_of_epoch().div_ceil(args.batch);
@@ -81,20 +80,16 @@ pub(crate) fn train(
         args,
         options,
         names: params.iter().map(|param| param.name.as_str()).collect(),
-        plan: &plan,
-        state,
-        backend,
-        comms: options.comms(comm)?,
+        session,
         task,
         shadow,
         bar: progress_bar(first, batches as u64),
         tally: Tally::default(),
         compared: 0,
-        saves: Saves::new(),
         resumed_epochs: None,
         warned: false,
     };
-    run.meet()?;
+    run.session.meet()?;
     let (history, last) = run.epochs()?;
     let summary = run.summary(history, last)?;
     drop(run);
@@ -133,17 +128,13 @@ struct Run<'a> {
     options: &'a StepOptions,
     /// Names of the parameters, in the plan's order.
     names: Vec<&'a str>,
-    plan: &'a Plan,
-    state: State,
-    backend: &'a dyn Backend,
-    comms: Comms<'a>,
+    session: Session<'a>,
     task: &'a dyn Task,
     shadow: Option<Shadow>,
     bar: ProgressBar,
     tally: Tally,
     /// Batches since the run began, for the comparison of parameters every few batches.
     compared: u64,
-    saves: Saves,
     /// Epochs that were over in the checkpoint that the run goes on from.
     resumed_epochs: Option<usize>,
     /// Whether the user was warned that state is not finite.
@@ -151,25 +142,12 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Makes ranks agree before the first step: they compare their settings and, unless each has
-    /// its own, begin with the parameters of rank 0.
-    fn meet(&mut self) -> anyhow::Result<()> {
-        self.handshake()?;
-        let brings = self.options.initial == Initial::OfRankZero;
-        if self.plan.topology().world > 1 && brings {
-            let (state, backend) = (&mut self.state, self.backend);
-            self.plan.broadcast_parameters(state, backend, &mut self.comms, 0)?;
-        }
-        Ok(())
-    }
-
     /// The current parameters; at ZeRO stage 3 all ranks must call it together.
     fn vars(&mut self) -> anyhow::Result<Vec<Var>> {
-        let (state, backend) = (&self.state, self.backend);
-        let gathered = self.plan.gather(state, backend, &mut self.comms, &self.names)?;
+        let gathered = self.session.gather(&self.names)?;
         let len_bytes = gathered.len_bytes() as u64;
         self.tally.layer_peak_bytes = self.tally.layer_peak_bytes.max(len_bytes);
-        Ok(vars_of(self.plan.params(), &gathered)?)
+        Ok(vars_of(self.session.plan().params(), &gathered)?)
     }
 
     /// Trains; returns the epochs of this run, and the last one of all runs.
@@ -226,17 +204,16 @@ impl Run<'_> {
     /// samples, tests the model and saves.
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
         let begun = self.begin();
-        let report = self.plan.flush(&mut self.state, self.backend, &mut self.comms)?;
+        let report = self.session.flush()?;
         if self.options.local_sgd.is_some() {
-            let (state, comms) = (&mut self.state, &mut self.comms);
-            self.plan.average_now(state, self.backend, comms)?;
+            self.session.average_now()?;
         }
         self.count_update(&report, &begun);
         self.count_batch(&begun);
         let ended = self.tested(at.loss_sum / self.task.samples_of_epoch() as f64)?;
         let told = format!("epoch {}: {ended}", at.epochs + 1);
         self.bar.set_message(told.clone());
-        if self.plan.topology().rank == 0 && !self.args.json {
+        if self.session.plan().topology().rank == 0 && !self.args.json {
             self.bar.suspend(|| print(&format!("{told}\n")))?;
         }
         self.save(Position {
@@ -256,16 +233,16 @@ impl Run<'_> {
     /// The averages of the parameters, for a rule that has some, otherwise the parameters; all
     /// ranks must call it together.
     fn averages(&mut self) -> anyhow::Result<Vec<Var>> {
-        let (state, backend) = (&self.state, self.backend);
-        let averages = self.plan.gather_averages(state, backend, &mut self.comms, &self.names)?;
-        Ok(vars_of(self.plan.params(), &averages)?)
+        let averages = self.session.gather_averages(&self.names)?;
+        Ok(vars_of(self.session.plan().params(), &averages)?)
     }
 
     /// Takes a step with one batch, shared out among ranks; returns the mean loss over all of it.
     fn step(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
-        self.poll_saves()?;
+        self.session.begin_step()?;
+        self.warn();
         let (whole, beside) = (self.begin(), self.candle_ns());
-        let Topology { rank, world, .. } = self.plan.topology();
+        let Topology { rank, world, .. } = self.session.plan().topology();
         let counts = even_counts(positions.len(), world);
         let start: usize = counts[..rank].iter().sum();
         let own = &positions[start..start + counts[rank]];
@@ -276,12 +253,12 @@ impl Run<'_> {
             None => (counts[rank] * world) as f64 / positions.len() as f64,
         };
         let batch = self.args.batch;
-        if self.plan.micro_steps() > 1 && positions.len() != batch {
-            self.state.set_weight(positions.len() as f64 / batch as f64)?;
+        if self.session.plan().micro_steps() > 1 && positions.len() != batch {
+            self.session.state_mut().set_weight(positions.len() as f64 / batch as f64)?;
         }
         let (loss, grads) = self.gradients(own, share)?;
         // Where giving gradients makes the calls of a step, no other call may come between.
-        let calls_while_given = self.plan.calls_while_given(&self.comms);
+        let calls_while_given = self.session.plan().calls_while_given(self.session.comms());
         let begun = Instant::now();
         if !calls_while_given {
             self.give(&grads)?;
@@ -290,14 +267,14 @@ impl Run<'_> {
         let mut total = [loss * own.len() as f64];
         // The step below begins on all ranks at once, so its time is its own and not that of the
         // slowest backward pass.
-        self.comms.communicator().all_reduce(&mut total, ReduceOp::Sum)?;
+        self.session.communicator().all_reduce(&mut total, ReduceOp::Sum)?;
         let loss = total[0] / positions.len() as f64;
-        self.state.set_loss(loss);
+        self.session.set_loss(loss);
         let begun = self.begin();
         if calls_while_given {
             self.give(&grads)?;
         }
-        let report = self.plan.step(&mut self.state, self.backend, &mut self.comms)?;
+        let report = self.session.step()?;
         self.count_update(&report, &begun);
         self.count_batch(&whole);
         self.tally.batch_ns -= self.candle_ns() - beside;
@@ -315,8 +292,7 @@ impl Run<'_> {
         if self.compared % every != 0 {
             return Ok(());
         }
-        let (plan, state) = (self.plan, &self.state);
-        Ok(plan.compare_parameters(state, self.backend, &mut self.comms)?)
+        Ok(self.session.compare_parameters()?)
     }
 
     /// Time of candle's optimizer so far.
@@ -334,10 +310,10 @@ impl Run<'_> {
             return Ok((0.0, None));
         }
         let loss = self.task.loss(&vars, samples)?;
-        let scale = self.state.loss_scale().map_or(1.0, |scale| scale.scale());
+        let scale = self.session.loss_scale();
         let grads = (&loss * (share * scale))?.backward()?;
         if let Some(shadow) = &mut self.shadow {
-            shadow.step(&vars, &grads, self.state.lr())?;
+            shadow.step(&vars, &grads, self.session.state().lr())?;
         }
         Ok((f64::from(loss.to_scalar::<f32>()?), Some((vars, grads))))
     }
@@ -349,9 +325,8 @@ impl Run<'_> {
         };
         for (name, var) in self.names.iter().zip(vars).rev() {
             let Some(grad) = grads.get(var) else { continue };
-            let (state, backend) = (&mut self.state, self.backend);
-            let (plan, comms) = (self.plan, &mut self.comms);
-            with_bytes(grad, |bytes| Ok(plan.push_grad(state, backend, comms, name, bytes)?))?;
+            let session = &mut self.session;
+            with_bytes(grad, |bytes| Ok(session.push_grad_bytes(name, bytes)?))?;
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use fusestep_launch::{Precision, WeightDecay};
 use fusestep_planner::{Initial, LossScaling, Optimizer, Schedule};
 use fusestep_tensor::ParamDesc;
 
-use crate::{Device, Error, OwnRule, Session, StepOptions};
+use crate::{Device, Error, OwnRule, Session, SessionError, StepOptions};
 
 /// An update rule as its name promises it, at one learning rate.
 pub trait Kind {
@@ -204,7 +204,8 @@ impl<K: Kind> Builder<K> {
         params: &[ParamDesc],
         device: impl Device + 'static,
     ) -> Result<Session<'static>, Error> {
-        Ok(Session::new(&self.checked()?, params, Box::new(device))?)
+        let options = self.checked()?;
+        Session::new(&options, params, Box::new(device)).map_err(SessionError::into_inner)
     }
 
     /// The settings with the rule.
@@ -245,6 +246,8 @@ impl<'c, K: Kind> Joined<'c, K> {
         params: &[ParamDesc],
         device: impl Device + 'static,
     ) -> Result<Session<'c>, Error> {
-        Ok(Session::on(&self.builder.checked()?, params, Box::new(device), self.comm)?)
+        let options = self.builder.checked()?;
+        let made = Session::on(&options, params, Box::new(device), self.comm);
+        made.map_err(SessionError::into_inner)
     }
 }

@@ -71,6 +71,16 @@ impl Device for CpuBackend {
     }
 }
 
+impl Device for Box<dyn Backend + Send> {
+    fn limits(&self) -> LaunchLimits {
+        self.as_ref().limits()
+    }
+
+    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
+        Ok(*self)
+    }
+}
+
 #[cfg(feature = "cuda")]
 impl Device for CudaBackend {
     fn limits(&self) -> LaunchLimits {

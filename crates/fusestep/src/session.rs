@@ -29,6 +29,8 @@ pub struct Session<'c> {
     backend: Box<dyn Backend + Send>,
     /// Whether ranks have compared what decides their bits.
     met: bool,
+    /// Parameters that ranks begin with, as the options say.
+    initial: Initial,
     /// Parameters that ranks begin with, until they have begun.
     brings: Initial,
     /// Settings of the program's own that ranks compare, too.

@@ -8,8 +8,8 @@ mod run;
 
 pub use checkpoint::{
     BorrowedParams, CheckpointFolder, Checkpoints, FolderLock, MAX_SHARDS, Manifest, OpenRun,
-    OpenWindow, Remembered, RunToSave, Saved, Saves, ShardSpec, StateTensors, TensorSpec, Verified,
-    WholeTensors,
+    OpenWindow, Remembered, RunToLoad, RunToSave, Saved, Saves, ShardSpec, StateTensors,
+    TensorSpec, Verified, WholeTensors,
 };
 pub use error::PlanError;
 pub(crate) use error::Result;

@@ -171,7 +171,7 @@ impl<'c> Rank<'c> {
     /// Takes the parameters of rank 0, which Python has written to its memory, unless each rank has
     /// its own. Then compares all settings and values that decide the bits of the run.
     pub(crate) fn begin(&mut self) -> Result<(), PlanError> {
-        self.session.meet()
+        self.session.begin_anew()
     }
 
     /// Marks a parameter's gradient as complete in its view.

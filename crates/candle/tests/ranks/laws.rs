@@ -1,10 +1,10 @@
 //! One rank has the bits of [`Fused`], and so have many, at every ZeRO stage.
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{Module, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use fusestep_candle::{
     AnyRule, Communicator, Fused, LossScale, Master, Options, Params, ParamsLamb, ParamsLars,
-    ParamsLion, ParamsSgd, Precision, Rounding, Sgd, Solo, group,
+    ParamsLion, ParamsSgd, Precision, Ranked, Rounding, Sgd, Solo, group,
 };
 use fusestep_planner::Optimizer as Rule;
 
@@ -304,4 +304,36 @@ fn a_flush_takes_the_rate_of_the_moment_as_a_step_does() {
     for [stepped, flushed] in ranks {
         assert!(stepped == flushed);
     }
+}
+
+#[test]
+fn programs_that_train_by_candles_trait_train_on_ranks_too() {
+    fn train(optimizer: &mut impl Optimizer, vars: &[(String, Var)], rank: usize) {
+        optimizer.set_learning_rate(0.25);
+        assert_eq!(optimizer.learning_rate(), 0.25);
+        for step in 0..3 {
+            let mut loss = Tensor::zeros((), DType::F32, &Device::Cpu).unwrap();
+            for (at, (_, var)) in vars.iter().enumerate() {
+                let factor = exact([rank as u64 + 1, step, at as u64]);
+                loss = (loss + (var.as_tensor() * f64::from(factor)).unwrap().sum_all()).unwrap();
+            }
+            optimizer.backward_step(&loss).unwrap();
+        }
+    }
+
+    let params = || ParamsAdamW { lr: 0.5, ..ParamsAdamW::default() };
+    let alone = vars(DType::F32, 9);
+    train(&mut Fused::new(alone.clone(), params()).unwrap(), &alone, 0);
+    let of_one = vars(DType::F32, 9);
+    let only: Vec<Var> = of_one.iter().map(|(_, var)| var.clone()).collect();
+    train(&mut <Ranked<'_, ParamsAdamW> as Optimizer>::new(only, params()).unwrap(), &of_one, 0);
+    assert_eq!(all_bits(&of_one), all_bits(&alone));
+    let mut of_two = on_ranks(2, |comm| {
+        let (own, rank) = (vars(DType::F32, 9), comm.rank());
+        train(&mut Fused::new(own.clone(), params()).unwrap().on(comm).unwrap(), &own, rank);
+        all_bits(&own)
+    });
+    let (second, first) = (of_two.pop(), of_two.pop());
+    assert_eq!(first, second);
+    assert!(first != Some(all_bits(&alone)));
 }

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Context, bail, ensure};
-use fusestep_planner::{Manifest, RunToSave, Saved};
+use anyhow::{bail, ensure};
+use fusestep_planner::{Manifest, PlanError};
 use fusestep_tensor::Quoted;
 
 use super::Run;
@@ -51,24 +51,15 @@ impl Run<'_> {
             return Ok(None);
         };
         if self.args.any_settings {
-            self.state.any_settings();
-        }
-        let caller = self.plan.load(&mut self.state, self.backend, folder)?;
-        self.handshake()?;
-        for (key, own) in images(self.args) {
-            let found = caller.get(key).map_or("nothing", String::as_str);
-            let found = Quoted(found).to_string();
-            if found != own {
-                bail!(
-                    "{}: {key}: expected {own}, found {found}; resume with the same images",
-                    folder.display()
-                );
-            }
+            self.session.state_mut().any_settings();
         }
         let of_epoch = self.task.samples_of_epoch().div_ceil(self.args.batch);
-        let position = Position::read(&caller, of_epoch);
-        let named = || format!("{}: expected where the run was", folder.display());
-        position.with_context(named).map(Some)
+        let images = images(self.args);
+        let resumed = self
+            .session
+            .resume_with(folder, |folder, texts| position_in(folder, texts, &images, of_epoch))?;
+        self.session.meet()?;
+        Ok(resumed)
     }
 
     /// Begins a save, which is written while training goes on.
@@ -76,34 +67,26 @@ impl Run<'_> {
         let Some(folder) = &self.args.checkpoint else {
             return Ok(());
         };
-        self.finish_saves()?;
-        let mut caller = position.texts();
+        let mut texts = position.texts();
         for (key, own) in images(self.args) {
-            caller.insert(key.to_owned(), own);
+            texts.insert(key.to_owned(), own);
         }
-        let run = RunToSave { state: &self.state, backend: self.backend, params: None };
-        Ok(self.saves.begin(self.plan, run, &mut self.comms, folder, caller)?)
-    }
-
-    /// Goes on with the save in flight, and learns whether it has failed.
-    pub(super) fn poll_saves(&mut self) -> anyhow::Result<()> {
-        let saved = self.saves.poll(self.plan, &mut self.comms)?;
-        self.warn(saved);
+        self.session.begin_save_with(folder, texts)?;
+        self.warn();
         Ok(())
     }
 
     /// Waits for the save in flight.
     pub(super) fn finish_saves(&mut self) -> anyhow::Result<()> {
-        let saved = self.saves.finish(self.plan, &mut self.comms)?;
-        self.warn(saved);
+        self.session.finish_saves()?;
+        self.warn();
         Ok(())
     }
 
     /// Warns once which tensors that this rank has saved are not finite.
-    fn warn(&mut self, saved: Option<Saved>) {
-        let names = self.saves.non_finite();
+    pub(super) fn warn(&mut self) {
+        let names = self.session.non_finite();
         if let Some(folder) = &self.args.checkpoint
-            && saved.is_some()
             && !names.is_empty()
             && !std::mem::replace(&mut self.warned, true)
         {
@@ -111,6 +94,32 @@ impl Run<'_> {
             self.bar.suspend(|| warn_non_finite(folder, names));
         }
     }
+}
+
+/// The position in a checkpoint's texts, which must be of a run on the same images.
+fn position_in(
+    folder: &Path,
+    texts: &BTreeMap<String, String>,
+    images: &[(&'static str, String)],
+    of_epoch: usize,
+) -> Result<Position, PlanError> {
+    let refused = |what: &str, expected: String, found: String| PlanError::Checkpoint {
+        path: folder.display().to_string(),
+        what: what.to_owned(),
+        expected,
+        found,
+    };
+    for (key, own) in images {
+        let found = Quoted(texts.get(*key).map_or("nothing", String::as_str)).to_string();
+        if found != *own {
+            let found = format!("{found}; resume with the same images");
+            return Err(refused(key, own.clone(), found));
+        }
+    }
+    let position = Position::read(texts, of_epoch);
+    position.ok_or_else(|| {
+        refused("position", "where the run was".to_owned(), "none that a run has".to_owned())
+    })
 }
 
 /// Settings that decide which samples a batch has, as texts.

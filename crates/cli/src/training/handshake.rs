@@ -6,7 +6,6 @@ use fusestep::StepOptions;
 use fusestep_collective::Communicator;
 use fusestep_planner::{Comms, Topology};
 
-use super::Run;
 use crate::options::name_of;
 use crate::train::TrainArgs;
 
@@ -30,16 +29,12 @@ pub(super) fn compare_calls(
     Ok(Comms::direct(comm).compare(&fields)?)
 }
 
-impl Run<'_> {
-    /// Compares over all ranks the settings that decide the bits of the run.
-    pub(super) fn handshake(&mut self) -> anyhow::Result<()> {
-        let caller = [
-            ("--model", name_of(self.args.task.model)),
-            ("--seed", self.args.seed.to_string()),
-            ("--batch", self.args.batch.to_string()),
-            ("--epochs", self.args.epochs.to_string()),
-        ];
-        let (state, backend) = (&self.state, self.backend);
-        Ok(self.plan.handshake(state, backend, &mut self.comms, &caller)?)
-    }
+/// Settings of the command that decide the bits of a run; ranks compare them with the step's own.
+pub(super) fn own_settings(args: &TrainArgs) -> [(&'static str, String); 4] {
+    [
+        ("--model", name_of(args.task.model)),
+        ("--seed", args.seed.to_string()),
+        ("--batch", args.batch.to_string()),
+        ("--epochs", args.epochs.to_string()),
+    ]
 }

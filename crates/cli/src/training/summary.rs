@@ -57,7 +57,8 @@ pub(super) struct Begun {
 impl Run<'_> {
     /// Begins to measure.
     pub(super) fn begin(&self) -> Begun {
-        Begun { at: Instant::now(), calls: self.comms.calls(), bytes: self.comms.bytes_sent() }
+        let comms = self.session.comms();
+        Begun { at: Instant::now(), calls: comms.calls(), bytes: comms.bytes_sent() }
     }
 
     /// Counts an update, and the time since `begun` as the update's.
@@ -71,8 +72,8 @@ impl Run<'_> {
     /// Counts the time since `begun` as a batch's, and the calls and bytes sent since.
     pub(super) fn count_batch(&mut self, begun: &Begun) {
         self.tally.batch_ns += begun.at.elapsed().as_nanos() as f64;
-        self.tally.calls += self.comms.calls() - begun.calls;
-        self.tally.bytes += self.comms.bytes_sent() - begun.bytes;
+        self.tally.calls += self.session.comms().calls() - begun.calls;
+        self.tally.bytes += self.session.comms().bytes_sent() - begun.bytes;
     }
 
     pub(super) fn summary(
@@ -82,18 +83,18 @@ impl Run<'_> {
     ) -> anyhow::Result<TrainSummary> {
         let params_hash = self.params_hash()?;
         let averages = self.averages()?;
-        let written = match self.plan.topology().rank {
+        let written = match self.session.plan().topology().rank {
             0 => self.task.write(&averages, self.args.seed)?,
             _ => None,
         };
-        let (plan, tally) = (self.plan, &self.tally);
+        let (plan, tally) = (self.session.plan(), &self.tally);
         let steps = tally.steps.max(1) as f64;
         let candle = self.shadow.as_ref().filter(|_| tally.steps > 0);
         let params = plan.params().iter();
         let parameter_bytes = params.map(|p| p.numel() * p.dtype.len_bytes() as u64);
         Ok(TrainSummary {
             model: name_of(self.args.task.model),
-            backend: self.backend.name(),
+            backend: self.session.backend().name(),
             epochs: self.args.epochs,
             resumed_epochs: self.resumed_epochs,
             steps: tally.steps,
@@ -112,7 +113,7 @@ impl Run<'_> {
             candle_ns_per_step: candle.map(|shadow| shadow.ns / steps),
             update_norm: tally.update_norm,
             params_hash,
-            launches_per_step: match self.backend.device() {
+            launches_per_step: match self.session.backend().device() {
                 Some(_) => plan.launches(),
                 None => plan.host_launches(),
             },
@@ -136,8 +137,7 @@ impl Run<'_> {
     fn params_hash(&mut self) -> anyhow::Result<String> {
         let mut names = self.names.clone();
         names.sort_unstable();
-        let (state, backend) = (&self.state, self.backend);
-        let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
+        let gathered = self.session.gather(&names)?;
         let mut hasher = Xxh3::new();
         for at in 0..names.len() {
             hasher.update(gathered.bytes(at));

@@ -28,6 +28,19 @@ pub enum SessionError {
     NoParameters,
 }
 
+impl SessionError {
+    /// The error itself, for a caller that takes any.
+    pub(crate) fn into_inner(self) -> crate::Error {
+        match self {
+            Self::Setting(error) => error.into(),
+            Self::Plan(error) => error.into(),
+            Self::TakenForWhole(error) => error.into(),
+            Self::Device(error) => error,
+            Self::NoParameters => self.into(),
+        }
+    }
+}
+
 impl From<CollectiveError> for SessionError {
     fn from(error: CollectiveError) -> Self {
         Self::Plan(error.into())

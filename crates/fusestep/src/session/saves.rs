@@ -1,8 +1,9 @@
 //! Checkpoints of a session: begun, waited for and gone on from.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
-use fusestep_planner::{Checkpoints, Comms, Initial, Plan, PlanError, RunToSave};
+use fusestep_planner::{Checkpoints, Comms, Initial, Plan, PlanError, RunToLoad, RunToSave};
 
 use super::Session;
 
@@ -73,9 +74,40 @@ impl Session<'_> {
     /// # Errors
     /// As [`Session::resume`].
     pub fn resume_if_any(&mut self, folder: impl AsRef<Path>) -> Result<Option<usize>, PlanError> {
+        self.resume_by(|checkpoints, plan, run, comms| {
+            checkpoints.resume(plan, run, comms, folder.as_ref())
+        })
+    }
+
+    /// [`Session::resume_if_any`] with the texts that [`Session::begin_save_with`] has saved, once
+    /// `check` has made something of them. Returns that.
+    ///
+    /// # Errors
+    /// As [`Session::resume`]; those of `check`, before anything is written.
+    pub fn resume_with<T>(
+        &mut self,
+        folder: impl AsRef<Path>,
+        check: impl FnOnce(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
+    ) -> Result<Option<T>, PlanError> {
+        let resumed = self.resume_by(|checkpoints, plan, run, comms| {
+            checkpoints.resume_with(plan, run, comms, folder.as_ref(), check)
+        })?;
+        Ok(resumed.map(|(checked, _)| checked))
+    }
+
+    fn resume_by<T>(
+        &mut self,
+        by: impl FnOnce(
+            &mut Checkpoints,
+            &Plan,
+            RunToLoad<'_>,
+            &mut Comms<'_>,
+        ) -> Result<Option<T>, PlanError>,
+    ) -> Result<Option<T>, PlanError> {
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
-        let (state, place) = (&mut self.state, (comms, folder.as_ref()));
-        let resumed = checkpoints.resume(plan, (state, self.backend.as_ref()), None, place);
+        let backend = self.backend.as_ref();
+        let run = RunToLoad { state: &mut self.state, backend, params: None };
+        let resumed = by(checkpoints, plan, run, comms);
         let resumed = self.saving.noted_by_all(resumed)?;
         if resumed.is_some() {
             (self.met, self.brings) = (false, Initial::OwnAndEqual);
@@ -122,12 +154,51 @@ impl Session<'_> {
     /// # Cost
     /// One copy of what this rank saves; until the save before is complete, if it is not.
     pub fn begin_save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), PlanError> {
+        self.begin_save_by(|checkpoints, plan, run, comms| {
+            checkpoints.begin(plan, run, comms, folder.as_ref(), steps)
+        })
+    }
+
+    /// [`Session::begin_save`] with texts of the program's own in place of a number of steps.
+    ///
+    /// # Errors
+    /// As [`Session::begin_save`].
+    pub fn begin_save_with(
+        &mut self,
+        folder: impl AsRef<Path>,
+        texts: BTreeMap<String, String>,
+    ) -> Result<(), PlanError> {
+        self.begin_save_by(|checkpoints, plan, run, comms| {
+            checkpoints.begin_with(plan, run, comms, folder.as_ref(), texts)
+        })
+    }
+
+    fn begin_save_by(
+        &mut self,
+        by: impl FnOnce(&mut Checkpoints, &Plan, RunToSave<'_>, &mut Comms<'_>) -> Result<(), PlanError>,
+    ) -> Result<(), PlanError> {
         self.tell_of_save()?;
         self.meet()?;
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let run = RunToSave { state: &self.state, backend: self.backend.as_ref(), params: None };
-        let begun = checkpoints.begin(plan, run, comms, (folder.as_ref(), steps));
+        let begun = by(checkpoints, plan, run, comms);
         self.saving.noted_by_all(begun)
+    }
+
+    /// Makes the folder of the saves to come and takes its lock, so that another run that saves
+    /// there is found before anything is trained.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::own_folder`].
+    pub fn own_folder(&mut self, folder: impl AsRef<Path>) -> Result<(), PlanError> {
+        let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
+        let owned = checkpoints.own_folder(plan, comms, folder.as_ref());
+        self.saving.noted_by_all(owned)
+    }
+
+    /// Tensors with values that are infinite or NaN in what this rank has written of the last save.
+    pub fn non_finite(&self) -> &[String] {
+        self.saving.checkpoints.non_finite()
     }
 
     /// Waits until nothing is being saved on any rank; at the end of training, so that an error is

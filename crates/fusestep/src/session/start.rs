@@ -10,7 +10,7 @@ use fusestep_tensor::ParamDesc;
 use super::{Saving, Session, SessionError};
 use crate::{Device, StepOptions};
 
-impl Session<'static> {
+impl<'c> Session<'c> {
     /// The session of a process that trains alone. Parameters are zero until
     /// [`Session::set_param`].
     ///
@@ -35,9 +35,7 @@ impl Session<'static> {
         let saving = Saving::new(plan, Comms::alone(), Checkpoints::default());
         Ok(Self::of(options, saving, state, backend))
     }
-}
 
-impl<'c> Session<'c> {
     /// The session of one rank of `comm`. Ranks that see each other's memory reduce and update in
     /// it. All ranks call it together; they compare what decides their first calls, and tell each
     /// other the slices of parameters that are distributed.
@@ -80,6 +78,7 @@ impl<'c> Session<'c> {
             state,
             backend,
             met: false,
+            initial: options.initial,
             brings: options.initial,
             compared: Vec::new(),
             begun: false,
@@ -148,6 +147,19 @@ impl<'c> Session<'c> {
         self.attempt(|run| run.plan.handshake(run.state, run.backend, run.comms, &fields))?;
         self.met = true;
         Ok(())
+    }
+
+    /// Lets ranks begin anew with parameters that were written outside of a step, as at first: with
+    /// those of rank 0, unless the options say that each has its own. All ranks call it.
+    ///
+    /// # Errors
+    /// As [`Session::broadcast_parameters`]; as [`Session::meet`].
+    pub fn begin_anew(&mut self) -> Result<(), PlanError> {
+        self.met = false;
+        if self.initial == Initial::OfRankZero && self.plan().topology().world > 1 {
+            self.broadcast_parameters(0)?;
+        }
+        self.meet()
     }
 
     /// Lets ranks compare once more what decides their bits, since one of them may have written

@@ -4,16 +4,18 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use fusestep_launch::Backend;
 use fusestep_tensor::Quoted;
 
 use super::manifest::Manifest;
 use super::refusal::refuse;
 use super::save::ReadRun;
-use super::{BorrowedParams, FolderLock, RunToSave, Saved, Saves, agree, save};
+use super::{BorrowedParams, FolderLock, RunToLoad, RunToSave, Saved, Saves, agree, save};
 use crate::run::comms::calls::Comms;
 use crate::run::comms::texts::gather_texts;
 use crate::{Plan, PlanError, Result, State, Topology};
+
+/// Texts of a checkpoint, by name.
+type Texts = BTreeMap<String, String>;
 
 /// Key under which a checkpoint stores the number of steps that the caller has done.
 const STEPS: &str = "steps";
@@ -62,24 +64,48 @@ impl Checkpoints {
     pub fn resume(
         &mut self,
         plan: &Plan,
-        (state, backend): (&mut State, &dyn Backend),
-        params: Option<&dyn BorrowedParams>,
-        (comms, folder): (&mut Comms<'_>, &Path),
+        run: RunToLoad<'_>,
+        comms: &mut Comms<'_>,
+        folder: &Path,
     ) -> Result<Option<usize>> {
+        let resumed = self.resume_with(plan, run, comms, folder, steps_of)?;
+        Ok(resumed.map(|(steps, _)| steps))
+    }
+
+    /// [`Checkpoints::resume`] with what `check` makes of the texts that were saved, before anything
+    /// is written; returns that and the texts.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::resume`]; those of `check`, on all ranks alike.
+    pub fn resume_with<T>(
+        &mut self,
+        plan: &Plan,
+        run: RunToLoad<'_>,
+        comms: &mut Comms<'_>,
+        folder: &Path,
+        check: impl FnOnce(&Path, &Texts) -> Result<T>,
+    ) -> Result<Option<(T, Texts)>> {
+        let RunToLoad { state, backend, params } = run;
         self.saves.finish(plan, comms)?;
-        let read = read_any(plan, state, params, folder);
-        let manifest = |read: &Option<(ReadRun, usize)>| {
+        let read = read_any(plan, state, params, folder).and_then(|run| match run {
+            Some(run) => {
+                let checked = check(folder, &run.manifest.caller)?;
+                Ok(Some((run, checked)))
+            }
+            None => Ok(None),
+        });
+        let manifest = |read: &Option<(ReadRun, T)>| {
             let manifest = read.as_ref().map(|(run, _)| &run.manifest);
             manifest.map_or(0, Manifest::fingerprint)
         };
-        let fingerprint = read.as_ref().map_or(0, manifest);
-        let read = agree::on_checkpoint(plan, comms, folder, read, fingerprint)?;
-        let Some((run, steps)) = read else {
+        let said = read.as_ref().map_or(0, manifest);
+        let read = agree::on_checkpoint(plan, comms, folder, read, said)?;
+        let Some((run, checked)) = read else {
             return Ok(None);
         };
         let texts = save::take_over(plan, state, backend, params, run)?;
         self.remembered.restore(plan.topology(), &texts);
-        Ok(Some(steps))
+        Ok(Some((checked, texts)))
     }
 
     /// Begins a save in the background, of a run whose caller has done `steps` steps.
@@ -91,13 +117,34 @@ impl Checkpoints {
         plan: &Plan,
         run: RunToSave<'_>,
         comms: &mut Comms<'_>,
-        (folder, steps): (&Path, usize),
+        folder: &Path,
+        steps: usize,
+    ) -> Result<()> {
+        let texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
+        self.begin_with(plan, run, comms, folder, texts)
+    }
+
+    /// [`Checkpoints::begin`] with texts of the caller's own in place of a number of steps.
+    ///
+    /// # Errors
+    /// As [`Checkpoints::begin`].
+    pub fn begin_with(
+        &mut self,
+        plan: &Plan,
+        run: RunToSave<'_>,
+        comms: &mut Comms<'_>,
+        folder: &Path,
+        mut texts: Texts,
     ) -> Result<()> {
         self.saves.finish(plan, comms)?;
         self.own_folder(plan, comms, folder)?;
-        let mut texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
         self.remembered.gather(plan, comms, &mut texts)?;
         self.saves.begin(plan, run, comms, folder, texts)
+    }
+
+    /// Tensors with values that are infinite or NaN in the last save ([`Saves::non_finite`]).
+    pub fn non_finite(&self) -> &[String] {
+        self.saves.non_finite()
     }
 
     /// Advances the save in flight, as [`Saves::poll`].
@@ -121,8 +168,12 @@ impl Checkpoints {
         self.saves.in_flight()
     }
 
-    /// Makes the folder and locks it, when the run saves to that folder for the first time.
-    fn own_folder(&mut self, plan: &Plan, comms: &mut Comms<'_>, folder: &Path) -> Result<()> {
+    /// Makes the folder and locks it, when the run saves to that folder for the first time. All
+    /// ranks call it; a save does so by itself.
+    ///
+    /// # Errors
+    /// A folder that cannot be made; another run that saves to it. On all ranks alike.
+    pub fn own_folder(&mut self, plan: &Plan, comms: &mut Comms<'_>, folder: &Path) -> Result<()> {
         if self.folder.as_deref() == Some(folder) {
             return Ok(());
         }
@@ -138,25 +189,26 @@ impl Checkpoints {
     }
 }
 
-/// Reads the folder's checkpoint, and the number of steps that its caller had done.
+/// Reads the folder's checkpoint.
 fn read_any(
     plan: &Plan,
     state: &State,
     params: Option<&dyn BorrowedParams>,
     folder: &Path,
-) -> Result<Option<(ReadRun, usize)>> {
-    let Some(manifest) = Manifest::read_if_any(folder)? else {
-        return Ok(None);
-    };
-    let run = save::read_run(plan, state, params, folder.into(), &manifest)?;
-    let text = run.manifest.caller.get(STEPS);
+) -> Result<Option<ReadRun>> {
+    let manifest = Manifest::read_if_any(folder)?;
+    let read = |manifest| save::read_run(plan, state, params, folder.into(), &manifest);
+    manifest.map(read).transpose()
+}
+
+/// The number of steps that the caller had done.
+fn steps_of(folder: &Path, texts: &Texts) -> Result<usize> {
+    let text = texts.get(STEPS);
     let steps = text.and_then(|steps| steps.parse().ok());
-    let refused = || {
+    steps.ok_or_else(|| {
         let found = text.map_or_else(|| "nothing".to_owned(), |text| Quoted(text).to_string());
         refuse(folder, STEPS, "a count of steps", found)
-    };
-    let steps = steps.ok_or_else(refused)?;
-    Ok(Some((run, steps)))
+    })
 }
 
 fn lock(folder: &Path) -> Result<FolderLock> {

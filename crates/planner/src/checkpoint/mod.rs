@@ -37,6 +37,6 @@ pub use place::CheckpointFolder;
 pub use place::FolderLock;
 pub use progress::{OpenRun, OpenWindow};
 pub use shards::MAX_SHARDS;
-pub use snapshot::{BorrowedParams, RunToSave};
+pub use snapshot::{BorrowedParams, RunToLoad, RunToSave};
 pub use values::WholeTensors;
 pub use verified::Verified;

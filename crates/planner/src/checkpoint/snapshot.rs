@@ -24,6 +24,22 @@ pub struct RunToSave<'a> {
     pub params: Option<&'a dyn BorrowedParams>,
 }
 
+/// State, backend and parameters of the run that a resume writes to.
+pub struct RunToLoad<'a> {
+    /// Optimizer state and counts, and parameters unless the caller keeps them.
+    pub state: &'a mut State,
+    /// The state's backend.
+    pub backend: &'a dyn Backend,
+    /// Parameters that the caller keeps ([`Tensors::Borrowed`]).
+    pub params: Option<&'a dyn BorrowedParams>,
+}
+
+impl std::fmt::Debug for RunToLoad<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunToLoad").field("step", &self.state.step()).finish_non_exhaustive()
+    }
+}
+
 impl std::fmt::Debug for RunToSave<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RunToSave").field("step", &self.state.step()).finish_non_exhaustive()

@@ -74,14 +74,12 @@ impl DerefMut for Caller<'_> {
     }
 }
 
-impl Comms<'static> {
+impl<'a> Comms<'a> {
     /// The calls of a process that trains alone.
     pub fn alone() -> Self {
         Self::by(Caller::Own(Box::new(Solo::new())))
     }
-}
 
-impl<'a> Comms<'a> {
     /// Streams for buckets where ranks do not see each other's memory: one reduces while gradients
     /// fill the next bucket.
     pub const DEFAULT_STREAMS: usize = 2;
