@@ -2,7 +2,9 @@
 
 mod checkpoints;
 mod handshake;
+mod run;
 mod summary;
+mod tally;
 
 use std::num::NonZeroU64;
 use std::time::Instant;
@@ -12,9 +14,9 @@ use candle_core::Var;
 use candle_core::backprop::GradStore;
 use fusestep::{Section, StepOptions};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
-use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_launch::LaunchLimits;
 use fusestep_models::Task;
-use fusestep_planner::{Comms, FolderLock, Initial, Plan, Saves, State, Topology};
+use fusestep_planner::{FolderLock, Initial, Plan, Saves, Topology};
 use fusestep_tensor::{DType, ParamDesc, Role};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::SeedableRng;
@@ -23,12 +25,14 @@ use rand_chacha::ChaCha8Rng;
 
 use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::compare_calls;
-use self::summary::Tally;
+use self::run::Run;
+use self::tally::Tally;
 use crate::options::threads;
 use crate::output::print;
 use crate::settings::planner;
 use crate::shadow::Shadow;
-use crate::train::{Epoch, TrainArgs, TrainSummary};
+use crate::train::args::TrainArgs;
+use crate::train::summary::{Epoch, TrainSummary};
 use crate::values::{candle_dtype, vars_of, with_bytes};
 
 /// The result of a run.
@@ -41,7 +45,8 @@ pub(crate) struct Trained {
 pub(crate) fn train(
     args: &TrainArgs,
     options: &StepOptions,
-    (task, params): (&dyn Task, &[ParamDesc]),
+    task: &dyn Task,
+    params: &[ParamDesc],
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Trained> {
     let topology = Topology::of(comm);
@@ -126,29 +131,6 @@ fn progress_bar(shown: bool, batches: u64) -> ProgressBar {
 
 /// The gradients of a backward pass and the variables that have them; none without samples.
 type Grads = Option<(Vec<Var>, GradStore)>;
-
-/// A model being trained.
-struct Run<'a> {
-    args: &'a TrainArgs,
-    options: &'a StepOptions,
-    /// Names of the parameters, in the plan's order.
-    names: Vec<&'a str>,
-    plan: &'a Plan,
-    state: State,
-    backend: &'a dyn Backend,
-    comms: Comms<'a>,
-    task: &'a dyn Task,
-    shadow: Option<Shadow>,
-    bar: ProgressBar,
-    tally: Tally,
-    /// Batches since the run began, for the comparison of parameters every few batches.
-    compared: u64,
-    saves: Saves,
-    /// Epochs that were over in the checkpoint that the run goes on from.
-    resumed_epochs: Option<usize>,
-    /// Whether the user was warned that state is not finite.
-    warned: bool,
-}
 
 impl Run<'_> {
     /// Makes ranks agree before the first step: they compare their settings and, unless each has

@@ -6,9 +6,9 @@ use fusestep::StepOptions;
 use fusestep_collective::Communicator;
 use fusestep_planner::{Comms, Topology};
 
-use super::Run;
+use super::run::Run;
 use crate::options::name_of;
-use crate::train::TrainArgs;
+use crate::train::args::TrainArgs;
 
 /// Compares over all ranks the settings that decide which calls they make.
 pub(super) fn compare_calls(
