@@ -84,7 +84,7 @@ impl<'a> Copies<'a> {
         self.backend.timed(steps, &mut |_| {
             self.next = (self.next + 1) % self.pairs.len();
             let [from, to] = &mut self.pairs[self.next];
-            self.backend.copy((from.as_ref(), 0), (to.as_mut(), 0), len_bytes)
+            self.backend.copy(from.as_ref(), 0, to.as_mut(), 0, len_bytes)
         })
     }
 }

@@ -1,140 +1,27 @@
 //! `fusestep bench`: a step's time beside the naive plan's and the memory bandwidth, all measured
 //! in turn in one run.
 
-use std::num::NonZeroUsize;
-use std::path::PathBuf;
+pub(crate) mod args;
+pub(crate) mod subject;
 
-use anyhow::{Context, ensure};
-use clap::{Args, Id, ValueEnum};
+use anyhow::Context;
 use fusestep::StepOptions;
-use fusestep_coalesce::{CoalesceError, zeroed_bytes};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{LaunchLimits, Precision};
-use fusestep_planner::{Plan, State, TableKind, Topology};
+use fusestep_planner::{Plan, TableKind, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc, Role, counted};
-use half::{bf16, f16};
+use fusestep_tensor::{DType, ParamDesc, counted};
 use serde::Serialize;
 
-use crate::bench_collective::{self, CollectiveArgs};
-use crate::bench_ranks;
+use self::args::{BenchArgs, Peer, dtypes};
+use self::subject::Subject;
 use crate::ceiling::Ceiling;
-use crate::engine::Engine;
 use crate::inputs::read_model;
-use crate::options::{param_dtype, parse_threads, pool, threads};
+use crate::options::pool;
 use crate::output::{duration, show};
 use crate::peers::{self, CandlePair, CandleTimes};
-use crate::ranks::whole;
-use crate::rules::OptimizerArgs;
-use crate::settings::{self, Settings, ids_of_ranks, planner};
-use crate::timer::Timer;
-
-/// Most rounds.
-const MOST_ROUNDS: u64 = 1_000_000;
-
-/// Headings in the help, for flags that only some of the timed steps know.
-const OF_COLLECTIVES: &str = "Options of --collective, without a model";
-const OF_ALL_RANKS: &str =
-    "Options of ranks, with --ranks or --engine: of their steps and of --collective";
-const OF_STEPS_OF_RANKS: &str =
-    "Options of steps of ranks, 2 without --ranks; not with --collective";
-const OF_ONE_PROCESS: &str =
-    "Options of steps of one process, without --ranks and other options of ranks";
-
-/// Groups the flags of `bench` in its help by what they go together with.
-pub(crate) fn with_headings(command: clap::Command) -> clap::Command {
-    let command = headed(command, ids::<CollectiveArgs>(), OF_ALL_RANKS);
-    let command = headed(command, ["collective", "sizes"].map(Id::from).into(), OF_COLLECTIVES);
-    let command = headed(command, ids_of_ranks::<settings::Bench>(), OF_STEPS_OF_RANKS);
-    let command = headed(command, ids::<peers::PeerArgs>(), OF_ONE_PROCESS);
-    headed(command, [Id::from("peer")].into(), OF_ONE_PROCESS)
-}
-
-fn ids<A: Args>() -> Vec<Id> {
-    let command = A::augment_args(clap::Command::new("flags"));
-    command.get_arguments().map(|arg| arg.get_id().clone()).collect()
-}
-
-fn headed(command: clap::Command, flags: Vec<Id>, heading: &'static str) -> clap::Command {
-    let put = |command: clap::Command, flag| command.mut_arg(flag, |arg| arg.help_heading(heading));
-    flags.into_iter().fold(command, put)
-}
-
-/// Flags of `bench`.
-#[derive(Debug, Args)]
-pub(crate) struct BenchArgs {
-    /// A model (.safetensors, or the .safetensors.index.json of several files), or its shapes
-    /// (.json)
-    #[arg(required_unless_present = "collective", conflicts_with = "collective")]
-    pub(crate) model: Option<PathBuf>,
-    #[command(flatten)]
-    pub(crate) collective: CollectiveArgs,
-    #[command(flatten)]
-    pub(crate) optimizer: OptimizerArgs,
-    #[command(flatten)]
-    pub(crate) settings: Settings<settings::Bench>,
-    /// Threads, of all ranks together, 256 at most [default: RAYON_NUM_THREADS, which is held to
-    /// the same; all processors if it is not set, empty or 0]
-    #[arg(long, value_parser = parse_threads)]
-    threads: Option<NonZeroUsize>,
-    /// Element type of shapes that state none [default: f32]
-    #[arg(long, value_parser = param_dtype())]
-    pub(crate) dtype: Option<DType>,
-    /// Rounds; each times everything in turn, and the best of each counts
-    #[arg(long, value_name = "N", default_value = "5", value_parser = whole::<usize, 1, MOST_ROUNDS>)]
-    pub(crate) rounds: usize,
-    /// Also time another implementation on the same shapes, and ours in its place
-    #[arg(long, value_enum)]
-    peer: Option<Peer>,
-    #[command(flatten)]
-    pub(crate) peers: peers::PeerArgs,
-    /// Print the numbers as one JSON object
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-impl BenchArgs {
-    /// The engine that carries calls between ranks, if there are any.
-    pub(crate) fn engine(&self) -> Option<Engine> {
-        let calls = self.collective.collective.is_some() || self.of_ranks();
-        calls.then(|| self.collective.engine.unwrap_or_default())
-    }
-
-    /// Whether steps of many ranks are timed.
-    fn of_ranks(&self) -> bool {
-        let CollectiveArgs { ranks, engine, .. } = &self.collective;
-        let asked = ranks.ranks.is_some() || ranks.meet() || engine.is_some();
-        asked || self.settings.asks_for_ranks()
-    }
-
-    /// Refuses flags that the timed steps do not know.
-    fn check(&self) -> anyhow::Result<()> {
-        if self.of_ranks() {
-            if let Some(count) = self.collective.ranks.ranks {
-                self.settings.require_several(Some(count), "--ranks")?;
-            }
-            ensure!(
-                self.peer.is_none() && !self.peers.peers,
-                "--peer, --peers: expected no flag of ranks beside them, such as --ranks, \
-                 --engine and --zero, found one"
-            );
-            return Ok(());
-        }
-        self.collective.ranks.require_none("--ranks or --collective")
-    }
-
-    /// The threads asked for, or all of the machine.
-    pub(crate) fn threads(&self) -> anyhow::Result<NonZeroUsize> {
-        threads(self.threads)
-    }
-}
-
-/// Implementations to compare with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Peer {
-    /// candle_nn::AdamW, beside fusestep_candle::AdamW on variables of the same shapes
-    Candle,
-}
+use crate::settings::planner;
+use crate::{bench_collective, bench_ranks};
 
 /// The result that `--json` prints. Times are the best of all rounds.
 #[derive(Debug, Serialize)]
@@ -289,37 +176,6 @@ impl std::fmt::Display for BenchSummary {
     }
 }
 
-/// A plan with its state.
-pub(crate) struct Subject<'a> {
-    plan: &'a Plan,
-    backend: &'a CpuBackend,
-    state: State,
-    pub(crate) timer: Timer,
-}
-
-impl<'a> Subject<'a> {
-    pub(crate) fn new(plan: &'a Plan, backend: &'a CpuBackend) -> anyhow::Result<Self> {
-        let mut state = plan.allocate(backend)?;
-        for param in plan.params() {
-            for (role, value) in [(Role::Param, 0.1), (Role::Grad, 0.01)] {
-                let bytes = filled(param, value)?;
-                state.write(backend, role, &param.name, &bytes)?;
-            }
-        }
-        Ok(Self { plan, backend, state, timer: Timer::new() })
-    }
-
-    pub(crate) fn run(&mut self) -> anyhow::Result<()> {
-        self.plan.run(&mut self.state, self.backend)?;
-        Ok(())
-    }
-
-    pub(crate) fn sample(&mut self) -> anyhow::Result<()> {
-        let (plan, state, backend) = (self.plan, &mut self.state, self.backend);
-        self.timer.sample(|| plan.run(state, backend).map(drop)).map_err(Into::into)
-    }
-}
-
 /// The plans that take turns.
 struct Plans {
     fused: Plan,
@@ -356,110 +212,5 @@ impl Plans {
             None
         };
         Ok(Self { fused, naive, wide })
-    }
-}
-
-/// The names of the parameters' dtypes; without parameters, the dtype that they would have.
-pub(crate) fn dtypes(args: &BenchArgs, params: &[ParamDesc]) -> String {
-    let mut names: Vec<&str> = params.iter().map(|param| param.dtype.name()).collect();
-    names.sort_unstable();
-    names.dedup();
-    if names.is_empty() {
-        args.dtype.unwrap_or(DType::F32).name().to_owned()
-    } else {
-        names.join(" and ")
-    }
-}
-
-/// A parameter's bytes, every element `value`.
-pub(crate) fn filled(param: &ParamDesc, value: f64) -> Result<Vec<u8>, CoalesceError> {
-    let mut bytes = zeroed_bytes(param.numel() as usize * param.dtype.len_bytes())?;
-    let element: &[u8] = match param.dtype {
-        DType::F64 => &value.to_le_bytes(),
-        DType::F16 => &f16::from_f64(value).to_le_bytes(),
-        DType::BF16 => &bf16::from_f64(value).to_le_bytes(),
-        _ => &(value as f32).to_le_bytes(),
-    };
-    for place in bytes.chunks_exact_mut(element.len()) {
-        place.copy_from_slice(element);
-    }
-    Ok(bytes)
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::{Arg, FromArgMatches};
-
-    use super::*;
-
-    fn parser() -> clap::Command {
-        with_headings(BenchArgs::augment_args(clap::Command::new("bench")))
-    }
-
-    /// Whether `bench` takes these flags together.
-    fn takes(args: &[String]) -> bool {
-        let all = ["bench"].into_iter().chain(args.iter().map(String::as_str));
-        let matches = parser().try_get_matches_from(all);
-        let args = matches.and_then(|matches| BenchArgs::from_arg_matches(&matches));
-        args.is_ok_and(|args| args.collective.collective.is_some() || args.check().is_ok())
-    }
-
-    /// The flag with a value that it takes, and the flags that it asks for.
-    fn given(arg: &Arg) -> Vec<String> {
-        let own = format!("--{}", arg.get_long().unwrap());
-        let possible = arg.get_possible_values().into_iter().next();
-        let other = match arg.get_id().as_str() {
-            "sizes" => "4KiB",
-            "schedule" => "constant",
-            "lr_scale" | "weight_decay_of" => "w=1",
-            "trust_of" => "w=plain",
-            _ => "1",
-        };
-        let value = possible.map_or(other.to_owned(), |value| value.get_name().to_owned());
-        let mut all = vec![own.clone()];
-        all.extend(arg.get_action().takes_values().then_some(value));
-        let with: &[&str] = match arg.get_id().as_str() {
-            "python" | "report" | "svg" => &["--peers"],
-            "meet" => &["--rank", "1"],
-            "rank" | "gpu" => &["--meet", "folder", "--rank", "1"],
-            _ => &[],
-        };
-        let with = with.chunks(if with == ["--peers"] { 1 } else { 2 });
-        let with = with.filter(|flag| flag[0] != own).flatten();
-        all.extend(with.map(|&text| text.to_owned()));
-        all
-    }
-
-    #[test]
-    fn the_help_lists_each_flag_where_it_is_taken() {
-        for arg in parser().get_arguments().filter(|arg| arg.get_long().is_some()) {
-            let given = given(arg);
-            let beside = |more: &[&str]| {
-                let more = more.iter().map(|&text| text.to_owned());
-                takes(&more.chain(given.iter().cloned()).collect::<Vec<_>>())
-            };
-            let ranks = if arg.get_id() == "ranks" { &[][..] } else { &["--ranks", "2"] };
-            let of_collective: &[&str] = match arg.get_id().as_str() {
-                "collective" => &[],
-                _ => &["--collective", "all-reduce"],
-            };
-            let found = (
-                beside(&["model.json"]),
-                beside(&[&["model.json"], ranks].concat()),
-                beside(of_collective),
-            );
-            let expected = match arg.get_help_heading() {
-                _ if arg.is_hide_set() => (false, false, false),
-                Some(OF_COLLECTIVES) => (false, false, true),
-                Some(settings::HEADING) => (true, true, false),
-                Some(OF_ALL_RANKS) => (found.0, true, true),
-                Some(OF_STEPS_OF_RANKS) => (true, true, false),
-                Some(OF_ONE_PROCESS) => (true, false, found.2),
-                // Those of a model's step; threads, rounds and --json of collectives, too.
-                None => (true, true, found.2),
-                heading => panic!("{heading:?}"),
-            };
-            assert_eq!(found, expected, "{given:?} under {:?}", arg.get_help_heading());
-        }
     }
 }

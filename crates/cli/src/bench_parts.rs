@@ -9,7 +9,7 @@ use fusestep_planner::{Comms, Part, Plan, Reduced, Stage, State};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
-use crate::bench::{Subject, filled};
+use crate::bench::subject::{Subject, filled};
 use crate::ceiling::Ceiling;
 
 /// The value of every element of a gradient.

@@ -12,7 +12,8 @@ use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{ParamDesc, Role, counted};
 use serde::Serialize;
 
-use crate::bench::{BenchArgs, Subject, dtypes};
+use crate::bench::args::{BenchArgs, dtypes};
+use crate::bench::subject::Subject;
 use crate::bench_parts::{BucketCall, Step, Streamed, Work, calls_of, own_params};
 use crate::ceiling::Ceiling;
 use crate::options::name_of;

@@ -9,9 +9,9 @@ use fusestep_planner::{MAX_SHARDS, Manifest};
 use fusestep_tensor::{Quoted, counted};
 use serde::Serialize;
 
+use crate::options::whole;
 use crate::output::{non_finite, print, print_json};
 use crate::places::{make_folder, require_beside};
-use crate::ranks::whole;
 
 /// Flags of `checkpoint`.
 #[derive(Debug, Args)]
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
         }
         Action::Reshard { folder, world, out, average } => {
             let manifest = Manifest::read(&folder.folder)?;
-            require_beside(("--out", out), ("the checkpoint", &folder.folder))?;
+            require_beside("--out", out, "the checkpoint", &folder.folder)?;
             let is_new = !out.exists();
             make_folder("--out", out)?;
             let named = || format!("--out {}", out.display());

@@ -12,8 +12,7 @@ use fusestep_collective::{
 use fusestep_collective_mpi::{Compare, MpiOptions, Reduction};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessError, launched_processes};
 
-use crate::options::name_of;
-use crate::ranks::{MOST_RANKS, whole};
+use crate::options::{MOST_RANKS, name_of, parse_timeout, whole};
 use crate::settings::expected_several;
 use crate::{launch, outcomes};
 
@@ -21,9 +20,6 @@ use crate::{launch, outcomes};
 mod gpus;
 #[cfg(feature = "nccl")]
 use gpus::run as on_gpus;
-
-/// Longest time that ranks wait for each other.
-const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Engines of collectives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -55,15 +51,6 @@ pub(crate) struct Watch {
     /// ends it [default: none]
     #[arg(long, value_name = "FOLDER")]
     flight_recorder: Option<PathBuf>,
-}
-
-/// Seconds above zero, a day at most.
-pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok();
-    let timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    timeout
-        .filter(|timeout| !timeout.is_zero() && *timeout <= LONGEST_TIMEOUT)
-        .ok_or_else(|| format!("expected seconds above 0, {} at most", LONGEST_TIMEOUT.as_secs()))
 }
 
 impl Watch {

@@ -8,8 +8,7 @@ use clap::Args;
 use fusestep_collective::{ALONE_REMEDY, started_together};
 use fusestep_collective_processes::{LaunchOptions, Launched, launch};
 
-use crate::engine::parse_timeout;
-use crate::ranks::{MOST_RANKS, whole};
+use crate::options::{MOST_RANKS, parse_timeout, whole};
 
 /// Flags of `launch`.
 #[derive(Debug, Args)]

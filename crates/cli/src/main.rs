@@ -57,7 +57,7 @@ enum Command {
     /// Apply N optimizer steps to a file of parameters
     Step(step::StepArgs),
     /// Train a small model with the planned optimizer: on handwritten digits, or on a text
-    Train(train::TrainArgs),
+    Train(train::args::TrainArgs),
     /// Start a program as several ranks of this machine, for the engine `processes`
     ///
     /// When a rank fails, the others have 2 seconds to say so and end. Then they get SIGTERM, and 5
@@ -65,7 +65,7 @@ enum Command {
     /// them, however this command ends.
     Launch(launch::LaunchArgs),
     /// Time a step against the naive plan and the memory bandwidth of this machine
-    Bench(bench::BenchArgs),
+    Bench(bench::args::BenchArgs),
     /// Look into a checkpoint, verify it, or write it for another number of ranks
     Checkpoint(checkpoint::CheckpointArgs),
     /// Print what this machine offers and what is missing
@@ -111,8 +111,8 @@ fn outlive_file_size_limit() -> std::io::Result<signal_hook::SigId> {
 
 /// Reads the command line; ends the program where it asks for help or cannot be understood.
 fn parse() -> Cli {
-    let command = Cli::command().mut_subcommand("bench", bench::with_headings);
-    let command = command.mut_subcommand("train", train::with_own_rates);
+    let command = Cli::command().mut_subcommand("bench", bench::args::with_headings);
+    let command = command.mut_subcommand("train", train::args::with_own_rates);
     let mut command = with_negative_numbers(command);
     let matches = command.try_get_matches_from_mut(std::env::args_os());
     let cli = matches.and_then(|matches| {

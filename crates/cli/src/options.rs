@@ -1,7 +1,9 @@
 //! Flags that several subcommands share, spelled the same in each.
 
 use std::num::NonZeroUsize;
+use std::str::FromStr;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -14,10 +16,36 @@ use rayon::ThreadPoolBuilder;
 
 use crate::settings::{Settings, Step};
 
+/// Most ranks that are run as threads or processes of one machine.
+pub(crate) const MOST_RANKS: u64 = 1_024;
+
+/// Longest time that ranks wait for each other.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// The name that a flag's value has on the command line.
 pub(crate) fn name_of(value: impl ValueEnum) -> String {
     let value = value.to_possible_value();
     value.map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// Reads a number from `LEAST` to `MOST`, and names both otherwise.
+pub(crate) fn whole<T: FromStr, const LEAST: u64, const MOST: u64>(
+    text: &str,
+) -> Result<T, String> {
+    let number = text.parse::<u64>().ok();
+    let number = number.filter(|number| (LEAST..=MOST).contains(number));
+    number
+        .and_then(|_| text.parse().ok())
+        .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
+}
+
+/// Seconds above zero, a day at most.
+pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok();
+    let timeout = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    timeout
+        .filter(|timeout| !timeout.is_zero() && *timeout <= LONGEST_TIMEOUT)
+        .ok_or_else(|| format!("expected seconds above 0, {} at most", LONGEST_TIMEOUT.as_secs()))
 }
 
 /// Reads one of the values by its name; the texts are for `--help`.

@@ -2,12 +2,10 @@
 //! machine has, all in turns in one run.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{bail, ensure};
-use clap::Args;
 use fusestep::{Section, StepOptions};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
@@ -18,7 +16,8 @@ use fusestep_tensor::{DType, ParamDesc, Quoted, counted};
 use fusestep_tensor_file::check_writable;
 use serde::{Deserialize, Serialize};
 
-use crate::bench::{BenchArgs, Subject};
+use crate::bench::args::BenchArgs;
+use crate::bench::subject::Subject;
 use crate::ceiling::Ceiling;
 use crate::options::pool;
 use crate::output::{duration, show, write_page};
@@ -37,23 +36,6 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 /// The name that rows of our own times begin with.
 const OUR_NAME: &str = "fusestep";
-
-/// Flags of `bench` on peers.
-#[derive(Debug, Args)]
-pub(crate) struct PeerArgs {
-    /// Time AdamW beside PyTorch, DeepSpeed, candle and burn, as far as this machine has them
-    #[arg(long, conflicts_with_all = ["peer", "collective"])]
-    pub(crate) peers: bool,
-    /// The Python in which PyTorch and DeepSpeed are looked for
-    #[arg(long, value_name = "PATH", default_value = "python3", requires = "peers")]
-    python: PathBuf,
-    /// Write times and plan as a page
-    #[arg(long, value_name = "FILE", requires = "peers")]
-    report: Option<PathBuf>,
-    /// Write the times as a picture
-    #[arg(long, value_name = "FILE", requires = "peers")]
-    svg: Option<PathBuf>,
-}
 
 /// The result that `--json` prints. Times are the best of all rounds.
 #[derive(Debug, Serialize)]

@@ -27,8 +27,10 @@ pub(crate) fn require_apart(read: Place<'_>, written: &[Place<'_>]) -> anyhow::R
 
 /// Refuses an output that is the checkpoint's folder, or one of the checkpoint's own files there.
 pub(crate) fn require_beside(
-    (flag, path): (&str, &Path),
-    (other, folder): (&str, &Path),
+    flag: &str,
+    path: &Path,
+    other: &str,
+    folder: &Path,
 ) -> anyhow::Result<()> {
     let here = |part: &Path| same_file(Path::new(".").join(part).as_path(), folder);
     let mut within = path.ancestors().zip(path.ancestors().skip(1));

@@ -1,7 +1,5 @@
 //! Flags of worlds and what calls cost there.
 
-use std::str::FromStr;
-
 use anyhow::{Context, ensure};
 use clap::Args;
 use fusestep::StepOptions;
@@ -9,23 +7,10 @@ use fusestep_collective::{Costs, Link, measure};
 use fusestep_planner::{CostModel, MAX_WORLD, Reach, Topology};
 
 use crate::engine::{Engine, Ranks, Watch};
+use crate::options::whole;
 
 /// Most threads between which a link is measured.
 const MOST_MEASURED: usize = 16;
-
-/// Most ranks that are run as threads or processes of one machine.
-pub(crate) const MOST_RANKS: u64 = 1_024;
-
-/// Reads a number from `LEAST` to `MOST`, and names both otherwise.
-pub(crate) fn whole<T: FromStr, const LEAST: u64, const MOST: u64>(
-    text: &str,
-) -> Result<T, String> {
-    let number = text.parse::<u64>().ok();
-    let number = number.filter(|number| (LEAST..=MOST).contains(number));
-    number
-        .and_then(|_| text.parse().ok())
-        .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
-}
 
 /// The world that `plan` plans for.
 #[derive(Clone, Copy, Debug, Args)]

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use fusestep_planner::{Plan, html_page};
 
 use crate::output::duration;
-use crate::train::{Epoch, TrainSummary};
+use crate::train::summary::{Epoch, TrainSummary};
 
 /// Size of a chart in SVG units, and the room for its labels.
 const WIDTH: f64 = 1000.0;

@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, 
 use fusestep_launch::SettingValue;
 use fusestep_planner::{NamedRule, Optimizer};
 
-use crate::ranks::whole;
+use crate::options::whole;
 
 /// Number below which a default is printed with an exponent.
 const SMALL: f64 = 1e-4;

@@ -20,9 +20,9 @@ use fusestep_tensor_file::{
 use self::summary::{Gradient, StepSummary, Update};
 use crate::inputs::{Model, model_of};
 use crate::options::BackendArgs;
+use crate::options::whole;
 use crate::output::{print_json, warn_non_finite};
 use crate::places::{Place, require_apart};
-use crate::ranks::whole;
 use crate::rules::OptimizerArgs;
 use crate::settings::{self, Settings, planner};
 

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use fusestep_models::{Digits, Task, Text, Transformer};
 use fusestep_tensor::ParamDesc;
 
-use crate::ranks::whole;
+use crate::options::whole;
 use crate::rules::{OptimizerArgs, Rule};
 
 /// Most scores of attention in a layer, for one sample: 1,024 characters with 4 heads, with which a

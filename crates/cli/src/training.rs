@@ -2,7 +2,9 @@
 
 mod checkpoints;
 mod handshake;
+mod run;
 mod summary;
+mod tally;
 
 use std::num::NonZeroU64;
 use std::time::Instant;
@@ -22,12 +24,14 @@ use rand_chacha::ChaCha8Rng;
 
 use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::{compare_calls, own_settings};
-use self::summary::Tally;
+use self::run::Run;
+use self::tally::Tally;
 use crate::options::threads;
 use crate::output::print;
 use crate::settings::{planner, told};
 use crate::shadow::Shadow;
-use crate::train::{Epoch, TrainArgs, TrainSummary};
+use crate::train::args::TrainArgs;
+use crate::train::summary::{Epoch, TrainSummary};
 use crate::values::{candle_dtype, vars_of, with_bytes};
 
 /// The result of a run.
@@ -40,7 +44,8 @@ pub(crate) struct Trained {
 pub(crate) fn train(
     args: &TrainArgs,
     options: &StepOptions,
-    (task, params): (&dyn Task, &[ParamDesc]),
+    task: &dyn Task,
+    params: &[ParamDesc],
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Trained> {
     let topology = Topology::of(comm);
@@ -121,25 +126,6 @@ fn progress_bar(shown: bool, batches: u64) -> ProgressBar {
 
 /// The gradients of a backward pass and the variables that have them; none without samples.
 type Grads = Option<(Vec<Var>, GradStore)>;
-
-/// A model being trained.
-struct Run<'a> {
-    args: &'a TrainArgs,
-    options: &'a StepOptions,
-    /// Names of the parameters, in the plan's order.
-    names: Vec<&'a str>,
-    session: Session<'a>,
-    task: &'a dyn Task,
-    shadow: Option<Shadow>,
-    bar: ProgressBar,
-    tally: Tally,
-    /// Batches since the run began, for the comparison of parameters every few batches.
-    compared: u64,
-    /// Epochs that were over in the checkpoint that the run goes on from.
-    resumed_epochs: Option<usize>,
-    /// Whether the user was warned that state is not finite.
-    warned: bool,
-}
 
 impl Run<'_> {
     /// The current parameters; at ZeRO stage 3 all ranks must call it together.

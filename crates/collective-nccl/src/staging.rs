@@ -76,9 +76,9 @@ fn move_segment(
     let rank = comm.rank();
     let [given, gotten] = print.operation.parts(rank);
     // Out of place, a buffer may hold the own block alone.
-    let (send, send_start): (&[u8], usize) = match buffers {
-        Buffers::InPlace(buffer) => (buffer, 0),
-        Buffers::OutOfPlace { send, .. } => (send, start_of(given, own_start)),
+    let (send, send_start) = match buffers {
+        Buffers::InPlace(buffer) => (&**buffer, 0),
+        Buffers::OutOfPlace { send, .. } => (*send, start_of(given, own_start)),
     };
     let runs = segment.runs(given, rank);
     comm.engine(print, |link| {
@@ -91,9 +91,9 @@ fn move_segment(
     let memory = Memory::Same(comm.link.workspace.staging.address);
     data::move_data(comm, memory, &segment.on_device, segment.len_bytes, print)?;
     comm.finish(print)?;
-    let (receive, receive_start): (&mut [u8], usize) = match buffers {
-        Buffers::InPlace(buffer) => (buffer, 0),
-        Buffers::OutOfPlace { receive, .. } => (receive, start_of(gotten, own_start)),
+    let (receive, receive_start) = match buffers {
+        Buffers::InPlace(buffer) => (&mut **buffer, 0),
+        Buffers::OutOfPlace { receive, .. } => (&mut **receive, start_of(gotten, own_start)),
     };
     let runs = segment.runs(gotten, rank);
     comm.engine(print, |link| {

@@ -30,7 +30,7 @@ impl Processes {
         op: ReduceOp,
     ) -> Result<(), CollectiveError> {
         let plan = Sharing::new(&call, blocks, op, &self.options);
-        let (input, output): (Option<&[u8]>, &mut [u8]) = match call.buffers {
+        let (input, output) = match call.buffers {
             Buffers::InPlace(buffer) => (None, buffer),
             Buffers::OutOfPlace { send, receive } => (Some(send), receive),
         };

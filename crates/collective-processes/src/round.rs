@@ -223,8 +223,8 @@ impl Table<'_> {
         }
         let still_in = || self.parties().filter(|(participant, _)| is_in(participant));
         let still_in = || still_in().map(|(_, rank)| rank);
-        let (mut in_use, dead): (Vec<usize>, Vec<usize>) =
-            still_in().partition(|&rank| self.group.is_alive(rank));
+        let (mut in_use, dead) =
+            still_in().partition::<Vec<_>, _>(|&rank| self.group.is_alive(rank));
         in_use.retain(|&rank| still_in().any(|other| other == rank));
         match (in_use.is_empty(), dead.first()) {
             (true, None) => Ok(()),

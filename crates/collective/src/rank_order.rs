@@ -8,11 +8,8 @@ use fusestep_simd::{Level, fetches_by_itself, prefetch_ahead};
 use fusestep_tensor::DType;
 use half::{bf16, f16};
 
-use self::number::{Arithmetic, Number};
+use self::number::{Arithmetic, LANES, Number};
 use crate::ReduceOp;
-
-/// Elements that are in registers at a time, from the first rank's to the result.
-const LANES: usize = 32;
 
 /// Bytes of a rank that are asked for at a time. Memory gives consecutive lines of one rank faster
 /// than lines of several ranks in turns. Longer bursts keep each other waiting.

@@ -11,6 +11,8 @@
 mod contribution;
 #[path = "rendezvous/peers.rs"]
 mod peers;
+#[path = "rendezvous/place.rs"]
+mod place;
 
 use std::sync::Arc;
 
@@ -20,6 +22,7 @@ use crate::sync::{
 };
 
 use self::contribution::{Brought, bring, cuts, cuts_replicas};
+use self::place::{Claimed, Place};
 
 pub(crate) use self::contribution::{Contribution, MAX_REPLICAS};
 pub(crate) use self::peers::{Claim, Peers};
@@ -53,20 +56,6 @@ struct Inner<H, F> {
 /// another.
 #[repr(align(128))]
 struct Padded(AtomicU64);
-
-#[repr(align(128))]
-struct Place<H> {
-    /// The last round this party has arrived at; names late parties and guards nothing.
-    arrived: AtomicU64,
-    brought: Cell<Brought<H>>,
-    /// Bytes that are claimed of the part with this party's number, in everyone's writable memory.
-    claimed: Claimed,
-}
-
-/// A count of claimed bytes, alone on its cache lines: claims do not slow parties that read what
-/// was brought.
-#[repr(align(128))]
-struct Claimed(AtomicUsize);
 
 // SAFETY: `Brought` is written by its party alone, between the end of a round and its own arrival
 // at the next, and read only while a round is open; arrival, opening and departure order these

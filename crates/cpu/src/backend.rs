@@ -5,20 +5,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::{
-    Backend, BackendError, Batch, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostCall,
-    Launch, LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, SquareSum,
+    Backend, BackendError, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, Launch,
+    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, SquareSum,
 };
 use fusestep_simd::{Level, Pool};
 
 use crate::buffer::HostBuffer;
-use crate::chunks::ChunkPieces;
+use crate::call::{gate, host_call};
+use crate::chunks::{ChunkPieces, partials};
+use crate::errors::{FOREIGN, NAME, out_of_bounds};
 use crate::leaves;
 use crate::pieces::Pieces;
 use crate::reduced::ReducedPieces;
-
-pub(crate) const NAME: &str = "cpu";
-
-pub(crate) const FOREIGN: BackendError = BackendError::ForeignBuffer { backend: NAME };
 
 /// Backend that runs kernels on the host.
 ///
@@ -108,7 +106,7 @@ impl Backend for CpuBackend {
         bytes: &[u8],
     ) -> Result<(), BackendError> {
         let found = buffer.len_bytes();
-        let host = buffer.host_mut().ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let host = buffer.host_mut().ok_or(FOREIGN)?;
         let target = host.get_mut(offset_bytes..).and_then(|rest| rest.get_mut(..bytes.len()));
         match target {
             Some(target) => target.copy_from_slice(bytes),
@@ -123,7 +121,7 @@ impl Backend for CpuBackend {
         offset_bytes: usize,
         bytes: &mut [u8],
     ) -> Result<(), BackendError> {
-        let host = buffer.host().ok_or(BackendError::ForeignBuffer { backend: NAME })?;
+        let host = buffer.host().ok_or(FOREIGN)?;
         let source = host.get(offset_bytes..).and_then(|rest| rest.get(..bytes.len()));
         match source {
             Some(source) => bytes.copy_from_slice(source),
@@ -154,15 +152,15 @@ impl Backend for CpuBackend {
     }
 
     fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
-        let foreign = BackendError::ForeignBuffer { backend: NAME };
         let launches = reduce.batches.len() as u64;
-        let list = reduce.list.ok_or(foreign.clone())?;
-        let elements = list.buffer.host().ok_or(foreign)?;
+        let list = reduce.list.ok_or(FOREIGN)?;
+        let elements = list.buffer.host().ok_or(FOREIGN)?;
         let partials = partials(reduce.partials, reduce.first_partial, reduce.batches)?;
         self.pool.run(ChunkPieces::new(
             reduce.kernel,
             self.level,
-            (reduce.batches, reduce.offsets),
+            reduce.batches,
+            reduce.offsets,
             elements,
             partials,
         ));
@@ -170,12 +168,11 @@ impl Backend for CpuBackend {
     }
 
     fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
-        let foreign = || BackendError::ForeignBuffer { backend: NAME };
-        let partials = conclude.partials.host().ok_or_else(foreign)?;
-        let tensors = conclude.tensors.host().ok_or_else(foreign)?;
-        let sums = conclude.sums.host_mut().ok_or_else(foreign)?;
+        let partials = conclude.partials.host().ok_or(FOREIGN)?;
+        let tensors = conclude.tensors.host().ok_or(FOREIGN)?;
+        let sums = conclude.sums.host_mut().ok_or(FOREIGN)?;
         let found = conclude.control.len_bytes();
-        let control = conclude.control.host_mut().ok_or_else(foreign)?;
+        let control = conclude.control.host_mut().ok_or(FOREIGN)?;
         let control = control
             .get_mut(..CONTROL_BYTES)
             .ok_or_else(|| out_of_bounds(0, CONTROL_BYTES, found))?;
@@ -234,43 +231,4 @@ impl Backend for CpuBackend {
     fn synchronize(&self) -> Result<(), BackendError> {
         Ok(())
     }
-}
-
-/// The places of the sums of all chunks of `batches`, of which the first has number `first`.
-pub(crate) fn partials<'a>(
-    buffer: &'a mut dyn Buffer,
-    first: u64,
-    batches: &[Batch],
-) -> Result<&'a mut [SquareSum], BackendError> {
-    let found = buffer.len_bytes();
-    let foreign = BackendError::ForeignBuffer { backend: NAME };
-    let sums: &mut [SquareSum] = bytemuck::cast_slice_mut(buffer.host_mut().ok_or(foreign)?);
-    let chunks: u64 = batches.iter().map(|b| u64::from(b.chunks)).sum();
-    let (first, chunks) = (first as usize, chunks as usize);
-    let places = sums.get_mut(first..).and_then(|rest| rest.get_mut(..chunks));
-    places.ok_or_else(|| {
-        let width = size_of::<SquareSum>();
-        out_of_bounds(first * width, chunks * width, found)
-    })
-}
-
-/// The gate of a launch, as its control block sets it.
-pub(crate) fn gate(launch: &Launch<'_>) -> Result<Gate, BackendError> {
-    Gate::on_host(launch.control).ok_or(BackendError::ForeignBuffer { backend: NAME })
-}
-
-/// The arguments that all parts of a launch share.
-pub(crate) fn host_call<'a>(level: Level, launch: &Launch<'a>, grad_factor: f64) -> HostCall<'a> {
-    HostCall {
-        level,
-        scalars: launch.scalars,
-        grad_factor,
-        step_scalars: launch.step_scalars,
-        changes: None,
-        squares: None,
-    }
-}
-
-pub(crate) fn out_of_bounds(offset_bytes: usize, len_bytes: usize, found: usize) -> BackendError {
-    BackendError::OutOfBounds { backend: NAME, offset_bytes, len_bytes, found }
 }

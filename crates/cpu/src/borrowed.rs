@@ -23,8 +23,9 @@ use fusestep_simd::Pool;
 use fusestep_tensor::Role;
 
 use crate::CpuBackend;
-use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
-use crate::cached::ParamSums;
+use crate::call::{gate, host_call};
+use crate::errors::{FOREIGN, NAME, out_of_bounds};
+use crate::param_sums::ParamSums;
 use crate::tensors::{Sizes, Tensors, Whole};
 use crate::update_sums::rows;
 use crate::window::{covered, window};
@@ -111,8 +112,8 @@ impl CpuBackend {
             None => ParamSums::take(&mut launch),
         };
         for whole in sizes.large_ones(tensors) {
-            let (kept, span) = ((&mut *launch.lists, launch.firsts), whole.span(offsets));
-            let lists = lists_of(launch.kernel, kept, &span)?;
+            let span = whole.span(offsets);
+            let lists = lists_of(launch.kernel, launch.lists, launch.firsts, &span)?;
             lend(BorrowedPiece {
                 call,
                 whole,
@@ -125,7 +126,7 @@ impl CpuBackend {
         }
         let error = Mutex::new(None);
         let elements = covered(launch.batches, offsets);
-        let lists = lists_of(launch.kernel, (launch.lists, launch.firsts), &elements)?;
+        let lists = lists_of(launch.kernel, launch.lists, launch.firsts, &elements)?;
         self.pool().run(SmallPieces {
             call,
             tensors,
@@ -302,7 +303,8 @@ fn check_parts(launch: &Launch<'_>, part: Option<Whole>) -> Result<(), BackendEr
 /// [`BackendError::ForeignBuffer`] for a list that the kernel does not have; those of [`window`].
 fn lists_of<'a>(
     kernel: &dyn MultiTensorKernel,
-    (buffers, firsts): (&'a mut [ListBuffer], &[u64]),
+    buffers: &'a mut [ListBuffer],
+    firsts: &[u64],
     elements: &Range<u64>,
 ) -> Result<[HostList<'a>; MAX_LISTS], BackendError> {
     let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();

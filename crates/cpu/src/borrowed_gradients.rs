@@ -8,8 +8,8 @@ use fusestep_launch::{
 use fusestep_simd::{Level, Pool, Split};
 
 use crate::CpuBackend;
-use crate::backend::partials;
 use crate::borrowed::PARTS_PER_THREAD;
+use crate::chunks::partials;
 use crate::tensors::{Sizes, Tensors, Whole};
 
 /// Function that lends one gradient: it calls [`BorrowedGradient::read`] with it. Any thread of the

@@ -5,7 +5,7 @@ use std::any::Any;
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::Buffer;
 
-use crate::cached::ParamSums;
+use crate::param_sums::ParamSums;
 
 /// Host memory that counts how often it was borrowed for writing. Values derived from the memory
 /// are up to date as long as the count stays the same.

@@ -1,7 +1,9 @@
 //! Chunks of a reduction as one piece of work that can be cut between any two of them.
 
-use fusestep_launch::{Batch, MultiTensorReduction, Record, SquareSum};
+use fusestep_launch::{BackendError, Batch, Buffer, MultiTensorReduction, Record, SquareSum};
 use fusestep_simd::{Level, Split};
+
+use crate::errors::{FOREIGN, out_of_bounds};
 
 /// Consecutive chunks of a reduction and the places of their sums.
 pub(crate) struct ChunkPieces<'a> {
@@ -21,7 +23,8 @@ impl<'a> ChunkPieces<'a> {
     pub(crate) fn new(
         kernel: &'a dyn MultiTensorReduction,
         level: Level,
-        (batches, offsets): (&'a [Batch], &'a [u64]),
+        batches: &'a [Batch],
+        offsets: &'a [u64],
         list: &'a [u8],
         sums: &'a mut [SquareSum],
     ) -> Self {
@@ -105,4 +108,21 @@ impl Iterator for Chunks<'_> {
         }
         Some((first, numel))
     }
+}
+
+/// The places of the sums of all chunks of `batches`, of which the first has number `first`.
+pub(crate) fn partials<'a>(
+    buffer: &'a mut dyn Buffer,
+    first: u64,
+    batches: &[Batch],
+) -> Result<&'a mut [SquareSum], BackendError> {
+    let found = buffer.len_bytes();
+    let sums: &mut [SquareSum] = bytemuck::cast_slice_mut(buffer.host_mut().ok_or(FOREIGN)?);
+    let chunks: u64 = batches.iter().map(|b| u64::from(b.chunks)).sum();
+    let (first, chunks) = (first as usize, chunks as usize);
+    let places = sums.get_mut(first..).and_then(|rest| rest.get_mut(..chunks));
+    places.ok_or_else(|| {
+        let width = size_of::<SquareSum>();
+        out_of_bounds(first * width, chunks * width, found)
+    })
 }

@@ -8,7 +8,8 @@ use fusestep_launch::{
 };
 use fusestep_simd::{Level, Pool, Split};
 
-use crate::backend::{FOREIGN, NAME, gate, host_call, out_of_bounds};
+use crate::call::{gate, host_call};
+use crate::errors::{FOREIGN, NAME, out_of_bounds};
 use crate::window::{covered, place};
 
 /// A leaf of a tensor; the last one of a tensor may be shorter.

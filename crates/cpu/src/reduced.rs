@@ -21,7 +21,8 @@ use fusestep_simd::{Level, Split, StreamingCopies, streaming};
 use fusestep_tensor::{DType, Role};
 use smallvec::SmallVec;
 
-use crate::backend::{NAME, gate, host_call};
+use crate::call::{gate, host_call};
+use crate::errors::NAME;
 use crate::pieces::CUT_ELEMENTS;
 use crate::window::{covered, place, window};
 

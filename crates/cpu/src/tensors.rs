@@ -5,7 +5,7 @@ use std::ops::Range;
 use fusestep_elementwise::Cached;
 use fusestep_launch::{Batch, Record, UnitSums};
 
-use crate::cached::ParamSums;
+use crate::param_sums::ParamSums;
 use crate::update_sums::Rows;
 
 /// Least elements for the pool to work on one tensor together, if other threads have tensors of

@@ -2,7 +2,7 @@
 
 use fusestep_launch::{BackendError, CHUNK_ELEMENTS, UnitSums, UpdateSums};
 
-use crate::backend::{FOREIGN, NAME, out_of_bounds};
+use crate::errors::{FOREIGN, NAME, out_of_bounds};
 
 /// Rows of sums for consecutive chunks of a storage.
 pub(crate) struct Rows<'a> {

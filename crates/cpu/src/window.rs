@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use fusestep_launch::{Access, BackendError, Batch, HostList, ListBuffer};
 
-use crate::backend::{FOREIGN, out_of_bounds};
+use crate::errors::{FOREIGN, out_of_bounds};
 
 /// The range of storage elements from the first record's start to the last one's end; records are
 /// in storage order.

@@ -75,7 +75,7 @@ impl CudaBackend {
         tensors.clear();
         tensors.resize(launch.offsets.len() * declared.len(), 0);
         for batch in launch.batches {
-            check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+            check_records(launch.lists, launch.firsts, launch.offsets, batch)?;
             checks::check_arguments(self, argument_bytes(&launch, batch))?;
         }
         for (at, list) in declared.iter().enumerate() {
@@ -104,7 +104,7 @@ impl CudaBackend {
         }
         let tensors = &tensors[..];
         launch::enqueue_batches(self, &launch, &|batch, bytes| {
-            pack_tensors(&launch, batch, (tensors, control), bytes);
+            pack_tensors(&launch, batch, tensors, control, bytes);
         })
     }
 
@@ -122,7 +122,7 @@ impl CudaBackend {
         tensors.clear();
         tensors.resize(reduce.offsets.len(), 0);
         for batch in reduce.batches {
-            check_records((&[], &[]), reduce.offsets, batch)?;
+            check_records(&[], &[], reduce.offsets, batch)?;
             for record in &batch.records {
                 let tensor = record.tensor as usize;
                 let parameter = reduce.members[tensor];

@@ -103,7 +103,8 @@ impl DeviceBuffer {
     pub(crate) fn copy_from(
         &mut self,
         offset_bytes: usize,
-        (from, from_offset_bytes): (&Self, usize),
+        from: &Self,
+        from_offset_bytes: usize,
         len_bytes: usize,
     ) -> Result<()> {
         let source = from.range(from_offset_bytes, len_bytes)?;

@@ -32,13 +32,15 @@ impl Backend for CudaBackend {
 
     fn copy(
         &self,
-        (from, from_offset_bytes): (&dyn Buffer, usize),
-        (to, to_offset_bytes): (&mut dyn Buffer, usize),
+        from: &dyn Buffer,
+        from_offset_bytes: usize,
+        to: &mut dyn Buffer,
+        to_offset_bytes: usize,
         len_bytes: usize,
     ) -> Result<()> {
-        let from = (DeviceBuffer::of(&self.session, from)?, from_offset_bytes);
+        let from = DeviceBuffer::of(&self.session, from)?;
         let to = DeviceBuffer::of_mut(&self.session, to)?;
-        to.copy_from(to_offset_bytes, from, len_bytes)
+        to.copy_from(to_offset_bytes, from, from_offset_bytes, len_bytes)
     }
 
     fn add_gradients(&self, sums: Accumulate<'_>) -> Result<()> {
@@ -68,9 +70,10 @@ impl Backend for CudaBackend {
     fn leaf_squares_into(
         &self,
         leaves: LeafSquares<'_>,
-        into: (&mut dyn Buffer, u64),
+        into: &mut dyn Buffer,
+        first: u64,
     ) -> Result<()> {
-        leaves::squares_into(self, leaves, into)
+        leaves::squares_into(self, leaves, into, first)
     }
 
     fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<()> {
@@ -85,17 +88,18 @@ impl Backend for CudaBackend {
         leaves::sums(self, launch, sums)
     }
 
-    fn leaf_sums_into(&self, launch: &Launch<'_>, rows: (&mut dyn Buffer, u64)) -> Result<()> {
-        tensor_sums::enqueue_leaf_sums(self, launch, rows)
+    fn leaf_sums_into(&self, launch: &Launch<'_>, rows: &mut dyn Buffer, first: u64) -> Result<()> {
+        tensor_sums::enqueue_leaf_sums(self, launch, rows, first)
     }
 
     fn place_leaf_sums(
         &self,
         launch: &Launch<'_>,
         values: &[GroupValues],
-        rows: (&dyn Buffer, u64),
+        rows: &dyn Buffer,
+        first: u64,
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(resident::place_leaves(self, launch, values, rows)?)))
+        Ok(Some(Box::new(resident::place_leaves(self, launch, values, rows, first)?)))
     }
 
     fn leaf_sums_of_table(&self, launch: &Launch<'_>, table: &dyn ResidentTable) -> Result<()> {

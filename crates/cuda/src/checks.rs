@@ -28,7 +28,8 @@ pub(crate) fn argument_bytes(launch: &Launch<'_>, batch: &Batch) -> usize {
 /// Refuses a batch that is too large for one grid or that reaches beyond a buffer. `firsts` are
 /// those of [`Launch::firsts`].
 pub(crate) fn check_records(
-    (lists, firsts): (&[ListBuffer], &[u64]),
+    lists: &[ListBuffer],
+    firsts: &[u64],
     offsets: &[u64],
     batch: &Batch,
 ) -> Result<()> {

@@ -22,11 +22,11 @@ pub(crate) fn launch(
     };
     // All batches are checked before the first is launched.
     for batch in launch.batches {
-        check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+        check_records(launch.lists, launch.firsts, launch.offsets, batch)?;
         check_arguments(backend, argument_bytes(&launch, batch))?;
     }
     if let (Some(normed), Some(sums)) = (launch.kernel.normed(), launch.tensor_sums) {
-        tensor_sums::launch_with_sums(backend, &launch, (normed, sums))?;
+        tensor_sums::launch_with_sums(backend, &launch, normed, sums)?;
         return Ok(LaunchReport::of(launch.batches));
     }
     enqueue_batches(backend, &launch, &|batch, bytes| {

@@ -70,7 +70,8 @@ pub(crate) fn squares(
 pub(crate) fn squares_into(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
-    (into, first): (&mut dyn Buffer, u64),
+    into: &mut dyn Buffer,
+    first: u64,
 ) -> Result<()> {
     let records = leaves.batches.iter().flat_map(|batch| &batch.records);
     let count = records.map(|record| leaves_of(record.numel)).sum::<u64>();
@@ -118,8 +119,8 @@ fn enqueue_leaf_squares(
     let records = || leaves.batches.iter().flat_map(|batch| &batch.records);
     let list = backend.address(leaves.list.buffer.as_ref())?;
     for batch in leaves.batches {
-        let lists = (std::slice::from_ref(leaves.list), &[leaves.first][..]);
-        check_records(lists, leaves.offsets, batch)?;
+        let lists = std::slice::from_ref(leaves.list);
+        check_records(lists, &[leaves.first], leaves.offsets, batch)?;
     }
     let kernel = OfLeaves(leaves.kernel);
     let limits = LaunchLimits { chunk_elements: kernel.chunk_elements(), ..backend.limits() };
@@ -170,11 +171,11 @@ pub(crate) fn sums(
     let batches = batches(launch.kernel.entry(), parts.iter().copied(), layout, limits)
         .map_err(|error| unavailable(error.to_string()))?;
     for batch in &batches {
-        check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+        check_records(launch.lists, launch.firsts, launch.offsets, batch)?;
     }
     let rows = leaf_rows(backend, parts.len() as u64)?;
     let place = Place { rows, first_row: 0 };
-    tensor_sums::enqueue_parts(backend, launch, (normed.sums_and_update().sums, &batches), place)?;
+    tensor_sums::enqueue_parts(backend, launch, normed.sums_and_update().sums, &batches, place)?;
     let mut values = vec![0.0; parts.len() * ROW_BYTES / size_of::<f64>()];
     read_leaf_rows(backend, bytemuck::cast_slice_mut(&mut values))?;
     let rows = values.chunks_exact(ROW_BYTES / size_of::<f64>());

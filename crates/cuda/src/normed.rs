@@ -28,7 +28,7 @@ pub(crate) fn launch(
         let batches = launch.batches.iter().enumerate();
         for (index, batch) in batches {
             let workspace = workspace(launch, index, rows);
-            enqueue(backend, launch, (name, batch), workspace, pack)?;
+            enqueue(backend, launch, name, batch, workspace, pack)?;
         }
     }
     Ok(())
@@ -38,7 +38,8 @@ pub(crate) fn launch(
 pub(crate) fn enqueue(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    (name, batch): (&'static str, &Batch),
+    name: &'static str,
+    batch: &Batch,
     workspace: Workspace,
     pack: &dyn Fn(&Batch, &mut [u8]),
 ) -> Result<()> {

@@ -18,11 +18,11 @@ pub(crate) fn reduce(
     let read = read_list(&reduce)?;
     let list = backend.address(read.buffer.as_ref())?;
     for batch in reduce.batches {
-        check_records((std::slice::from_ref(read), &[]), reduce.offsets, batch)?;
+        check_records(std::slice::from_ref(read), &[], reduce.offsets, batch)?;
     }
     let (kernel, offsets) = (reduce.kernel, reduce.offsets);
     enqueue_batches(backend, &reduce, &|batch, partials, bytes| {
-        pack_reduction(kernel, batch, offsets, (list, partials), bytes);
+        pack_reduction(kernel, batch, offsets, list, partials, bytes);
     })
 }
 

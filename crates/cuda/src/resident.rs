@@ -125,12 +125,12 @@ pub(crate) fn place_launch(
             )));
         }
     };
-    let mut batches = place_batches(backend, launch, values, (&addresses, &workspaces))?;
+    let mut batches = place_batches(backend, launch, values, &addresses, &workspaces)?;
     let (lists, others) = addresses.split_at(launch.lists.len());
     for (index, placed) in batches.iter_mut().enumerate() {
-        let control_and_sums = (others[0], others[1]);
+        let [control, sums] = [others[0], others[1]];
         placed.sums =
-            update_sums::place(backend, launch, index, lists, control_and_sums, tensor_rows)?;
+            update_sums::place(backend, launch, index, lists, control, sums, tensor_rows)?;
     }
     Ok(DeviceTable {
         addresses,
@@ -147,18 +147,19 @@ pub(crate) fn place_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     values: &[GroupValues],
-    rows: (&dyn Buffer, u64),
+    rows: &dyn Buffer,
+    first: u64,
 ) -> Result<DeviceTable, BackendError> {
-    let (_, place) = tensor_sums::check_leaf_sums(backend, launch, rows)?;
+    let (_, place) = tensor_sums::check_leaf_sums(backend, launch, rows, first)?;
     let addresses = launch_addresses(backend, launch)?;
     let workspaces: Vec<_> = workspaces_of_parts(launch.batches, place).collect();
     Ok(DeviceTable {
-        batches: place_batches(backend, launch, values, (&addresses, &workspaces))?,
+        batches: place_batches(backend, launch, values, &addresses, &workspaces)?,
         addresses,
         entry: launch.kernel.entry(),
         elements: 0,
         does: Does::SumLeaves,
-        memory: vec![Arc::clone(backend.device_buffer(rows.0)?.allocation())],
+        memory: vec![Arc::clone(backend.device_buffer(rows)?.allocation())],
     })
 }
 
@@ -167,13 +168,14 @@ fn place_batches(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     values: &[GroupValues],
-    (addresses, workspaces): (&[u64], &[Workspace]),
+    addresses: &[u64],
+    workspaces: &[Workspace],
 ) -> Result<Vec<PlacedBatch>, BackendError> {
     let step_scalars = resident_step_scalars(NAME, launch.kernel)?;
     let (lists, others) = addresses.split_at(launch.lists.len());
     let packed = Addresses { lists, control: others[0] };
     for batch in launch.batches {
-        check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+        check_records(launch.lists, launch.firsts, launch.offsets, batch)?;
     }
     let place = |(index, batch): (usize, &Batch)| {
         let layout = launch.kernel.argument_layout();
@@ -185,7 +187,7 @@ fn place_batches(
             let (threads, blocks) = normed::shape(batch);
             shape = Shape { threads, blocks };
         }
-        place_batch(backend, &steps, (&table, layout), batch, shape)
+        place_batch(backend, &steps, &table, layout, batch, shape)
     };
     launch.batches.iter().enumerate().map(place).collect()
 }
@@ -193,7 +195,8 @@ fn place_batches(
 fn place_batch(
     backend: &CudaBackend,
     steps: &[u8],
-    (table, layout): (&[u8], ArgumentLayout),
+    table: &[u8],
+    layout: ArgumentLayout,
     batch: &Batch,
     shape: Shape,
 ) -> Result<PlacedBatch, BackendError> {
@@ -247,11 +250,11 @@ pub(crate) fn place_reads(
     let mut next = partials;
     for batch in reduce.batches {
         let read = std::slice::from_ref(read_list(reduce)?);
-        check_records((read, &[]), reduce.offsets, batch)?;
-        let table = pack_reduction_table(reduce, batch, (list, next));
+        check_records(read, &[], reduce.offsets, batch)?;
+        let table = pack_reduction_table(reduce, batch, list, next);
         let layout = reduce.kernel.argument_layout();
         let shape = Shape { threads: threads_for(batch), blocks: batch.chunks };
-        batches.push(place_batch(backend, &[], (&table, layout), batch, shape)?);
+        batches.push(place_batch(backend, &[], &table, layout, batch, shape)?);
         next += u64::from(batch.chunks) * width;
     }
     Ok(DeviceTable {

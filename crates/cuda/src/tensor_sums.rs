@@ -45,10 +45,11 @@ pub(crate) struct Place {
 pub(crate) fn enqueue_leaf_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    (rows, first): (&mut dyn Buffer, u64),
+    rows: &mut dyn Buffer,
+    first: u64,
 ) -> Result<()> {
-    let (normed, place) = check_leaf_sums(backend, launch, (rows, first))?;
-    enqueue_parts(backend, launch, (normed.sums_and_update().sums, launch.batches), place)
+    let (normed, place) = check_leaf_sums(backend, launch, rows, first)?;
+    enqueue_parts(backend, launch, normed.sums_and_update().sums, launch.batches, place)
 }
 
 /// Refuses records of more leaves than a row has, and rows behind the buffer. Returns the kernel
@@ -56,12 +57,13 @@ pub(crate) fn enqueue_leaf_sums(
 pub(crate) fn check_leaf_sums<'a>(
     backend: &CudaBackend,
     launch: &Launch<'a>,
-    (rows, first): (&dyn Buffer, u64),
+    rows: &dyn Buffer,
+    first: u64,
 ) -> Result<(&'a dyn NormedKernel, Place), BackendError> {
     let normed = normed_of(launch)?;
     let mut count = 0;
     for batch in launch.batches {
-        check_records((launch.lists, launch.firsts), launch.offsets, batch)?;
+        check_records(launch.lists, launch.firsts, launch.offsets, batch)?;
         let most = CHUNK_UNITS * LEAF_ELEMENTS;
         if let Some(long) = batch.records.iter().find(|record| record.numel > most) {
             return Err(unavailable(format!(
@@ -87,7 +89,8 @@ pub(crate) fn check_leaf_sums<'a>(
 pub(crate) fn launch_with_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    (normed, sums): (&dyn NormedKernel, TensorSums<'_>),
+    normed: &dyn NormedKernel,
+    sums: TensorSums<'_>,
 ) -> Result<()> {
     check_chunks(launch)?;
     let chunks = row_count(launch)?;
@@ -96,7 +99,7 @@ pub(crate) fn launch_with_sums(
         TensorSums::Device(sums) => place_tensor_sums(backend, launch, chunks, sums)?,
     };
     let place = Place { rows, first_row: 0 };
-    enqueue_parts(backend, launch, (normed.sums_and_update().update, launch.batches), place)
+    enqueue_parts(backend, launch, normed.sums_and_update().update, launch.batches, place)
 }
 
 /// Writes sums that the host has, and returns the address of the rows; waits for the device.
@@ -174,7 +177,8 @@ pub(crate) fn enqueue_places(backend: &CudaBackend, arguments: &[u8]) -> Result<
 pub(crate) fn enqueue_parts(
     backend: &CudaBackend,
     launch: &Launch<'_>,
-    (name, batches): (&'static str, &[Batch]),
+    name: &'static str,
+    batches: &[Batch],
     place: Place,
 ) -> Result<()> {
     let addresses = backend.list_addresses(launch)?;
@@ -183,7 +187,7 @@ pub(crate) fn enqueue_parts(
         control: backend.control_address(launch.control)?,
     };
     for (batch, workspace) in batches.iter().zip(workspaces_of_parts(batches, place)) {
-        normed::enqueue(backend, launch, (name, batch), workspace, &|batch, bytes| {
+        normed::enqueue(backend, launch, name, batch, workspace, &|batch, bytes| {
             pack(launch, batch, addresses, bytes);
         })?;
     }

@@ -65,7 +65,8 @@ pub(crate) fn place(
     launch: &Launch<'_>,
     index: usize,
     addresses: &[u64],
-    (control, sums): (u64, u64),
+    control: u64,
+    sums: u64,
     tensor_rows: Option<u64>,
 ) -> Result<Option<PlacedSums>, BackendError> {
     if launch.update_sums.is_none() {
@@ -80,7 +81,7 @@ pub(crate) fn place(
         changed.kept = kept_bytes;
         kept_bytes += (record.numel * value.copy_bytes).next_multiple_of(COPY_ALIGNMENT);
     }
-    let table_bytes = pack_update_sums(launch, batch, &lists, (control, sums), &changed).len();
+    let table_bytes = pack_update_sums(launch, batch, &lists, control, sums, &changed).len();
     let too_large = || BackendError::OutOfMemory { backend: crate::NAME, len_bytes: usize::MAX };
     let kept_end = usize::try_from(kept_bytes).map_err(|_| too_large())?;
     let len_bytes = kept_end.checked_add(table_bytes).ok_or_else(too_large)?;
@@ -88,7 +89,7 @@ pub(crate) fn place(
     for changed in &mut changed {
         changed.kept += memory.address();
     }
-    let table = pack_update_sums(launch, batch, &lists, (control, sums), &changed);
+    let table = pack_update_sums(launch, batch, &lists, control, sums, &changed);
     memory.write(kept_end, &table)?;
     let layout = ArgumentLayout { lists: 0, scalar_bytes: size_of::<u64>(), step_scalar_bytes: 0 };
     Ok(Some(PlacedSums {

@@ -19,17 +19,17 @@ fn a_copy_moves_as_many_bytes_as_asked_for() {
     let mut from = backend.allocate(256).unwrap();
     let mut to = backend.allocate(300).unwrap();
     backend.write(from.as_mut(), 0, &bytes).unwrap();
-    backend.copy((from.as_ref(), 0), (to.as_mut(), 0), 200).unwrap();
+    backend.copy(from.as_ref(), 0, to.as_mut(), 0, 200).unwrap();
     let mut found = vec![9; 300];
     backend.read(to.as_ref(), 0, &mut found).unwrap();
     assert_eq!(found[..200], bytes[..200]);
     assert_eq!(found[200..], [0; 100], "nothing behind the copy is written");
-    let error = backend.copy((from.as_ref(), 0), (to.as_mut(), 0), 257).unwrap_err();
+    let error = backend.copy(from.as_ref(), 0, to.as_mut(), 0, 257).unwrap_err();
     let expected =
         BackendError::OutOfBounds { backend: "cuda", offset_bytes: 0, len_bytes: 257, found: 256 };
     assert_eq!(error, expected);
     let other = cuda();
-    let error = other.copy((from.as_ref(), 0), (to.as_mut(), 0), 1).unwrap_err();
+    let error = other.copy(from.as_ref(), 0, to.as_mut(), 0, 1).unwrap_err();
     assert_eq!(error, BackendError::ForeignBuffer { backend: "cuda" });
 }
 
@@ -42,7 +42,7 @@ fn steps_are_numbered_and_lie_between_the_events() {
     let mut seen = Vec::new();
     let time = backend.timed(FOUR, &mut |step| {
         seen.push(step);
-        backend.copy((from.as_ref(), 0), (to.as_mut(), 0), 1 << 20)
+        backend.copy(from.as_ref(), 0, to.as_mut(), 0, 1 << 20)
     });
     let time = time.unwrap();
     assert_eq!((seen, time.steps), (vec![0, 1, 2, 3], FOUR));

@@ -104,18 +104,20 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
         }
     }
 
-    /// Takes the new values of elements. `place` is as for [`Tally::after`], `start` the first
-    /// element's place in the lists.
+    /// Takes the new values of elements. `first` and `numel` are as for [`Tally::after`], `start`
+    /// is the first element's place in the lists.
     #[inline(never)]
     pub(crate) fn after<S: Pod>(
         &mut self,
-        place: (usize, usize),
+        first: usize,
+        numel: usize,
         start: usize,
-        (param, master): (&[K::Param], &[K::Master]),
+        param: &[K::Param],
+        master: &[K::Master],
         state: &[&[S]],
     ) {
         if let Some(tally) = &mut self.tally {
-            tally.after(place, param, master);
+            tally.after(first, numel, param, master);
         }
         if let Gradients::Ranks(ranks) = &mut self.grads {
             ranks.updated(0, start, bytemuck::cast_slice(param));

@@ -122,17 +122,17 @@ pub(crate) fn leaf_sum<C: Compute, K: ParamStorage<C>, const SIDE: usize>(
     ahead: impl Fn(usize),
 ) -> f64 {
     let (mut params, mut masters);
-    let (param, master): (&[K::Param; LEAF], &[K::Master; LEAF]) =
-        match (param.try_into(), master.try_into()) {
-            (Ok(param), Ok(master)) => (param, master),
-            // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that
-            // goes on with zeros.
-            _ => {
-                (params, masters) = ([K::Param::zeroed(); LEAF], [K::Master::zeroed(); LEAF]);
-                params[..param.len()].copy_from_slice(param);
-                masters[..master.len()].copy_from_slice(master);
-                (&params, &masters)
-            }
-        };
+    let whole = (<&[K::Param; LEAF]>::try_from(param), <&[K::Master; LEAF]>::try_from(master));
+    let (param, master) = match whole {
+        (Ok(param), Ok(master)) => (param, master),
+        // Adding 0 to a sum of squares changes no bit, so a leaf that ends early is one that goes
+        // on with zeros.
+        _ => {
+            (params, masters) = ([K::Param::zeroed(); LEAF], [K::Master::zeroed(); LEAF]);
+            params[..param.len()].copy_from_slice(param);
+            masters[..master.len()].copy_from_slice(master);
+            (&params, &masters)
+        }
+    };
     sum_leaf::<SIDE>(|at| K::widen(param[at], master[at]).exact(), ahead)
 }

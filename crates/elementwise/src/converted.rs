@@ -64,15 +64,14 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                 update(HostRun::new(of_values, &mut lists, spans));
                 let rounding = R::of(&step_scalars[step_scalar_bytes..], &part);
                 for (at, (values, list)) in values.state.iter().zip(state.iter_mut()).enumerate() {
-                    narrow::<C, S, R>(values, &mut list[elements.clone()], (rounding, at + 1));
+                    narrow::<C, S, R>(values, &mut list[elements.clone()], rounding, at + 1);
                 }
                 values.narrow::<K, R>(param, master, rounding);
                 let mut new: [&[S]; ROLES] = Default::default();
                 for (new, list) in new.iter_mut().zip(&*state) {
                     *new = &list[elements.clone()];
                 }
-                let place = (first, span.numel);
-                around.after(place, part.start, (param, master), &new[..roles]);
+                around.after(first, span.numel, part.start, param, master, &new[..roles]);
             }
         }
     }
@@ -128,7 +127,8 @@ fn widen<C: Compute, S: Storage<C>>(values: &mut [C], list: &[S]) {
 fn narrow<C: Compute, S: Storage<C>, R: Rounding>(
     values: &[C],
     list: &mut [S],
-    (rounding, number): (R, usize),
+    rounding: R,
+    number: usize,
 ) {
     for (lane, (element, &value)) in list.iter_mut().zip(values).enumerate() {
         *element = if R::AT_RANDOM {

@@ -79,7 +79,7 @@ where
                 let (mut first, chunk) = (0, span);
                 while first < chunk.numel {
                     let span = chunk.part(first, most);
-                    let place = (first, chunk.numel);
+                    let begin = first;
                     first += span.numel;
                     let elements = span.start..span.start + span.numel;
                     let param = part_mut(param, &elements);
@@ -101,7 +101,7 @@ where
                     tensor.update(update, step_scalars);
                     if !around.is_alone {
                         let state = state.each_ref().map(|list| &**list);
-                        around.after(place, span.start, (param, master), &state);
+                        around.after(begin, chunk.numel, span.start, param, master, &state);
                     }
                 }
             }
@@ -145,7 +145,9 @@ impl<P: Pod, B: Pod, S: Pod, const N: usize> Block<P, B, S, N> {
     fn take_all(
         &mut self,
         grads: &mut [P; LANES],
-        (param, grad, master): (&[P], &[P], &[B]),
+        param: &[P],
+        grad: &[P],
+        master: &[B],
         state: &[&[S]; N],
     ) {
         let numel = param.len();
@@ -183,7 +185,7 @@ where
         let mut grad = [K::Param::zeroed(); LANES];
         if numel < LANES {
             let state = self.state.each_ref().map(|list| &**list);
-            block.take_all(&mut grad, (self.param, self.grad, self.master), &state);
+            block.take_all(&mut grad, self.param, self.grad, self.master, &state);
         } else if whole < numel {
             // In place: a block that is returned is read whole just after it was written in parts.
             block.param = last(self.param);

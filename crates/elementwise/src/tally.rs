@@ -66,7 +66,8 @@ impl<'a, C: Compute, K: ParamStorage<C>> Tally<'a, C, K> {
     #[inline(never)]
     pub(crate) fn after(
         &mut self,
-        (first, numel): (usize, usize),
+        first: usize,
+        numel: usize,
         param: &[K::Param],
         master: &[K::Master],
     ) {

@@ -141,7 +141,7 @@ impl<T: Compute> NormedKernel for LambKernel<T> {
         let Direction { scale, eps, lambda } = of_group.direction;
         write_padded(&[step_size, scale, eps, lambda], step_scalars);
         let own = padded_bytes::<T>(4);
-        self.format.copy_key((bytes, step_scalar_bytes::<T>()), (step_scalars, own));
+        self.format.copy_key(&bytes[step_scalar_bytes::<T>()..], &mut step_scalars[own..]);
         Outcome::Update
     }
 }

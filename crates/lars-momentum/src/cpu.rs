@@ -144,7 +144,7 @@ impl<T: Compute> NormedKernel for LarsKernel<T> {
             Some(finished) => {
                 write_padded(&[finished.local, finished.lambda], step_scalars);
                 let own = padded_bytes::<T>(2);
-                self.format.copy_key((of_group, STEP_SCALAR_BYTES), (step_scalars, own));
+                self.format.copy_key(&of_group[STEP_SCALAR_BYTES..], &mut step_scalars[own..]);
                 Outcome::Update
             }
             None => Outcome::Skip,

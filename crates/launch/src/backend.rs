@@ -59,8 +59,10 @@ pub trait Backend {
     /// As [`Backend::read`] and [`Backend::write`].
     fn copy(
         &self,
-        (from, from_offset_bytes): (&dyn Buffer, usize),
-        (to, to_offset_bytes): (&mut dyn Buffer, usize),
+        from: &dyn Buffer,
+        from_offset_bytes: usize,
+        to: &mut dyn Buffer,
+        to_offset_bytes: usize,
         len_bytes: usize,
     ) -> Result<(), BackendError> {
         if let Some(bytes) = from.host() {
@@ -186,7 +188,8 @@ pub trait Backend {
     fn leaf_squares_into(
         &self,
         _leaves: LeafSquares<'_>,
-        (_into, _first): (&mut dyn Buffer, u64),
+        _into: &mut dyn Buffer,
+        _first: u64,
     ) -> Result<(), BackendError> {
         Err(BackendError::not_of_host(self.name()))
     }
@@ -240,7 +243,8 @@ pub trait Backend {
     fn leaf_sums_into(
         &self,
         _launch: &Launch<'_>,
-        (_rows, _first): (&mut dyn Buffer, u64),
+        _rows: &mut dyn Buffer,
+        _first: u64,
     ) -> Result<(), BackendError> {
         Err(BackendError::not_of_host(self.name()))
     }
@@ -253,7 +257,8 @@ pub trait Backend {
         &self,
         _launch: &Launch<'_>,
         _values: &[GroupValues],
-        (_rows, _first): (&dyn Buffer, u64),
+        _rows: &dyn Buffer,
+        _first: u64,
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
         Ok(None)
     }

@@ -28,8 +28,7 @@ pub struct Addresses<'a> {
 /// as long as that limit.
 pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &mut [u8]) -> usize {
     let words = addresses.lists.len().min(launch.lists.len());
-    let head = (addresses.control, words);
-    pack_records(launch, batch, head, out, |record, index| {
+    pack_records(launch, batch, addresses.control, words, out, |record, index| {
         let element = launch.offsets[record.tensor as usize] + record.first_element;
         let place = element.wrapping_sub(launch.first(index));
         addresses.lists[index] + place * launch.lists[index].dtype().len_bytes() as u64
@@ -45,12 +44,12 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
 pub fn pack_tensors(
     launch: &Launch<'_>,
     batch: &Batch,
-    (tensors, control): (&[u64], u64),
+    tensors: &[u64],
+    control: u64,
     out: &mut [u8],
 ) -> usize {
     let declared = launch.kernel.lists();
-    let head = (control, declared.len());
-    pack_records(launch, batch, head, out, |record, index| {
+    pack_records(launch, batch, control, declared.len(), out, |record, index| {
         let tensor = tensors[record.tensor as usize * declared.len() + index];
         let place = record.first_element * declared[index].dtype.len_bytes() as u64;
         tensor.wrapping_add(place)
@@ -61,7 +60,8 @@ pub fn pack_tensors(
 fn pack_records(
     launch: &Launch<'_>,
     batch: &Batch,
-    (control, lists): (u64, usize),
+    control: u64,
+    lists: usize,
     out: &mut [u8],
     address_of: impl Fn(&Record, usize) -> u64,
 ) -> usize {
@@ -107,7 +107,8 @@ pub fn pack_reduction(
     kernel: &dyn MultiTensorReduction,
     batch: &Batch,
     offsets: &[u64],
-    (list, partials): (u64, u64),
+    list: u64,
+    partials: u64,
     out: &mut [u8],
 ) -> usize {
     let width = kernel.list().dtype.len_bytes() as u64;
@@ -192,7 +193,8 @@ pub fn pack_update_sums(
     launch: &Launch<'_>,
     batch: &Batch,
     values: &[(usize, u64)],
-    (control, sums): (u64, u64),
+    control: u64,
+    sums: u64,
     changed: &[ChangedRecord],
 ) -> Vec<u8> {
     let rows = launch.update_sums.as_ref();

@@ -255,18 +255,14 @@ impl Format {
         if self.is_stochastic() { KEY_BYTES } else { 0 }
     }
 
-    /// Copies the key behind a group's step scalars of `own` bytes to behind finished ones of
-    /// `finished` bytes.
+    /// Copies a step's key, with which `from` begins, to the beginning of `to`. `from` are the
+    /// bytes behind a group's step scalars, `to` those behind finished ones.
     ///
     /// # Panics
-    /// If one of them is too short for step scalars and key.
-    pub fn copy_key(
-        &self,
-        (step_scalars, own): (&[u8], usize),
-        (out, finished): (&mut [u8], usize),
-    ) {
+    /// If one of them is too short for the key.
+    pub fn copy_key(&self, from: &[u8], to: &mut [u8]) {
         let key_bytes = self.key_bytes();
-        out[finished..finished + key_bytes].copy_from_slice(&step_scalars[own..own + key_bytes]);
+        to[..key_bytes].copy_from_slice(&from[..key_bytes]);
     }
 
     /// Flags of the header: [`FLAG_STOCHASTIC`] or none.

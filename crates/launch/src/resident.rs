@@ -100,12 +100,17 @@ pub fn pack_table(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>) 
     out
 }
 
-/// The bytes of the table of one batch of a reduction; `addresses` are those of the list and of the
-/// batch's first partial sum.
-pub fn pack_reduction_table(reduce: &Reduce<'_>, batch: &Batch, addresses: (u64, u64)) -> Vec<u8> {
+/// The bytes of the table of one batch of a reduction. `list` is the address of the list,
+/// `partials` that of the batch's first partial sum.
+pub fn pack_reduction_table(
+    reduce: &Reduce<'_>,
+    batch: &Batch,
+    list: u64,
+    partials: u64,
+) -> Vec<u8> {
     let kernel: &dyn MultiTensorReduction = reduce.kernel;
     let mut out = vec![0; kernel.argument_layout().bytes(batch.records.len(), 0)];
-    pack_reduction(kernel, batch, reduce.offsets, addresses, &mut out);
+    pack_reduction(kernel, batch, reduce.offsets, list, partials, &mut out);
     push_chunks(&mut out, batch, kernel.chunk_elements());
     out
 }

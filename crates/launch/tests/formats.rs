@@ -61,7 +61,7 @@ fn random_rounding_is_flagged_and_keyed() {
     let key = step_key(7, 3).to_le_bytes();
     assert_eq!((&step_scalars[..16], &step_scalars[16..]), (&[0; 16][..], &key[..]));
     let mut finished = [1; 20];
-    keyed.copy_key((&step_scalars, 16), (&mut finished, 10));
+    keyed.copy_key(&step_scalars[16..], &mut finished[10..]);
     assert_eq!(
         (&finished[..10], &finished[10..18], &finished[18..]),
         (&[1; 10][..], &key[..], &[1; 2][..])

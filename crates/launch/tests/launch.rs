@@ -250,12 +250,12 @@ fn tensors_that_lie_anywhere_have_addresses_of_their_own() {
         let (mut expected, mut found) = (vec![0xee; 200], vec![0xee; 200]);
         let addresses = Addresses { lists: &[0x1000, 0x9000], control: 0x77 };
         let len = pack(&launch, &batches[0], addresses, &mut expected);
-        let addresses = (alike.as_flattened(), 0x77);
-        assert_eq!(pack_tensors(&launch, &batches[0], addresses, &mut found), len);
+        let own = pack_tensors(&launch, &batches[0], alike.as_flattened(), 0x77, &mut found);
+        assert_eq!(own, len);
         assert_eq!(found, expected);
     }
     let (mut expected, mut found) = ([0; 100], [0; 100]);
-    let len = pack_reduction(&Lengths, &batch(), &OFFSETS, (0x9000, 0x66), &mut expected);
+    let len = pack_reduction(&Lengths, &batch(), &OFFSETS, 0x9000, 0x66, &mut expected);
     let alike = OFFSETS.map(|first| 0x9000 + 2 * first);
     let own = pack_reduction_of_tensors(&Lengths, &batch(), &alike, 0x66, &mut found);
     assert_eq!((own, found), (len, expected));
@@ -283,7 +283,7 @@ fn tables_of_changes_are_header_sums_and_records() {
     let changed = |kept, skipped| ChangedRecord { kept, skipped };
     let changed = [changed(0x100, 0x10), changed(0x200, 0)];
     let values = [(0, 0x1000), (1, 0x9000)];
-    let found = pack_update_sums(&launch, &batches[0], &values, (0x77, 0x5000), &changed);
+    let found = pack_update_sums(&launch, &batches[0], &values, 0x77, 0x5000, &changed);
     let head = Fields::default().u32(2).u32(0).u32(1024).u32(0);
     let head = head.u64(0x77).u64(0x5000);
     let first = head.u64(0x1000 + 4 * 1088).u64(0x9000 + 2 * 1024);
@@ -308,9 +308,9 @@ fn tables_are_arguments_and_the_record_of_every_chunk() {
 
     let mut partials = Memory(Vec::new());
     let reduce = reduction(&batches, &mut partials);
-    let len = pack_reduction(&Lengths, &batches[0], &OFFSETS, (1, 2), &mut arguments);
+    let len = pack_reduction(&Lengths, &batches[0], &OFFSETS, 1, 2, &mut arguments);
     let expected = [&arguments[..len], &Fields::default().u32(0).u32(1).0].concat();
-    assert_eq!(pack_reduction_table(&reduce, &batches[0], (1, 2)), expected);
+    assert_eq!(pack_reduction_table(&reduce, &batches[0], 1, 2), expected);
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn arguments_of_reductions_and_conclusions() {
     let first = head.u64(0x66).u64(0x9000 + 2 * 1088).place(1500, 0, 0);
     let expected = first.u64(0x9000 + 2 * 4096).place(7, 2, 1);
     let mut out = vec![0; expected.0.len()];
-    let len = pack_reduction(&Lengths, &batch(), &OFFSETS, (0x9000, 0x66), &mut out);
+    let len = pack_reduction(&Lengths, &batch(), &OFFSETS, 0x9000, 0x66, &mut out);
     assert_eq!((len, out), (expected.0.len(), expected.0));
 
     let head = Fields::default().u64(0).u64(0).u64(0x77);

@@ -9,12 +9,8 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
+use crate::images::{CLASSES, Images, PIXELS};
 use crate::{Task, Tested, mlp};
-
-/// Pixels of one image: 8 × 8.
-pub(crate) const PIXELS: usize = 64;
-/// Digits 0 to 9.
-pub(crate) const CLASSES: usize = 10;
 
 /// Largest pixel value in the file.
 const MAX_PIXEL: u8 = 16;
@@ -22,35 +18,6 @@ const MAX_PIXEL: u8 = 16;
 const TEST_IMAGES: usize = 360;
 
 const FILE: &[u8] = include_bytes!("../data/digits.csv.gz");
-
-/// Images and their labels.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Images {
-    /// Pixels of all images, row by row, scaled to [0, 1].
-    pub(crate) pixels: Vec<f32>,
-    pub(crate) labels: Vec<u32>,
-}
-
-impl Images {
-    pub(crate) fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn push(&mut self, (pixels, label): &([f32; PIXELS], u32)) {
-        self.pixels.extend_from_slice(pixels);
-        self.labels.push(*label);
-    }
-
-    /// The images at these positions, in this order.
-    pub(crate) fn select(&self, positions: &[usize]) -> Self {
-        let mut selected = Self::default();
-        for &at in positions {
-            selected.pixels.extend_from_slice(&self.pixels[at * PIXELS..(at + 1) * PIXELS]);
-            selected.labels.push(self.labels[at]);
-        }
-        selected
-    }
-}
 
 /// Handwritten digits, for a perceptron with two hidden layers: 17,226 elements in 6 variables.
 #[derive(Clone, Debug)]

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod digits;
+mod images;
 mod mlp;
 mod text;
 mod transformer;

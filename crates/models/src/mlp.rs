@@ -5,7 +5,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::Tested;
-use crate::digits::{CLASSES, Images, PIXELS};
+use crate::images::{CLASSES, Images, PIXELS};
 
 /// Inputs and outputs of the layers.
 const LAYERS: [usize; 4] = [PIXELS, 128, 64, CLASSES];

@@ -143,7 +143,7 @@ impl Transformer {
         let unseen = unseen(length)?;
         for layer in layers.chunks(OF_LAYER) {
             let normed = norm(&x, &layer[0])?;
-            x = (&x + self.attention(&normed, &layer[1..5], (batch, length), &unseen)?)?;
+            x = (&x + self.attention(&normed, &layer[1..5], batch, length, &unseen)?)?;
             let hidden = norm(&x, &layer[5])?.matmul(&layer[6])?.relu()?.sqr()?;
             x = (&x + hidden.matmul(&layer[7])?)?;
         }
@@ -155,7 +155,8 @@ impl Transformer {
         &self,
         x: &Tensor,
         vars: &[Tensor],
-        (batch, length): (usize, usize),
+        batch: usize,
+        length: usize,
         unseen: &Tensor,
     ) -> Result<Tensor> {
         let of_head = self.width / self.heads;

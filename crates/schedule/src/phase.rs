@@ -104,7 +104,7 @@ impl Phase {
     }
 
     pub(crate) fn validate(&self, index: usize) -> Result<(), ScheduleError> {
-        let check = |what, range: Range, found| self.check((index, what), range, found);
+        let check = |what, range: Range, found| self.check(index, what, range, found);
         match *self {
             Phase::Constant { factor, .. } => check("factor", Range::Factor, factor),
             Phase::Linear { from, to, .. } => {
@@ -122,7 +122,8 @@ impl Phase {
 
     fn check(
         &self,
-        (index, what): (usize, &'static str),
+        index: usize,
+        what: &'static str,
         range: Range,
         found: f64,
     ) -> Result<(), ScheduleError> {

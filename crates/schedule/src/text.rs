@@ -96,7 +96,16 @@ fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
         expected,
         found: text.chars().take(MOST_QUOTED).collect(),
     };
-    let (expected, read): (_, Reader) = match name {
+    let Some((expected, read)) = reader(name) else {
+        return Err(refuse("constant, warmup, linear, cosine, polynomial or step"));
+    };
+    let read = (numbers.len() <= MOST_NUMBERS).then(|| read(&numbers));
+    read.flatten().ok_or_else(|| refuse(expected))
+}
+
+/// The form and the reader of a kind of phase; `None` for a name that no kind has.
+fn reader(name: &str) -> Option<(&'static str, Reader)> {
+    Some(match name {
         "constant" => ("constant[:STEPS[:FACTOR]]", constant),
         "warmup" => ("warmup:STEPS", |n| match n {
             [steps] => Some(Phase::warmup(number(steps)?)),
@@ -130,12 +139,8 @@ fn phase(index: usize, text: &str) -> Result<Phase, ScheduleError> {
             }),
             _ => None,
         }),
-        _ => {
-            return Err(refuse("constant, warmup, linear, cosine, polynomial or step"));
-        }
-    };
-    let read = (numbers.len() <= MOST_NUMBERS).then(|| read(&numbers));
-    read.flatten().ok_or_else(|| refuse(expected))
+        _ => return None,
+    })
 }
 
 fn constant(numbers: &[&str]) -> Option<Phase> {

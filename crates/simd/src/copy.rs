@@ -114,8 +114,8 @@ mod x86_64 {
             #[target_feature(enable = $feature)]
             pub(super) unsafe fn $name(dst: &mut [[u8; LINE_BYTES]], src: &[[u8; LINE_BYTES]]) {
                 for (dst, src) in dst.iter_mut().zip(src) {
-                    let (dst, src): (*mut $vector, *const $vector) =
-                        (dst.as_mut_ptr().cast(), src.as_ptr().cast());
+                    let dst: *mut $vector = dst.as_mut_ptr().cast();
+                    let src: *const $vector = src.as_ptr().cast();
                     for part in 0..LINE_BYTES / size_of::<$vector>() {
                         // SAFETY: the parts lie within lines, of which both pointers have one; the
                         // store's place is aligned, as the line is by this function's contract and

@@ -5,9 +5,11 @@ use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use crate::error::io_error;
+use crate::files::look;
 use crate::finish::{self, Finished};
 use crate::journal::{self, Journal};
-use crate::{Disk, Files, Lock, Look, Prepared, TensorFileError, commit, part, place};
+use crate::{Disk, Files, Lock, Look, TensorFileError, part, place};
 
 /// Most rounds in which places named by journals are added to the locked places.
 const MOST_ROUNDS: usize = 8;
@@ -87,17 +89,6 @@ impl<'a> Claim<'a> {
         &self.finished
     }
 
-    /// Puts files in their places, all or none. After an error all places are as they were; after a
-    /// kill, the next claim of one of them puts all files in place or none.
-    ///
-    /// # Errors
-    /// [`TensorFileError::Changed`] if another program, which makes no claims, has written a file
-    /// meanwhile; [`TensorFileError::Io`]. [`TensorFileError::Interrupted`] if renames could not be
-    /// taken back: it names the journal with which the next claim completes them.
-    pub fn commit(&self, prepared: Vec<Prepared<'_>>) -> Result<(), TensorFileError> {
-        commit::commit(self, prepared)
-    }
-
     /// The file that was at a place when it was claimed; the outer `None` for a place that is not
     /// claimed.
     pub(crate) fn before(&self, target: &Path) -> Option<Option<Look>> {
@@ -108,15 +99,6 @@ impl<'a> Claim<'a> {
     /// The file system in which the places are.
     pub(crate) fn files(&self) -> &'a dyn Files {
         self.files
-    }
-}
-
-/// The file at a place, if there is one.
-pub(crate) fn look(files: &dyn Files, target: &Path) -> Result<Option<Look>, TensorFileError> {
-    match files.look(target) {
-        Ok(look) => Ok(Some(look)),
-        Err(error) if journal::is_missing(&error) => Ok(None),
-        Err(error) => Err(crate::error::io_error(target, "look at it")(error)),
     }
 }
 
@@ -171,7 +153,7 @@ fn not_locked(place: &Path, error: std::io::Error) -> TensorFileError {
         let told = error.get_ref().map(|told| format!(": {told}")).unwrap_or_default();
         return TensorFileError::Busy { path: place.to_owned(), lock, told };
     }
-    crate::error::io_error(place, "write a file in its folder")(error)
+    io_error(place, "write a file in its folder")(error)
 }
 
 /// Finishes an interrupted [`Claim::commit`] of the place `path`, if there is one, and returns how

@@ -13,8 +13,8 @@
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use crate::claim::look;
-use crate::error::io_error;
+use crate::error::{io_error, is_missing};
+use crate::files::look;
 use crate::finish::{remove_pointers, sync_folders};
 use crate::journal::{self, Before, Journal, Move};
 use crate::{Claim, Files, Look, Prepared, TensorFileError, part, place};
@@ -35,11 +35,21 @@ pub fn commit_together(prepared: Vec<Prepared<'_>>) -> Result<(), TensorFileErro
     Claim::of_targets(first.files, targets.collect(), Vec::new())?.commit(prepared)
 }
 
+impl Claim<'_> {
+    /// Puts files in their places, all or none. After an error all places are as they were; after a
+    /// kill, the next claim of one of them puts all files in place or none.
+    ///
+    /// # Errors
+    /// [`TensorFileError::Changed`] if another program, which makes no claims, has written a file
+    /// meanwhile; [`TensorFileError::Io`]. [`TensorFileError::Interrupted`] if renames could not be
+    /// taken back: it names the journal with which the next claim completes them.
+    pub fn commit(&self, prepared: Vec<Prepared<'_>>) -> Result<(), TensorFileError> {
+        commit(self, prepared)
+    }
+}
+
 /// The work of [`Claim::commit`].
-pub(crate) fn commit(
-    claim: &Claim<'_>,
-    mut prepared: Vec<Prepared<'_>>,
-) -> Result<(), TensorFileError> {
+fn commit(claim: &Claim<'_>, mut prepared: Vec<Prepared<'_>>) -> Result<(), TensorFileError> {
     for file in &prepared {
         if claim.before(&file.target).is_none() {
             let reason = "expected one of the claimed files, found another".to_owned();
@@ -237,7 +247,7 @@ fn take_back(files: &dyn Files, moved: &[Moved], old: &[Old]) -> bool {
     for (new, old) in moved.iter().zip(old) {
         match files.look(&new.place) {
             Ok(found) if found == new.look => back.push((new, old)),
-            Err(error) if !journal::is_missing(&error) => return false,
+            Err(error) if !is_missing(&error) => return false,
             _ => {}
         }
     }

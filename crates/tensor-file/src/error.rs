@@ -143,3 +143,9 @@ pub(crate) fn io_error(
 ) -> impl FnOnce(std::io::Error) -> TensorFileError {
     move |error| TensorFileError::Io { path: path.to_owned(), operation, reason: error.to_string() }
 }
+
+/// Whether an error says that there can be no file at the path.
+pub(crate) fn is_missing(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{InvalidFilename, NotADirectory, NotFound};
+    matches!(error.kind(), NotFound | NotADirectory | InvalidFilename)
+}

@@ -8,6 +8,9 @@ use std::time::Duration;
 
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::TensorFileError;
+use crate::error::{io_error, is_missing};
+
 /// Kind of a thing at a path; links are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
@@ -161,4 +164,13 @@ pub trait Files: Send + Sync + Debug {
     /// # Errors
     /// Those of the system; a folder with anything in it stays.
     fn remove_folder(&self, path: &Path) -> io::Result<()>;
+}
+
+/// The file at a place, if there is one.
+pub(crate) fn look(files: &dyn Files, target: &Path) -> Result<Option<Look>, TensorFileError> {
+    match files.look(target) {
+        Ok(look) => Ok(Some(look)),
+        Err(error) if is_missing(&error) => Ok(None),
+        Err(error) => Err(io_error(target, "look at it")(error)),
+    }
 }

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use fusestep_tensor::Quoted;
 
 use crate::error::io_error;
+use crate::files::look;
 use crate::journal::{self, HELP, Journal, Move, quoted};
-use crate::{FileKind, Files, Look, TensorFileError, claim, place};
+use crate::{FileKind, Files, Look, TensorFileError, place};
 
 /// Outcome of an interrupted commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,12 +84,12 @@ pub(crate) fn finish(
 ) -> Result<Option<Finished>, TensorFileError> {
     let age = Age {
         says_old: journal.says_old(),
-        modified_ns: claim::look(files, path)?.map_or(i64::MAX, |look| look.modified_ns),
+        modified_ns: look(files, path)?.map_or(i64::MAX, |look| look.modified_ns),
     };
     // Everything is looked at before anything moves.
     let mut steps = Vec::with_capacity(journal.moves.len());
     for step in &journal.moves {
-        let part = claim::look(files, &step.from)?;
+        let part = look(files, &step.from)?;
         let is_ready =
             part.is_some_and(|look| look.is_trusted && step.sum.is_of(files, &step.from, &look));
         steps.push(Step { step, is_ready, found: found(files, step, &age)? });
@@ -115,7 +116,7 @@ struct Age {
 }
 
 fn found(files: &dyn Files, step: &Move, age: &Age) -> Result<Found, TensorFileError> {
-    let Some(look) = claim::look(files, &step.to)? else {
+    let Some(look) = look(files, &step.to)? else {
         return Ok(if step.old.is_some() { Found::Gone } else { Found::Old });
     };
     if step.sum.is_of(files, &step.to, &look) {

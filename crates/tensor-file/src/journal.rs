@@ -8,7 +8,7 @@ use fusestep_tensor::Quoted;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::error::io_error;
+use crate::error::{io_error, is_missing};
 use crate::{FileKind, Files, Look, TensorFileError, part, place};
 
 /// First field of every journal.
@@ -264,10 +264,4 @@ fn read_text(files: &dyn Files, path: &Path) -> Result<Option<Vec<u8>>, TensorFi
                 .to_owned(),
         ),
     }
-}
-
-/// Whether an error says that there can be no file at the path.
-pub(crate) fn is_missing(error: &std::io::Error) -> bool {
-    use ErrorKind::{InvalidFilename, NotADirectory, NotFound};
-    matches!(error.kind(), NotFound | NotADirectory | InvalidFilename)
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::claim::look;
+use crate::files::look;
 use crate::{Disk, Files, Look, TensorFileError, journal, part, place};
 
 /// Versions of several files, looked at before the files are read, so that their contents belong

@@ -1,65 +1,12 @@
 //! Writing of files, all or nothing.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::io;
-use std::path::{Path, PathBuf};
-
-use fusestep_tensor::{DType, Shape};
-use safetensors::{Dtype, View};
+use std::path::Path;
 
 use crate::error::io_error;
-use crate::journal::{self, Sum};
-use crate::serialize::serialize;
-use crate::{
-    Disk, FileKind, Files, TensorFileError, commit_together, part, place, remove_abandoned_in,
-};
-
-/// A tensor to be written.
-#[derive(Clone, Debug)]
-pub struct TensorBytes<'a> {
-    /// Element type.
-    pub dtype: Dtype,
-    /// Dimensions.
-    pub shape: Vec<usize>,
-    /// Elements, little-endian.
-    pub bytes: Cow<'a, [u8]>,
-}
-
-impl<'a> TensorBytes<'a> {
-    /// A tensor of one of fusestep's own dtypes.
-    pub fn of(dtype: DType, shape: &Shape, bytes: Cow<'a, [u8]>) -> Self {
-        let dtype = match dtype {
-            DType::F32 => Dtype::F32,
-            DType::F64 => Dtype::F64,
-            DType::F16 => Dtype::F16,
-            DType::BF16 => Dtype::BF16,
-            DType::I32 => Dtype::I32,
-            DType::I64 => Dtype::I64,
-            DType::U8 => Dtype::U8,
-            DType::U16 => Dtype::U16,
-        };
-        Self { dtype, shape: shape.dims().iter().map(|&dim| dim as usize).collect(), bytes }
-    }
-}
-
-impl View for &TensorBytes<'_> {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Borrowed(&self.bytes)
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
-    }
-}
+use crate::prepared::checked_target;
+use crate::{Disk, Files, Prepared, TensorBytes, TensorFileError, commit_together, journal, place};
 
 /// Refuses a path that [`write_atomically`] could not write, before work is spent on the content.
 ///
@@ -103,124 +50,6 @@ pub fn check_writable_together(paths: &[&Path]) -> Result<(), TensorFileError> {
     }
 }
 
-/// A file that is complete on disk beside its place; if dropped without [`Prepared::commit`], the
-/// file is removed.
-///
-/// If the place is a link, the file that it leads to is replaced and the link stays. A file that is
-/// replaced hands on its permissions. Several files that belong together are prepared and then
-/// handed to [`commit_together`](crate::commit_together).
-#[derive(Debug)]
-pub struct Prepared<'a> {
-    pub(crate) files: &'a dyn Files,
-    /// The place as the caller named it.
-    pub(crate) path: PathBuf,
-    /// The place once links are followed.
-    pub(crate) target: PathBuf,
-    /// The path of the complete file until it is moved to its place; empty afterwards.
-    pub(crate) part: PathBuf,
-    pub(crate) sum: Sum,
-}
-
-impl Prepared<'static> {
-    /// Writes and syncs a file of tensors beside `path`.
-    ///
-    /// # Errors
-    /// [`TensorFileError`]; whatever is at `path` is untouched.
-    /// # Cost
-    /// One copy of the tensors in memory.
-    pub fn tensors(
-        path: &Path,
-        tensors: &[(String, TensorBytes<'_>)],
-        metadata: HashMap<String, String>,
-    ) -> Result<Self, TensorFileError> {
-        Self::bytes(path, &serialize(path, tensors, metadata)?)
-    }
-
-    /// Writes and syncs any file beside `path`.
-    ///
-    /// # Errors
-    /// [`TensorFileError`]; whatever is at `path` is untouched.
-    pub fn bytes(path: &Path, bytes: &[u8]) -> Result<Self, TensorFileError> {
-        Prepared::with_room(&Disk, path, checked_target(path)?, bytes)
-    }
-}
-
-impl<'a> Prepared<'a> {
-    /// [`Prepared::bytes`] in any file system and under any name; links are not followed.
-    ///
-    /// # Errors
-    /// [`TensorFileError`]; whatever is at `path` is untouched.
-    pub fn bytes_in(
-        files: &'a dyn Files,
-        path: &Path,
-        bytes: &[u8],
-    ) -> Result<Self, TensorFileError> {
-        Self::with_room(files, path, path.to_owned(), bytes)
-    }
-
-    /// [`Prepared::within`] after what dead processes have left there is removed.
-    fn with_room(
-        files: &'a dyn Files,
-        path: &Path,
-        target: PathBuf,
-        bytes: &[u8],
-    ) -> Result<Self, TensorFileError> {
-        remove_abandoned_in(files, &place::folder(&target));
-        Self::within(files, path, target, bytes)
-    }
-
-    fn within(
-        files: &'a dyn Files,
-        path: &Path,
-        target: PathBuf,
-        bytes: &[u8],
-    ) -> Result<Self, TensorFileError> {
-        match files.kind(&target) {
-            Ok(FileKind::Folder) => return Err(not_a_file(path, "a folder")),
-            Ok(FileKind::Other) => return Err(not_a_file(path, "a device or pipe")),
-            _ if target.file_name().is_none() => {
-                return Err(not_a_file(path, "a path without a name"));
-            }
-            // The part's hidden name is short, so a name that is too long would only fail at the
-            // rename.
-            Err(error) if error.kind() == io::ErrorKind::InvalidFilename => {
-                return Err(io_error(path, "have a file of this name")(error));
-            }
-            _ => {}
-        }
-        let part = part::write(files, &place::folder(&target), bytes)
-            .map_err(io_error(path, "write a file in its folder"))?;
-        let prepared = Self { files, path: path.to_owned(), target, part, sum: Sum::of(bytes) };
-        // A file system without permissions has none to hand on.
-        let _ = files.keep_mode(&prepared.target, &prepared.part);
-        Ok(prepared)
-    }
-
-    /// Renames the file over its place and syncs the folder. Other writers must be kept out by
-    /// other means, as [`commit_together`] and [`Claim::commit`](crate::Claim::commit) do.
-    ///
-    /// # Errors
-    /// [`TensorFileError::Io`]; the old file is then still at the place, unless only the sync of
-    /// the folder failed.
-    pub fn commit(mut self) -> Result<(), TensorFileError> {
-        self.files.rename(&self.part, &self.target).map_err(io_error(&self.path, "replace"))?;
-        self.part = PathBuf::new();
-        // The rename itself is only durable once the folder is.
-        self.files
-            .sync_folder(&place::folder(&self.target))
-            .map_err(io_error(&self.path, "sync its folder"))
-    }
-}
-
-impl Drop for Prepared<'_> {
-    fn drop(&mut self) {
-        if !self.part.as_os_str().is_empty() {
-            // A part that stays behind costs space only.
-            let _ = self.files.remove_file(&self.part);
-        }
-    }
-}
-
 /// Writes a file of tensors: first a temporary file beside `path`, synced, which is then renamed
 /// over `path`; last the folder is synced.
 ///
@@ -236,47 +65,22 @@ pub fn write_atomically(
     commit_together(vec![Prepared::tensors(path, tensors, metadata)?])
 }
 
-/// The file that a path leads to, if a file may have that name.
-fn checked_target(path: &Path) -> Result<PathBuf, TensorFileError> {
-    let target = place::target(path);
-    if place::is_link(&target) {
-        return Err(not_a_file(path, "links that lead to no end"));
-    }
-    check_name(path, &target)?;
-    Ok(target)
-}
-
-/// Refuses names that mean a folder, or a hidden file of this library.
-fn check_name(path: &Path, target: &Path) -> Result<(), TensorFileError> {
-    let typed = path.as_os_str().as_encoded_bytes();
-    if typed.ends_with(b"/") || typed.ends_with(b"/.") {
-        return Err(not_a_file(path, "a path that ends as a folder's does; give a file's name"));
-    }
-    let name = target.file_name().unwrap_or_default().to_string_lossy();
-    if name.to_ascii_lowercase().starts_with(part::PREFIX) {
-        return Err(TensorFileError::Write {
-            path: path.to_owned(),
-            reason: format!(
-                "expected another name than `{}…`, which journals and files being written have; \
-                 use another one",
-                part::PREFIX
-            ),
-        });
-    }
-    Ok(())
-}
-
-fn not_a_file(path: &Path, found: &'static str) -> TensorFileError {
-    TensorFileError::NotAFile { path: path.to_owned(), found }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::borrow::Cow;
     use std::fs;
+
+    use safetensors::Dtype;
 
     use super::*;
     use crate::TensorFile;
-    use crate::serialize::tests::tensors;
+    use crate::header::METADATA_KEY;
+
+    fn tensors(value: u8) -> Vec<(String, TensorBytes<'static>)> {
+        let tensor =
+            TensorBytes { dtype: Dtype::F32, shape: vec![2], bytes: Cow::Owned(vec![value; 8]) };
+        vec![("a".into(), tensor)]
+    }
 
     #[test]
     fn what_is_written_is_read_and_replaced() {
@@ -290,6 +94,24 @@ mod tests {
             assert_eq!(read.metadata()["step"], value.to_string());
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn names_that_a_file_cannot_have_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out.safetensors");
+        write_atomically(&path, &tensors(1), HashMap::new()).unwrap();
+        for (name, said) in [
+            ("a", "`a`: expected the name once, found it twice"),
+            (METADATA_KEY, "expected tensors of other names than `__metadata__`"),
+        ] {
+            let (mut wrong, mut other) = (tensors(2), tensors(3));
+            other[0].0 = name.to_owned();
+            wrong.append(&mut other);
+            let error = write_atomically(&path, &wrong, HashMap::new()).unwrap_err().to_string();
+            assert!(error.contains(said) && error.contains("out.safetensors"), "{error}");
+            assert_eq!(TensorFile::read(&path).unwrap().bytes("a").unwrap(), [1; 8]);
+        }
     }
 
     #[test]

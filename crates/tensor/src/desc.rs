@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::shape::{MAX_MODEL_NUMEL, MAX_NUMEL};
-use crate::{DType, Quoted, Shape, short_number};
+use crate::{DType, MAX_MODEL_NUMEL, Shape, TensorError};
 
 /// A parameter as the planner sees it: name, shape, dtype and its own hyper-parameters, no data.
 #[derive(Clone, Debug, PartialEq)]
@@ -99,62 +98,10 @@ pub fn check_total_numel(params: &[ParamDesc]) -> Result<(), TensorError> {
     Ok(())
 }
 
-/// Error of a shape or a descriptor.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum TensorError {
-    /// The product of the extents is beyond what any machine holds.
-    #[error(
-        "shape {dims}: expected at most {MAX_NUMEL} elements, found more; check the extents",
-        dims = Quoted(&format!("{dims:?}"))
-    )]
-    ShapeOverflow {
-        /// The extents given.
-        dims: Vec<u64>,
-    },
-    /// The parameters of a model are together beyond what any machine holds.
-    #[error(
-        "parameters: expected at most {MAX_MODEL_NUMEL} elements of all together, found {found}; \
-         check the extents"
-    )]
-    ModelOverflow {
-        /// Elements of all parameters; `u64::MAX` stands for more.
-        found: u64,
-    },
-    /// Two parameters share a name.
-    #[error(
-        "parameter `{name}` is registered twice, at positions {first} and {second}; names must be unique",
-        name = Quoted(name)
-    )]
-    DuplicateName {
-        /// The shared name.
-        name: String,
-        /// Position of the first registration.
-        first: usize,
-        /// Position of the second registration.
-        second: usize,
-    },
-    /// A per-parameter hyper-parameter is out of range.
-    #[error(
-        "{what} of `{name}`: expected {expected}, found {found}",
-        name = Quoted(name),
-        found = short_number(*found)
-    )]
-    Hyper {
-        /// The parameter.
-        name: String,
-        /// Name of the hyper-parameter.
-        what: &'static str,
-        /// Range that the value must keep.
-        expected: &'static str,
-        /// The value given.
-        found: f64,
-    },
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::MAX_NUMEL;
 
     fn param(name: &str) -> ParamDesc {
         ParamDesc::new(name, Shape::new([2]).unwrap(), DType::F32)

@@ -7,14 +7,16 @@ mod desc;
 #[expect(unsafe_code, reason = "memory of a device can only be promised, and tests promise some")]
 mod device;
 mod dtype;
+mod error;
 mod quoted;
 mod role;
 mod shape;
 
 pub use counted::{counted, counted_are, grouped, short_number};
-pub use desc::{ParamDesc, TensorError, Trust, check_total_numel, check_unique_names};
+pub use desc::{ParamDesc, Trust, check_total_numel, check_unique_names};
 pub use device::{DeviceOrder, DeviceSliceMut};
 pub use dtype::{DType, Element};
+pub use error::{MAX_MODEL_NUMEL, MAX_NUMEL, TensorError};
 pub use quoted::{MAX_QUOTED_CHARS, Quoted, escaped, escaped_json};
 pub use role::Role;
-pub use shape::{MAX_MODEL_NUMEL, MAX_NUMEL, Shape};
+pub use shape::Shape;

@@ -2,14 +2,7 @@
 
 use std::fmt;
 
-use crate::TensorError;
-
-/// Most elements of a tensor, 2^50.
-pub const MAX_NUMEL: u64 = 1 << 50;
-
-/// Most elements of all parameters of a model, 2^54. Sums over them of the bytes of an element, and
-/// of the bytes that a step moves for it, stay below 2^64.
-pub const MAX_MODEL_NUMEL: u64 = 1 << 54;
+use crate::{MAX_NUMEL, TensorError};
 
 /// The extents of a tensor, outermost first; no extents at all is a scalar of one element.
 ///

@@ -9,6 +9,9 @@ use rand_chacha::ChaCha8Rng;
 pub const EDGE_NUMELS: [u64; 14] =
     [0, 1, 15, 16, 17, 31, 32, 33, 511, 513, 65_535, 65_536, 65_537, 0];
 
+/// Magnitude of a case's gradients.
+pub(crate) const GRAD: f64 = 0.01;
+
 /// Kind of the gradients of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {

@@ -16,7 +16,7 @@ use rand_chacha::ChaCha8Rng;
 pub use self::processes::Seen;
 
 use self::processes::Processes;
-use self::tree::{Change, Tree};
+use self::tree::{Change, Content, Tree};
 
 /// Nanoseconds by which the clock of a disk goes on with every change.
 const TICK_NS: i64 = 1;
@@ -63,16 +63,6 @@ struct Inner {
     touched: BTreeMap<i64, i64>,
     processes: Processes,
     locks: Arc<Mutex<BTreeSet<PathBuf>>>,
-}
-
-/// A file, whatever its names.
-#[derive(Debug, Default)]
-struct Content {
-    bytes: Vec<u8>,
-    /// Time at which the file was written; no two files have the same time.
-    written: i64,
-    /// Whether another user owns it.
-    is_foreign: bool,
 }
 
 /// A lock that a process holds.

@@ -6,7 +6,8 @@ use fusestep_launch::GroupValues;
 use fusestep_planner::Plan;
 use fusestep_tensor::{DType, ParamDesc, Role};
 
-use crate::reference::{GRAD, Kept, Near, join, values};
+use crate::case::GRAD;
+use crate::reference::{Kept, Near, join, values};
 use crate::{Case, Gradients};
 
 /// Requires of every list the values of the LARS reference.

@@ -9,7 +9,7 @@ use fusestep_tensor::{DType, ParamDesc, Role};
 use half::{bf16, f16};
 
 use crate::Case;
-use crate::normed_reference::{near_lamb, near_lars};
+use crate::case::GRAD;
 use crate::rules::{
     ElementState, Sensitivity, reference_step, sensitivity, undecided, with_own_hyper_parameters,
 };
@@ -17,9 +17,8 @@ use crate::rules::{
 /// Sizes of ordinary gradients, which must lead near the reference in every dtype.
 const ORDINARY: std::ops::Range<f64> = 1e-7..1.0;
 
-/// Magnitudes of a case's parameters and gradients.
+/// Magnitude of a case's parameters.
 const PARAM: f64 = 0.1;
-pub(crate) const GRAD: f64 = 0.01;
 
 /// One element after all steps of a case: for each list but the gradient its value, and the scale
 /// of its rounding errors.
@@ -35,23 +34,8 @@ pub(crate) struct Near {
     pub(crate) scale: f64,
 }
 
-/// Requires the values of the reference, up to rounding; `found` is laid out as by
-/// [`crate::outcome`].
-///
-/// Elements that meet an extreme gradient are left out: f32 overflows there where f64 does not.
-///
-/// # Panics
-/// If a value is further from the reference than rounding explains, naming tensor and element.
-pub(crate) fn near_reference(plan: &Plan, case: &Case, found: &[u8]) {
-    match plan.optimizer() {
-        Optimizer::Lars(lars) => near_lars(lars, plan, case, found),
-        Optimizer::Lamb(lamb) => near_lamb(lamb, plan, case, found),
-        _ => near_elementwise(plan, case, found),
-    }
-}
-
 /// Compares the elements of a rule that updates each of them on its own.
-fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
+pub(crate) fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
     let (mut rest, mut compared) = (found, 0);
     for (index, param) in case.params.iter().enumerate() {
         let optimizer = with_own_hyper_parameters(plan.optimizer(), param);

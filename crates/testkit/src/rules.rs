@@ -14,7 +14,7 @@ use fusestep_rmsprop::{Centering, RmsProp, reference as rmsprop};
 use fusestep_schedule_free::{ScheduleFree, reference as schedule_free};
 use fusestep_tensor::{ParamDesc, Role};
 
-use crate::reference::GRAD;
+use crate::case::GRAD;
 
 /// Every rule with its defaults, SGD with momentum.
 pub fn each_rule() -> Vec<Optimizer> {

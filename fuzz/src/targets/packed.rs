@@ -140,8 +140,7 @@ impl Packer {
         let (lists, control) = (&self.addresses[..], CONTROL);
         let length = pack(&launch, batch, Addresses { lists, control }, &mut self.out);
         same("arguments", &self.out[..length], &expected)?;
-        let anywhere = (&tensors[..], control);
-        let length = pack_tensors(&launch, batch, anywhere, &mut self.out);
+        let length = pack_tensors(&launch, batch, &tensors, control, &mut self.out);
         same("arguments of tensors", &self.out[..length], &of_tensors)?;
         if batch.chunks <= MOST_CHUNKS {
             let table = pack_table(&launch, batch, Addresses { lists, control });

@@ -120,7 +120,7 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: the manifest is taken for durable while its files' folder is not",
-        file: "crates/tensor-file/src/write.rs",
+        file: "crates/tensor-file/src/prepared.rs",
         from: r#"// The rename itself is only durable once the folder is.
         self.files
             .sync_folder(&place::folder(&self.target))

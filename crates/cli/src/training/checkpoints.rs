@@ -8,10 +8,10 @@ use anyhow::{bail, ensure};
 use fusestep_planner::{Manifest, PlanError};
 use fusestep_tensor::Quoted;
 
-use super::Run;
+use super::run::Run;
 use crate::output::warn_non_finite;
 use crate::places;
-use crate::train::{MOST_EPOCHS, TrainArgs};
+use crate::train::args::{MOST_EPOCHS, TrainArgs};
 
 /// Makes the folder of a new checkpoint. A checkpoint to go on from must be there already; rank 0
 /// checks this for all ranks, and no folder is made.

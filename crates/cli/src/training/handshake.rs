@@ -7,7 +7,7 @@ use fusestep_collective::Communicator;
 use fusestep_planner::{Comms, Topology};
 
 use crate::options::name_of;
-use crate::train::TrainArgs;
+use crate::train::args::TrainArgs;
 
 /// Compares over all ranks the settings that decide which calls they make.
 pub(super) fn compare_calls(

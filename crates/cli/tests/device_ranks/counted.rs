@@ -77,11 +77,13 @@ impl Backend for Counted {
     }
     fn copy(
         &self,
-        from: (&dyn Buffer, usize),
-        to: (&mut dyn Buffer, usize),
+        from: &dyn Buffer,
+        from_offset_bytes: usize,
+        to: &mut dyn Buffer,
+        to_offset_bytes: usize,
         len_bytes: usize,
     ) -> Result<(), BackendError> {
-        Backend::copy(&self.cuda, from, to, len_bytes)
+        Backend::copy(&self.cuda, from, from_offset_bytes, to, to_offset_bytes, len_bytes)
     }
     fn add_gradients(&self, sums: Accumulate<'_>) -> Result<(), BackendError> {
         self.cuda.add_gradients(sums)
@@ -111,9 +113,10 @@ impl Backend for Counted {
     fn leaf_squares_into(
         &self,
         leaves: LeafSquares<'_>,
-        into: (&mut dyn Buffer, u64),
+        into: &mut dyn Buffer,
+        first: u64,
     ) -> Result<(), BackendError> {
-        self.cuda.leaf_squares_into(leaves, into)
+        self.cuda.leaf_squares_into(leaves, into, first)
     }
     fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
         self.cuda.fold_leaves(fold)
@@ -131,9 +134,10 @@ impl Backend for Counted {
     fn leaf_sums_into(
         &self,
         launch: &Launch<'_>,
-        rows: (&mut dyn Buffer, u64),
+        rows: &mut dyn Buffer,
+        first: u64,
     ) -> Result<(), BackendError> {
-        self.cuda.leaf_sums_into(launch, rows)
+        self.cuda.leaf_sums_into(launch, rows, first)
     }
     fn place_table(
         &self,
@@ -162,9 +166,10 @@ impl Backend for Counted {
         &self,
         launch: &Launch<'_>,
         values: &[GroupValues],
-        rows: (&dyn Buffer, u64),
+        rows: &dyn Buffer,
+        first: u64,
     ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        self.cuda.place_leaf_sums(launch, values, rows)
+        self.cuda.place_leaf_sums(launch, values, rows, first)
     }
     fn leaf_sums_of_table(
         &self,

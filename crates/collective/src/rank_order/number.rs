@@ -5,7 +5,8 @@ use fusestep_tensor::Element;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::LANES;
+/// Elements that are in registers at a time, from the first rank's to the result.
+pub(super) const LANES: usize = 32;
 
 /// Arithmetic in the type that reductions are done in.
 pub(super) trait Arithmetic: Copy + Default {

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::Place;
 use super::contribution::{Brought, Part};
+use super::place::Place;
 use crate::sync::Ordering;
 
 /// Contributions of all parties to a round, for one of the parties to use.

@@ -49,8 +49,8 @@ fn bring<'a>(
     receivers: Receivers,
     buffers: Buffers<'a>,
 ) -> Round<'a> {
-    let (shared, writable, cut): (&[u8], _, _) = match (buffers, receivers) {
-        (Buffers::InPlace(writable), _) => (&[], writable, round.cut),
+    let (shared, writable, cut) = match (buffers, receivers) {
+        (Buffers::InPlace(writable), _) => (&[][..], writable, round.cut),
         (Buffers::OutOfPlace { send, .. }, Receivers::Rank(root)) if root != rank => {
             (send, &mut [][..], Cut::None)
         }

@@ -18,11 +18,11 @@ impl Threads {
             Some(known) => known,
             None => self.group.pair_participant(pair, side)?,
         };
-        let (shared, receive): (&[u8], &mut [u8]) = match call.buffers {
-            Buffers::InPlace(buffer) if side == 0 => (buffer, &mut []),
-            Buffers::InPlace(buffer) => (&[], buffer),
-            Buffers::OutOfPlace { send, .. } if side == 0 => (send, &mut []),
-            Buffers::OutOfPlace { receive, .. } => (&[], receive),
+        let (shared, receive) = match call.buffers {
+            Buffers::InPlace(buffer) if side == 0 => (&*buffer, &mut [][..]),
+            Buffers::InPlace(buffer) => (&[][..], buffer),
+            Buffers::OutOfPlace { send, .. } if side == 0 => (send, &mut [][..]),
+            Buffers::OutOfPlace { receive, .. } => (&[][..], receive),
         };
         let contribution = Contribution {
             header: Header::of(begun, Placement::Shared),

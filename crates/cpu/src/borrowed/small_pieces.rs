@@ -7,7 +7,7 @@ use fusestep_launch::{BackendError, HostList, MAX_LISTS, MultiTensorKernel};
 use fusestep_simd::Split;
 
 use super::{BorrowedCall, BorrowedPiece, Lend, PARTS_PER_THREAD, take_bytes};
-use crate::cached::ParamSums;
+use crate::param_sums::ParamSums;
 use crate::tensors::Tensors;
 use crate::update_sums::Rows;
 

@@ -43,7 +43,7 @@ pub(crate) fn enqueue(
     }
     for name in names {
         for batch in &table.batches {
-            enqueue_placed(backend, (stem, name), batch)?;
+            enqueue_placed(backend, stem, name, batch)?;
             launches += 1;
         }
     }
@@ -61,7 +61,7 @@ pub(crate) fn enqueue_leaves(
     begin_table(backend, launch, table, matches!(table.does, Does::SumLeaves))?;
     let sums = normed_of(launch)?.sums_and_update().sums;
     for batch in &table.batches {
-        enqueue_placed(backend, (launch.kernel.stem(), sums), batch)?;
+        enqueue_placed(backend, launch.kernel.stem(), sums, batch)?;
     }
     Ok(())
 }
@@ -81,7 +81,7 @@ fn begin_table(
     keep_table(backend, table);
     let stem = launch.kernel.stem();
     for batch in &table.batches {
-        enqueue_step_scalars(backend, (stem, step_scalars.entry), batch)?;
+        enqueue_step_scalars(backend, stem, step_scalars.entry, batch)?;
     }
     Ok(())
 }
@@ -89,7 +89,8 @@ fn begin_table(
 /// Derives the step scalars of a batch.
 fn enqueue_step_scalars(
     backend: &CudaBackend,
-    (stem, entry): (&'static str, &'static str),
+    stem: &'static str,
+    entry: &'static str,
     batch: &PlacedBatch,
 ) -> Result<()> {
     let entry =
@@ -116,7 +117,8 @@ fn enqueue_all_sums(
 
 fn enqueue_placed(
     backend: &CudaBackend,
-    (stem, entry): (&'static str, &'static str),
+    stem: &'static str,
+    entry: &'static str,
     batch: &PlacedBatch,
 ) -> Result<()> {
     let entry = Entry { stem, entry, threads: batch.shape.threads, blocks: batch.shape.blocks };
@@ -154,7 +156,7 @@ pub(crate) fn enqueue_reads(
     }
     keep_table(backend, table);
     for batch in &table.batches {
-        enqueue_placed(backend, (reduce.kernel.stem(), table.entry), batch)?;
+        enqueue_placed(backend, reduce.kernel.stem(), table.entry, batch)?;
     }
     Ok(LaunchReport { launches: table.batches.len() as u64, elements: 0 })
 }

@@ -98,13 +98,13 @@ fn copy_own(
     if spec.extents[list] == Extent::Whole {
         let place = elements.start as usize * width;
         let len_bytes = (elements.end - elements.start) as usize * width;
-        return Ok(backend.copy((from, place), (memory, at), len_bytes)?);
+        return Ok(backend.copy(from, place, memory, at, len_bytes)?);
     }
     let mut next = at;
     for part in spec.own_parts(elements.clone()).filter(|part| !part.elements.is_empty()) {
         let place = part.place_in(spec.extents[list]) as usize * width;
         let len_bytes = part.numel() * width;
-        backend.copy((from, place), (&mut *memory, next), len_bytes)?;
+        backend.copy(from, place, &mut *memory, next, len_bytes)?;
         next += len_bytes;
     }
     Ok(())

@@ -4,7 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::Content;
+/// A file, whatever its names.
+#[derive(Debug, Default)]
+pub(super) struct Content {
+    pub(super) bytes: Vec<u8>,
+    /// Time at which the file was written; no two files have the same time.
+    pub(super) written: i64,
+    /// Whether another user owns it.
+    pub(super) is_foreign: bool,
+}
 
 /// Files and folders.
 #[derive(Clone, Debug, Default)]

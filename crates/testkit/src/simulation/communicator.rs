@@ -69,8 +69,7 @@ impl SimulatedRank {
         self.sequence += 1;
         let label = format!("{label} {:?}", self.context);
         let call = (self.group, self.sequence);
-        let own = (self.world_rank, &self.members[..]);
-        self.schedule.exchange(own, call, &label, bytes)
+        self.schedule.exchange(self.world_rank, &self.members, call, &label, bytes)
     }
 }
 

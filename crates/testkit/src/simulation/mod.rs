@@ -33,22 +33,16 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use self::communicator::{RankFiles, SimulatedRank};
-use self::rank::{Told, run_rank};
+use self::rank::{AT, CANNOT_LOAD, FOLDER, Told, run_rank};
 use self::scenario::Scenario;
 use self::schedule::{RankFault, Schedule};
 use crate::{Fault, Seen, SimulatedDisk};
-
-/// Folder in which runs save.
-const FOLDER: &str = "/run/checkpoint";
 
 /// Tries of a run that may have faults; later tries have none.
 const FAULTY_TRIES: usize = 4;
 
 /// Most tries of a run; a run that has not ended by then never will.
 const MOST_TRIES: usize = 20;
-
-/// Key of the caller's text in a checkpoint: the number of micro-steps that are over.
-const AT: &str = "at";
 
 /// Counts of events of a simulated run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -91,7 +85,7 @@ pub fn simulate(seed: u64) -> Result<Story, String> {
     let scenario = Scenario::draw(seed);
     let reference = {
         let disk = Arc::new(new_disk(seed));
-        let ranks = run_once(&scenario, &disk, (seed, scenario.worlds()[0]), BTreeMap::new());
+        let ranks = run_once(&scenario, &disk, seed, scenario.worlds()[0], BTreeMap::new());
         one_hash(&ranks.outcomes).map_err(|error| format!("without faults: {error}"))?
     };
     let mut world = Simulation {
@@ -176,7 +170,7 @@ impl Simulation {
             let of_disk = self.disk.faults();
             let seed = self.rng.random();
             self.disk.act_as(self.story.tries, Seen::Here);
-            let tried = run_once(&self.scenario, &self.disk, (seed, world), faults);
+            let tried = run_once(&self.scenario, &self.disk, seed, world, faults);
             happened += tried.faults + self.disk.faults() - of_disk;
             self.story.faults += happened;
             self.story.events += tried.events;
@@ -309,14 +303,12 @@ const PANICKED: &str = "panicked";
 /// Beginning of an error that no fault excuses: ranks have ended with different values.
 const DIFFER: &str = "expected the same parameters on all ranks";
 
-/// Beginning of an error with which a checkpoint was refused.
-const CANNOT_LOAD: &str = "cannot go on: ";
-
 /// Runs all ranks once, from the checkpoint if there is one, to the end or an error.
 fn run_once(
     scenario: &Scenario,
     disk: &Arc<SimulatedDisk>,
-    (seed, world): (u64, usize),
+    seed: u64,
+    world: usize,
     faults: BTreeMap<u64, RankFault>,
 ) -> Tried {
     let schedule = Arc::new(Schedule::new(seed, world, faults));

@@ -14,7 +14,15 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::communicator::RankFiles;
 use super::scenario::Scenario;
-use super::{AT, CANNOT_LOAD, FOLDER};
+
+/// Folder in which runs save.
+pub(super) const FOLDER: &str = "/run/checkpoint";
+
+/// Key of the caller's text in a checkpoint: the number of micro-steps that are over.
+pub(super) const AT: &str = "at";
+
+/// Beginning of an error with which a checkpoint was refused.
+pub(super) const CANNOT_LOAD: &str = "cannot go on: ";
 
 /// Callbacks on the progress of a rank.
 #[derive(Clone, Copy)]
@@ -109,7 +117,7 @@ pub(super) fn run_rank(
         let written = state.write(&backend, Role::Param, &desc.name, &bytes);
         written.map_err(in_words)?;
     }
-    let resumed_at = resume(&plan, (&mut state, &backend), &files)?;
+    let resumed_at = resume(&plan, &mut state, &backend, &files)?;
     (told.resumed)(resumed_at);
     let looks = scenario.looks;
     let mut rank = Rank {
@@ -129,7 +137,8 @@ pub(super) fn run_rank(
 /// Goes on from the checkpoint, if there is one, and returns the micro-steps that are over.
 fn resume(
     plan: &Plan,
-    (state, backend): (&mut State, &CpuBackend),
+    state: &mut State,
+    backend: &CpuBackend,
     files: &RankFiles,
 ) -> Result<u64, String> {
     let told = |error: PlanError| format!("{CANNOT_LOAD}{error}");

@@ -134,7 +134,8 @@ impl Schedule {
     /// come.
     pub(super) fn exchange(
         &self,
-        (rank, members): (usize, &[usize]),
+        rank: usize,
+        members: &[usize],
         call: CallId,
         label: &str,
         bytes: Vec<u8>,

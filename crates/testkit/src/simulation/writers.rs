@@ -20,7 +20,7 @@ use fusestep_tensor_file::{Files, TensorFileError, finish_interrupted_in};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use self::meeting::{Ended, Outcome, Process, Step, Work, meet};
+use self::meeting::{Ended, Outcome, Pair, Process, Step, Work, meet};
 use crate::{Fault, Seen, SimulatedDisk};
 
 /// Operations of the writers, one after the other.
@@ -46,9 +46,6 @@ struct Around {
     /// Whether there were two of them.
     has_company: bool,
 }
-
-/// Possible contents of the two files.
-type Pair = [String; 2];
 
 /// Runs a seed and returns the number of acknowledged writes.
 ///

@@ -47,7 +47,7 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
                 let Some(squares) = leaf_squares(step.plan, state, index, read, &batches) else {
                     return Ok(());
                 };
-                step.backend.leaf_squares_into(squares, (own.leaves.as_mut(), place as u64))?;
+                step.backend.leaf_squares_into(squares, own.leaves.as_mut(), place as u64)?;
             }
             Ok(())
         })?;

@@ -70,14 +70,14 @@ fn own_leaves(
                 let Some(launch) = launches::with_batches(plan, state, stage, &run.batches) else {
                     continue;
                 };
-                let place = (rows.as_ref(), run.first);
                 if resident && run.table.is_none() {
-                    run.table = backend.place_leaf_sums(&launch, &values, place)?;
+                    run.table =
+                        backend.place_leaf_sums(&launch, &values, rows.as_ref(), run.first)?;
                 }
                 match &run.table {
                     _ if leaves == Leaves::Tables => {}
                     Some(table) => backend.leaf_sums_of_table(&launch, table.as_ref())?,
-                    None => backend.leaf_sums_into(&launch, (rows.as_mut(), run.first))?,
+                    None => backend.leaf_sums_into(&launch, rows.as_mut(), run.first)?,
                 }
             }
             Ok(())

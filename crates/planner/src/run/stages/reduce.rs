@@ -208,7 +208,7 @@ fn to_shard(
         for part in spec.own_parts(segment.elements.clone()) {
             let from = (part.elements.start - segment.elements.start) as usize * width;
             let (at, len_bytes) = (part.at as usize * width, part.numel() * width);
-            backend.copy((memory.as_ref(), from), (&mut *buffer, at), len_bytes)?;
+            backend.copy(memory.as_ref(), from, buffer, at, len_bytes)?;
             state.arena.copied_bytes += len_bytes as u64;
         }
     }

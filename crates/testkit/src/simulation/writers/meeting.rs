@@ -12,8 +12,10 @@ use fusestep_tensor_file::{
     remove_abandoned_in,
 };
 
-use super::Pair;
 use crate::{Seen, SimulatedDisk};
+
+/// Possible contents of the two files.
+pub(super) type Pair = [String; 2];
 
 /// A step: the places that it replaces, and the text that it writes there.
 #[derive(Clone, Debug)]
