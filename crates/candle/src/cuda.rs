@@ -71,7 +71,8 @@ impl OnCuda {
     /// Runs one step; see the [module](self).
     pub(crate) fn step(
         &self,
-        (plan, state): (&Plan, &mut State),
+        plan: &Plan,
+        state: &mut State,
         vars: &[(String, Var)],
         grads: &[Option<Tensor>],
     ) -> candle_core::Result<StepReport> {

@@ -234,8 +234,8 @@ impl<P: Params> Fused<P> {
     /// # Errors
     /// An [`AdapterError`] if there is no such group, or the rate is out of range.
     pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
-        let rule = (self.group_rules.number(group)?, &mut self.params);
-        Ok(group::set_lr(&mut self.state, rule, lr)?)
+        let rule = self.group_rules.number(group)?;
+        Ok(group::set_lr(&mut self.state, rule, &mut self.params, lr)?)
     }
 
     /// The learning rate of the next step: the base rate, times the factor of
@@ -366,8 +366,7 @@ impl<P: Params> Optimizer for Fused<P> {
                 self.state.set_without_gradient_at(index);
             }
         }
-        let run = (&self.plan, &mut self.state);
-        let report = self.memory.step(run, &self.vars, &gradients)?;
+        let report = self.memory.step(&self.plan, &mut self.state, &self.vars, &gradients)?;
         self.report = Report::of(&report, gradients.copied);
         Ok(())
     }

@@ -45,7 +45,8 @@ impl GroupRules {
 /// which every step makes rule 0 of.
 pub(crate) fn set_lr(
     state: &mut State,
-    (rule, params): (usize, &mut impl Params),
+    rule: usize,
+    params: &mut impl Params,
     lr: f64,
 ) -> Result<(), AdapterError> {
     state.set_lr_of(rule, lr)?;

@@ -58,7 +58,8 @@ impl Memory {
     /// One step on variables and gradients where they lie.
     pub(crate) fn step(
         &self,
-        (plan, state): (&Plan, &mut State),
+        plan: &Plan,
+        state: &mut State,
         vars: &[(String, Var)],
         gradients: &Gradients,
     ) -> candle_core::Result<StepReport> {
@@ -70,7 +71,7 @@ impl Memory {
                 Ok(report.map_err(AdapterError::from)?)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(on) => on.step((plan, state), vars, grads),
+            Self::Cuda(on) => on.step(plan, state, vars, grads),
         }
     }
 }

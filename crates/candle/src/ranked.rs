@@ -332,8 +332,8 @@ impl<P: Params> Ranked<'_, P> {
     /// # Errors
     /// As [`Fused::set_group_learning_rate`].
     pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
-        let rule = (self.group_rules.number(group)?, &mut self.params);
-        Ok(group::set_lr(self.session.state_mut(), rule, lr)?)
+        let rule = self.group_rules.number(group)?;
+        Ok(group::set_lr(self.session.state_mut(), rule, &mut self.params, lr)?)
     }
 
     /// Files of other settings are taken from now on ([`State::any_settings`]); all ranks call it.

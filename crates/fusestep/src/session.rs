@@ -3,6 +3,7 @@
 mod error;
 mod gather;
 mod saves;
+mod saving;
 mod start;
 
 use fusestep_collective::Communicator;
@@ -13,7 +14,7 @@ use fusestep_planner::{
 use fusestep_tensor::{DeviceSliceMut, Element, Role};
 
 pub use self::error::SessionError;
-use self::saves::Saving;
+use self::saving::Saving;
 
 /// A training run of one rank: gradients go in, [`Session::step`] updates parameters.
 ///

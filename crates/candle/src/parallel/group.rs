@@ -118,7 +118,7 @@ impl Group {
         }
         let labels = labels.to_dtype(DType::I64)?;
         let mut dims = labels.dims().to_vec();
-        let rows = self.tell(NAME, (&labels, 0), Some(0))?;
+        let rows = self.tell(NAME, &labels, 0, Some(0))?;
         let row: usize = dims[1..].iter().product();
         dims[0] = rows.iter().sum();
         let counts: Vec<usize> = rows.iter().map(|rows| rows * row).collect();
@@ -153,14 +153,15 @@ impl Group {
         let dtype = checked.and_then(|()| dtype_of(operation, tensor.dtype()));
         let is_bf16 = i64::from(tensor.dtype() == DType::BF16);
         let code = dtype.as_ref().map_or(REFUSED, |dtype| dtype.len_bytes() as i64 * 2 + is_bf16);
-        let told = self.tell(operation, (tensor, code), varying);
+        let told = self.tell(operation, tensor, code, varying);
         dtype.and(told)
     }
 
     fn tell(
         &self,
         operation: &'static str,
-        (tensor, dtype): (&Tensor, i64),
+        tensor: &Tensor,
+        dtype: i64,
         varying: Option<usize>,
     ) -> Result<Vec<usize>, ParallelError> {
         let dims = tensor.dims();

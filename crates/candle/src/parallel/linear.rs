@@ -166,7 +166,7 @@ impl ColumnParallelLinear {
         split.check(group)?;
         let own = split.counts()[group.rank()];
         for slice in std::iter::once(&weight).chain(&bias) {
-            check_slice(COLUMN, slice, 0, (own, &split))?;
+            check_slice(COLUMN, slice, 0, own, &split)?;
         }
         for slice in std::iter::once(&weight).chain(&bias) {
             slices::note(slice, group);
@@ -285,7 +285,7 @@ impl RowParallelLinear {
         };
         split.check(group)?;
         let own = split.counts()[group.rank()];
-        check_slice(ROW, &weight, 1, (own, &split))?;
+        check_slice(ROW, &weight, 1, own, &split)?;
         // The bias is whole on every rank.
         slices::note(&weight, group);
         Ok(Self {
@@ -379,7 +379,8 @@ fn check_slice(
     operation: &'static str,
     slice: &Tensor,
     dim: usize,
-    (expected, split): (usize, &Split),
+    expected: usize,
+    split: &Split,
 ) -> candle_core::Result<()> {
     let found = slice.dim(dim)?;
     if found == expected {

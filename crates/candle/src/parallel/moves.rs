@@ -101,7 +101,7 @@ impl Move {
             candle_core::bail!("{name}: expected f32, f64, f16 or bf16 elements, found others")
         };
         let dtype = dtype_of(name, dtype)?;
-        self.elements((group, dtype), row, send, receive)?;
+        self.elements(group, dtype, row, send, receive)?;
         if let Move::Scale(factor) = self {
             scale(&mut result, *factor);
         }
@@ -110,7 +110,8 @@ impl Move {
 
     fn elements(
         &self,
-        (group, dtype): (&Group, fusestep_tensor::DType),
+        group: &Group,
+        dtype: fusestep_tensor::DType,
         row: usize,
         send: &[u8],
         receive: &mut [u8],

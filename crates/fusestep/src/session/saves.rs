@@ -3,61 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use fusestep_planner::{Checkpoints, Comms, Initial, Plan, PlanError, RunToLoad, RunToSave};
+#[cfg(doc)]
+use fusestep_planner::Plan;
+use fusestep_planner::{Checkpoints, Initial, PlanError, RunToLoad, RunToSave};
 
 use super::Session;
-
-/// Plan, calls and saves of a session.
-pub(super) struct Saving<'c> {
-    pub(super) plan: Plan,
-    pub(super) comms: Comms<'c>,
-    pub(super) checkpoints: Checkpoints,
-    /// Error of a save, heard of behind a step.
-    pub(super) untold: Option<PlanError>,
-    /// Text of the first failure that other ranks may not know of.
-    pub(super) failed: Option<String>,
-}
-
-impl<'c> Saving<'c> {
-    pub(super) fn new(plan: Plan, comms: Comms<'c>, checkpoints: Checkpoints) -> Self {
-        Self { plan, comms, checkpoints, untold: None, failed: None }
-    }
-
-    /// Passes on an outcome and remembers a failure: other ranks may wait elsewhere. One of a
-    /// checkpoint comes on all of them in the same call.
-    pub(super) fn noted<R>(&mut self, done: Result<R, PlanError>) -> Result<R, PlanError> {
-        if let Err(error) = &done
-            && !error.is_of_checkpoint()
-        {
-            self.failed.get_or_insert_with(|| error.to_string());
-        }
-        done
-    }
-
-    /// [`Saving::noted`] of a call of checkpoints. All ranks have made it, so none is behind an
-    /// earlier failure any more.
-    fn noted_by_all<R>(&mut self, done: Result<R, PlanError>) -> Result<R, PlanError> {
-        let done = self.noted(done)?;
-        self.failed = None;
-        Ok(done)
-    }
-
-    /// Waits for the save in flight; all ranks do.
-    fn finish(&mut self) -> Result<(), PlanError> {
-        let finished = self.checkpoints.finish(&self.plan, &mut self.comms);
-        self.noted_by_all(finished).map(drop)
-    }
-}
-
-impl Drop for Saving<'_> {
-    /// Completes the save in flight with the other ranks, unless a call has failed: then they may
-    /// be anywhere.
-    fn drop(&mut self) {
-        if self.failed.is_none() && !std::thread::panicking() && self.checkpoints.in_flight() {
-            let _ = self.finish();
-        }
-    }
-}
+use super::saving::Saving;
 
 impl Session<'_> {
     /// Goes on from the folder's checkpoint, of however many ranks; returns how many steps the
@@ -74,9 +25,7 @@ impl Session<'_> {
     /// # Errors
     /// As [`Session::resume`].
     pub fn resume_if_any(&mut self, folder: impl AsRef<Path>) -> Result<Option<usize>, PlanError> {
-        self.resume_by(|checkpoints, plan, run, comms| {
-            checkpoints.resume(plan, run, comms, folder.as_ref())
-        })
+        self.resume_with(folder, Checkpoints::steps_of)
     }
 
     /// [`Session::resume_if_any`] with the texts that [`Session::begin_save_with`] has saved, once
@@ -89,30 +38,15 @@ impl Session<'_> {
         folder: impl AsRef<Path>,
         check: impl FnOnce(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
     ) -> Result<Option<T>, PlanError> {
-        let resumed = self.resume_by(|checkpoints, plan, run, comms| {
-            checkpoints.resume_with(plan, run, comms, folder.as_ref(), check)
-        })?;
-        Ok(resumed.map(|(checked, _)| checked))
-    }
-
-    fn resume_by<T>(
-        &mut self,
-        by: impl FnOnce(
-            &mut Checkpoints,
-            &Plan,
-            RunToLoad<'_>,
-            &mut Comms<'_>,
-        ) -> Result<Option<T>, PlanError>,
-    ) -> Result<Option<T>, PlanError> {
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let backend = self.backend.as_ref();
         let run = RunToLoad { state: &mut self.state, backend, params: None };
-        let resumed = by(checkpoints, plan, run, comms);
+        let resumed = checkpoints.resume_with(plan, run, comms, folder.as_ref(), check);
         let resumed = self.saving.noted_by_all(resumed)?;
         if resumed.is_some() {
             (self.met, self.brings) = (false, Initial::OwnAndEqual);
         }
-        Ok(resumed)
+        Ok(resumed.map(|(checked, _)| checked))
     }
 
     /// Begins a save after every so many steps; `step` counts from 0 and has just been done. Says
@@ -154,9 +88,7 @@ impl Session<'_> {
     /// # Cost
     /// One copy of what this rank saves; until the save before is complete, if it is not.
     pub fn begin_save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), PlanError> {
-        self.begin_save_by(|checkpoints, plan, run, comms| {
-            checkpoints.begin(plan, run, comms, folder.as_ref(), steps)
-        })
+        self.begin_save_with(folder, Checkpoints::texts_of(steps))
     }
 
     /// [`Session::begin_save`] with texts of the program's own in place of a number of steps.
@@ -168,20 +100,11 @@ impl Session<'_> {
         folder: impl AsRef<Path>,
         texts: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
-        self.begin_save_by(|checkpoints, plan, run, comms| {
-            checkpoints.begin_with(plan, run, comms, folder.as_ref(), texts)
-        })
-    }
-
-    fn begin_save_by(
-        &mut self,
-        by: impl FnOnce(&mut Checkpoints, &Plan, RunToSave<'_>, &mut Comms<'_>) -> Result<(), PlanError>,
-    ) -> Result<(), PlanError> {
         self.tell_of_save()?;
         self.meet()?;
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let run = RunToSave { state: &self.state, backend: self.backend.as_ref(), params: None };
-        let begun = by(checkpoints, plan, run, comms);
+        let begun = checkpoints.begin_with(plan, run, comms, folder.as_ref(), texts);
         self.saving.noted_by_all(begun)
     }
 

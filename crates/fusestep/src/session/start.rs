@@ -7,7 +7,8 @@ use fusestep_planner::Plan;
 use fusestep_planner::{Checkpoints, Comms, Initial, PlanError, Reach, State, Topology};
 use fusestep_tensor::ParamDesc;
 
-use super::{Saving, Session, SessionError};
+use super::saving::Saving;
+use super::{Session, SessionError};
 use crate::{Device, StepOptions};
 
 impl<'c> Session<'c> {

@@ -54,6 +54,24 @@ impl Checkpoints {
         Ok(steps.is_multiple_of(every).then_some(steps))
     }
 
+    /// The texts of a run whose caller has done `steps` steps.
+    pub fn texts_of(steps: usize) -> Texts {
+        BTreeMap::from([(STEPS.to_owned(), steps.to_string())])
+    }
+
+    /// The number of steps that the caller had done, in the texts of the folder's checkpoint.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] for texts without a count of steps.
+    pub fn steps_of(folder: &Path, texts: &Texts) -> Result<usize> {
+        let text = texts.get(STEPS);
+        let steps = text.and_then(|steps| steps.parse().ok());
+        steps.ok_or_else(|| {
+            let found = text.map_or_else(|| "nothing".to_owned(), |text| Quoted(text).to_string());
+            refuse(folder, STEPS, "a count of steps", found)
+        })
+    }
+
     /// Resumes from the folder's checkpoint, which any number of ranks may have saved. Returns the
     /// number of steps that the caller had done, or `None` if there is no checkpoint. All ranks
     /// call it.
@@ -68,12 +86,12 @@ impl Checkpoints {
         comms: &mut Comms<'_>,
         folder: &Path,
     ) -> Result<Option<usize>> {
-        let resumed = self.resume_with(plan, run, comms, folder, steps_of)?;
+        let resumed = self.resume_with(plan, run, comms, folder, Self::steps_of)?;
         Ok(resumed.map(|(steps, _)| steps))
     }
 
-    /// [`Checkpoints::resume`] with what `check` makes of the texts that were saved, before anything
-    /// is written; returns that and the texts.
+    /// [`Checkpoints::resume`] that hands the saved texts to `check` before anything is written.
+    /// Returns its result and the texts.
     ///
     /// # Errors
     /// As [`Checkpoints::resume`]; those of `check`, on all ranks alike.
@@ -120,8 +138,7 @@ impl Checkpoints {
         folder: &Path,
         steps: usize,
     ) -> Result<()> {
-        let texts = BTreeMap::from([(STEPS.to_owned(), steps.to_string())]);
-        self.begin_with(plan, run, comms, folder, texts)
+        self.begin_with(plan, run, comms, folder, Self::texts_of(steps))
     }
 
     /// [`Checkpoints::begin`] with texts of the caller's own in place of a number of steps.
@@ -199,16 +216,6 @@ fn read_any(
     let manifest = Manifest::read_if_any(folder)?;
     let read = |manifest| save::read_run(plan, state, params, folder.into(), &manifest);
     manifest.map(read).transpose()
-}
-
-/// The number of steps that the caller had done.
-fn steps_of(folder: &Path, texts: &Texts) -> Result<usize> {
-    let text = texts.get(STEPS);
-    let steps = text.and_then(|steps| steps.parse().ok());
-    steps.ok_or_else(|| {
-        let found = text.map_or_else(|| "nothing".to_owned(), |text| Quoted(text).to_string());
-        refuse(folder, STEPS, "a count of steps", found)
-    })
 }
 
 fn lock(folder: &Path) -> Result<FolderLock> {
