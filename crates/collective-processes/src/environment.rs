@@ -4,10 +4,7 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 
 use fusestep_collective::{alone_on_purpose, started_together};
 
-use crate::ProcessError;
-
-/// Most ranks of a session: the places of all their transfers lie in its segment.
-pub const MAX_RANKS: usize = 1024;
+use crate::{MAX_RANKS, ProcessError};
 
 /// Variable that names a start of the program, the same for all of its ranks; set by `fusestep
 /// launch`.

@@ -4,6 +4,9 @@ use std::fmt;
 
 use fusestep_collective::{ALONE_REMEDY, Started};
 
+/// Most ranks of a session: the places of all their transfers lie in its segment.
+pub const MAX_RANKS: usize = 1024;
+
 /// Why there is no communicator. The `Debug` form is the message, which a `main` that returns the
 /// error prints.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
@@ -52,7 +55,7 @@ pub enum ProcessError {
     #[error(
         "processes: expected a rank below the number of ranks, which is from 1 to {}, found rank \
          {rank} of {world_size}",
-        crate::MAX_RANKS
+        MAX_RANKS
     )]
     World {
         /// The rank.

@@ -56,8 +56,8 @@ mod task;
 pub use absent::{ProcessCommunicator, guard, launch};
 #[cfg(target_os = "linux")]
 pub use communicator::ProcessCommunicator;
-pub use environment::{MAX_RANKS, Rendezvous, launched_processes};
-pub use error::ProcessError;
+pub use environment::{Rendezvous, launched_processes};
+pub use error::{MAX_RANKS, ProcessError};
 pub use fusestep_collective::Options as ProcessOptions;
 #[cfg(target_os = "linux")]
 pub use guard::guard;
