@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use fusestep_collective::{
-    CollectiveError, Collectives, Communicator, Membership, Options, ReduceOp, comm_streams,
-    run_ranks,
+    CollectiveError, Collectives, Communicator, Membership, Options, ReduceOp,
+    communication_streams, run_ranks,
 };
 
 use super::worlds::{all, threads, within, world};
@@ -13,7 +13,7 @@ use super::worlds::{all, threads, within, world};
 fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
     within(60, || {
         all(threads(2, 20_000, |mut comm| {
-            let two = comm_streams(&mut comm, 2).unwrap();
+            let two = communication_streams(&mut comm, 2).unwrap();
             // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one
             // communication stream for both this would not end.
             let slow = two[0].start("all-reduce", vec![1.0f32; 3], |comm, buffer| {
@@ -40,7 +40,7 @@ fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
 fn a_thousand_pending_calls_come_back_in_any_order_of_waiting() {
     within(60, || {
         all(threads(3, 20_000, |mut comm| {
-            let two = comm_streams(&mut comm, 2).unwrap();
+            let two = communication_streams(&mut comm, 2).unwrap();
             let pending: Vec<_> = (0..1000)
                 .map(|i| two[i % 2].all_reduce(vec![i as i32; 5], ReduceOp::Sum))
                 .collect();
@@ -55,7 +55,7 @@ fn a_thousand_pending_calls_come_back_in_any_order_of_waiting() {
 fn dropping_a_pending_call_closes_the_stream_on_all_ranks() {
     within(30, || {
         let errors = all(threads(2, 20_000, |mut comm| {
-            let one = comm_streams(&mut comm, 1).unwrap();
+            let one = communication_streams(&mut comm, 1).unwrap();
             comm.barrier().unwrap();
             if comm.rank() == 1 {
                 drop(one[0].all_reduce(vec![1u8; 4], ReduceOp::Max));
@@ -76,7 +76,7 @@ fn dropping_a_pending_call_closes_the_stream_on_all_ranks() {
 fn a_panic_in_a_stream_reaches_whoever_waits_and_the_other_ranks() {
     within(30, || {
         let errors = all(threads(2, 20_000, |mut comm| {
-            let one = comm_streams(&mut comm, 1).unwrap();
+            let one = communication_streams(&mut comm, 1).unwrap();
             let outcome = one[0].start("all-reduce", (), |comm, ()| {
                 assert!(comm.rank() == 0, "rank 1 fails at work");
                 comm.barrier()
@@ -93,7 +93,7 @@ fn a_rank_that_panics_beside_its_streams_is_reported_as_panicked() {
     within(30, || {
         let outcomes = run_ranks(2, &Options::default(), |mut comm| {
             let rank = comm.rank();
-            let one = comm_streams(&mut comm, 1).unwrap();
+            let one = communication_streams(&mut comm, 1).unwrap();
             assert!(rank == 0, "rank 1 fails beside its communication stream");
             one[0].start("all-reduce", (), |comm, ()| comm.barrier()).wait()
         });

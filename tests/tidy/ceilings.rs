@@ -20,7 +20,7 @@ const SETTINGS: [(&str, usize); 5] = [
     ("clip_norm", 6),
     ("accumulate", 10),
     ("local_sgd", 6),
-    ("comm_streams", 8),
+    ("comm_streams", 5),
     ("update_in_backward", 6),
 ];
 

@@ -7,7 +7,7 @@ mod support;
 
 use std::error::Error;
 
-use fusestep_collective::{Collectives, Communicator, Membership, ReduceOp, comm_streams};
+use fusestep_collective::{Collectives, Communicator, Membership, ReduceOp, communication_streams};
 use support::on_ranks;
 
 /// Runs every one of them.
@@ -40,7 +40,7 @@ fn split() -> Result<(), Box<dyn Error>> {
 /// back from `wait`, in any order.
 fn streams_with_handles() -> Result<(), Box<dyn Error>> {
     let buckets = on_ranks("two communication streams, a bucket each", 2, |mut comm| {
-        let two = comm_streams(&mut comm, 2)?;
+        let two = communication_streams(&mut comm, 2)?;
         let first = two[0].all_reduce(vec![1.0f32; 3], ReduceOp::Sum);
         let second = two[1].all_reduce(vec![10.0f32; 3], ReduceOp::Average);
         // The gradients of the next layer would be computed here.
@@ -54,7 +54,7 @@ fn streams_with_handles() -> Result<(), Box<dyn Error>> {
 /// Any call can be started, or several as one piece of work.
 fn several_calls_on_a_stream() -> Result<(), Box<dyn Error>> {
     let gathered = on_ranks("scale, then gather on a communication stream", 2, |mut comm| {
-        let stream = comm_streams(&mut comm, 1)?.remove(0);
+        let stream = communication_streams(&mut comm, 1)?.remove(0);
         let start = vec![1.0 + comm.rank() as f64];
         let pending = stream.start("normalise and gather", start, |comm, own| {
             let mut sum = [0.0];

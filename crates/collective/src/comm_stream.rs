@@ -18,7 +18,7 @@ type Job = Box<dyn FnOnce(&mut dyn Communicator) + Send>;
 /// ```
 /// # use fusestep_collective::*;
 /// # run_ranks(2, &Options::default(), |mut comm| {
-/// let two = comm_streams(&mut comm, 2)?;
+/// let two = communication_streams(&mut comm, 2)?;
 /// let first = two[0].all_reduce(vec![1.0f32; 8], ReduceOp::Sum);
 /// let second = two[1].all_reduce(vec![2.0f32; 8], ReduceOp::Sum);
 /// assert_eq!(second.wait()?, [4.0; 8]);
@@ -56,13 +56,13 @@ pub const MAX_COMM_STREAMS: usize = 1024;
 /// # Errors
 /// As [`Communicator::split`]; [`CollectiveError::Refused`] if a thread cannot be started, or for
 /// more than [`MAX_COMM_STREAMS`].
-pub fn comm_streams(
+pub fn communication_streams(
     comm: &mut dyn Communicator,
     count: usize,
 ) -> Result<Vec<CommStream>, CollectiveError> {
     if count > MAX_COMM_STREAMS {
         let reason = format!("expected at most {MAX_COMM_STREAMS}, found {count}; 2 are plenty");
-        return Err(CollectiveError::refused(comm.rank(), "comm_streams", reason));
+        return Err(CollectiveError::refused(comm.rank(), "communication_streams", reason));
     }
     let everyone = Membership { colour: 0, key: 0 };
     let mut made = Vec::with_capacity(count);
@@ -214,7 +214,7 @@ mod tests {
     #[test]
     fn what_is_under_way_is_handed_back_and_what_is_through_hands_its_buffer_over() {
         let ranks = run_ranks(2, &Options::default(), |mut comm| {
-            let stream = comm_streams(&mut comm, 1)?.remove(0);
+            let stream = communication_streams(&mut comm, 1)?.remove(0);
             let (go, gate) = channel::<()>();
             let mut pending = stream.start("gated", vec![1.0f32; 4], move |comm, buffer| {
                 // Disconnected is as good: the test has gone on.

@@ -49,7 +49,7 @@ pub use call::{Buffers, Call};
 pub use call_shape::{CallShape, Lengths, Part};
 pub use collectives::Collectives;
 pub use columns::{Column, Columns, Receivers};
-pub use comm_stream::{CommStream, MAX_COMM_STREAMS, Pending, comm_streams};
+pub use comm_stream::{CommStream, MAX_COMM_STREAMS, Pending, communication_streams};
 pub use communicator::Communicator;
 pub use context::CallContext;
 pub use device_call::{DeviceBuffers, DeviceCall};

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use fusestep_collective::{
-    CollectiveError, Collectives, Communicator, Membership, ReduceOp, comm_streams,
+    CollectiveError, Collectives, Communicator, Membership, ReduceOp, communication_streams,
 };
 
 use super::worlds::{group, with_world, world};
@@ -17,7 +17,7 @@ fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
         return;
     }
     group(TIMEOUT_MS, |mut comm| {
-        let two = comm_streams(&mut *comm, 2).unwrap();
+        let two = communication_streams(&mut *comm, 2).unwrap();
         // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one
         // communication stream for both this would not end.
         let slow = two[0].start("all-reduce", vec![1.0f32; 3], |comm, buffer| {
@@ -40,7 +40,7 @@ fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
 fn many_pending_calls_come_back_in_any_order_of_waiting() {
     group(TIMEOUT_MS, |mut comm| {
         let ranks = comm.world_size() as i32;
-        let two = comm_streams(&mut *comm, 2).unwrap();
+        let two = communication_streams(&mut *comm, 2).unwrap();
         let start = |i: i32| two[i as usize % 2].all_reduce(vec![i; 5], ReduceOp::Sum);
         let pending: Vec<_> = (0..300).map(start).collect();
         for (i, pending) in pending.into_iter().enumerate().rev() {
@@ -55,7 +55,7 @@ fn dropping_a_pending_call_closes_the_stream_on_all_ranks() {
         return;
     }
     let error = group(TIMEOUT_MS, |mut comm| {
-        let one = comm_streams(&mut *comm, 1).unwrap();
+        let one = communication_streams(&mut *comm, 1).unwrap();
         comm.barrier().unwrap();
         if comm.rank() == 1 {
             drop(one[0].all_reduce(vec![1u8; 4], ReduceOp::Max));

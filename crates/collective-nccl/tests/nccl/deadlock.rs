@@ -5,7 +5,8 @@
 use std::time::Duration;
 
 use fusestep_collective::{
-    Collectives, Communicator, DeviceBuffers, DeviceCall, Operation, ReduceOp, comm_streams,
+    Collectives, Communicator, DeviceBuffers, DeviceCall, Operation, ReduceOp,
+    communication_streams,
 };
 use fusestep_collective_nccl::NcclOptions;
 use fusestep_tensor::DType;
@@ -29,7 +30,7 @@ fn calls_that_grow_on_two_streams_end() {
     };
     within(Duration::from_secs(60), move || {
         group(ranks, &own, |mut comm| {
-            let two = comm_streams(&mut comm, 2).unwrap();
+            let two = communication_streams(&mut comm, 2).unwrap();
             comm.barrier().unwrap();
             let before = counts();
             comm.barrier().unwrap();

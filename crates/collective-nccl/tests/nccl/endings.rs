@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use fusestep_collective::{
     CollectiveError, Collectives, CommStream, Communicator, Membership, Options, ReduceOp,
-    comm_streams, run_ranks,
+    communication_streams, run_ranks,
 };
 use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
 
@@ -43,7 +43,7 @@ fn two_streams_that_are_stuck_end_with_everything_else_of_their_gpus() {
     let begun = Instant::now();
     let errors = within(Duration::from_secs(40), || {
         group(2, &short(), |mut comm| {
-            let two = comm_streams(&mut comm, 2).unwrap();
+            let two = communication_streams(&mut comm, 2).unwrap();
             let started = [0, 1].map(|stream| {
                 let buffer = vec![1.0f32; 1000];
                 two[stream].all_reduce(buffer, ReduceOp::Sum)
@@ -104,7 +104,7 @@ fn memory_that_is_dropped_during_a_call_is_given_back_after_it() {
     within(Duration::from_secs(40), || {
         let long = NcclOptions { timeout: Duration::from_secs(60), ..options() };
         group(2, &long, |mut comm| {
-            let stream = comm_streams(&mut comm, 1).unwrap().remove(0);
+            let stream = communication_streams(&mut comm, 1).unwrap().remove(0);
             let buffer = comm.device_buffer(1000).unwrap();
             let pending = stream.all_reduce(vec![7.0f32; 9], ReduceOp::Sum);
             // Long enough for the operation to be enqueued, which then waits for ever.

@@ -3,7 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use fusestep_collective::{CollectiveError, Collectives, Communicator, ReduceOp, comm_streams};
+use fusestep_collective::{
+    CollectiveError, Collectives, Communicator, ReduceOp, communication_streams,
+};
 use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
 
 use super::stand_in::{ASYNC_ERROR, Fault, STALL};
@@ -209,7 +211,7 @@ fn a_pending_call_that_is_dropped_ends_its_stream() {
     let _turn = turn();
     let ranks = sizes().len();
     let errors = group(ranks, &options(), |mut comm| {
-        let stream = comm_streams(&mut comm, 1).unwrap().remove(0);
+        let stream = communication_streams(&mut comm, 1).unwrap().remove(0);
         comm.barrier().unwrap();
         if comm.rank() == 0 {
             drop(stream.all_reduce(vec![1.0f32; 4], ReduceOp::Sum));

@@ -1,6 +1,6 @@
 //! Several groups of the same GPUs, which overlap.
 
-use fusestep_collective::{Collectives, Communicator, Membership, ReduceOp, comm_streams};
+use fusestep_collective::{Collectives, Communicator, Membership, ReduceOp, communication_streams};
 
 use super::worlds::{group, options, sizes, turn};
 
@@ -9,7 +9,7 @@ fn streams_overlap_and_hand_buffers_back() {
     let _turn = turn();
     for ranks in sizes() {
         group(ranks, &options(), |mut comm| {
-            let two = comm_streams(&mut comm, 2).unwrap();
+            let two = communication_streams(&mut comm, 2).unwrap();
             let pending: Vec<_> = (0..10)
                 .map(|index| two[index % 2].all_reduce(vec![index as f32; 1000], ReduceOp::Sum))
                 .collect();

@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut, Range};
 
 use fusestep_collective::{
     CallContext, CollectiveError, CommStream, Communicator, Operation, RankMemory, ReduceOp,
-    ReduceUpdate, Solo, comm_streams,
+    ReduceUpdate, Solo, communication_streams,
 };
 use fusestep_launch::{Backend, BackendError, Buffer};
 use fusestep_tensor::DType;
@@ -106,7 +106,7 @@ impl<'a> Comms<'a> {
     /// the same number.
     ///
     /// # Errors
-    /// As [`comm_streams`].
+    /// As [`communication_streams`].
     pub fn with_streams(
         comm: &'a mut dyn Communicator,
         count: usize,
@@ -120,7 +120,7 @@ impl<'a> Comms<'a> {
     /// within a group. Calls across groups follow when the step is run.
     ///
     /// # Errors
-    /// As [`comm_streams`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
+    /// As [`communication_streams`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
     pub fn in_groups(
         comm: &'a mut dyn Communicator,
         group: NonZeroUsize,
@@ -215,7 +215,7 @@ impl<'a> Comms<'a> {
     /// orders that ranks do not share.
     pub(crate) fn stream_ahead(&mut self) -> Result<Option<&CommStream>, CollectiveError> {
         if self.has_streams() && self.ahead.is_none() {
-            self.ahead = comm_streams(self.within_group(), 1)?.pop();
+            self.ahead = communication_streams(self.within_group(), 1)?.pop();
         }
         Ok(self.ahead.as_ref())
     }
@@ -399,11 +399,11 @@ fn streams_of(
     if comm.world_size() == 1 {
         return Ok((Vec::new(), None));
     }
-    let streams = comm_streams(comm, count)?;
+    let streams = communication_streams(comm, count)?;
     let ahead = if streams.is_empty() || comm.device().is_none() {
         None
     } else {
-        comm_streams(comm, 1)?.pop()
+        communication_streams(comm, 1)?.pop()
     };
     Ok((streams, ahead))
 }
