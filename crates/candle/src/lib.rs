@@ -22,18 +22,18 @@ mod variables;
 
 pub use error::AdapterError;
 pub use fused::{Fused, Report};
-pub use fusestep::{Centering, Nesterov, OptionError, OwnRule, StepOptions as Options};
+#[cfg(feature = "rmsprop")]
+pub use fusestep::Centering;
+#[cfg(feature = "sgd")]
+pub use fusestep::Nesterov;
+pub use fusestep::{OptionError, OwnRule, StepOptions as Options};
 pub use fusestep_collective::{Communicator, Solo};
 pub use fusestep_launch::{
     Excluded, Master, Objective, Precision, Rounding, StateDType, WeightDecay,
 };
 pub use fusestep_planner::{Initial, LossScale, Phase, ScalePolicy, Schedule};
 pub use group::group;
-pub use optimizers::{
-    Adagrad, AdamW, Adamax, AnyRule, Lamb, Lars, Lion, NAdam, ParamsAdagrad, ParamsAdamax,
-    ParamsLamb, ParamsLars, ParamsLion, ParamsNAdam, ParamsRmsProp, ParamsScheduleFree, ParamsSgd,
-    RmsProp, ScheduleFree, Sgd,
-};
+pub use optimizers::*;
 pub use params::Params;
 pub use ranked::Ranked;
 pub use variables::IntoVariables;

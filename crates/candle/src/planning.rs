@@ -76,7 +76,7 @@ impl Settings for StepOptions {
     }
 
     fn check_slices(&self, vars: &[(String, Var)], rules: &[Rule]) -> Result<(), AdapterError> {
-        let normed = |rule: &Rule| matches!(rule, Rule::Lars(_) | Rule::Lamb(_));
+        let normed = |rule: &Rule| matches!(rule.name(), "lars" | "lamb");
         let rule = || rules.iter().find(|rule| normed(rule)).map(Rule::name);
         let Some(what) = self.takes_all_gradients().or_else(rule) else {
             return Ok(());

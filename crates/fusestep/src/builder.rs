@@ -18,14 +18,15 @@ pub trait Kind {
 
 /// Kinds of rules, each with its builder, its type and where its defaults differ from the type's.
 macro_rules! kinds {
-    ($($(#[$doc:meta])* $kind:ident of $crate_name:ident::$rule:ident
-        $({ $($field:ident: $value:expr),* })?;)*) => {
+    ($($(#[doc = $doc:literal])* $(#[cfg($feature:meta)])? $kind:ident
+        of $crate_name:ident::$rule:ident $({ $($field:ident: $value:expr),* })?;)*) => {
         /// The kinds of rules that builders have.
         pub mod kinds {
-            $($(#[$doc])* #[derive(Debug)] pub struct $kind;)*
+            $($(#[doc = $doc])* $(#[cfg($feature)])? #[derive(Debug)] pub struct $kind;)*
         }
 
         $(
+            $(#[cfg($feature)])?
             impl Kind for kinds::$kind {
                 type Rule = $crate_name::$rule;
 
@@ -38,7 +39,8 @@ macro_rules! kinds {
                 }
             }
 
-            $(#[$doc])*
+            $(#[doc = $doc])*
+            $(#[cfg($feature)])?
             pub type $kind = Builder<kinds::$kind>;
         )*
     };
@@ -50,22 +52,31 @@ kinds! {
     /// Adam without weight decay.
     Adam of fusestep_fused_adam::Adam { weight_decay: WeightDecay::L2(0.0) };
     /// Stochastic gradient descent; settings give it momentum.
+    #[cfg(feature = "sgd")]
     Sgd of fusestep_fused_sgd::Sgd;
     /// Lion: the sign of a moving mean.
+    #[cfg(feature = "lion")]
     Lion of fusestep_lion::Lion;
     /// Adagrad: steps scaled by the sum of squared gradients.
+    #[cfg(feature = "adagrad")]
     Adagrad of fusestep_adagrad::Adagrad;
     /// RMSprop: steps scaled by a moving mean of squared gradients.
+    #[cfg(feature = "rmsprop")]
     RmsProp of fusestep_rmsprop::RmsProp;
     /// Schedule-Free AdamW: an average of the iterates in place of a schedule.
+    #[cfg(feature = "schedule-free")]
     ScheduleFree of fusestep_schedule_free::ScheduleFree;
     /// LARS: momentum with a rate for each layer.
+    #[cfg(feature = "lars")]
     Lars of fusestep_lars_momentum::Lars;
     /// LAMB: Adam with a rate for each layer.
+    #[cfg(feature = "lamb")]
     Lamb of fusestep_lamb::Lamb;
     /// Adamax: Adam scaled by the largest gradient.
+    #[cfg(feature = "adamax")]
     Adamax of fusestep_adamax::Adamax;
     /// NAdam: Adam with Nesterov's momentum.
+    #[cfg(feature = "nadam")]
     NAdam of fusestep_nadam::NAdam;
 }
 

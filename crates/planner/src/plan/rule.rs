@@ -3,7 +3,6 @@
 use std::fmt;
 
 use fusestep_fused_adam::Adam;
-use fusestep_fused_sgd::Sgd;
 use fusestep_launch::{
     MultiTensorKernel, Objective, Precision, Setting, Settings, UpdateRule, WeightDecay,
 };
@@ -16,15 +15,15 @@ const SMALL: f64 = 1e-4;
 
 /// The update rules that plans apply, each by its sentence, its type and its crate.
 macro_rules! optimizers {
-    ($(#[doc = $says:literal] $rule:ident of $crate_name:ident;)*) => {
+    ($(#[doc = $says:literal] $(#[cfg($feature:meta)])? $rule:ident of $crate_name:ident;)*) => {
         /// The update rule and its hyper-parameters.
         #[derive(Clone, Copy, Debug, PartialEq)]
         #[non_exhaustive]
         pub enum Optimizer {
-            $(#[doc = $says] $rule($crate_name::$rule),)*
+            $(#[doc = $says] $(#[cfg($feature)])? $rule($crate_name::$rule),)*
         }
 
-        $(impl From<$crate_name::$rule> for Optimizer {
+        $($(#[cfg($feature)])? impl From<$crate_name::$rule> for Optimizer {
             fn from(rule: $crate_name::$rule) -> Self {
                 Optimizer::$rule(rule)
             }
@@ -33,34 +32,37 @@ macro_rules! optimizers {
         impl Optimizer {
             /// All update rules, with their defaults.
             pub fn all() -> Vec<Self> {
-                vec![$($crate_name::$rule::default().into(),)*]
+                vec![$($(#[cfg($feature)])? $crate_name::$rule::default().into(),)*]
             }
 
             /// The rule as planner and command line see it.
             pub fn rule(&self) -> &dyn UpdateRule {
                 match self {
-                    $(Optimizer::$rule(rule) => rule,)*
+                    $($(#[cfg($feature)])? Optimizer::$rule(rule) => rule,)*
                 }
             }
 
             /// Returns the rule with another learning rate.
             pub fn with_lr(self, lr: f64) -> Self {
                 match self {
-                    $(Optimizer::$rule(rule) => $crate_name::$rule { lr, ..rule }.into(),)*
+                    $(
+                        $(#[cfg($feature)])?
+                        Optimizer::$rule(rule) => $crate_name::$rule { lr, ..rule }.into(),
+                    )*
                 }
             }
 
             /// Visits every setting of the rule, in the order of its fields.
             pub fn each(&mut self, visit: &mut dyn FnMut(Setting<'_>)) {
                 match self {
-                    $(Optimizer::$rule(rule) => rule.each(visit),)*
+                    $($(#[cfg($feature)])? Optimizer::$rule(rule) => rule.each(visit),)*
                 }
             }
 
             /// One sentence on the rule.
             fn says(&self) -> &'static str {
                 match self {
-                    $(Optimizer::$rule(_) => $says.trim_ascii(),)*
+                    $($(#[cfg($feature)])? Optimizer::$rule(_) => $says.trim_ascii(),)*
                 }
             }
         }
@@ -71,22 +73,31 @@ optimizers! {
     /// Adam, with decoupled weight decay or L2 regularisation.
     Adam of fusestep_fused_adam;
     /// Stochastic gradient descent, with a velocity or without.
+    #[cfg(feature = "sgd")]
     Sgd of fusestep_fused_sgd;
     /// The sign of a moving mean, with decoupled weight decay.
+    #[cfg(feature = "lion")]
     Lion of fusestep_lion;
     /// Steps scaled by the sum of squared gradients.
+    #[cfg(feature = "adagrad")]
     Adagrad of fusestep_adagrad;
     /// Steps scaled by a moving mean of squared gradients.
+    #[cfg(feature = "rmsprop")]
     RmsProp of fusestep_rmsprop;
     /// AdamW whose average takes the place of a schedule.
+    #[cfg(feature = "schedule-free")]
     ScheduleFree of fusestep_schedule_free;
     /// Momentum with a rate for each layer: LARS.
+    #[cfg(feature = "lars")]
     Lars of fusestep_lars_momentum;
     /// Adam with a rate for each layer: LAMB.
+    #[cfg(feature = "lamb")]
     Lamb of fusestep_lamb;
     /// Adam scaled by the largest gradient in place of the second moment.
+    #[cfg(feature = "adamax")]
     Adamax of fusestep_adamax;
     /// Adam that steps along the next momentum: Nesterov's.
+    #[cfg(feature = "nadam")]
     NAdam of fusestep_nadam;
 }
 
@@ -111,10 +122,12 @@ impl NamedRule {
                     of(l2.into(), "Adam with L2 regularisation"),
                 ]
             }
+            #[cfg(feature = "sgd")]
             Optimizer::Sgd(_) => vec![
                 of(rule, "Stochastic gradient descent, which keeps no state"),
-                of(Sgd::with_momentum().into(), "SGD with a velocity"),
+                of(fusestep_fused_sgd::Sgd::with_momentum().into(), "SGD with a velocity"),
             ],
+            #[allow(unreachable_patterns)] // Where Adam is the only rule.
             _ => vec![of(rule, rule.says().trim_end_matches('.'))],
         });
         names.collect()

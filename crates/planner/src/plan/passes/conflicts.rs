@@ -24,7 +24,7 @@ pub(crate) fn check_conflicts(plan: &Plan) -> Result<()> {
     if plan.zero != ZeroStage::None && local {
         return conflict(&zero, LocalSgd::NAME, "both decide how gradients are reduced");
     }
-    let average = |rule: &Optimizer| matches!(rule, Optimizer::ScheduleFree(_));
+    let average = |rule: &Optimizer| rule.name() == "schedule-free";
     if plan.schedule.is_some() && plan.rules.iter().any(average) {
         let why = "do not go together, since its average takes the place of a schedule";
         return conflict("schedule-free", "a learning-rate schedule", why);
