@@ -18,6 +18,8 @@ mod lengths;
 mod methods;
 #[path = "tidy/sentences.rs"]
 mod sentences;
+#[path = "tidy/snippets.rs"]
+mod snippets;
 #[path = "tidy/source.rs"]
 mod source;
 #[path = "tidy/stems.rs"]
@@ -152,6 +154,13 @@ fn what_pages_name_is_there() {
     let words = sources.iter().flat_map(|text| documents::words(text));
     let words = words.collect();
     require(&[".md"], |path, text| documents::unknown_names(path, text, &words));
+}
+
+#[test]
+fn code_on_the_first_page_runs() {
+    let sources = snippets::RUN.map(read);
+    let found = snippets::not_run("README.md", &read("README.md"), &sources);
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
 }
 
 #[test]

@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::Backend;
 use fusestep_planner::{
     CheckpointFolder, Checkpoints, Comms, Manifest, Plan, PlanError, RunToLoad, RunToSave, Saved,
     Saves, State, Topology, WholeTensors, ZeroStage,

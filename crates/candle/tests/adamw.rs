@@ -13,6 +13,9 @@ use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+#[path = "../examples/quickstart.rs"]
+mod quickstart;
+
 /// Edges of vectors, of what the pool shares, and one tensor that the whole pool works on.
 const NUMELS: [usize; 9] = [1, 0, 15, 17, 4096, 65_537, 131_071, 131_072, 300_001];
 
@@ -260,4 +263,9 @@ fn integer_variables_are_left_out_and_no_variable_at_all_is_refused() {
     let refused = AdamW::new(vec![("n".to_owned(), count)], params());
     let error = refused.expect_err("nothing to train").to_string();
     assert!(error.contains("expected at least one of floating point"), "{error}");
+}
+
+#[test]
+fn the_quickstart_learns_before_and_after() {
+    quickstart::main().unwrap();
 }

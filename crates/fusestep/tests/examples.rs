@@ -6,6 +6,8 @@ mod accumulate_and_checkpoint;
 mod four_ranks;
 #[path = "../examples/one_process.rs"]
 mod one_process;
+#[path = "../examples/quickstart.rs"]
+mod quickstart;
 
 #[test]
 fn one_process_steps() {
@@ -20,4 +22,9 @@ fn four_ranks_agree() {
 #[test]
 fn a_run_in_two_halves_ends_as_one_in_a_piece() {
     accumulate_and_checkpoint::main().unwrap();
+}
+
+#[test]
+fn a_world_of_one_ends_as_one_process() {
+    quickstart::main().unwrap();
 }

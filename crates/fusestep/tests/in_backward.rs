@@ -43,8 +43,7 @@ fn one_rank_and_three_end_with_the_bits_of_updates_in_the_step() -> Result<(), E
             let alone = || AdamW::new(1e-2);
             let builder = if world > 1 { alone().zero(zero).bucket_cap_mib(0.01) } else { alone() };
             let in_buckets = |builder: AdamW| builder.bucket_cap_mib(0.01).update_in_backward();
-            let builder = if in_backward { in_buckets(builder) } else { builder };
-            builder
+            if in_backward { in_buckets(builder) } else { builder }
         };
         let run = |in_backward, world: usize| -> Result<Vec<Vec<u8>>, Error> {
             let name = format!("in_backward-{zero}-{world}-{in_backward}");

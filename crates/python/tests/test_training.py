@@ -102,3 +102,12 @@ def test_a_users_session(tmp_path):
     assert later_steps == 900 and later_loss < loss and later_right > 0.85
     last_steps, last_loss, _ = session("--load", "theirs.pt")
     assert last_steps == 1350 and last_loss < later_loss
+
+
+def test_the_quickstart_learns_before_and_after():
+    script = WORKSPACE / "crates/python/examples/quickstart.py"
+    out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    found = re.fullmatch(r"before ([\d.]+), after ([\d.]+)\n", out.stdout)
+    before, after = float(found[1]), float(found[2])
+    assert abs(before - after) < 1e-4 and after < 1.0
