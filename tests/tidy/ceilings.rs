@@ -44,18 +44,21 @@ const OPEN: [(&str, &str); 7] = [
     ("run::runs", "checkpoint::snapshot"),
 ];
 
+/// Folders of what users get, and of the libraries that tests stand on.
+const PRODUCT: [&str; 4] = ["crates/", "kernels/", "tools/cuda-emulator/", "tools/testkit/"];
+
 /// Words by which a doc points at something instead of naming it.
 const VAGUE: [&str; 13] = [
     "What", "Those", "That", "Whose", "Who", "Whoever", "Where", "As", "The same", "So many", "Of",
     "How many", "How much",
 ];
 
-/// Whether a file is what users get, and no test.
+/// Whether a file is what users get or a library that tests stand on, and no test.
 pub(crate) fn is_product(path: &str) -> bool {
     let endings = [".rs", ".cu", ".cuh", ".cpp", ".hpp", ".py"];
     let tests = path.ends_with("tests.rs") || path.ends_with("_test.rs");
     let folders = ["tests", "benches", "examples"];
-    (path.starts_with("crates/") || path.starts_with("kernels/"))
+    PRODUCT.iter().any(|folder| path.starts_with(folder))
         && endings.iter().any(|ending| path.ends_with(ending))
         && !tests
         && !path.split('/').any(|part| folders.contains(&part))
@@ -231,6 +234,7 @@ fn docs_without_their_noun_and_tuples_are_found() {
         assert_eq!(has_tuple_parameter(line), expected, "{line}");
     }
     assert!(is_product("crates/a/src/b.rs") && !is_product("crates/a/tests/b.rs"));
+    assert!(is_product("tools/testkit/src/case.rs") && !is_product("tools/fuzz/src/main.rs"));
     let other = "mod a;\npub use a::A;\nfn f() {}\n";
     assert_eq!(violations_of_room("crates/planner/src/run/mod.rs", other).len(), 1);
     assert!(violations_of_room("crates/planner/src/run/mod.rs", &other[..21]).is_empty());

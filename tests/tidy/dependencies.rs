@@ -59,7 +59,7 @@ const ONLY_IN: [(&str, &[&str]); 11] = [
     ("criterion", &["benches"]),
     ("clap", &["crates/cli"]),
     ("indicatif", &["crates/cli"]),
-    ("approx", &["crates/testkit", "tests"]),
+    ("approx", &["tools/testkit", "tests"]),
 ];
 
 /// Workspaces of their own: programs that depend on us as strangers do, and a peer.
@@ -202,7 +202,7 @@ fn forbidden_dependencies_are_found() {
         ("crates/cli", "dependencies", "candle-nn", 0),
         ("crates/simd", "dev-dependencies", "criterion", 1),
         ("benches", "dependencies", "criterion", 0),
-        ("xtask", "dependencies", "clap", 1),
+        ("tools/xtask", "dependencies", "clap", 1),
         ("crates/planner", "dependencies", "approx", 1),
         ("crates/unheard-of", "dependencies", "serde", 1),
     ] {

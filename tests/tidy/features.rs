@@ -19,12 +19,12 @@ const ADDITIVE: [(&str, &[&str]); 10] = [
 const PROGRAMS: [&str; 8] = [
     "crates/cli",
     "crates/python",
-    "crates/cuda-emulator",
-    "crates/testkit",
+    "tools/cuda-emulator",
+    "tools/testkit",
     "tests",
     "benches",
-    "fuzz",
-    "xtask",
+    "tools/fuzz",
+    "tools/xtask",
 ];
 
 /// What is wrong with the manifest of the package in `folder`, or of the workspace in ``.

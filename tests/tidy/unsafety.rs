@@ -13,7 +13,7 @@ const MAY_BE_UNSAFE: [&str; 15] = [
     "crates/collective-nccl/",
     "crates/collective-processes/",
     "crates/cuda/",
-    "crates/cuda-emulator/",
+    "tools/cuda-emulator/",
     // What a device's memory is promised to be, by whoever lends it.
     "crates/tensor/src/device.rs",
     // Addresses in candle's memory of a device, with the feature `cuda` only.

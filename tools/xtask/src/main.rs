@@ -66,7 +66,7 @@ const USAGE: &str =
   cargo xtask faults   step, save, resume and reshard with an error or their death at every call \
     that changes a file
   cargo xtask fuzz [--seconds N] [--seed S]   any bytes as files, plans and launches, each \
-    target of fuzz/ for so long
+    target of tools/fuzz for so long
   cargo xtask planted [WORD...]   put bugs into a copy of the sources, one after the other, and \
     see each found by the tool that is there for it
   cargo xtask nightly [WORD]   what takes longer than a change may wait for: kills, a million \
@@ -125,7 +125,7 @@ fn dispatch(arguments: &[String]) -> Result<()> {
 /// The folder of the workspace's `Cargo.toml`.
 fn workspace_root() -> PathBuf {
     let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    package.parent().expect("xtask lies one folder below the workspace").to_path_buf()
+    package.ancestors().nth(2).expect("xtask lies two folders below the workspace").to_path_buf()
 }
 
 /// Where cargo builds, which variables and settings of the machine may say.

@@ -1,4 +1,4 @@
-//! `fuzz`: every target of `fuzz/`, two at a time, with bounded memory.
+//! `fuzz`: every target of `tools/fuzz`, two at a time, with bounded memory.
 
 use std::path::Path;
 use std::process::Command;

@@ -90,7 +90,7 @@ impl Bench {
         compiler
             .args(["-shared", "-fPIC", "-O1", "-std=c++17", "-o"])
             .arg(&library)
-            .arg(workspace_root().join("xtask/faults/faults.cpp"))
+            .arg(workspace_root().join("tools/xtask/faults/faults.cpp"))
             .arg("-ldl");
         must(&mut compiler, "the library of faults does not build")?;
         Ok(Self {

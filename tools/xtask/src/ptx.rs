@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 
-#[path = "../../kernels/src/single_entry.rs"]
+#[path = "../../../kernels/src/single_entry.rs"]
 mod single_entry;
 
 use crate::{
@@ -149,7 +149,7 @@ struct Compiler {
 impl Compiler {
     fn fetch(root: &Path) -> Result<Self> {
         Ok(Self {
-            driver: root.join("xtask/nvrtc.py"),
+            driver: root.join("tools/xtask/nvrtc.py"),
             library: wheels::file_below(&NVRTC.unpacked()?, "libnvrtc.so.12")?,
             include_folder: root.join("kernels"),
         })

@@ -8,8 +8,8 @@ pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: ranks go on from different checkpoints",
         file: "crates/planner/src/checkpoint/checkpoints.rs",
-        from: "read, fingerprint)?;",
-        to: "read, fingerprint.min(1).max(1))?;",
+        from: "read, said)?;",
+        to: "read, said.min(1).max(1))?;",
         tool: Tool::Test("fusestep-tests", "distributed", "or_none_of_them_does"),
     },
     Bug {

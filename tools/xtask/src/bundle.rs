@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn a_folder_in_use_is_refused_before_anything_is_built() {
-        let error = pack(&workspace_root().join("xtask")).unwrap_err();
+        let error = pack(&workspace_root().join("tools")).unwrap_err();
         assert!(error.to_string().contains("expected a new or empty folder"), "{error}");
     }
 }

@@ -146,7 +146,7 @@ impl Bug {
         ensure!(
             found == 1,
             "{}: {}: expected the place once, found it {found} times; bring \
-             xtask/src/planted up to date",
+             tools/xtask/src/planted up to date",
             self.name,
             self.file
         );

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod corpus;
-#[path = "../../crates/cli/src/inputs.rs"]
+#[path = "../../../crates/cli/src/inputs.rs"]
 #[expect(dead_code, reason = "only the parser of shapes is fuzzed through this file")]
 mod inputs;
 mod mutate;

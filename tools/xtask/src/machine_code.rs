@@ -1,7 +1,7 @@
 //! `kernels/machine_code`: what was assembled for the devices that most programs meet, a bundle for
 //! each.
 
-#[path = "../../kernels/src/bundle.rs"]
+#[path = "../../../kernels/src/bundle.rs"]
 mod bundle;
 
 use std::{fmt::Write, fs, path::Path};
