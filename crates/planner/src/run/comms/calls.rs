@@ -120,7 +120,8 @@ impl<'a> Comms<'a> {
     /// within a group. Calls across groups follow when the step is run.
     ///
     /// # Errors
-    /// As [`communication_streams`]; [`CollectiveError::Refused`] if the world is no multiple of `group`.
+    /// As [`communication_streams`]; [`CollectiveError::Refused`] if the world is no multiple of
+    /// `group`.
     pub fn in_groups(
         comm: &'a mut dyn Communicator,
         group: NonZeroUsize,
