@@ -120,16 +120,17 @@ impl<'c> Session<'c> {
     /// # Errors
     /// As [`Session::compare_settings`]; as [`Session::broadcast_parameters`].
     pub fn bring_first(&mut self) -> Result<bool, PlanError> {
-        let brings = std::mem::replace(&mut self.brings, Initial::OwnAndEqual);
-        if brings == Initial::OwnAndEqual || self.plan().topology().world == 1 {
+        if self.brings == Initial::OwnAndEqual || self.plan().topology().world == 1 {
             return Ok(false);
         }
+        // What has failed is done again by the next call.
         self.compare_settings()?;
-        if self.state.step() > 0 {
-            return Ok(false);
+        let begins = self.state.step() == 0;
+        if begins {
+            self.broadcast_parameters(0)?;
         }
-        self.broadcast_parameters(0)?;
-        Ok(true)
+        self.brings = Initial::OwnAndEqual;
+        Ok(begins)
     }
 
     /// Brings the first parameters of rank 0 to all ranks, and compares what decides the bits of a
