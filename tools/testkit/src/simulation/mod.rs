@@ -15,6 +15,9 @@
 //!
 //! Before each run several writers share a pair of files, as `writers` says.
 
+#[macro_use]
+mod disk_files;
+
 mod communicator;
 mod rank;
 mod scenario;

@@ -5,11 +5,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use fusestep_tensor_file::{
-    Claim, FileKind, Files, Lock, Look, Prepared, TensorFileError, Versions, finish_interrupted_in,
-    remove_abandoned_in,
+    Claim, Files, Prepared, TensorFileError, Versions, finish_interrupted_in, remove_abandoned_in,
 };
 
 use crate::{Seen, SimulatedDisk};
@@ -203,50 +201,4 @@ pub(super) fn meet(
     ended.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Files for Shared<'_> {
-    fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        self.disk()?.read(path)
-    }
-    fn kind(&self, path: &Path) -> io::Result<FileKind> {
-        self.disk()?.kind(path)
-    }
-    fn look(&self, path: &Path) -> io::Result<Look> {
-        self.disk()?.look(path)
-    }
-    fn lock(&self, path: &Path) -> io::Result<Lock> {
-        self.disk()?.lock(path)
-    }
-    fn write_new(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        self.disk()?.write_new(path, bytes)
-    }
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.disk()?.rename(from, to)
-    }
-    fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.disk()?.link(from, to)
-    }
-    fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        self.disk()?.sync_folder(path)
-    }
-    fn create_folder(&self, path: &Path) -> io::Result<()> {
-        self.disk()?.create_folder(path)
-    }
-    fn list(&self, path: &Path) -> io::Result<Vec<String>> {
-        self.disk()?.list(path)
-    }
-    fn remove_file(&self, path: &Path) -> io::Result<()> {
-        self.disk()?.remove_file(path)
-    }
-    fn lives(&self, part: &Path) -> Option<bool> {
-        self.disk().ok()?.lives(part)
-    }
-    fn age(&self, path: &Path) -> io::Result<Duration> {
-        self.disk()?.age(path)
-    }
-    fn touched_ns(&self, path: &Path) -> io::Result<i64> {
-        self.disk()?.touched_ns(path)
-    }
-    fn remove_folder(&self, path: &Path) -> io::Result<()> {
-        self.disk()?.remove_folder(path)
-    }
-}
+files_of_disk!(Shared<'_>);
