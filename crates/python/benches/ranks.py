@@ -10,12 +10,15 @@ over ours, of rank 0.
 import argparse
 import json
 import math
+import pathlib
 import statistics
 import time
 
 import torch
 
 import fusestep.torch
+
+SHAPES = pathlib.Path(__file__).resolve().parents[3] / "data" / "shapes"
 
 
 class Products(torch.nn.Module):
@@ -44,7 +47,7 @@ def contestants(shapes):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--shapes", default="../../../data/shapes/resnet50.json")
+    parser.add_argument("--shapes", default=SHAPES / "resnet50.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

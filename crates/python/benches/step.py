@@ -12,12 +12,15 @@ import argparse
 import inspect
 import json
 import math
+import pathlib
 import statistics
 import time
 
 import torch
 
 import fusestep.torch
+
+SHAPES = pathlib.Path(__file__).resolve().parents[3] / "data" / "shapes"
 
 FEW = (1, 2, 5, 10)
 RULES = {
@@ -145,7 +148,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("part", nargs="*", choices=[[], "few", "turns", "small", "gpt2"])
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--shapes", default="../../../data/shapes/gpt2.json")
+    parser.add_argument("--shapes", default=SHAPES / "gpt2.json")
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
