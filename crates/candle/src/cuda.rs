@@ -10,6 +10,8 @@
 //! - candle's locks: storages are locked for reading while addresses are in use, so none is
 //!   replaced. Their memory is freed behind the work enqueued on the stream.
 
+use std::sync::Arc;
+
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop,
@@ -18,9 +20,10 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice};
 use candle_core::{
     CpuStorage, CudaStorage, Device, DeviceLocation, InplaceOp1, Layout, Storage, Tensor, Var,
 };
+use fusestep::{Session, SharedBackend};
 use fusestep_cuda::{ContextHandle, CudaBackend, DeviceTensor, StreamHandle};
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
-use fusestep_planner::{Lender, Plan, State, StepReport};
+use fusestep_planner::{Lender, StepReport};
 use fusestep_tensor::Role;
 
 use crate::lend::bytes_mut;
@@ -29,7 +32,7 @@ use crate::{AdapterError, Options};
 /// Backend that updates candle's variables on one CUDA device.
 #[derive(Debug)]
 pub(crate) struct OnCuda {
-    backend: CudaBackend,
+    backend: Arc<CudaBackend>,
     /// Device of candle; declared behind the backend, which may use this device's stream.
     device: CudaDevice,
 }
@@ -54,14 +57,14 @@ impl OnCuda {
         } else {
             let context = ContextHandle(stream.context().cu_ctx().cast());
             // SAFETY: cudarc's own handles of the driver; `self.device` keeps the stream, and
-            // state is dropped before it, as `Fused` declares them.
+            // the session is dropped before it, as `Fused` declares them.
             unsafe { CudaBackend::adopt(context, handle) }?
         };
-        Ok(Self { backend, device: device.clone() })
+        Ok(Self { backend: Arc::new(backend), device: device.clone() })
     }
 
-    pub(crate) fn backend(&self) -> &dyn Backend {
-        &self.backend
+    pub(crate) fn backend(&self) -> SharedBackend {
+        Arc::clone(&self.backend) as SharedBackend
     }
 
     pub(crate) fn has(&self, device: &Device) -> bool {
@@ -71,17 +74,16 @@ impl OnCuda {
     /// Runs one step; see the [module](self).
     pub(crate) fn step(
         &self,
-        plan: &Plan,
-        state: &mut State,
+        session: &mut Session<'_>,
         vars: &[(String, Var)],
         grads: &[Option<Tensor>],
-    ) -> candle_core::Result<StepReport> {
+    ) -> Result<StepReport, AdapterError> {
         let stream = self.device.cuda_stream();
         let tracks = stream.context().is_managing_stream_synchronization();
         let updated = || vars.iter().zip(grads).filter(|(_, grad)| grad.is_some());
         if tracks {
             for ((_, var), _) in updated() {
-                announce(var, &stream)?;
+                announce(var, &stream).map_err(AdapterError::from_candle)?;
             }
         }
         let locked: Vec<_> = vars.iter().zip(grads).map(lock).collect();
@@ -95,8 +97,8 @@ impl OnCuda {
         let handle = handle_of(&stream);
         let mut lender = BorrowedOnCuda { backend: &self.backend, places: &places };
         // SAFETY: candle's stream, in the context of the backend.
-        unsafe { self.backend.wait_for(handle) }.map_err(AdapterError::from)?;
-        let report = plan.run_borrowed(state, &mut lender);
+        unsafe { self.backend.wait_for(handle) }?;
+        let report = session.step_lent(&mut lender);
         // After a failed step, too: some of its work may be enqueued.
         // SAFETY: as above.
         let waits = unsafe { self.backend.make_wait(handle) };
@@ -104,11 +106,11 @@ impl OnCuda {
         drop(locked);
         if tracks {
             for ((_, var), _) in updated() {
-                announce(var, &stream)?;
+                announce(var, &stream).map_err(AdapterError::from_candle)?;
             }
         }
-        let report = report.map_err(AdapterError::from)?;
-        waits.map_err(AdapterError::from)?;
+        let report = report?;
+        waits?;
         Ok(report)
     }
 }

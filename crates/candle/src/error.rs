@@ -142,7 +142,7 @@ pub enum AdapterError {
         count: usize,
     },
     /// An optimizer that has stepped, saved or resumed cannot change to ranks.
-    #[error("on: expected an optimizer before its first step, found one of {steps} steps")]
+    #[error("on: expected an optimizer before its first step, found one in use, of {steps} steps")]
     InUse {
         /// Steps run.
         steps: u64,

@@ -1,48 +1,24 @@
 //! Evaluation of a model, for which variables may have other values for a while.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use candle_core::Var;
 
+use crate::fused::Tensors;
 use crate::lend::{copy, with_bytes, write_in_place};
-use crate::{AdapterError, Fused, Params, Ranked};
+use crate::{AdapterError, Fused, Params};
 
-impl<P: Params> Fused<P> {
+impl<P: Params> Fused<'_, P> {
     /// Runs `work` while the variables have the values for evaluation. Under
     /// [`crate::ScheduleFree`] these are the averages, as after `optimizer.eval()` of its authors'
     /// package. Under any other rule the variables keep their values. Afterwards the averaged
     /// variables have their old bits, whether `work` succeeds, fails or panics, and writes of
-    /// `work` to them are lost. A nested call changes nothing.
+    /// `work` to them are lost. All ranks call it.
     ///
     /// # Errors
-    /// That of `work`; an [`AdapterError`] if a variable is not contiguous in host memory any more.
+    /// That of `work`; an [`AdapterError`] if a variable is not contiguous in host memory any more,
+    /// or a call between ranks fails.
     /// # Cost
     /// None if the variables keep their values; else a copy of them for as long as `work` runs, and
     /// a pass over the optimizer's state.
-    pub fn evaluate<R>(
-        &self,
-        work: impl FnOnce() -> candle_core::Result<R>,
-    ) -> candle_core::Result<R> {
-        // Variables that are averages already must not be averaged again.
-        if !self.state.averages() || self.evaluating.swap(true, Ordering::Relaxed) {
-            return work();
-        }
-        let _evaluating = Evaluating(&self.evaluating);
-        with_values(&self.vars, work, |index, bytes| {
-            let name = &self.vars[index].0;
-            let backend = self.memory.backend();
-            let averaged = self.state.average_borrowed(backend, name, bytes);
-            Ok(averaged.map_err(AdapterError::from)?)
-        })
-    }
-}
-
-impl<P: Params> Ranked<'_, P> {
-    /// Runs `work` on every rank with the values for evaluation, as [`Fused::evaluate`] does; all
-    /// ranks call it.
-    ///
-    /// # Errors
-    /// As [`Fused::evaluate`], and for a call between ranks.
     pub fn evaluate<R>(
         &mut self,
         work: impl FnOnce() -> candle_core::Result<R>,
@@ -50,19 +26,16 @@ impl<P: Params> Ranked<'_, P> {
         if !self.state().averages() {
             return work();
         }
+        if let Tensors::Lent { .. } = &self.tensors {
+            return with_values(&self.vars, work, |index, bytes| {
+                let averaged = self.session.average_lent(&self.vars[index].0, bytes);
+                Ok(averaged.map_err(AdapterError::from)?)
+            });
+        }
         let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
         let gathered = self.session.gather_averages(&names);
         let gathered = gathered.map_err(AdapterError::from)?;
         with_values(&self.vars, work, |index, bytes| copy(gathered.bytes(index), bytes))
-    }
-}
-
-/// Guard that clears the flag of an evaluation when dropped, by a panic, too.
-struct Evaluating<'a>(&'a AtomicBool);
-
-impl Drop for Evaluating<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Relaxed);
     }
 }
 

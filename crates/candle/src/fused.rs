@@ -1,47 +1,54 @@
 //! The optimizer.
 
-use std::num::NonZeroUsize;
+use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
 
-use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var, WithDType};
-use candle_nn::Optimizer;
-use fusestep_collective::require_alone;
-use fusestep_planner::{Checkpoints, Plan, State, StepReport};
+use fusestep::{OptionError, Session};
+use fusestep_collective::Communicator;
+use fusestep_planner::{Plan, State, StepReport};
 use fusestep_tensor::{Element, Role};
 use half::bf16;
 
-use crate::gradients::{Addresses, Gradients};
+use crate::gradients::Addresses;
 use crate::group::{self, GroupRules};
 use crate::lend;
 use crate::memory::Memory;
-use crate::planning::Settings;
-use crate::variables::{Names, Variables};
-use crate::{AdapterError, IntoVariables, OptionError, Options, Params};
+use crate::variables::Names;
+use crate::{AdapterError, Options, Params};
 
-/// An update rule on candle variables: one planned step over all of them, in place, on all threads.
+/// An update rule on candle variables: one planned step over all of them, on one rank or many.
 ///
 /// [`crate::AdamW`], [`crate::Sgd`], [`crate::Lars`] and the others are this with their
-/// hyper-parameters; see the [crate's page](crate).
+/// hyper-parameters; see the [crate's page](crate). One process steps in candle's own memory, on
+/// all threads. [`Fused::on`] makes it one rank of a communicator: then gradients of micro-steps
+/// are added, reduced over ranks and stepped with in the optimizer's own memory, and the variables
+/// get what is new. All ranks make the same calls. Parameters get the same bits at every ZeRO
+/// stage, with any bucket cap, any streams, and any number of threads.
 #[derive(Debug)]
-pub struct Fused<P> {
+pub struct Fused<'c, P> {
     pub(crate) vars: Vec<(String, Var)>,
     pub(crate) names: Names,
     pub(crate) addresses: Addresses,
     pub(crate) params: P,
     pub(crate) options: Options,
-    /// The setting that a step without ranks refuses.
-    needs_ranks: Option<OptionError>,
     pub(crate) group_rules: GroupRules,
-    pub(crate) plan: Plan,
-    pub(crate) state: State,
-    /// Behind the state, whose memory it gave.
-    pub(crate) memory: Memory,
-    report: Report,
-    pub(crate) checkpoints: Checkpoints,
-    /// Whether the variables are what a model is evaluated with.
-    pub(crate) evaluating: AtomicBool,
+    pub(crate) session: Session<'c>,
+    /// Where steps update; behind the session, whose state lies in its memory.
+    pub(crate) tensors: Tensors,
+    pub(crate) report: Report,
+}
+
+/// Tensors that steps update.
+#[derive(Debug)]
+pub(crate) enum Tensors {
+    /// Variables, which candle lends for each call, and the setting that a step without ranks
+    /// refuses.
+    Lent { memory: Memory, needs_ranks: Option<OptionError> },
+    /// Copies of the variables, of one process alone.
+    Kept,
+    /// Copies of the variables, of one rank; every rank has a slice of the named ones.
+    OnRanks { slices: BTreeSet<String> },
 }
 
 /// Report of the last step.
@@ -90,121 +97,27 @@ impl Report {
     }
 }
 
-impl<P: Params> Fused<P> {
-    /// An optimizer of these variables on the threads of rayon's pool, in which candle works, too.
-    ///
-    /// # Errors
-    /// An [`AdapterError`] inside candle's error: a hyper-parameter out of range, a variable of
-    /// another dtype than f32, f64, f16 or bf16, or that is neither on the CPU nor, with the
-    /// feature `cuda`, on the CUDA device of the others, or one given twice; no variables at all.
-    pub fn new(vars: impl IntoVariables, params: P) -> candle_core::Result<Self> {
-        Self::with_options(vars, params, &Options::default())
-    }
-
-    /// [`Fused::new`] with the other hyper-parameters at their defaults.
-    ///
-    /// # Errors
-    /// As [`Fused::new`].
-    pub fn new_lr(vars: impl IntoVariables, learning_rate: f64) -> candle_core::Result<Self>
-    where
-        P: Default,
-    {
-        let mut params = P::default();
-        params.set_lr(learning_rate);
-        Self::new(vars, params)
-    }
-
-    /// [`Fused::new`] on the caller's thread and at most `threads − 1` of rayon's; the bits do not
-    /// depend on it.
-    ///
-    /// # Errors
-    /// As [`Fused::new`].
-    pub fn with_threads(
-        vars: impl IntoVariables,
-        params: P,
-        threads: NonZeroUsize,
-    ) -> candle_core::Result<Self> {
-        let options = Options { threads: Some(threads.get()), ..Options::default() };
-        Self::with_options(vars, params, &options)
-    }
-
-    /// An optimizer without any pass: one launch per variable. The oracle of the fused one.
-    ///
-    /// # Errors
-    /// As [`Fused::new`].
-    pub fn naive(
-        vars: impl IntoVariables,
-        params: P,
-        threads: NonZeroUsize,
-    ) -> candle_core::Result<Self> {
-        let threads = Some(threads.get());
-        let options = Options { threads, naive: true, ..Options::default() };
-        Self::with_options(vars, params, &options)
-    }
-
-    /// [`Fused::new`] with clipping, loss scaling, 16-bit variables and their masters, and the rest
-    /// of [`Options`].
-    ///
-    /// # Errors
-    /// As [`Fused::new`], and for an option out of range, a precision that a variable cannot have,
-    /// and a text of [`Options::exclude`] or [`Options::groups`] that is in no variable's name.
-    pub fn with_options(
-        vars: impl IntoVariables,
-        params: P,
-        options: &Options,
-    ) -> candle_core::Result<Self> {
-        let variables = vars.into_variables().floating_point();
-        let memory = Memory::of(&variables.vars, options)?;
-        let backend = memory.backend();
-        let descriptors = variables.descriptors(options, &memory)?;
-        let planner = options.borrowing_planner(params.rule(), &descriptors, backend.limits());
-        let planner = planner.map_err(AdapterError::from)?;
-        let plan = planner.plan(&descriptors).map_err(AdapterError::from)?;
-        let state = plan.allocate(backend).map_err(AdapterError::from)?;
-        let Variables { vars, names } = variables;
-        let mut optimizer = Self {
-            addresses: Addresses::of(&vars),
-            vars,
-            names,
-            params,
-            options: options.clone(),
-            // Names that are known to be slices change nothing of a rank's own step.
-            needs_ranks: Options { distributed: Vec::new(), ..options.clone() }
-                .check_borrowed()
-                .err(),
-            group_rules: GroupRules::of(&options.groups, state.rules()),
-            plan,
-            state,
-            memory,
-            report: Report::default(),
-            checkpoints: Checkpoints::default(),
-            evaluating: AtomicBool::new(false),
-        };
-        optimizer.follow_variables()?;
-        Ok(optimizer)
-    }
-
-    /// Lets f32 masters follow variables that were written outside of a step, where they do not
-    /// round to the values there.
-    ///
-    /// # Errors
-    /// An [`AdapterError`] if memory cannot be had.
-    pub fn follow_variables(&mut self) -> candle_core::Result<()> {
-        for (name, var) in &self.vars {
-            let (state, backend) = (&mut self.state, self.memory.backend());
-            lend::with_bytes(var.as_tensor(), |bytes| {
-                let done = state.follow_borrowed(backend, name, bytes);
-                Ok(done.map_err(AdapterError::from)?)
-            })?;
-        }
-        Ok(())
-    }
-
+impl<P: Params> Fused<'_, P> {
     /// The factor to multiply the next loss with before `backward`; 1 without
     /// [`Options::loss_scale`].
     pub fn loss_scale(&self) -> f64 {
-        let scale = self.state.loss_scale();
-        scale.map_or(1.0, |scale| scale.scale())
+        self.session.loss_scale()
+    }
+
+    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD;
+    /// `backward_step` tells its own.
+    pub fn set_loss(&mut self, loss: f64) {
+        self.session.set_loss(loss);
+    }
+
+    /// The weight of the micro-step under way, whose gradients are the mean over fewer examples
+    /// than the others'; 1 unless it is set.
+    ///
+    /// # Errors
+    /// As [`State::set_weight`].
+    pub fn set_weight(&mut self, weight: f64) -> candle_core::Result<()> {
+        let set = self.session.state_mut().set_weight(weight);
+        Ok(set.map_err(AdapterError::from)?)
     }
 
     /// How far each variable moved in the last step, ‖new − old‖ in plan order; `None` without
@@ -213,7 +126,7 @@ impl<P: Params> Fused<P> {
     /// # Errors
     /// An [`AdapterError`] inside candle's error: the sums cannot be read.
     pub fn update_norms(&self) -> candle_core::Result<Option<Vec<f64>>> {
-        let norms = self.state.update_norms(self.memory.backend());
+        let norms = self.state().update_norms(self.session.backend());
         Ok(norms.map_err(AdapterError::from)?)
     }
 
@@ -222,36 +135,48 @@ impl<P: Params> Fused<P> {
         &self.params
     }
 
-    /// Sets the hyper-parameters from the next step on; that step refuses values out of range.
+    /// Sets the hyper-parameters from the next step on, which refuses values out of range; all
+    /// ranks set the same.
     pub fn set_params(&mut self, params: P) {
         self.params = params;
-    }
-
-    /// Sets the learning rate of one of [`Options::groups`], counted from 0, from the next step on;
-    /// groups that were given equal rules have one, and a group that was given the optimizer's own
-    /// has the optimizer's.
-    ///
-    /// # Errors
-    /// An [`AdapterError`] if there is no such group, or the rate is out of range.
-    pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
-        let rule = self.group_rules.number(group)?;
-        Ok(group::set_lr(&mut self.state, rule, &mut self.params, lr)?)
     }
 
     /// The learning rate of the next step: the base rate, times the factor of
     /// [`Options::schedule`].
     pub fn scheduled_rate(&self) -> f64 {
-        self.params.lr() * self.state.lr_factor()
+        self.params.lr() * self.state().lr_factor()
+    }
+
+    /// Sets the learning rate of one of [`Options::groups`], counted from 0, from the next step on;
+    /// groups that were given equal rules have one, and a group that was given the optimizer's own
+    /// has the optimizer's. All ranks set the same.
+    ///
+    /// # Errors
+    /// An [`AdapterError`] if there is no such group, or the rate is out of range.
+    pub fn set_group_learning_rate(&mut self, group: usize, lr: f64) -> candle_core::Result<()> {
+        let rule = self.group_rules.number(group)?;
+        Ok(group::set_lr(self.session.state_mut(), rule, &mut self.params, lr)?)
     }
 
     /// The plan of a step.
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        self.session.plan()
     }
 
-    /// Report of the last step.
+    /// Report of the last update; launches and elements are this rank's.
     pub fn report(&self) -> Report {
         self.report
+    }
+
+    /// The optimizer's memory on this rank.
+    pub fn state(&self) -> &State {
+        self.session.state()
+    }
+
+    /// The communicator, for calls of one's own, which all ranks make between steps; that of a
+    /// world of one without [`Fused::on`].
+    pub fn communicator(&mut self) -> &mut dyn Communicator {
+        self.session.communicator()
     }
 
     /// The variables with their names, in plan order.
@@ -262,11 +187,11 @@ impl<P: Params> Fused<P> {
     /// A copy of one of the optimizer's own tensors of a variable, such as its first moment.
     ///
     /// # Errors
-    /// An [`AdapterError`] if there is no such variable or tensor.
+    /// An [`AdapterError`] if there is no such variable or tensor, or other ranks have parts of it.
     pub fn moment(&self, role: Role, name: &str) -> candle_core::Result<Tensor> {
         let var = self.vars.iter().find(|(known, _)| known == name);
         let shape = var.map_or(candle_core::Shape::from(()), |(_, var)| var.shape().clone());
-        let dtype = self.state.dtype(role, name).map_err(AdapterError::from)?;
+        let dtype = self.state().dtype(role, name).map_err(AdapterError::from)?;
         match dtype {
             fusestep_tensor::DType::F64 => self.copy::<f64>(role, name, shape),
             fusestep_tensor::DType::BF16 => self.copy::<bf16>(role, name, shape),
@@ -283,15 +208,15 @@ impl<P: Params> Fused<P> {
         shape: candle_core::Shape,
     ) -> candle_core::Result<Tensor> {
         let cpu = &candle_core::Device::Cpu;
-        let backend = self.memory.backend();
+        let (state, backend) = (self.state(), self.session.backend());
         if backend.takes_host_memory() {
-            let values = self.state.view::<T>(role, name);
+            let values = state.view::<T>(role, name);
             let values = values.map_err(AdapterError::from)?;
             return Tensor::from_slice(values, shape, cpu);
         }
         let mut values = vec![T::default(); shape.elem_count()];
         let bytes = bytemuck::cast_slice_mut(&mut values);
-        let read = self.state.read(backend, role, name, bytes);
+        let read = state.read(backend, role, name, bytes);
         read.map_err(AdapterError::from)?;
         Tensor::from_vec(values, shape, cpu)
     }
@@ -300,83 +225,71 @@ impl<P: Params> Fused<P> {
     /// …, metadata `step`.
     ///
     /// # Errors
-    /// An [`AdapterError`]: no names, or the file cannot be written; an existing file is as it was
-    /// then.
+    /// An [`AdapterError`]: no names, tensors that ranks share out, or the file cannot be written;
+    /// an existing file is as it was then.
     pub fn save(&self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.names.check()?;
-        let saved = self.state.save(self.memory.backend(), path.as_ref());
+        let saved = self.state().save(self.session.backend(), path.as_ref());
         Ok(saved.map_err(AdapterError::from)?)
     }
 
-    /// Files of other settings are loaded and resumed from now on ([`State::any_settings`]), also
-    /// by the optimizer of many ranks that [`Fused::on`] makes of it.
-    pub fn any_settings(&mut self) {
-        self.state.any_settings();
-    }
-
-    /// Files of other settings are refused from now on, as at first ([`State::same_settings`]).
-    pub fn same_settings(&mut self) {
-        self.state.same_settings();
-    }
-
-    /// Reads what [`Fused::save`] wrote.
+    /// Reads what [`Fused::save`] wrote; all ranks read the same.
     ///
     /// # Errors
     /// An [`AdapterError`]: no names, or a file that is not this optimizer's; nothing has changed
     /// then.
     pub fn load(&mut self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.names.check()?;
-        let loaded = self.state.load(self.memory.backend(), path.as_ref());
+        let loaded = self.session.load_state(path);
         loaded.map_err(AdapterError::from)?;
         Ok(())
     }
-}
 
-impl<P: Params> Optimizer for Fused<P> {
-    type Config = P;
-
-    fn new(vars: Vec<Var>, config: P) -> candle_core::Result<Self> {
-        Fused::new(vars, config)
+    /// Files of other settings are loaded and resumed from now on ([`State::any_settings`]), also
+    /// by the optimizer of many ranks that [`Fused::on`] makes of it; all ranks call it.
+    pub fn any_settings(&mut self) {
+        self.session.state_mut().any_settings();
     }
 
-    /// Updates all variables that have a gradient, in place.
+    /// Files of other settings are refused from now on, as at first ([`State::same_settings`]); all
+    /// ranks call it.
+    pub fn same_settings(&mut self) {
+        self.session.state_mut().same_settings();
+    }
+
+    /// Hands variables that were written outside of a step on to the optimizer: to f32 masters that
+    /// do not round to them, and to the optimizer's own copies. All ranks write the same.
     ///
     /// # Errors
-    /// An [`AdapterError`] naming the variable whose gradient does not fit, or a hyper-parameter
-    /// out of range; nothing has been written then. In a process of a launcher that has joined none
-    /// of the others [`AdapterError::TakenForWhole`].
-    /// # Cost
-    /// The memory traffic of the rule's kernel, 28 bytes per f32 element for AdamW; one lock at a
-    /// time on each thread.
-    fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
-        require_alone().map_err(AdapterError::from)?;
-        if let Some(refused) = &self.needs_ranks {
-            return Err(AdapterError::from(refused.clone()).into());
+    /// An [`AdapterError`] if memory cannot be had, or a variable is not contiguous any more.
+    pub fn follow_variables(&mut self) -> candle_core::Result<()> {
+        let followed = self.follow();
+        self.session.meet_again();
+        self.note(followed)
+    }
+
+    pub(crate) fn follow(&mut self) -> Result<(), AdapterError> {
+        let (session, is_lent) = (&mut self.session, matches!(self.tensors, Tensors::Lent { .. }));
+        for (name, var) in &self.vars {
+            let followed = lend::with_bytes(var.as_tensor(), |bytes| {
+                Ok(match is_lent {
+                    true => session.follow_lent(name, bytes),
+                    false => session.write_param(name, bytes),
+                })
+            });
+            followed.map_err(AdapterError::from_candle)??;
         }
-        self.options.check_slices(&self.vars, self.state.rules())?;
-        self.look_after_saves()?;
-        let gradients = Gradients::take(&self.vars, &self.addresses, grads)?;
-        let rule = self.params.rule();
-        if rule != *self.state.optimizer() {
-            let set = self.state.set_optimizer(rule);
-            set.map_err(AdapterError::from)?;
-        }
-        for (index, grad) in gradients.of_var.iter().enumerate() {
-            if grad.is_none() {
-                self.state.set_without_gradient_at(index);
-            }
-        }
-        let report = self.memory.step(&self.plan, &mut self.state, &self.vars, &gradients)?;
-        self.report = Report::of(&report, gradients.copied);
         Ok(())
     }
 
-    /// The base rate; [`Fused::scheduled_rate`] is what the next step takes.
-    fn learning_rate(&self) -> f64 {
-        self.params.lr()
-    }
-
-    fn set_learning_rate(&mut self, lr: f64) {
-        self.params.set_lr(lr);
+    /// Remembers a failure: other ranks may wait elsewhere. One of a checkpoint comes on all of
+    /// them in the same call.
+    pub(crate) fn note<R>(&mut self, outcome: Result<R, AdapterError>) -> candle_core::Result<R> {
+        if let (Err(error), Tensors::OnRanks { .. }) = (&outcome, &self.tensors)
+            && !error.is_of_checkpoint()
+        {
+            self.session.fail(error);
+        }
+        Ok(outcome?)
     }
 }

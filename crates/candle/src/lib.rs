@@ -16,8 +16,9 @@ mod memory;
 mod optimizers;
 pub mod parallel;
 mod params;
-mod planning;
-mod ranked;
+mod slices;
+mod start;
+mod step;
 mod variables;
 
 pub use error::AdapterError;
@@ -35,7 +36,6 @@ pub use fusestep_planner::{Initial, LossScale, Phase, ScalePolicy, Schedule};
 pub use group::group;
 pub use optimizers::*;
 pub use params::Params;
-pub use ranked::Ranked;
 pub use variables::IntoVariables;
 
 /// Optimizers may be built on one thread and stepped on another.
@@ -43,6 +43,5 @@ const _: () = {
     const fn is_send<T: Send>() {}
     is_send::<AdamW>();
     is_send::<AnyRule>();
-    is_send::<Ranked<'static, candle_nn::ParamsAdamW>>();
     is_send::<parallel::Group>();
 };

@@ -1,11 +1,12 @@
 //! Memory of variables, and the backend that updates them there.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 use candle_core::{Device, Var};
+use fusestep::{Session, SharedBackend};
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::Backend;
-use fusestep_planner::{Plan, State, StepReport};
+use fusestep_planner::StepReport;
 
 #[cfg(feature = "cuda")]
 use crate::cuda::OnCuda;
@@ -16,7 +17,7 @@ use crate::{AdapterError, Options};
 /// The backend of the device that all variables lie on.
 #[derive(Debug)]
 pub(crate) enum Memory {
-    Cpu(CpuBackend),
+    Cpu(Arc<CpuBackend>),
     #[cfg(feature = "cuda")]
     Cuda(OnCuda),
 }
@@ -27,19 +28,25 @@ impl Memory {
         match vars.first().map(|(_, var)| var.device()) {
             #[cfg(feature = "cuda")]
             Some(Device::Cuda(device)) => Ok(Self::Cuda(OnCuda::of(device, options)?)),
-            _ => Ok(Self::Cpu(match options.threads {
+            _ => Ok(Self::Cpu(Arc::new(match options.threads {
                 Some(threads) => CpuBackend::new(at_least_1(threads)),
                 None => CpuBackend::with_all_threads(),
-            })),
+            }))),
         }
     }
 
-    pub(crate) fn backend(&self) -> &dyn Backend {
+    /// The backend, which a session of these variables works on, too.
+    pub(crate) fn backend(&self) -> SharedBackend {
         match self {
-            Self::Cpu(backend) => backend,
+            Self::Cpu(backend) => Arc::clone(backend) as SharedBackend,
             #[cfg(feature = "cuda")]
             Self::Cuda(on) => on.backend(),
         }
+    }
+
+    /// Whether it is the host's.
+    pub(crate) fn is_host(&self) -> bool {
+        matches!(self, Self::Cpu(_))
     }
 
     /// Refuses a variable that lies elsewhere.
@@ -58,20 +65,18 @@ impl Memory {
     /// One step on variables and gradients where they lie.
     pub(crate) fn step(
         &self,
-        plan: &Plan,
-        state: &mut State,
+        session: &mut Session<'_>,
         vars: &[(String, Var)],
         gradients: &Gradients,
-    ) -> candle_core::Result<StepReport> {
+    ) -> Result<StepReport, AdapterError> {
         let grads = &gradients.of_var;
         match self {
             Self::Cpu(backend) => {
                 let mut lender = BorrowedFromCandle { backend, vars, grads };
-                let report = plan.run_borrowed(state, &mut lender);
-                Ok(report.map_err(AdapterError::from)?)
+                Ok(session.step_lent(&mut lender)?)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(on) => on.step(plan, state, vars, grads),
+            Self::Cuda(on) => on.step(session, vars, grads),
         }
     }
 }

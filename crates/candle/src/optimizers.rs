@@ -6,10 +6,13 @@ use fusestep_planner::Optimizer as Rule;
 use crate::fused::Fused;
 
 /// AdamW: a drop-in for [`candle_nn::AdamW`].
-pub type AdamW = Fused<ParamsAdamW>;
+pub type AdamW = Fused<'static, ParamsAdamW>;
 
 /// Any rule of the planner, chosen as the program runs.
-pub type AnyRule = Fused<Rule>;
+pub type AnyRule = Fused<'static, Rule>;
+
+/// The optimizer of one rank of many, by its name in versions before 0.3.
+pub type Ranked<'c, P> = Fused<'c, P>;
 
 /// Optimizers of rules, each with its hyper-parameters, which are those of the rule's crate.
 macro_rules! optimizers {
@@ -21,7 +24,7 @@ macro_rules! optimizers {
 
         $(#[doc = $doc])*
         #[cfg($feature)]
-        pub type $rule = Fused<$params>;
+        pub type $rule = Fused<'static, $params>;
 
         #[cfg($feature)]
         impl crate::params::Params for $params {

@@ -7,9 +7,9 @@ use candle_core::Var;
 use candle_nn::VarMap;
 use fusestep_tensor::{ParamDesc, Shape};
 
+use crate::AdapterError;
 use crate::lend::dtype_of;
 use crate::memory::Memory;
-use crate::{AdapterError, Options};
 
 /// Variables for [`crate::Fused::new`]: a [`VarMap`] or its data (sorted by name), named variables,
 /// or a bare list.
@@ -84,11 +84,7 @@ impl Variables {
     }
 
     /// The variables as the planner sees them.
-    pub(crate) fn descriptors(
-        &self,
-        options: &Options,
-        memory: &Memory,
-    ) -> Result<Vec<ParamDesc>, AdapterError> {
+    pub(crate) fn descriptors(&self, memory: &Memory) -> Result<Vec<ParamDesc>, AdapterError> {
         // Such as those of a VarMap that no model has been built from yet.
         if self.vars.is_empty() {
             return Err(AdapterError::NoVariables);
@@ -109,7 +105,6 @@ impl Variables {
             let shape = Shape::new(dims).map_err(fusestep_planner::PlanError::from)?;
             descriptors.push(ParamDesc::new(name, shape, dtype));
         }
-        options.describe(&mut descriptors)?;
         Ok(descriptors)
     }
 }

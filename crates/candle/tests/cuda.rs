@@ -69,7 +69,7 @@ fn bits(tensor: &Tensor) -> Vec<u8> {
 }
 
 /// All variables and first moments.
-fn all_bits<P: Params>(optimizer: &fusestep_candle::Fused<P>, role: Role) -> Vec<Vec<u8>> {
+fn all_bits<P: Params>(optimizer: &fusestep_candle::Fused<'_, P>, role: Role) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for (name, var) in optimizer.variables() {
         all.push(bits(var.as_tensor()));

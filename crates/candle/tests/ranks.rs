@@ -15,7 +15,7 @@ mod settings;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::Optimizer;
-use fusestep_candle::{Communicator, Fused, Options, Params, Ranked};
+use fusestep_candle::{Communicator, Fused, Options, Params};
 use fusestep_collective::run_ranks;
 
 /// Name and shape of each variable: edges of chunks, a scalar, one without elements.
@@ -94,7 +94,7 @@ struct Shared {
 
 /// Steps `steps` of one rank, each with its part of the batch.
 fn step_ranked<P: Params>(
-    ranked: &mut Ranked<'_, P>,
+    ranked: &mut Fused<'_, P>,
     shared: Shared,
     steps: std::ops::Range<u64>,
 ) -> candle_core::Result<()> {
@@ -114,7 +114,7 @@ fn step_ranked<P: Params>(
 
 /// Steps `steps` of one optimizer in one process, which has the whole batch.
 fn step_whole<P: Params>(
-    fused: &mut Fused<P>,
+    fused: &mut Fused<'_, P>,
     vars: &[(String, Var)],
     steps: std::ops::Range<u64>,
 ) -> candle_core::Result<()> {

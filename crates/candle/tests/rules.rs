@@ -160,7 +160,7 @@ fn goes_on_where_it_stopped<P: Params>(params: P, role: Role) {
     optimizer.step(&grads(&whole, 2)).unwrap();
     second.step(&grads(&resumed, 2)).unwrap();
     assert!(bits(&whole) == bits(&resumed));
-    let own = |optimizer: &Fused<P>| {
+    let own = |optimizer: &Fused<'_, P>| {
         let tensor = optimizer.moment(role, "v3").unwrap();
         tensor.to_vec1::<f32>().unwrap()
     };

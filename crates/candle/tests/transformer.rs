@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Var};
-use candle_nn::ParamsAdamW;
+use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::{AdamW, Communicator, Options, Solo};
 use fusestep_collective::run_ranks;
 use fusestep_models::{Task, Text, Transformer};

@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
+use fusestep::SharedBackend;
 use fusestep_cpu::CpuBackend;
-use fusestep_launch::Backend;
 use fusestep_simd::{MAX_THREADS, Pool, start_workers};
 use fusestep_tensor::{DType, Quoted};
 use rayon::ThreadPoolBuilder;
@@ -89,15 +89,11 @@ impl BackendName {
 
     /// The backend of one rank: on the cpu with this many threads, or on the GPU that its engine
     /// gives it.
-    pub(crate) fn of_rank(
-        self,
-        threads: usize,
-        gpu: Option<u32>,
-    ) -> anyhow::Result<Box<dyn Backend + Send>> {
+    pub(crate) fn of_rank(self, threads: usize, gpu: Option<u32>) -> anyhow::Result<SharedBackend> {
         Ok(match self {
             BackendName::Cpu => {
                 let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
-                Box::new(CpuBackend::new(threads))
+                Arc::new(CpuBackend::new(threads))
             }
             BackendName::Cuda => cuda(gpu.unwrap_or(0), None)?,
         })
@@ -118,15 +114,12 @@ pub(crate) struct BackendArgs {
 
 impl BackendArgs {
     /// The backend with the limits asked for, or why there is none.
-    pub(crate) fn open(
-        &self,
-        settings: &Settings<Step>,
-    ) -> anyhow::Result<Box<dyn Backend + Send>> {
+    pub(crate) fn open(&self, settings: &Settings<Step>) -> anyhow::Result<SharedBackend> {
         self.backend.require_threads(self.threads)?;
         match self.backend {
             BackendName::Cpu => {
                 let cpu = CpuBackend::in_pool(pool(self.threads)?);
-                Ok(Box::new(cpu.with_limits(settings.limits())))
+                Ok(Arc::new(cpu.with_limits(settings.limits())))
             }
             BackendName::Cuda => cuda(0, settings.argument_bytes()),
         }
@@ -140,13 +133,15 @@ pub(crate) const NO_CUDA: &str = "cuda: device 0 cannot be opened: this build le
                                   (it takes a libcuda.so.1), or use the cpu backend";
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<Box<dyn Backend + Send>> {
+fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<SharedBackend> {
     anyhow::bail!(NO_CUDA)
 }
 
 /// A device, with the limit that was asked for, if the device has as much.
 #[cfg(feature = "cuda")]
-fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Backend + Send>> {
+fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<SharedBackend> {
+    use fusestep_launch::Backend;
+
     let cuda = fusestep_cuda::CudaBackend::open(index)?;
     let most = cuda.limits();
     let argument_bytes = argument_bytes.unwrap_or(most.argument_bytes);
@@ -156,7 +151,7 @@ fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<Box<dyn Bac
         most.argument_bytes
     );
     let limits = fusestep_launch::LaunchLimits { argument_bytes, ..most };
-    Ok(Box::new(cuda.with_limits(limits)))
+    Ok(Arc::new(cuda.with_limits(limits)))
 }
 
 /// Reads a number of threads that a pool can have.

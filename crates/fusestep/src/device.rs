@@ -1,6 +1,7 @@
 //! Devices that an optimizer's steps run on.
 
 use std::num::NonZeroUsize;
+use std::sync::Arc;
 
 use fusestep_cpu::CpuBackend;
 #[cfg(feature = "cuda")]
@@ -9,6 +10,9 @@ use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_simd::Pool;
 
 use crate::Error;
+
+/// A backend that a session and its program may share.
+pub type SharedBackend = Arc<dyn Backend + Send + Sync>;
 
 /// A device that the steps of an optimizer run on.
 pub trait Device: Send {
@@ -20,7 +24,7 @@ pub trait Device: Send {
     ///
     /// # Errors
     /// Errors of opening the backend.
-    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend + Send>, Error>;
+    fn open(self: Box<Self>, ranks: usize) -> Result<SharedBackend, Error>;
 }
 
 /// Host memory and the processor's threads, shared out among the ranks of a process.
@@ -55,9 +59,9 @@ impl Device for Cpu {
         LaunchLimits::default()
     }
 
-    fn open(self: Box<Self>, ranks: usize) -> Result<Box<dyn Backend + Send>, Error> {
+    fn open(self: Box<Self>, ranks: usize) -> Result<SharedBackend, Error> {
         let threads = NonZeroUsize::new(self.threads.get().div_ceil(ranks.max(1)));
-        Ok(Box::new(CpuBackend::new(threads.unwrap_or(NonZeroUsize::MIN))))
+        Ok(Arc::new(CpuBackend::new(threads.unwrap_or(NonZeroUsize::MIN))))
     }
 }
 
@@ -66,17 +70,17 @@ impl Device for CpuBackend {
         Backend::limits(self)
     }
 
-    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
-        Ok(self)
+    fn open(self: Box<Self>, _: usize) -> Result<SharedBackend, Error> {
+        Ok(Arc::new(*self))
     }
 }
 
-impl Device for Box<dyn Backend + Send> {
+impl Device for SharedBackend {
     fn limits(&self) -> LaunchLimits {
         self.as_ref().limits()
     }
 
-    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
+    fn open(self: Box<Self>, _: usize) -> Result<SharedBackend, Error> {
         Ok(*self)
     }
 }
@@ -87,7 +91,7 @@ impl Device for CudaBackend {
         Backend::limits(self)
     }
 
-    fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
-        Ok(self)
+    fn open(self: Box<Self>, _: usize) -> Result<SharedBackend, Error> {
+        Ok(Arc::new(*self))
     }
 }

@@ -9,7 +9,7 @@ mod threads;
 mod world;
 
 pub use builder::*;
-pub use device::{Cpu, Device};
+pub use device::{Cpu, Device, SharedBackend};
 #[cfg(feature = "adagrad")]
 pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
 #[cfg(feature = "adamax")]
@@ -51,7 +51,7 @@ pub use options::{
     Alone, Changed, Conflict, Named, Names, OfParams, OptionError, OwnRule, PrecisionOf, Row,
     Section, StepOptions, Visit,
 };
-pub use session::{Session, SessionError};
+pub use session::{Lent, Session, SessionError};
 pub use threads::threads;
 pub use world::world;
 #[cfg(feature = "nccl")]

@@ -2,6 +2,7 @@
 
 mod error;
 mod gather;
+mod lent;
 mod saves;
 mod saving;
 mod start;
@@ -14,7 +15,9 @@ use fusestep_planner::{
 use fusestep_tensor::{DeviceSliceMut, Element, Role};
 
 pub use self::error::SessionError;
+pub use self::lent::Lent;
 use self::saving::Saving;
+use crate::SharedBackend;
 
 /// A training run of one rank: gradients go in, [`Session::step`] updates parameters.
 ///
@@ -27,7 +30,7 @@ pub struct Session<'c> {
     saving: Saving<'c>,
     state: State,
     /// Behind the state, whose memory it gave.
-    backend: Box<dyn Backend + Send>,
+    backend: SharedBackend,
     /// Whether ranks have compared what decides their bits.
     met: bool,
     /// Parameters that ranks begin with, as the options say.

@@ -1,9 +1,8 @@
 //! Rules and options, read from Python's settings.
 
-use fusestep::launch::{LaunchLimits, Setting, SettingValue};
-use fusestep::planner::{Optimizer, Plan, Topology};
-use fusestep::tensor::ParamDesc;
-use fusestep::{DType, OwnRule, Precision, StepOptions, Tensors, Trust};
+use fusestep::launch::{Setting, SettingValue};
+use fusestep::planner::Optimizer;
+use fusestep::{DType, OwnRule, Precision, StepOptions, Trust};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
@@ -173,15 +172,6 @@ pub(crate) fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>
 pub(crate) fn own_rules(names: Vec<Vec<String>>, distinct: &[Optimizer]) -> Vec<OwnRule> {
     let of_groups = names.into_iter().zip(distinct).skip(1);
     of_groups.map(|(names, rule)| OwnRule::of(names, *rule)).collect()
-}
-
-/// The plan of a step on tensors that PyTorch lends, state included. Descriptors get settings of
-/// some parameters.
-pub(crate) fn plan_of(step: &StepOptions, mut params: Vec<ParamDesc>) -> PyResult<Plan> {
-    step.describe(&mut params).map_err(refused)?;
-    let planner = step.planner(&params, Topology::SOLO, LaunchLimits::default());
-    let planner = planner.map_err(refused)?.tensors(Tensors::BorrowedWithState);
-    planner.plan(&params).map_err(refused)
 }
 
 /// The distinct rules of groups that train, and the number of each group's rule, in the planner's

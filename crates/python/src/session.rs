@@ -3,9 +3,9 @@
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fusestep::planner::{Optimizer, Plan, State, StepReport};
+use fusestep::planner::{Optimizer, PlanError, State, StepReport};
 use fusestep::tensor::ParamDesc;
-use fusestep::{CpuBackend, DType, Shape, StepOptions, Trust};
+use fusestep::{CpuBackend, DType, Lent, SessionError, Shape, SharedBackend, StepOptions, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
@@ -21,7 +21,7 @@ use crate::loan::{Checked, Loan, Member, Places, write_count};
 use crate::openmp;
 use crate::parameter::{Mapping, Parameter};
 use crate::private::Private;
-use crate::rules::{Settings, number, own_rules, parse, plan_of, trusts};
+use crate::rules::{Settings, number, own_rules, parse, trusts};
 use crate::settings::{of_one_process, precision};
 use crate::threads;
 use crate::written::Written;
@@ -29,10 +29,9 @@ use crate::written::Written;
 /// Tensors of PyTorch, their state, and the plan of a step over them.
 #[pyclass(module = "fusestep._fusestep")]
 pub(crate) struct Session {
-    plan: Plan,
-    /// State of the plan, in a lock that no other code takes. The lock is needed because
+    /// Plan and counts of steps, in a lock that no other code takes. The lock is needed because
     /// communication streams make a state usable by one thread only.
-    state: Mutex<State>,
+    steps: Mutex<fusestep::Session<'static>>,
     /// Rules of the groups, and the plan's number of each rule; `None` for a group without a
     /// parameter that trains.
     rules: Vec<Optimizer>,
@@ -112,14 +111,17 @@ impl Session {
             own.push(parameter);
         }
         let step = StepOptions { groups: own_rules(names, &distinct), ..step };
-        let plan = plan_of(&step, descs)?;
-        let state = plan.allocate(threads::backend(NonZeroUsize::MIN)?.as_ref());
+        let backend: SharedBackend = threads::backend(NonZeroUsize::MIN)?;
+        let lent = Lent::ParamsAndState;
+        let steps = fusestep::Session::borrowing(&step, &descs, Box::new(backend), lent);
         let counted: PyResult<bool> =
             options.get_item("counts")?.map_or(Ok(false), |counts| counts.extract());
         let members: Vec<Member> = own.iter().filter_map(Parameter::borrowed).collect();
         Ok(Self {
-            plan,
-            state: Mutex::new(state.map_err(failed)?),
+            steps: Mutex::new(steps.map_err(|error| match error {
+                SessionError::Plan(PlanError::Backend(error)) => failed(error),
+                error => refused(error),
+            })?),
             places: Places::new(&members),
             private: Private::new(members.len()),
             members,
@@ -226,7 +228,7 @@ impl Session {
             });
             return Ok(Some(PyList::empty(py).into_any()));
         }
-        let state = unlocked(&mut self.state);
+        let state = state_of(&mut self.steps);
         if found.steps.iter().copied().ne(state.steps()) {
             state.set_steps(found.steps.iter().copied());
         }
@@ -278,7 +280,7 @@ impl Session {
     /// Writes the steps that were counted here to the tensors that count them, since private state
     /// stopped being private. The next step reads these tensors, as others may have counted on.
     fn write_steps(&mut self, py: Python<'_>) {
-        let steps: Vec<u64> = unlocked(&mut self.state).steps().collect();
+        let steps: Vec<u64> = state_of(&mut self.steps).steps().collect();
         for parameter in &self.parameters {
             let known = parameter.member.filter(|&member| self.private.has(member));
             if let Some(member) = known {
@@ -289,8 +291,8 @@ impl Session {
     }
 
     /// The plan of a step, as text.
-    fn plan(&self) -> String {
-        self.plan.to_string()
+    fn plan(&mut self) -> String {
+        unlocked(&mut self.steps).plan().to_string()
     }
 
     /// The report of the last step, by name; `None` before the first step.
@@ -314,14 +316,14 @@ impl Session {
     /// not ask for it.
     fn update_norms(&mut self) -> PyResult<Option<Vec<(String, f64)>>> {
         let backend = threads::backend(NonZeroUsize::MIN)?;
-        let norms = unlocked(&mut self.state).update_norms(backend.as_ref()).map_err(refused)?;
+        let norms = state_of(&mut self.steps).update_norms(backend.as_ref()).map_err(refused)?;
         let members = self.parameters.iter().filter(|p| p.member.is_some());
         Ok(norms.map(|norms| members.map(|p| p.name.clone()).zip(norms).collect()))
     }
 
     /// The loss scale, and its numbers of good and bad steps; `None` without a loss scale.
     fn loss_scale(&mut self) -> Option<(f64, u32, u32)> {
-        let scale = unlocked(&mut self.state).loss_scale()?;
+        let scale = state_of(&mut self.steps).loss_scale()?;
         Some((scale.scale(), scale.good_steps(), scale.bad_steps()))
     }
 }
@@ -334,7 +336,7 @@ impl Session {
         owner: &Bound<'py, PyAny>,
         gradients: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Option<Found<'py>>> {
-        let steps = unlocked(&mut self.state).steps();
+        let steps = state_of(&mut self.steps).steps();
         let (places, ahead) = (&mut self.places, &mut self.ahead);
         let mut collected = Collected::new(places, ahead, &self.private, steps);
         let gradients = match (gradients, self.parameters.first()) {
@@ -389,7 +391,7 @@ impl Session {
                 return false;
             }
         }
-        let state = unlocked(&mut self.state);
+        let state = state_of(&mut self.steps);
         for (rule, number) in numbered() {
             let Some(number) = number else { continue };
             if state.rules()[number] != *rule && state.set_optimizer_of(number, *rule).is_err() {
@@ -413,7 +415,7 @@ impl Session {
     ) -> PyResult<(StepReport, PyResult<()>)> {
         let without = self.places.has_gradient().iter().enumerate();
         for (member, _) in without.filter(|(_, has)| !**has) {
-            unlocked(&mut self.state).set_without_gradient_at(member);
+            state_of(&mut self.steps).set_without_gradient_at(member);
         }
         // SAFETY: `Collector::collect` has found these places in this call, in tensors to which
         // the caller, `Session::step`, keeps references until it returns, or in an earlier one, in
@@ -433,14 +435,14 @@ impl Session {
                  overlap in memory, found some that do; nothing was updated. Use `.clone()`"
             ))
         })?;
-        let (plan, state) = (&self.plan, unlocked(&mut self.state));
+        let steps = unlocked(&mut self.steps);
         let written = written.map(|call| Written {
             call,
             direct: self.collector.handles.as_ref().and_then(Handles::direct),
             parameters: &self.parameters,
             updated,
         });
-        let report = py.detach(|| plan.run_borrowed(state, &mut loan)).map_err(|error| {
+        let report = py.detach(|| steps.step_lent(&mut loan)).map_err(|error| {
             self.broken = true;
             failed(error)
         })?;
@@ -449,9 +451,14 @@ impl Session {
     }
 }
 
-/// The state of a session, which is its only owner.
-fn unlocked(state: &mut Mutex<State>) -> &mut State {
-    state.get_mut().unwrap_or_else(PoisonError::into_inner)
+/// What a lock has whose only owner asks.
+fn unlocked<T>(lock: &mut Mutex<T>) -> &mut T {
+    lock.get_mut().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The counts of steps.
+fn state_of<'a>(steps: &'a mut Mutex<fusestep::Session<'static>>) -> &'a mut State {
+    unlocked(steps).state_mut()
 }
 
 /// The access to the library's tensors, prepared for these parameters.

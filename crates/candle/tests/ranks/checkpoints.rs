@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::{ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use fusestep_candle::{
     AdamW, Communicator, Fused, LossScale, Options, ParamsLion, ParamsSgd, Sgd, Solo, group,
 };

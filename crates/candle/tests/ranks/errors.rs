@@ -18,12 +18,9 @@ fn refused(options: &Options) -> String {
 
 #[test]
 fn options_that_need_ranks_are_refused_without_them() {
-    let accumulate = Options { accumulate: 2, ..Options::default() };
     let zero = Options { zero: 1, ..Options::default() };
     let own = Options { initial: Initial::OwnAndEqual, ..Options::default() };
-    for (options, named) in
-        [(accumulate, "accumulate of 2"), (zero, "zero of 1"), (own, "initial of own_and_equal")]
-    {
+    for (options, named) in [(zero, "zero of 1"), (own, "initial of own_and_equal")] {
         let vars = vars(DType::F32, 7);
         let mut fused =
             AdamW::with_options(vars.clone(), ParamsAdamW::default(), &options).unwrap();
@@ -41,6 +38,20 @@ fn options_that_need_ranks_are_refused_without_them() {
 }
 
 #[test]
+fn an_open_window_of_micro_steps_is_no_optimizer_for_ranks() {
+    let accumulate = Options { accumulate: 2, ..Options::default() };
+    let vars = vars(DType::F32, 7);
+    let mut fused = AdamW::with_options(vars.clone(), ParamsAdamW::default(), &accumulate).unwrap();
+    let before = all_bits(&vars);
+    fused.step(&gradients(&vars, 0, 0..8)).unwrap();
+    assert_eq!(all_bits(&vars), before);
+    // What was given would be lost.
+    let mut solo = Solo::new();
+    let error = fused.on(&mut solo).unwrap_err().to_string();
+    assert!(error.contains("before its first step"), "{error}");
+}
+
+#[test]
 fn options_out_of_range_and_optimizers_in_use_are_refused() {
     let mut solo = Solo::new();
     let stage = Options { zero: 4, ..Options::default() };
@@ -52,7 +63,7 @@ fn options_out_of_range_and_optimizers_in_use_are_refused() {
     let error = used.set_group_learning_rate(0, 0.1).unwrap_err().to_string();
     assert!(error.contains("group 0: expected one of the 0"), "{error}");
     let error = used.on(&mut solo).unwrap_err().to_string();
-    assert!(error.contains("before its first step, found one of 1"), "{error}");
+    assert!(error.contains("before its first step, found one in use, of 1"), "{error}");
     let cap = Options { bucket_cap_mib: Some(f64::NAN), ..Options::default() };
     let error = refused(&cap);
     assert!(error.contains("bucket_cap_mib: expected a finite number above 0"), "{error}");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
-use fusestep_candle::{AdamW, Options, Ranked};
+use fusestep_candle::{AdamW, Fused, Options};
 use fusestep_planner::Manifest;
 
 use super::{all_bits, exact, on_ranks, tensor};
@@ -46,38 +46,6 @@ enum Told {
 /// Hears what is told, the steps done and the variables.
 type Listener<'a> = dyn Fn(Told, usize, &[(String, Var)]) + Sync + 'a;
 
-/// What one process and a rank have in common.
-trait Run {
-    fn go_on_from(&mut self, folder: &Path) -> candle_core::Result<usize>;
-    fn learn(&mut self, loss: &Tensor) -> candle_core::Result<()>;
-    fn save_behind(&mut self, folder: &Path, step: usize) -> candle_core::Result<bool>;
-    fn finish(&mut self) -> candle_core::Result<()>;
-}
-
-macro_rules! run_by_calls_of_its_own {
-    ($($optimizer:ty),+) => {$(
-        impl Run for $optimizer {
-            fn go_on_from(&mut self, folder: &Path) -> candle_core::Result<usize> {
-                self.resume(folder)
-            }
-
-            fn learn(&mut self, loss: &Tensor) -> candle_core::Result<()> {
-                self.backward_step(loss)
-            }
-
-            fn save_behind(&mut self, folder: &Path, step: usize) -> candle_core::Result<bool> {
-                self.checkpoint_every(1, folder, step)
-            }
-
-            fn finish(&mut self) -> candle_core::Result<()> {
-                self.finish_saves()
-            }
-        }
-    )+};
-}
-
-run_by_calls_of_its_own!(AdamW, Ranked<'_, ParamsAdamW>);
-
 /// The loss of a rank's part of a step's batch, which depends on the step alone.
 fn loss(vars: &[(String, Var)], step: usize, part: (usize, usize)) -> candle_core::Result<Tensor> {
     let (rank, world) = part;
@@ -97,25 +65,25 @@ fn loss(vars: &[(String, Var)], step: usize, part: (usize, usize)) -> candle_cor
 /// Trains so many steps more: from the folder's checkpoint on, with a save behind after each, or
 /// from the start without any.
 fn go_on(
-    run: &mut impl Run,
+    run: &mut Fused<'_, ParamsAdamW>,
     vars: &[(String, Var)],
     part: (usize, usize),
     (folder, steps): (Option<&Path>, usize),
     tell: &dyn Fn(Told, usize),
 ) {
-    let resumed = folder.map_or(Ok(0), |folder| run.go_on_from(folder));
+    let resumed = folder.map_or(Ok(0), |folder| run.resume(folder));
     let first = resumed.unwrap();
     tell(Told::Resumed, first);
     let end = first.saturating_add(steps);
     for step in first..end {
-        run.learn(&loss(vars, step, part).unwrap()).unwrap();
+        run.backward_step(&loss(vars, step, part).unwrap()).unwrap();
         tell(Told::Stepped, step + 1);
         if let Some(folder) = folder {
-            assert!(run.save_behind(folder, step).unwrap());
+            assert!(run.checkpoint_every(1, folder, step).unwrap());
             tell(Told::Begun, step + 1);
         }
     }
-    run.finish().unwrap();
+    run.finish_saves().unwrap();
     tell(Told::Ended, end);
 }
 

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use fusestep_candle::{
     AnyRule, Communicator, Fused, LossScale, Master, Options, Params, ParamsLamb, ParamsLars,
-    ParamsLion, ParamsSgd, Precision, Ranked, Rounding, Sgd, Solo, group,
+    ParamsLion, ParamsSgd, Precision, Rounding, Sgd, Solo, group,
 };
 use fusestep_planner::Optimizer as Rule;
 
@@ -326,7 +326,7 @@ fn programs_that_train_by_candles_trait_train_on_ranks_too() {
     train(&mut Fused::new(alone.clone(), params()).unwrap(), &alone, 0);
     let of_one = vars(DType::F32, 9);
     let only: Vec<Var> = of_one.iter().map(|(_, var)| var.clone()).collect();
-    train(&mut <Ranked<'_, ParamsAdamW> as Optimizer>::new(only, params()).unwrap(), &of_one, 0);
+    train(&mut <Fused<'_, ParamsAdamW> as Optimizer>::new(only, params()).unwrap(), &of_one, 0);
     assert_eq!(all_bits(&of_one), all_bits(&alone));
     let mut of_two = on_ranks(2, |comm| {
         let (own, rank) = (vars(DType::F32, 9), comm.rank());

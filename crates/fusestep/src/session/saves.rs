@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use fusestep_planner::{BorrowedParams, Checkpoints, Initial, PlanError, RunToLoad, RunToSave};
 #[cfg(doc)]
-use fusestep_planner::Plan;
-use fusestep_planner::{Checkpoints, Initial, PlanError, RunToLoad, RunToSave};
+use fusestep_planner::{Plan, State};
 
 use super::Session;
 use super::saving::Saving;
@@ -38,10 +38,20 @@ impl Session<'_> {
         folder: impl AsRef<Path>,
         check: impl FnOnce(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
     ) -> Result<Option<T>, PlanError> {
+        self.resume_into(folder.as_ref(), None, check)
+    }
+
+    /// [`Session::resume_with`], into parameters that are lent or kept.
+    pub(super) fn resume_into<T>(
+        &mut self,
+        folder: &Path,
+        params: Option<&dyn BorrowedParams>,
+        check: impl FnOnce(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
+    ) -> Result<Option<T>, PlanError> {
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let backend = self.backend.as_ref();
-        let run = RunToLoad { state: &mut self.state, backend, params: None };
-        let resumed = checkpoints.resume_with(plan, run, comms, folder.as_ref(), check);
+        let run = RunToLoad { state: &mut self.state, backend, params };
+        let resumed = checkpoints.resume_with(plan, run, comms, folder, check);
         let resumed = self.saving.noted_by_all(resumed)?;
         if resumed.is_some() {
             (self.met, self.brings) = (false, Initial::OwnAndEqual);
@@ -100,12 +110,32 @@ impl Session<'_> {
         folder: impl AsRef<Path>,
         texts: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
+        self.begin_save_of(folder.as_ref(), None, texts)
+    }
+
+    /// [`Session::begin_save_with`], of parameters that are lent or kept.
+    pub(super) fn begin_save_of(
+        &mut self,
+        folder: &Path,
+        params: Option<&dyn BorrowedParams>,
+        texts: BTreeMap<String, String>,
+    ) -> Result<(), PlanError> {
         self.tell_of_save()?;
         self.meet()?;
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
-        let run = RunToSave { state: &self.state, backend: self.backend.as_ref(), params: None };
-        let begun = checkpoints.begin_with(plan, run, comms, folder.as_ref(), texts);
+        let run = RunToSave { state: &self.state, backend: self.backend.as_ref(), params };
+        let begun = checkpoints.begin_with(plan, run, comms, folder, texts);
         self.saving.noted_by_all(begun)
+    }
+
+    /// Reads a file that [`State::save`] wrote: the rule's own tensors and the counts of steps.
+    ///
+    /// # Errors
+    /// As [`State::load`]; nothing has changed then.
+    pub fn load_state(&mut self, path: impl AsRef<Path>) -> Result<(), PlanError> {
+        self.attempt(|run| run.state.load(run.backend, path.as_ref()))?;
+        self.meet_again();
+        Ok(())
     }
 
     /// Makes the folder of the saves to come and takes its lock, so that another run that saves
@@ -134,9 +164,14 @@ impl Session<'_> {
         if self.saving.checkpoints.in_flight() { self.saving.finish() } else { Ok(()) }
     }
 
-    /// Goes on with the saves and texts of another optimizer of this process, in place of none.
-    pub fn set_checkpoints(&mut self, checkpoints: Checkpoints) {
-        self.saving.checkpoints = checkpoints;
+    /// Takes over the saves and texts of another session of this process, which has none after.
+    pub fn take_checkpoints_of(&mut self, other: &mut Session<'_>) {
+        self.saving.checkpoints = std::mem::take(&mut other.saving.checkpoints);
+    }
+
+    /// Whether a save is being written.
+    pub fn is_saving(&self) -> bool {
+        self.saving.checkpoints.in_flight()
     }
 
     /// Keeps a text in every checkpoint from the next one on, such as a serialized random

@@ -23,6 +23,7 @@ impl<'c> Saving<'c> {
     pub(super) fn noted<R>(&mut self, done: Result<R, PlanError>) -> Result<R, PlanError> {
         if let Err(error) = &done
             && !error.is_of_checkpoint()
+            && self.plan.topology().world > 1
         {
             self.failed.get_or_insert_with(|| error.to_string());
         }

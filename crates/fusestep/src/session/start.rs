@@ -1,15 +1,14 @@
 //! From settings to a session, of one rank or of many, and what ranks compare before they train.
 
 use fusestep_collective::{Communicator, require_alone};
-use fusestep_launch::Backend;
 #[cfg(doc)]
 use fusestep_planner::Plan;
-use fusestep_planner::{Checkpoints, Comms, Initial, PlanError, Reach, State, Topology};
+use fusestep_planner::{Checkpoints, Comms, Initial, PlanError, Planner, Reach, State, Topology};
 use fusestep_tensor::ParamDesc;
 
 use super::saving::Saving;
 use super::{Session, SessionError};
-use crate::{Device, StepOptions};
+use crate::{Device, SharedBackend, StepOptions};
 
 impl<'c> Session<'c> {
     /// The session of a process that trains alone. Parameters are zero until
@@ -27,10 +26,37 @@ impl<'c> Session<'c> {
         device: Box<dyn Device>,
     ) -> Result<Self, SessionError> {
         require_alone()?;
+        Self::unjoined(options, params, device)
+    }
+
+    /// [`Session::new`] for a program that may make a session of many ranks in its place. Before
+    /// the first step the program asks itself whether this process was started to be one of many
+    /// ([`require_alone`]).
+    ///
+    /// # Errors
+    /// As [`Session::new`], but for [`SessionError::TakenForWhole`].
+    pub fn unjoined(
+        options: &StepOptions,
+        params: &[ParamDesc],
+        device: Box<dyn Device>,
+    ) -> Result<Self, SessionError> {
+        if params.is_empty() {
+            return Err(SessionError::NoParameters);
+        }
         let params = described(options, params)?;
         options.check_alone()?;
         let planner = options.planner(&params, Topology::SOLO, device.limits())?;
-        let plan = planner.plan_for(&params, Topology::SOLO)?;
+        Self::of_one(options, planner, &params, device)
+    }
+
+    /// The session of one rank without others.
+    pub(super) fn of_one(
+        options: &StepOptions,
+        planner: Planner,
+        params: &[ParamDesc],
+        device: Box<dyn Device>,
+    ) -> Result<Self, SessionError> {
+        let plan = planner.plan_for(params, Topology::SOLO)?;
         let backend = device.open(1).map_err(SessionError::Device)?;
         let state = plan.allocate(backend.as_ref())?;
         let saving = Saving::new(plan, Comms::alone(), Checkpoints::default());
@@ -50,6 +76,9 @@ impl<'c> Session<'c> {
         device: Box<dyn Device>,
         comm: &'c mut dyn Communicator,
     ) -> Result<Self, SessionError> {
+        if params.is_empty() {
+            return Err(SessionError::NoParameters);
+        }
         let params = described(options, params)?;
         let topology = Topology::of(comm);
         let mut planner = options.planner(&params, topology, device.limits())?;
@@ -68,12 +97,7 @@ impl<'c> Session<'c> {
         Ok(Self::of(options, saving, state, backend))
     }
 
-    fn of(
-        options: &StepOptions,
-        saving: Saving<'c>,
-        state: State,
-        backend: Box<dyn Backend + Send>,
-    ) -> Self {
+    fn of(options: &StepOptions, saving: Saving<'c>, state: State, backend: SharedBackend) -> Self {
         Self {
             saving,
             state,
@@ -172,10 +196,10 @@ impl<'c> Session<'c> {
 }
 
 /// The parameters with the settings that options have for single ones.
-fn described(options: &StepOptions, params: &[ParamDesc]) -> Result<Vec<ParamDesc>, SessionError> {
-    if params.is_empty() {
-        return Err(SessionError::NoParameters);
-    }
+pub(super) fn described(
+    options: &StepOptions,
+    params: &[ParamDesc],
+) -> Result<Vec<ParamDesc>, SessionError> {
     let mut params = params.to_vec();
     options.describe(&mut params)?;
     Ok(params)

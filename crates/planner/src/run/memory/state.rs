@@ -383,6 +383,11 @@ impl State {
         })
     }
 
+    /// Whether gradients of an update that is still to come have been given.
+    pub fn has_gradients(&self) -> bool {
+        self.arena.micro_steps > 0 || self.arena.now.iter().any(|given| *given != Given::No)
+    }
+
     /// Weighs the gradients of the micro-step under way, before the first of them is given: the
     /// number of its samples, if updates are means of micro-steps of unequal length.
     ///
