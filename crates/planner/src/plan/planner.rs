@@ -68,13 +68,14 @@ impl Planner {
         }
     }
 
-    /// Gives some parameters a rule and settings of their own: LARS for all but the embeddings, for
-    /// example. Clipping and loss scaling go over all parameters alike. Launches are split by
-    /// rule; the plan says so.
+    /// Gives the parameters `names` a rule and settings of their own: LARS for all but the
+    /// embeddings, for example.
     ///
-    /// Where groups with equal rules and settings are given they share launches: use factors on the
-    /// learning rate, weight decay and trust of [`ParamDesc`] for what differs between tensors
-    /// of one rule.
+    /// Clipping and loss scaling go over all parameters alike. Launches are split by rule; the plan
+    /// says so.
+    ///
+    /// Groups with equal rules and settings share launches. For differences between tensors of one
+    /// rule, set the factors of [`ParamDesc`] on learning rate, weight decay and trust.
     pub fn group(
         mut self,
         names: impl IntoIterator<Item = impl Into<String>>,

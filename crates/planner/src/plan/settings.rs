@@ -169,9 +169,15 @@ impl LocalSgd {
         self
     }
 
-    /// The interval after a loss has fallen from `first_loss` to `loss` and the rate gone from
-    /// `first_lr` to `lr`: `⌈√(first_lr · loss / (lr · first_loss) · every)⌉`, from 1 to
-    /// [`Self::MAX_ADAPTIVE`].
+    /// Setting with the number of steps that the adaptive rule chooses from the loss and learning
+    /// rate.
+    ///
+    /// ```text
+    /// every ← ⌈√(first_lr · loss / (lr · first_loss) · every)⌉
+    /// ```
+    ///
+    /// The result is from 1 to [`Self::MAX_ADAPTIVE`]. `first_loss` and `first_lr` are from the
+    /// start of the run, `loss` and `lr` from now. A NaN gives 1.
     pub fn adapted(self, first_loss: f64, loss: f64, first_lr: f64, lr: f64) -> Self {
         let ratio = first_lr * loss / (lr * first_loss) * self.every.get() as f64;
         let every = ratio.sqrt().ceil();

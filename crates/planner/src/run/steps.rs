@@ -29,8 +29,9 @@ impl Plan {
         allocate::allocate_from(self, backend, None)
     }
 
-    /// [`Plan::allocate`], with arenas that calls move from the communicator: ranks of one machine
-    /// then see each other's, and nothing is copied on the way.
+    /// Allocates as [`Plan::allocate`], with the communicator's memory for arenas that calls move.
+    ///
+    /// Ranks of one machine then see each other's arenas, and their calls need no copies.
     ///
     /// # Errors
     /// As [`Plan::allocate`]; [`PlanError::Collective`] if the communicator has not so much memory.
@@ -38,18 +39,21 @@ impl Plan {
         allocate::allocate_from(self, backend, Some(comm))
     }
 
-    /// Takes the gradient of one parameter for the micro-step under way, in one pass that copies or
-    /// adds it into the arena, and starts reducing every segment that is full, if `comms` has
-    /// communication streams. Without them it reduces such segments itself, and waits for the other
-    /// ranks, where [`Plan::calls_while_given`] says so.
+    /// Takes the gradient of parameter `name` for the micro-step under way, in one pass that copies
+    /// or adds it into the arena.
     ///
-    /// A parameter whose gradient is not given before the step is run counts as zero if another
-    /// rank, or another micro-step, has given it, else it is left out of the step.
+    /// `bytes` are all elements of the gradient. A segment whose gradients are all given is full.
+    /// With communication streams in `comms`, the call starts to reduce every full segment. Without
+    /// streams it reduces them itself and waits for the other ranks, where
+    /// [`Plan::calls_while_given`] says so.
+    ///
+    /// A gradient that is not given before the step is run counts as zero if another rank or
+    /// micro-step has given it. Else the step leaves the parameter out.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::LenBytes`], [`PlanError::GradientTwice`],
-    /// [`PlanError::ForeignState`]; [`PlanError::Collective`], and the state refuses further
-    /// steps then.
+    /// [`PlanError::ForeignState`]; [`PlanError::Collective`], and the state refuses further steps
+    /// then.
     pub fn push_grad(
         &self,
         state: &mut State,
@@ -61,12 +65,13 @@ impl Plan {
         give::push_grad(&mut RankStep { plan: self, state, backend, comms }, name, bytes)
     }
 
-    /// Says that the gradient of one parameter is whole where its view lies ([`State::grad_mut`],
-    /// [`State::grad_on_device`]): nothing is copied, and every segment that is full is reduced as
-    /// by [`Plan::push_grad`]. It counts with what lies there, an earlier gradient where nothing
-    /// has been written: write all of it. The view may be written again once the step has been run.
-    /// With several micro-steps to an update it counts as given, and is added when the micro-step
-    /// ends.
+    /// Says that the gradient of parameter `name` is complete in its view ([`State::grad_mut`],
+    /// [`State::grad_on_device`]).
+    ///
+    /// Nothing is copied, and full segments are reduced as by [`Plan::push_grad`]. Write all of the
+    /// view first: values of an earlier gradient count where nothing has been written. The view may
+    /// be written again once the step has been run. With several micro-steps to an update, the
+    /// gradient is added when the micro-step ends.
     ///
     /// # Errors
     /// As [`Plan::push_grad`]; [`PlanError::NotOnHost`].
@@ -87,12 +92,13 @@ impl Plan {
         self.in_backward || give::reduces_when_full(self, comms)
     }
 
-    /// Takes this rank's part out of the next segments that are through, without waiting, so that
-    /// those that come use their memory. Giving a gradient does so too. Returns how many have
-    /// been started and not been taken.
+    /// Takes this rank's part out of the next segments whose reduction is done, without waiting.
     ///
-    /// Below ZeRO stage 2 segments keep their memory, and with shard groups they go on across
-    /// groups when the step is run: nothing is taken then.
+    /// Segments that come later use their memory. Giving a gradient does so too. Returns how many
+    /// segments have been started and not been taken.
+    ///
+    /// Below ZeRO stage 2 segments keep their memory, so nothing is taken. With shard groups
+    /// nothing is taken either, since segments go on across groups when the step is run.
     ///
     /// # Errors
     /// [`PlanError::Collective`], and the state refuses further steps then.
@@ -132,9 +138,11 @@ impl Plan {
         state.or_poison(done)
     }
 
-    /// Updates from fewer micro-steps than planned: what the last ones before an epoch's end have
-    /// added. Does nothing if there are none; gradients of a micro-step under way have to be
-    /// ended by [`Plan::step`] first.
+    /// Makes an update from fewer micro-steps than planned, such as those left over at an epoch's
+    /// end.
+    ///
+    /// The update takes the gradients of all micro-steps that ended since the last update. If there
+    /// are none, the call does nothing. End a micro-step under way by [`Plan::step`] first.
     ///
     /// # Errors
     /// As [`Plan::step`]; [`PlanError::StepUnderWay`].
@@ -197,18 +205,20 @@ impl Plan {
         step::run_stages(self, state, Executor::Lender(lender))
     }
 
-    /// Enqueues one step and waits for nothing. [`State::step`], the loss scale and the count of
-    /// skipped steps are as they were until [`State::settle`] reads what the device has
-    /// decided; without a stage that reads the gradients nothing is left to read.
+    /// Enqueues one step and, but for two cases, waits for nothing.
     ///
-    /// The step of a plan that reads gradients is waited for nevertheless if parameters are without
-    /// gradient in it, because the next step's table depends on whether this one was skipped. So
-    /// is the step before this one while a schedule still changes the rate.
+    /// [`State::step`], the loss scale and the count of skipped steps are as before until
+    /// [`State::settle`] reads what the device has decided. Without a stage that reads the
+    /// gradients nothing is left to read.
+    ///
+    /// In a plan that reads gradients, a step in which parameters have no gradient is waited for.
+    /// The next step's table depends on whether this one was skipped. While a schedule still
+    /// changes the rate, the step before this one is waited for.
     ///
     /// # Errors
     /// As [`Plan::run`]; [`PlanError::NotCapturable`] for a plan that reads gradients and whose
-    /// tables are in arguments: the host has to know the step before it can write the next
-    /// one's.
+    /// tables are in arguments. The host has to know such a step before it can write the next one's
+    /// tables.
     /// # Cost
     /// Launches whose arguments are equal at every step, on a device: nothing of the host's work
     /// grows with the tensors.
@@ -257,19 +267,21 @@ impl Plan {
         graph::replay_recorded(state, backend, graph)
     }
 
-    /// Records the step of a rank on a device, its calls among the other ranks included; nothing is
-    /// run. All ranks call it, and compare their calls while they record them; what is replayed
-    /// is compared no more.
+    /// Records the step of a rank on a device as a graph, its calls among the ranks included. The
+    /// step is not run.
+    ///
+    /// All ranks call it, and compare their calls while they record them. Replays are compared no
+    /// more.
     ///
     /// Gradients are written where [`State::grad_on_device`] says, or pushed, before each
-    /// [`Plan::replay_on`]; what is there of a parameter that was given none counts as its
-    /// gradient. Those given before this call are the first replay's.
+    /// [`Plan::replay_on`]. For a parameter that was given none, the values in its memory count as
+    /// its gradient. Gradients given before this call are the first replay's.
     ///
     /// # Errors
-    /// [`PlanError::NotCapturable`]: with tables in arguments ([`crate::TableKind`]; at ZeRO stages
-    /// 2 and 3 they are, whose gradients have no memory that stays), with several micro-steps or
-    /// LocalSGD, shard groups, communication streams, or an engine that works on the host.
-    /// [`PlanError::Collective`]; [`PlanError::Backend`].
+    /// [`PlanError::NotCapturable`] with tables in arguments ([`crate::TableKind`]). ZeRO stages 2
+    /// and 3 have them there, since their gradients have no memory that stays. Likewise with
+    /// several micro-steps, LocalSGD, shard groups, communication streams, or an engine that works
+    /// on the host. [`PlanError::Collective`]; [`PlanError::Backend`].
     pub fn capture_on<'a>(
         &self,
         state: &mut State,
@@ -279,12 +291,13 @@ impl Plan {
         graph::capture_on(self, state, backend, comms)
     }
 
-    /// Enqueues the recorded step once more, on all ranks, and waits for nothing:
-    /// [`State::step`], loss scale and count of skipped steps are as they were until
+    /// Enqueues the recorded step once more, on all ranks, and waits for nothing.
+    ///
+    /// [`State::step`], loss scale and count of skipped steps are as before until
     /// [`Plan::settle_on`]. A learning rate set since is written first.
     ///
-    /// Ranks compare nothing here. One that replays less often than others, or is gone, keeps them
-    /// waiting on their devices, which [`Plan::settle_on`] notices after the engine's deadline.
+    /// Ranks compare nothing here. A rank that replays less often than others, or is gone, keeps
+    /// them waiting on their devices. [`Plan::settle_on`] notices that after the engine's deadline.
     ///
     /// # Errors
     /// As [`Plan::replay`]; [`PlanError::Collective`] once the communicator has failed.

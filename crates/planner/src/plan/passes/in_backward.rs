@@ -11,9 +11,11 @@ use crate::plan::stage::{Optimize, Stage};
 use crate::plan::topology::Reach;
 use crate::plan::value::Plan;
 
-/// The caller's promise that a backward pass reads no parameter of a bucket once all gradients of
-/// that bucket are given: the bucket is then reduced, updated and gathered at once, by the call
-/// that gives its last gradient, and [`Plan::step`] does what is left.
+/// The caller's promise that a backward pass reads no parameter of a bucket once all the bucket's
+/// gradients are given.
+///
+/// The call that gives the last of them then reduces, updates and gathers the bucket at once.
+/// [`Plan::step`] does what is left.
 ///
 /// Of many ranks buckets are those of [`FuseAllReduce`], in whose order all ranks make their calls;
 /// a bucket in which a rank lacks a gradient waits for that rank's step. On one rank, and where

@@ -20,9 +20,9 @@ use crate::run::memory::segment_state::SegmentState;
 /// The calls of a rank's step: one communicator, and communication streams for calls that run
 /// beside the backward pass.
 ///
-/// Without streams a bucket is reduced when the step is run ([`Comms::reducing_when_full`]: as soon
-/// as its last gradient is given, from ZeRO stage 2 on); with them as soon as its last gradient is
-/// given, on each stream in turn.
+/// Without streams a bucket is reduced when the step is run. With [`Comms::reducing_when_full`],
+/// from ZeRO stage 2 on, it is reduced as soon as its last gradient is given. With streams it is
+/// reduced at that moment too, on each stream in turn.
 pub struct Comms<'a> {
     comm: Caller<'a>,
     groups: Option<ShardGroups>,
@@ -102,8 +102,11 @@ impl<'a> Comms<'a> {
         }
     }
 
-    /// Buckets in turn on `count` streams, each a group and a thread of its own; all ranks ask for
-    /// the same number.
+    /// Calls of one rank, made by `comm`, with `count` communication streams that reduce buckets in
+    /// turn.
+    ///
+    /// Each stream has a group and a thread of its own. All ranks call this with the same `count`.
+    /// A world of one rank gets no streams.
     ///
     /// # Errors
     /// As [`communication_streams`].
@@ -115,9 +118,11 @@ impl<'a> Comms<'a> {
         Ok(Self { streams, ahead, ..Self::direct(comm) })
     }
 
-    /// Makes calls for plans whose shard groups have `group` consecutive ranks
-    /// ([`crate::Shard::group`]), with so many streams; all ranks call it. Streams carry the calls
-    /// within a group. Calls across groups follow when the step is run.
+    /// Calls of one rank, with `stream_count` streams, for plans whose shard groups have `group`
+    /// consecutive ranks ([`crate::Shard::group`]).
+    ///
+    /// All ranks call this. Streams carry the calls within a group. Calls across groups follow when
+    /// the step is run.
     ///
     /// # Errors
     /// As [`communication_streams`]; [`CollectiveError::Refused`] if the world is no multiple of

@@ -2,11 +2,11 @@
 
 use fusestep_tensor::Element;
 
-/// The gradient of one parameter where ranks reduce it and updates read it, to be written.
+/// Mutable view of one parameter's gradient where ranks reduce it and updates read it.
 ///
-/// In every micro-step it is zero until it is written, at every ZeRO stage and on one rank: rows
-/// that a program adds to or leaves out have the same bits however ranks share out. What is written
-/// whole, by [`GradMut::copy_from_slice`] or [`GradMut::fill`], is not set to zero before.
+/// In every micro-step its elements are zero until written, at every ZeRO stage and on one rank. So
+/// rows that a program adds to or leaves out have the same bits however ranks share out. A gradient
+/// written whole, by [`GradMut::copy_from_slice`] or [`GradMut::fill`], is not set to zero before.
 /// [`crate::Plan::run`] ends no micro-step: it leaves gradients as they are, for the next run too.
 #[derive(Debug)]
 pub struct GradMut<'a, T: Element> {
@@ -20,10 +20,10 @@ impl<'a, T: Element> GradMut<'a, T> {
         Self { values, is_stale }
     }
 
-    /// Writes the whole gradient.
+    /// Copies the whole gradient from `gradient`.
     ///
     /// # Panics
-    /// As a slice's: if the lengths differ.
+    /// If `gradient` and the view have different lengths.
     pub fn copy_from_slice(&mut self, gradient: &[T]) {
         self.values.copy_from_slice(gradient);
         self.is_stale = false;

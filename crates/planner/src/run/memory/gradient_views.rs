@@ -212,17 +212,23 @@ impl State {
         Ok(())
     }
 
-    /// A gradient on a device, to be written where ranks reduce it and updates read it, no copy:
-    /// what a framework enqueues for it begins behind `ready` of its order, and it records `done`.
-    /// It is not set to zero: what a step or a framework has left there counts until all of it is
-    /// written. It counts as given in the micro-step under way, whose end follows `done` on the
-    /// device; [`crate::Plan::give_view`] says earlier that it is whole. Gradients of one bucket
-    /// share the events and are written on one stream.
+    /// Mutable view of a gradient in device memory, where ranks reduce it and updates read it.
+    /// Nothing is copied.
+    ///
+    /// With [`DeviceOrder::Events`], work that writes the view is enqueued behind the event
+    /// `ready`. The caller records the event `done` behind that work. Gradients of one bucket share
+    /// the events and are written on one stream.
+    ///
+    /// The view is not set to zero: old values count until the whole gradient is written. The
+    /// gradient counts as given in the micro-step under way, whose end follows `done` on the
+    /// device. [`crate::Plan::give_view`] says before that end that the gradient is complete.
+    ///
+    /// [`DeviceOrder::Events`]: fusestep_tensor::DeviceOrder::Events
     ///
     /// # Errors
-    /// [`PlanError::UnknownName`]; [`PlanError::GradientTwice`] if it was pushed in this
-    /// micro-step; [`PlanError::NotOnDevice`] on a backend of the host, and while a call has the
-    /// memory; [`PlanError::Backend`], after which the state is not stepped with any more.
+    /// [`PlanError::UnknownName`]. [`PlanError::GradientTwice`] if the gradient was pushed in this
+    /// micro-step. [`PlanError::NotOnDevice`] on a host backend, and while a call between ranks has
+    /// the memory. [`PlanError::Backend`], after which the state refuses further steps.
     pub fn grad_on_device(
         &mut self,
         backend: &dyn Backend,
@@ -296,10 +302,11 @@ impl State {
         Ok(())
     }
 
-    /// Bytes of everything that this rank holds right now: arenas, segments and sums, and at ZeRO
-    /// stage 3 parameters that were written since the last step; behind a step
-    /// what [`crate::Plan::memory_bytes`] says, and on a device from ZeRO stage 2 on the
-    /// segments besides that it keeps for the next step.
+    /// Bytes that this rank's state holds now: arenas, segments and sums.
+    ///
+    /// At ZeRO stage 3 these include parameters that were written since the last step. After a step
+    /// the number is that of [`crate::Plan::memory_bytes`]. On a device, from ZeRO stage 2 on, it
+    /// also has the segments kept for the next step.
     pub fn memory_bytes(&self) -> u64 {
         let lists = self.storages.iter().flat_map(|storage| &storage.lists);
         let lists: usize = lists.map(|list| list.buffer.len_bytes()).sum();

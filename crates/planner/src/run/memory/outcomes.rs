@@ -83,7 +83,10 @@ impl State {
         self.arena.ready.started()
     }
 
-    /// Steps between two averages of LocalSGD, if they have been adapted.
+    /// Steps between two averages of LocalSGD, as [`Interval::Adaptive`](crate::Interval) last set
+    /// them.
+    ///
+    /// `None` until the first of its averages, and always for a fixed interval.
     pub fn local_interval(&self) -> Option<u64> {
         self.adapting.every.map(NonZeroU64::get)
     }

@@ -79,10 +79,12 @@ impl State {
         self.view(Role::Param, name)
     }
 
-    /// A gradient on the host, to be written: a view into the arena that ranks reduce and updates
-    /// read, no copy. It counts as given in the micro-step under way. With several micro-steps
-    /// to an update it is that of the micro-step, and added when that ends. It is zero until it is
-    /// written ([`GradMut`]).
+    /// Mutable view of a gradient on the host, in the arena where ranks reduce it and updates read
+    /// it. Nothing is copied.
+    ///
+    /// The gradient counts as given in the micro-step under way. With several micro-steps to an
+    /// update, it is added when the micro-step ends. Its elements are zero until written
+    /// ([`GradMut`]).
     ///
     /// # Errors
     /// As [`State::view`]; [`PlanError::GradientTwice`] if it was pushed in this micro-step.
