@@ -82,12 +82,12 @@ pub struct LossScale {
 }
 
 impl LossScale {
-    /// A scale of 65,536 with the default policy.
+    /// Loss scale that starts at 65,536 and changes by the default [`ScalePolicy`].
     pub fn dynamic() -> Self {
         Self { scale: 65_536.0, good_steps: 0, bad_steps: 0, policy: ScalePolicy::default() }
     }
 
-    /// A scale of 1 that never changes.
+    /// Loss scale of 1 that never changes.
     pub fn unscaled() -> Self {
         Self {
             scale: 1.0,
@@ -96,7 +96,7 @@ impl LossScale {
         }
     }
 
-    /// A scale that never changes.
+    /// Loss scale of `scale` that never changes.
     ///
     /// # Errors
     /// [`AmpError::PowerOfTwo`] unless `scale` is a power of two in 1 … 2¹²⁶.
@@ -104,7 +104,7 @@ impl LossScale {
         Self::with_policy(scale, Self::unscaled().policy)
     }
 
-    /// A scale with the caller's policy.
+    /// Loss scale that starts at `scale` and changes by `policy`.
     ///
     /// # Errors
     /// [`AmpError::PowerOfTwo`] or [`AmpError::Interval`] naming the first value out of range.

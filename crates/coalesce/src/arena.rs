@@ -61,7 +61,7 @@ impl<T: Element> Coalesced<T> {
         self.memory.elements()
     }
 
-    /// Tensor `index`.
+    /// View of tensor `index`, without padding.
     ///
     /// # Panics
     /// If the layout has no such tensor.
@@ -69,7 +69,7 @@ impl<T: Element> Coalesced<T> {
         &self.flat()[to_usize(self.layout.range(index))]
     }
 
-    /// Tensor `index`, to be written.
+    /// Mutable view of tensor `index`, without padding.
     ///
     /// # Panics
     /// If the layout has no such tensor.
@@ -78,12 +78,12 @@ impl<T: Element> Coalesced<T> {
         &mut self.memory.elements_mut()[range]
     }
 
-    /// All tensors, in order.
+    /// Views of all tensors, in the layout's order and without padding.
     pub fn views(&self) -> impl Iterator<Item = &[T]> {
         (0..self.layout.tensors()).map(|index| self.view(index))
     }
 
-    /// All tensors at once, in order, to be written.
+    /// Mutable views of all tensors at once, in the layout's order and without padding.
     pub fn views_mut(&mut self) -> impl Iterator<Item = &mut [T]> {
         let layout = &self.layout;
         let mut rest: &mut [T] = self.memory.elements_mut();

@@ -18,21 +18,22 @@ pub struct LayoutOptions {
 }
 
 impl LayoutOptions {
-    /// [`SLOT_BYTES`] slots of elements this wide.
+    /// Padding to [`SLOT_BYTES`], computed for elements of `unit_bytes` bytes.
     pub fn new(unit_bytes: usize) -> Self {
         Self { slot_bytes: SLOT_BYTES, unit_bytes: unit_bytes as u64 }
     }
 }
 
-/// Consecutive places for many tensors in one buffer.
+/// Layout of many tensors one behind the other in one buffer, each in a padded slot.
 ///
 /// ```text
 /// offset₀ = 0        offsetᵢ₊₁ = offsetᵢ + ⌈numelᵢ·unit / slot⌉·slot / unit
 /// ```
 ///
+/// `slot` and `unit` are the bytes [`LayoutOptions::slot_bytes`] and [`LayoutOptions::unit_bytes`].
+///
 /// # Shapes
-/// Offsets and lengths are in elements. An empty tensor has a slot of length 0, which is a valid
-/// view.
+/// Offsets and lengths are in elements. An empty tensor has a slot of length 0 and an empty view.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[cfg_attr(any(test, feature = "serde"), derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(any(test, feature = "serde"), serde(try_from = "UncheckedLayout"))]
@@ -152,7 +153,7 @@ impl FlatLayout {
     }
 }
 
-/// Why tensors could not be coalesced; nothing has been written when it is returned.
+/// Error of tensors that could not be coalesced. Nothing has been written when it is returned.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CoalesceError {

@@ -12,20 +12,20 @@ use crate::group::{Founding, Group};
 use crate::session::SessionPlan;
 use crate::{MAX_RANKS, ProcessError, ProcessOptions, Rendezvous, rendezvous, starter};
 
-/// One rank of a group of processes on one machine.
+/// One rank of a group of processes on one machine, which exchange data through shared memory.
 ///
-/// Giving it up while other ranks use theirs ends their calls with [`CollectiveError::Left`], or
-/// [`CollectiveError::Panicked`] if its thread panicked. A process that dies is named by
-/// [`CollectiveError::Died`] some milliseconds later.
+/// Dropping a communicator while other ranks still use theirs ends their calls. The error is
+/// [`CollectiveError::Panicked`] if the dropping thread panicked, else [`CollectiveError::Left`].
+/// If a process dies, the others' calls end some milliseconds later with [`CollectiveError::Died`].
 ///
 /// [`CollectiveError::Left`]: fusestep_collective::CollectiveError::Left
 /// [`CollectiveError::Panicked`]: fusestep_collective::CollectiveError::Panicked
 /// [`CollectiveError::Died`]: fusestep_collective::CollectiveError::Died
 ///
 /// # Cost
-/// Two waits for all ranks per call. Memory that [`allocate`](Communicator::allocate) gave is used
-/// where it lies; other memory goes through 512 KiB of shared memory, stretch by stretch, with two
-/// more copies and two waits for each stretch.
+/// Each call waits twice for all ranks. Memory from [`allocate`](Communicator::allocate) is used
+/// where it lies. Other memory goes through a shared buffer of 512 KiB, one stretch after the
+/// other. Each stretch takes two more copies and two more waits.
 #[derive(Debug)]
 pub struct ProcessCommunicator(Ranked<Processes>);
 

@@ -4,11 +4,12 @@ use std::fmt;
 
 use fusestep_collective::{ALONE_REMEDY, Started};
 
-/// Most ranks of a session: the places of all their transfers lie in its segment.
+/// Largest number of ranks in a session, whose shared memory has places for all their transfers.
 pub const MAX_RANKS: usize = 1024;
 
-/// Why there is no communicator. The `Debug` form is the message, which a `main` that returns the
-/// error prints.
+/// Error of a process that found no communicator.
+///
+/// The `Debug` form is the message, which a `main` that returns the error prints.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProcessError {

@@ -50,8 +50,9 @@ pub struct Pending<B> {
 /// Most communication streams that a rank asks for at once, each a thread of its own.
 pub const MAX_COMM_STREAMS: usize = 1024;
 
-/// `count` communication streams between the ranks of `comm`, each a group of its own; all ranks
-/// call it.
+/// Makes `count` communication streams between the ranks of `comm`, each a group of its own.
+///
+/// All ranks call it with the same `count`.
 ///
 /// # Errors
 /// As [`Communicator::split`]; [`CollectiveError::Refused`] if a thread cannot be started, or for
@@ -98,8 +99,9 @@ impl CommStream {
         Ok(Self { queue: Some(queue), thread: Some(thread), aborter, started: AtomicU64::new(0) })
     }
 
-    /// Starts any call, or several, on a buffer that is handed back by [`Pending::wait`].
-    /// `operation` names the call in errors.
+    /// Starts `work`, which makes one call or several on `buffer`, and returns at once.
+    ///
+    /// [`Pending::wait`] hands the buffer back. `operation` names the call in errors.
     pub fn start<B, W>(&self, operation: &'static str, mut buffer: B, work: W) -> Pending<B>
     where
         B: Send + 'static,
@@ -123,7 +125,10 @@ impl CommStream {
         Pending { result: Some(result), operation, aborter: self.aborter.clone() }
     }
 
-    /// Starts an all-reduce of a vector in place.
+    /// Starts an all-reduce of `buffer` over the stream's ranks and returns at once.
+    ///
+    /// All ranks start it with buffers of equal length. [`Pending::wait`] hands the buffer back
+    /// with the result in it.
     pub fn all_reduce<T: Element>(&self, buffer: Vec<T>, reduce: ReduceOp) -> Pending<Vec<T>> {
         self.start("all-reduce", buffer, move |comm, buffer| comm.all_reduce(buffer, reduce))
     }

@@ -11,7 +11,8 @@ use crate::{Field, Operation, ReduceOp};
 /// data that it reads.
 type Name = &'static str;
 
-/// Why a call failed; the group is closed then, and every rank gets the same value.
+/// Error of a call between ranks. A failed call closes the group, and every rank gets the same
+/// value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CollectiveError {

@@ -158,11 +158,13 @@ impl BorrowedPiece<'_> {
         self.whole.tensor as usize
     }
 
-    /// Updates the piece's elements of `param` from `grad`; both slices are whole tensors.
+    /// Updates this piece's elements of the parameter `param` from the gradient `grad`.
+    ///
+    /// Both slices are the bytes of whole tensors.
     ///
     /// # Errors
-    /// [`BackendError::OutOfBounds`] if a slice is shorter than the tensor, before anything is
-    /// written.
+    /// [`BackendError::OutOfBounds`] if a slice is shorter than its tensor. Nothing has been
+    /// written then.
     pub fn update(self, param: &mut [u8], grad: &[u8]) -> Result<(), BackendError> {
         let (mut param, mut grad) = (HostList::ReadWrite(param), HostList::Read(grad));
         self.update_lists(|_, declared| match declared.role {

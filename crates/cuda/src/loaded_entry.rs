@@ -12,7 +12,7 @@ use crate::Result;
 use crate::session::{Session, unavailable};
 use crate::status::{check, describe};
 
-/// The code of an entry that the driver was handed.
+/// Kind of code that the driver has loaded for a kernel's entry point: machine code or PTX.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EntryCode {
     /// Machine code, assembled for this device or an earlier one of its kind.

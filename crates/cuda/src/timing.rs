@@ -33,14 +33,15 @@ impl DeviceTime {
 }
 
 impl CudaBackend {
-    /// Enqueues `step` as often as `steps` says, numbered from 0, between two events, and waits for
-    /// the last.
+    /// Runs `step` as often as `steps` says, and returns the time of all runs by the device's and
+    /// the host's clocks.
     ///
-    /// Earlier work is waited for first. A step that waits for the device is timed with its
-    /// waiting.
+    /// `step` enqueues work on this backend and gets the number of its run, from 0. The call waits
+    /// for earlier work first, and at the end for the last run's work. If `step` waits for the
+    /// device, the time includes that wait.
     ///
     /// # Errors
-    /// The first error of `step`, and none is enqueued after it; [`BackendError::Device`] with the
+    /// The first error of `step`, which is not run again then. [`BackendError::Device`] with the
     /// driver's code.
     pub fn timed<E: From<BackendError>>(
         &self,

@@ -229,10 +229,12 @@ macro_rules! element_slices {
                 $crate::step_slices(self, step, None, slices(tensors))
             }
 
-            #[doc = concat!("[`", stringify!($rule), "::step`] on all threads of `pool`, with the same bits.")]
+            /// Applies one step to every tensor on all threads of `pool`.
+            ///
+            #[doc = concat!("The bits are those of [`", stringify!($rule), "::step`].")]
             ///
             /// # Errors
-            #[doc = concat!("Those of [`", stringify!($rule), "::step`].")]
+            #[doc = concat!("As [`", stringify!($rule), "::step`].")]
             pub fn step_with<T: $crate::Compute>(
                 &self,
                 pool: &$crate::simd::Pool,

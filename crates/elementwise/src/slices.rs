@@ -38,7 +38,7 @@ impl Default for OwnHyper {
     }
 }
 
-/// Why a step on slices was refused; nothing has been written when it is returned.
+/// Error of a step on slices that was refused. Nothing has been written when it is returned.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StepError {

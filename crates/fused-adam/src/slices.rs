@@ -51,7 +51,8 @@ impl Adam {
         self.step_on(None, step, tensors)
     }
 
-    /// [`Adam::step`] on all threads of `pool`, with the same bits.
+    /// Applies one step to every tensor on all threads of `pool`, with the same bits as
+    /// [`Adam::step`].
     ///
     /// # Errors
     /// As [`Adam::step`].

@@ -46,10 +46,11 @@ impl Sgd {
         self.step_on(None, step, tensors)
     }
 
-    /// [`Sgd::step`] on all threads of `pool`, with the same bits.
+    /// Applies one step to every tensor on all threads of `pool`, with the same bits as
+    /// [`Sgd::step`].
     ///
     /// # Errors
-    /// Those of [`Sgd::step`].
+    /// As [`Sgd::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,

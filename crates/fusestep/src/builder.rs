@@ -136,25 +136,30 @@ impl<K: Kind> Builder<K> {
         self.options(|step| step.accumulate = micro_steps)
     }
 
-    /// Most MiB of gradients that one call between ranks reduces, and that one rank updates in
-    /// backward at once; 25 by default.
+    /// Sets how many MiB of gradients one call between ranks reduces at most; 25 by default.
+    ///
+    /// With [`Builder::update_in_backward`], this also caps the gradients that one rank updates at
+    /// once.
     pub fn bucket_cap_mib(self, cap_mib: f64) -> Self {
         self.options(|step| step.bucket_cap_mib = Some(cap_mib))
     }
 
-    /// Reduces buckets on so many streams while gradients are still being given. By default 2, and
-    /// 0 where ranks see each other's memory: there a bucket is reduced and updated in one
-    /// pass.
+    /// Sets on how many streams buckets are reduced while gradients are still being given.
+    ///
+    /// The default is 2. It is 0 where ranks see each other's memory, since a bucket is reduced and
+    /// updated in one pass there.
     pub fn comm_streams(self, streams: usize) -> Self {
         self.options(|step| step.comm_streams = Some(streams))
     }
 
-    /// Promises that a backward pass reads no parameter of a bucket once all gradients of that
-    /// bucket are given: it is reduced and updated at once then, by the call that gives the last
-    /// of them, and [`Session::step`] does what is left. The bits stay.
+    /// Promises that a backward pass reads no parameter of a bucket once all the bucket's gradients
+    /// are given.
     ///
-    /// Not with clipping, loss scaling or ZeRO stage 3, nor with LARS and LAMB on several ranks,
-    /// which have to know all gradients first.
+    /// The call that gives the last of them then reduces and updates the bucket at once.
+    /// [`Session::step`] does what is left. The bits of the results stay.
+    ///
+    /// It cannot go with clipping, loss scaling or ZeRO stage 3. On several ranks it cannot go with
+    /// LARS and LAMB either, which have to know all gradients first.
     pub fn update_in_backward(self) -> Self {
         self.options(|step| step.update_in_backward = true)
     }

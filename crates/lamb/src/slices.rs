@@ -67,10 +67,11 @@ impl Lamb {
         self.step_on(None, step, tensors)
     }
 
-    /// [`Lamb::step`] on all threads of `pool`, with the same bits.
+    /// Applies one step to every tensor on all threads of `pool`, with the same bits as
+    /// [`Lamb::step`].
     ///
     /// # Errors
-    /// Those of [`Lamb::step`].
+    /// As [`Lamb::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,

@@ -59,10 +59,11 @@ impl Lars {
         self.step_on(None, tensors)
     }
 
-    /// [`Lars::step`] on all threads of `pool`, with the same bits.
+    /// Applies one step to every tensor on all threads of `pool`, with the same bits as
+    /// [`Lars::step`].
     ///
     /// # Errors
-    /// Those of [`Lars::step`].
+    /// As [`Lars::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,

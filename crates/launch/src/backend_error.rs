@@ -1,6 +1,6 @@
 //! Why a backend could not do what was asked.
 
-/// Why a backend could not do what was asked.
+/// Error of a backend that could not do what was asked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BackendError {

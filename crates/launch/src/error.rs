@@ -1,6 +1,6 @@
 //! Why a launch could not be put together.
 
-/// Why tensors could not be put into launches.
+/// Error of tensors that could not be put into launches.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {

@@ -83,7 +83,7 @@ pub trait AcrossRanks: std::fmt::Debug {
 }
 
 impl<'a> HostList<'a> {
-    /// The bytes, to be read; none if the list is absent.
+    /// Bytes of the list, for reading; empty if the list is absent.
     pub fn bytes(&self) -> &[u8] {
         match self {
             HostList::Absent => &[],
@@ -92,11 +92,11 @@ impl<'a> HostList<'a> {
         }
     }
 
-    /// The elements, to be read.
+    /// Elements of the list as a slice of `T`, for reading.
     ///
     /// # Panics
-    /// If the list is absent or its bytes are not aligned elements of `T`: backends cut lists by
-    /// the kernel's own dtypes.
+    /// If the list is absent, or its bytes are not aligned elements of `T`. Backends bring lists of
+    /// the dtypes that the kernel declares.
     pub fn elements<T: Pod>(self) -> &'a [T] {
         match self {
             HostList::Read(bytes) => bytemuck::cast_slice(bytes),
@@ -105,7 +105,7 @@ impl<'a> HostList<'a> {
         }
     }
 
-    /// The elements, to be updated in place.
+    /// Elements of the list as a mutable slice of `T`, for updates in place.
     ///
     /// # Panics
     /// If the list is absent, read only, or its bytes are not aligned elements of `T`.
@@ -126,10 +126,11 @@ impl<'a> HostList<'a> {
         lists.next().map(std::mem::take).unwrap_or_default().elements_mut()
     }
 
-    /// The bytes in `range`, borrowed for as long as the list is not used otherwise.
+    /// Part of the list: its bytes in `range`, with the same access. An absent list gives an absent
+    /// part.
     ///
     /// # Panics
-    /// If the list is shorter.
+    /// If `range` reaches beyond the list's end.
     pub fn part(&mut self, range: Range<usize>) -> HostList<'_> {
         match self {
             HostList::Absent => HostList::Absent,
@@ -138,7 +139,8 @@ impl<'a> HostList<'a> {
         }
     }
 
-    /// Cuts the list after `len_bytes`.
+    /// Cuts the list into its first `len_bytes` bytes and the rest. An absent list gives two absent
+    /// ones.
     ///
     /// # Panics
     /// If the list is shorter.

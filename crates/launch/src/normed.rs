@@ -41,7 +41,7 @@ pub enum Excluded {
 }
 
 impl Excluded {
-    /// `plain_lr` or `trust_ratio`.
+    /// Name of the choice: `plain_lr` or `trust_ratio`.
     pub const fn name(self) -> &'static str {
         match self {
             Excluded::PlainLr => "plain_lr",

@@ -92,7 +92,7 @@ impl WeightDecay {
         }
     }
 
-    /// `l2` or `decoupled`.
+    /// Name of this kind of weight decay: `l2` or `decoupled`.
     pub const fn name(self) -> &'static str {
         match self {
             WeightDecay::L2(_) => "l2",
@@ -125,7 +125,7 @@ pub enum Objective {
 }
 
 impl Objective {
-    /// `minimize` or `maximize`.
+    /// Name of the objective: `minimize` or `maximize`.
     pub const fn name(self) -> &'static str {
         match self {
             Objective::Minimize => "minimize",

@@ -2,7 +2,7 @@
 
 use fusestep_tensor::{DType, short_number};
 
-/// Why an update rule was refused; nothing has been written when it is returned.
+/// Error of an update rule that was refused. Nothing has been written when it is returned.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RuleError {

@@ -30,7 +30,9 @@ pub struct UpdateSums<'a> {
 }
 
 impl UpdateSums<'_> {
-    /// The row of a chunk of a tensor; past all rows if the storage has no such tensor.
+    /// Index in [`Self::rows`] for the chunk that holds element `first_element` of tensor `tensor`.
+    ///
+    /// The index is past all rows if the storage has no such tensor.
     pub fn row(&self, tensor: u32, first_element: u64) -> u64 {
         let first = self.firsts.get(tensor as usize).copied();
         let chunk = first_element / u64::from(CHUNK_ELEMENTS);

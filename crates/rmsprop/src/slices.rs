@@ -49,10 +49,11 @@ impl RmsProp {
         self.step_on(None, step, tensors)
     }
 
-    /// [`RmsProp::step`] on all threads of `pool`, with the same bits.
+    /// Applies one step to every tensor on all threads of `pool`, with the same bits as
+    /// [`RmsProp::step`].
     ///
     /// # Errors
-    /// Those of [`RmsProp::step`].
+    /// As [`RmsProp::step`].
     pub fn step_with<T: Compute>(
         &self,
         pool: &Pool,

@@ -5,7 +5,8 @@ use core::num::NonZeroU64;
 
 use crate::{MOST_FACTOR, ScheduleError};
 
-/// One phase of a schedule: a curve over its own steps t = 0, 1, … and the number of these steps.
+/// One phase of a schedule: a factor on the learning rate at each of the phase's own steps t = 0,
+/// 1, ….
 ///
 /// At t = `steps` and beyond a phase has the factor at t = `steps`. That factor remains if no phase
 /// follows.

@@ -30,7 +30,10 @@ pub struct Prepared<'a> {
 }
 
 impl Prepared<'static> {
-    /// Writes and syncs a file of tensors beside `path`.
+    /// Writes a safetensors file of `tensors` and `metadata` under a temporary name beside `path`,
+    /// and syncs it.
+    ///
+    /// [`Prepared::commit`] then moves the file to `path`.
     ///
     /// # Errors
     /// [`TensorFileError`]; whatever is at `path` is untouched.
@@ -44,7 +47,7 @@ impl Prepared<'static> {
         Self::bytes(path, &serialize(path, tensors, metadata)?)
     }
 
-    /// Writes and syncs any file beside `path`.
+    /// Writes a file of `bytes` under a temporary name beside `path`, and syncs it.
     ///
     /// # Errors
     /// [`TensorFileError`]; whatever is at `path` is untouched.
