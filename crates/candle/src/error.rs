@@ -1,12 +1,12 @@
-//! Why the adapter refused.
+//! Errors of the optimizers on candle variables.
 
 use candle_core::{DType, Shape};
 use fusestep::SessionError;
 use fusestep_launch::BackendError;
 use fusestep_planner::PlanError;
 
-/// Why the adapter refused; inside a [`candle_core::Error`], because candle's trait returns that.
-/// Nothing has been written.
+/// Error of an optimizer on candle variables; inside a [`candle_core::Error`], because candle's
+/// trait returns that. Nothing has been written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdapterError {
