@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
-#![forbid(unsafe_code)]
+#![cfg_attr(not(unix), forbid(unsafe_code))]
+#![cfg_attr(unix, deny(unsafe_code))]
 
 mod abandoned;
 mod claim;
@@ -14,6 +15,9 @@ mod journal;
 mod lock;
 mod part;
 mod place;
+#[cfg(unix)]
+#[expect(unsafe_code, reason = "calls of POSIX that the standard library lacks")]
+mod posix;
 mod prepared;
 mod read;
 mod serialize;

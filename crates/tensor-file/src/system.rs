@@ -69,7 +69,7 @@ pub(crate) fn number(_found: &Metadata) -> u64 {
 #[cfg(unix)]
 pub(crate) fn is_trusted(found: &Metadata) -> bool {
     use std::os::unix::fs::MetadataExt;
-    found.uid() == 0 || found.uid() == rustix::process::geteuid().as_raw()
+    found.uid() == 0 || found.uid() == crate::posix::geteuid()
 }
 
 #[cfg(not(unix))]
@@ -102,12 +102,16 @@ pub(crate) enum Process {
 #[cfg(unix)]
 pub(crate) fn process(number: u32) -> Process {
     use rustix::io::Errno;
-    use rustix::process::{Pid, test_kill_process};
-    let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
-    match pid.map(test_kill_process) {
-        Some(Ok(()) | Err(Errno::PERM)) => Process::There,
-        Some(Err(Errno::SRCH)) => Process::Gone,
-        _ => Process::Unknown,
+    let Ok(pid) = i32::try_from(number) else {
+        return Process::Unknown;
+    };
+    match crate::posix::could_signal(pid) {
+        Ok(()) => Process::There,
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(Errno::PERM) => Process::There,
+            Some(Errno::SRCH) => Process::Gone,
+            _ => Process::Unknown,
+        },
     }
 }
 
