@@ -24,8 +24,8 @@ pub use plan::note::{Note, Verdict};
 pub use plan::page::html_page;
 pub use plan::passes::buckets::MAX_BUCKETS;
 pub use plan::passes::{
-    ActsOn, ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce, FuseBroadcast,
-    FuseOptimizer, FuseReduceIntoUpdate, LossScaling, Pass, Shard, UpdateInBackward, UpdateNorms,
+    ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce, FuseBroadcast, FuseOptimizer,
+    FuseReduceIntoUpdate, LossScaling, Pass, Shard, UpdateInBackward, UpdateNorms,
 };
 pub use plan::planner::Planner;
 pub use plan::rank_summary::{RankBytes, RankSummary};

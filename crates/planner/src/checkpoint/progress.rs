@@ -19,7 +19,7 @@ use super::manifest::{Manifest, TensorSpec};
 use super::refusal::refuse;
 use super::values::WholeTensors;
 use crate::MAX_STEPS;
-use crate::plan::passes::Pass;
+use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::segments::sum_width;
 use crate::plan::settings::{GradientAccumulation, LocalSgd, ReducedWhen};
 use crate::{Extent, Plan, Result, State, Topology};

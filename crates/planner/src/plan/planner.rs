@@ -17,7 +17,7 @@ use crate::plan::group::{ParameterGroups, SizeClass};
 use crate::plan::note::Verdict;
 use crate::plan::passes::coalesce_gradients::CoalesceGradients;
 use crate::plan::passes::fuse_optimizer::FuseOptimizer;
-use crate::plan::passes::pass::{AnyPass, Pass};
+use crate::plan::passes::pass::Pass;
 use crate::plan::passes::{buckets, order};
 use crate::plan::rule::{Optimizer, Precisions};
 use crate::plan::settings::{Gradients, Ownership, TableKind, Tensors, ZeroStage};
@@ -50,7 +50,7 @@ pub struct Planner {
     precisions: Precisions,
     tensors: Tensors,
     table: TableKind,
-    passes: Vec<Box<dyn AnyPass>>,
+    passes: Vec<Pass>,
 }
 
 impl Planner {
@@ -64,7 +64,7 @@ impl Planner {
             precisions: Precisions::default(),
             tensors: Tensors::Kept,
             table: TableKind::default(),
-            passes: vec![Box::new(CoalesceGradients), Box::new(FuseOptimizer)],
+            passes: vec![CoalesceGradients.into(), FuseOptimizer.into()],
         }
     }
 
@@ -133,8 +133,8 @@ impl Planner {
     }
 
     /// Adds a pass. Passes that rewrite the same part of a plan apply in the order given.
-    pub fn with(mut self, pass: impl Pass + 'static) -> Self {
-        self.passes.push(Box::new(pass));
+    pub fn with(mut self, pass: impl Into<Pass>) -> Self {
+        self.passes.push(pass.into());
         self
     }
 

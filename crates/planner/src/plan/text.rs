@@ -5,7 +5,7 @@ use std::fmt;
 use fusestep_launch::Precision;
 use fusestep_tensor::{Quoted, counted};
 
-use crate::plan::passes::Pass;
+use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::settings::{GradientAccumulation, TableKind};
 use crate::plan::stage::{Norm, Optimize, Reduced, Stage};
 use crate::plan::topology::Topology;

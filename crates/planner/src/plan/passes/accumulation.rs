@@ -2,12 +2,12 @@
 
 use crate::error::Result;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::settings::GradientAccumulation;
 use crate::plan::stage::{Accumulate, Stage};
 use crate::plan::value::Plan;
 
-impl Pass for GradientAccumulation {
+impl Rewrite for GradientAccumulation {
     const NAME: &'static str = "accumulate";
     const ACTS_ON: ActsOn = ActsOn::Gradients;
 

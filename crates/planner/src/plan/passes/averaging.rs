@@ -2,12 +2,12 @@
 
 use crate::error::Result;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::settings::LocalSgd;
 use crate::plan::stage::Stage;
 use crate::plan::value::Plan;
 
-impl Pass for LocalSgd {
+impl Rewrite for LocalSgd {
     const NAME: &'static str = "local_sgd";
     const ACTS_ON: ActsOn = ActsOn::Ranks;
 

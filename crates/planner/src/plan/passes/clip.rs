@@ -5,7 +5,7 @@ use fusestep_amp::MaxNorm;
 
 use crate::error::Result;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::value::Plan;
 
 /// Multiplies all gradients of a step by min(1, max_norm / (norm + 1e-6)), where norm is that of
@@ -31,7 +31,7 @@ impl ClipByGlobalNorm {
     }
 }
 
-impl Pass for ClipByGlobalNorm {
+impl Rewrite for ClipByGlobalNorm {
     const NAME: &'static str = "clip_by_global_norm";
     const ACTS_ON: ActsOn = ActsOn::Gradients;
 

@@ -8,7 +8,7 @@ use fusestep_tensor::{DType, counted};
 use crate::error::Result;
 use crate::plan::note::Verdict;
 use crate::plan::passes::buckets;
-use crate::plan::passes::pass::Pass;
+use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::rule::Optimizer;
 use crate::plan::stage::{Optimize, Stage};
 use crate::plan::storage::StorageSpec;
@@ -21,7 +21,7 @@ use crate::plan::value::Plan;
 #[derive(Clone, Copy, Debug)]
 pub struct CoalesceGradients;
 
-impl Pass for CoalesceGradients {
+impl Rewrite for CoalesceGradients {
     const NAME: &'static str = "coalesce_gradients";
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use crate::error::{PlanError, Result};
 use crate::plan::passes::distributed::Distributed;
-use crate::plan::passes::pass::Pass;
+use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::rule::Optimizer;
 use crate::plan::settings::{GradientAccumulation, LocalSgd, ZeroStage};
 use crate::plan::value::Plan;

@@ -8,7 +8,7 @@ use fusestep_tensor::{ParamDesc, Shape, counted, counted_are};
 use crate::error::{PlanError, Result};
 use crate::plan::note::Verdict;
 use crate::plan::passes::buckets;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::stage::{Optimize, Stage};
 use crate::plan::storage::StorageSpec;
 use crate::plan::value::Plan;
@@ -70,7 +70,7 @@ pub(crate) fn find(name: &str, params: &[ParamDesc]) -> Result<usize> {
     at.ok_or_else(|| PlanError::UnknownName { name: name.to_owned(), parameters: params.len() })
 }
 
-impl Pass for Distributed {
+impl Rewrite for Distributed {
     const NAME: &'static str = "distributed";
     const ACTS_ON: ActsOn = ActsOn::Distributed;
 

@@ -6,7 +6,7 @@ use fusestep_tensor::{counted, counted_are};
 use crate::error::Result;
 use crate::plan::note::Verdict;
 use crate::plan::passes::buckets;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::segments::full_tensors;
 use crate::plan::settings::{Caps, Oversize};
 use crate::plan::stage::Stage;
@@ -90,7 +90,7 @@ impl FuseAllReduce {
     }
 }
 
-impl Pass for FuseAllReduce {
+impl Rewrite for FuseAllReduce {
     const NAME: &'static str = "fuse_all_reduce";
     const ACTS_ON: ActsOn = ActsOn::Buckets;
 

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::settings::{Ownership, ZeroStage};
 use crate::plan::value::Plan;
 
@@ -35,7 +35,7 @@ impl FuseBroadcast {
     }
 }
 
-impl Pass for FuseBroadcast {
+impl Rewrite for FuseBroadcast {
     const NAME: &'static str = "fuse_broadcast";
     const ACTS_ON: ActsOn = ActsOn::Fusion;
 

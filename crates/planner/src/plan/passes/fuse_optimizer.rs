@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::plan::batches;
 use crate::plan::group::SizeClass;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::Pass;
+use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::stage::Stage;
 use crate::plan::value::Plan;
 
@@ -21,7 +21,7 @@ use crate::plan::value::Plan;
 #[derive(Clone, Copy, Debug)]
 pub struct FuseOptimizer;
 
-impl Pass for FuseOptimizer {
+impl Rewrite for FuseOptimizer {
     const NAME: &'static str = "fuse_optimizer";
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {

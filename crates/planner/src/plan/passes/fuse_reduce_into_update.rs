@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::plan::bucket::Bucket;
 use crate::plan::group::SizeClass;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::settings::ZeroStage;
 use crate::plan::stage::{Optimize, Stage};
 use crate::plan::topology::Reach;
@@ -29,7 +29,7 @@ use crate::plan::value::Plan;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FuseReduceIntoUpdate;
 
-impl Pass for FuseReduceIntoUpdate {
+impl Rewrite for FuseReduceIntoUpdate {
     const NAME: &'static str = "fuse_reduce_into_update";
     const ACTS_ON: ActsOn = ActsOn::Fusion;
 

@@ -5,7 +5,7 @@ use fusestep_tensor::counted_are;
 use crate::error::{PlanError, Result};
 use crate::plan::note::Verdict;
 use crate::plan::passes::fuse_all_reduce::FuseAllReduce;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::settings::{Tensors, ZeroStage};
 use crate::plan::stage::{Optimize, Stage};
 use crate::plan::topology::Reach;
@@ -62,7 +62,7 @@ impl UpdateInBackward {
     }
 }
 
-impl Pass for UpdateInBackward {
+impl Rewrite for UpdateInBackward {
     const NAME: &'static str = "update_in_backward";
     const ACTS_ON: ActsOn = ActsOn::Backward;
 

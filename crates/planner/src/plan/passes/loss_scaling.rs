@@ -5,7 +5,7 @@ use fusestep_amp::LossScale;
 
 use crate::error::Result;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::value::Plan;
 
 /// Divides all gradients of a step by the loss scale, and skips the step if one of them is infinite
@@ -58,7 +58,7 @@ impl From<LossScale> for LossScaling {
     }
 }
 
-impl Pass for LossScaling {
+impl Rewrite for LossScaling {
     const NAME: &'static str = "loss_scaling";
     const ACTS_ON: ActsOn = ActsOn::Gradients;
 

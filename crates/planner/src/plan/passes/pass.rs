@@ -1,68 +1,81 @@
-//! Rewrites of a plan, one file each.
+//! The closed list of passes.
 
-use std::fmt;
-
-use crate::error::{PlanError, Result};
+use crate::error::Result;
+use crate::plan::passes::rewrite::{ActsOn, Rewrite};
+use crate::plan::passes::{
+    ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce, FuseBroadcast, FuseOptimizer,
+    FuseReduceIntoUpdate, LossScaling, Shard, UpdateInBackward, UpdateNorms,
+};
+use crate::plan::settings::{GradientAccumulation, LocalSgd};
 use crate::plan::value::Plan;
 
-/// The part of a plan that a pass rewrites. Passes apply in this order; passes that rewrite the
-/// same part apply in the order in which they were given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ActsOn {
-    /// Layout of tensors and launches.
-    Launches,
-    /// Tensors that each rank has for itself.
+macro_rules! passes {
+    ($($(#[doc = $doc:literal])* $pass:ident,)*) => {
+        /// A rewrite of a plan: how a step runs, never its bits. Only [`ClipByGlobalNorm`],
+        /// [`LossScaling`], [`GradientAccumulation`] and [`LocalSgd`] add to the arithmetic.
+        ///
+        /// A pass writes a [`crate::Note`] for everything it does, splits, skips or refuses. A
+        /// refusal is no error: the plan stays as it was and says why.
+        ///
+        /// The list is closed, since each pass relies on what the others leave of a plan.
+        #[derive(Clone, Debug)]
+        #[non_exhaustive]
+        pub enum Pass {
+            $($(#[doc = $doc])* $pass($pass),)*
+        }
+
+        $(impl From<$pass> for Pass {
+            fn from(pass: $pass) -> Self {
+                Self::$pass(pass)
+            }
+        })*
+
+        impl Pass {
+            /// The part of a plan that the pass rewrites.
+            pub(crate) fn acts_on(&self) -> ActsOn {
+                match self {
+                    $(Self::$pass(_) => $pass::ACTS_ON,)*
+                }
+            }
+
+            /// Rewrites a plan.
+            ///
+            /// # Errors
+            /// As [`Rewrite::apply`].
+            pub(crate) fn rewrite(&self, plan: &mut Plan) -> Result<()> {
+                match self {
+                    $(Self::$pass(pass) => pass.apply(plan),)*
+                }
+            }
+        }
+    };
+}
+
+passes! {
+    /// One list of gradients for tensors of one kind.
+    CoalesceGradients,
+    /// One launch for tensors of one kernel and size.
+    FuseOptimizer,
+    /// Slices of tensors, each rank's own.
     Distributed,
-    /// Work on all gradients together.
-    Gradients,
-    /// Tensors that ranks share out.
-    Ranks,
-    /// Gradients of one call.
-    Buckets,
-    /// Stages that become one.
-    Fusion,
-    /// Updates that run beside a backward pass.
-    Backward,
-}
-
-/// A rewrite of a plan: how a step runs, never its bits. Only
-/// [`ClipByGlobalNorm`](crate::ClipByGlobalNorm), [`LossScaling`](crate::LossScaling),
-/// [`GradientAccumulation`](crate::GradientAccumulation) and [`LocalSgd`](crate::LocalSgd) add to
-/// the arithmetic.
-///
-/// A pass writes a [`crate::Note`] for everything it does, splits, skips or refuses. A refusal is
-/// no error: the plan stays as it was and says why.
-pub trait Pass: fmt::Debug + Send + Sync {
-    /// The pass's name in notes.
-    const NAME: &'static str;
-    /// The part of a plan that the pass rewrites.
-    const ACTS_ON: ActsOn = ActsOn::Launches;
-
-    /// Rewrites `plan`.
-    ///
-    /// # Errors
-    /// If the rewritten plan could not be run: limits too small, a layout too long.
-    fn apply(&self, plan: &mut Plan) -> Result<()>;
-}
-
-/// A pass of any type, as a planner keeps it.
-pub(crate) trait AnyPass: fmt::Debug + Send + Sync {
-    fn acts_on(&self) -> ActsOn;
-
-    /// Rewrites a plan by [`Pass::apply`].
-    fn rewrite(&self, plan: &mut Plan) -> Result<()>;
-}
-
-impl<P: Pass> AnyPass for P {
-    fn acts_on(&self) -> ActsOn {
-        P::ACTS_ON
-    }
-
-    fn rewrite(&self, plan: &mut Plan) -> Result<()> {
-        self.apply(plan)
-    }
-}
-
-pub(crate) fn refuse_twice(pass: &'static str, is_there: bool) -> Result<()> {
-    if is_there { Err(PlanError::PassTwice { pass }) } else { Ok(()) }
+    /// A limit on the norm of all gradients together.
+    ClipByGlobalNorm,
+    /// A loss scale, and steps that are skipped.
+    LossScaling,
+    /// Norms of updates.
+    UpdateNorms,
+    /// Sums over micro-steps.
+    GradientAccumulation,
+    /// Averages of parameters in place of reductions.
+    LocalSgd,
+    /// State, gradients and parameters that ranks share out.
+    Shard,
+    /// Buckets of gradients, one call each.
+    FuseAllReduce,
+    /// Many tensors to a broadcast.
+    FuseBroadcast,
+    /// Reduction and update in one pass over memory.
+    FuseReduceIntoUpdate,
+    /// Updates while gradients come.
+    UpdateInBackward,
 }

@@ -6,7 +6,7 @@ use fusestep_tensor::counted;
 
 use crate::error::{PlanError, Result};
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{ActsOn, Pass, refuse_twice};
+use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::settings::{Ownership, ZeroStage};
 use crate::plan::stage::{Gather, Reduced, Stage};
 use crate::plan::value::Plan;
@@ -46,7 +46,7 @@ impl Shard {
     }
 }
 
-impl Pass for Shard {
+impl Rewrite for Shard {
     const NAME: &'static str = "shard";
     const ACTS_ON: ActsOn = ActsOn::Ranks;
 

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::plan::note::Verdict;
-use crate::plan::passes::pass::{Pass, refuse_twice};
+use crate::plan::passes::rewrite::{Rewrite, refuse_twice};
 use crate::plan::value::Plan;
 
 /// Measures ‖new − old‖ of every parameter as the update writes it:
@@ -27,7 +27,7 @@ use crate::plan::value::Plan;
 #[derive(Clone, Copy, Debug)]
 pub struct UpdateNorms;
 
-impl Pass for UpdateNorms {
+impl Rewrite for UpdateNorms {
     const NAME: &'static str = "update_norms";
 
     fn apply(&self, plan: &mut Plan) -> Result<()> {

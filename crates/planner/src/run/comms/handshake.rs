@@ -18,7 +18,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{PlanError, Result};
 use crate::plan::calls::WORD_BYTES;
-use crate::plan::passes::{ClipByGlobalNorm, LossScaling, Pass, UpdateInBackward, UpdateNorms};
+use crate::plan::passes::rewrite::Rewrite;
+use crate::plan::passes::{ClipByGlobalNorm, LossScaling, UpdateInBackward, UpdateNorms};
 use crate::plan::settings::{Caps, GradientAccumulation, LocalSgd, Oversize, Ownership};
 use crate::plan::storage::Extent;
 use crate::plan::value::Plan;
