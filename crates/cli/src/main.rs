@@ -9,6 +9,7 @@ mod ceiling;
 mod check;
 mod checkpoint;
 mod engine;
+mod figures;
 mod inputs;
 mod launch;
 mod options;

@@ -8,7 +8,8 @@ use anyhow::{anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, ValueParser};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id};
-use fusestep::{OptionError, PrecisionOf, Row, Section, SessionError, StepOptions, Visit};
+use fusestep::{Chosen, OptionError, PrecisionOf, Row, Section, SessionError, StepOptions, Visit};
+use fusestep_collective::Communicator;
 use fusestep_launch::{LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, Topology};
 use fusestep_tensor::{DType, ParamDesc};
@@ -216,6 +217,46 @@ pub(crate) fn planner(
     limits: LaunchLimits,
 ) -> anyhow::Result<Planner> {
     options.planner(params, topology, limits).map_err(refused)
+}
+
+/// The planner of settings that figures have completed, whose plans say which they are.
+///
+/// # Errors
+/// As [`planner`].
+pub(crate) fn planner_of(
+    chosen: &Chosen,
+    params: &[ParamDesc],
+    topology: Topology,
+    limits: LaunchLimits,
+) -> anyhow::Result<Planner> {
+    chosen.planner(params, topology, limits).map_err(refused)
+}
+
+/// These settings of a rank, with those chosen that were not given: rank 0's choice on all ranks.
+///
+/// # Errors
+/// Settings as in [`planner`]; calls that fail.
+pub(crate) fn agreed(
+    options: &StepOptions,
+    params: &[ParamDesc],
+    limits: LaunchLimits,
+    comm: &mut dyn Communicator,
+) -> anyhow::Result<Chosen> {
+    options.check(comm.world_size()).map_err(refused)?;
+    Ok(options.agreed(params, limits, comm)?)
+}
+
+/// These settings, with those chosen that were not given.
+///
+/// # Errors
+/// As [`planner`].
+pub(crate) fn chosen(
+    options: &StepOptions,
+    params: &[ParamDesc],
+    topology: Topology,
+    limits: LaunchLimits,
+) -> anyhow::Result<Chosen> {
+    options.chosen(params, topology, limits).map_err(refused)
 }
 
 /// The flag of a setting.

@@ -14,7 +14,7 @@ use crate::error::{PlanError, Result};
 use crate::plan::batches;
 use crate::plan::batches::LaunchCount;
 use crate::plan::group::{ParameterGroups, SizeClass};
-use crate::plan::note::Verdict;
+use crate::plan::note::{Note, Verdict};
 use crate::plan::passes::coalesce_gradients::CoalesceGradients;
 use crate::plan::passes::fuse_optimizer::FuseOptimizer;
 use crate::plan::passes::pass::{AnyPass, Pass};
@@ -51,6 +51,7 @@ pub struct Planner {
     tensors: Tensors,
     table: TableKind,
     passes: Vec<Box<dyn AnyPass>>,
+    notes: Vec<Note>,
 }
 
 impl Planner {
@@ -65,6 +66,7 @@ impl Planner {
             tensors: Tensors::Kept,
             table: TableKind::default(),
             passes: vec![Box::new(CoalesceGradients), Box::new(FuseOptimizer)],
+            notes: Vec::new(),
         }
     }
 
@@ -134,6 +136,13 @@ impl Planner {
     /// Adds a pass. Passes that rewrite the same part of a plan apply in the order given.
     pub fn with(mut self, pass: impl Pass + 'static) -> Self {
         self.passes.push(Box::new(pass));
+        self
+    }
+
+    /// Adds a note on a decision that was taken before the plan is made; the plan's notes begin with
+    /// it.
+    pub fn note(mut self, note: Note) -> Self {
+        self.notes.push(note);
         self
     }
 
@@ -259,7 +268,7 @@ impl Planner {
             caps: None,
             broadcast_cap_bytes: None,
             stages: Vec::with_capacity(params.len()),
-            notes: Vec::new(),
+            notes: self.notes.clone(),
             gradients: Gradients::default(),
             update_norms: false,
             in_backward: false,
