@@ -10,7 +10,6 @@ use fusestep::{Session, SessionError};
 use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Interval, MicroStepReport, Plan, Reach, State, Topology};
-use fusestep_simd::Pool;
 use fusestep_tensor::ParamDesc;
 
 use crate::gradients::{Addresses, Gradients};
@@ -113,7 +112,7 @@ fn threads(options: &Options, topology: Topology) -> NonZeroUsize {
         Reach::SharedMemory => topology.world,
         Reach::Calls => 1,
     };
-    let all = options.threads.unwrap_or_else(|| Pool::current().threads());
+    let all = memory::threads(options);
     NonZeroUsize::new(all.div_ceil(sharing.max(1))).unwrap_or(NonZeroUsize::MIN)
 }
 

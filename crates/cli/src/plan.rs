@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use fusestep::{Chosen, StepOptions};
-use fusestep_planner::{PlanSummary, RankSummary};
+use fusestep::StepOptions;
+use fusestep_planner::{PlanSummary, RankSummary, Topology};
 use fusestep_tensor::{DType, Quoted};
 use serde::Serialize;
 
@@ -84,7 +84,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
         let plan = plan.summary();
         return print_json(&Summary { plan, ranks });
     }
-    if let Some(ranks) = ranks.as_mut().filter(|_| has_chosen_cap(&options, &chosen)) {
+    if let Some(ranks) = ranks.as_mut().filter(|_| is_cap_chosen(&options, topology)) {
         // The plan's notes say what was chosen in place of this proposal.
         ranks.proposed_bucket_cap_bytes = 0;
     }
@@ -93,8 +93,9 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
 }
 
 /// Whether figures have decided how long buckets are.
-fn has_chosen_cap(given: &StepOptions, chosen: &Chosen) -> bool {
-    given.bucket_cap_mib.is_none() && given.figures.is_some() && !chosen.notes.is_empty()
+fn is_cap_chosen(options: &StepOptions, topology: Topology) -> bool {
+    let figures = options.figures.as_ref().filter(|_| options.bucket_cap_mib.is_none());
+    figures.is_some_and(|figures| figures.world(topology).is_some())
 }
 
 /// The result that `--json` prints: the numbers of rank 0's own launches, and the numbers of the

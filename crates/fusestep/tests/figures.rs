@@ -80,7 +80,7 @@ fn a_choice_is_never_predicted_to_be_slower() {
                     let on = topology(reach, world);
                     let with = StepOptions { figures: Some(known.clone()), ..plain.clone() };
                     let chosen = chosen(&with, &params, on);
-                    assert!(!chosen.notes.is_empty());
+                    assert!(mib < 25 || !chosen.notes.is_empty());
                     changed += usize::from(chosen.options != plain);
                     let times =
                         [&chosen.options, &plain].map(|of| predicted(of, &params, on, &known));

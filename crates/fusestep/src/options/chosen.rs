@@ -277,18 +277,15 @@ impl Judge {
         let capped = caps.map(|cap| StepOptions { bucket_cap_mib: Some(cap), ..base.clone() });
         let best = self.cheapest(&base, capped.collect())?;
         let usual = USUAL_CAP_MIB;
-        notes.push(match best.options.bucket_cap_mib {
-            Some(cap) => {
-                let why = best.text();
-                let reason = format!("buckets of {cap} MiB in place of {usual}: {why}; {source}");
-                note(Verdict::Applied, reason)
-            }
-            None => {
-                let reason =
-                    format!("buckets of {usual} MiB stay: no others save 1 % of a step; {source}");
-                note(Verdict::Skipped, reason)
-            }
-        });
+        if let Some(cap) = best.options.bucket_cap_mib {
+            let why = best.text();
+            let reason = format!("buckets of {cap} MiB in place of {usual}: {why}; {source}");
+            notes.push(note(Verdict::Applied, reason));
+        } else if self.plan(&base)?.buckets().len() > 1 {
+            let reason =
+                format!("buckets of {usual} MiB stay: no others save 1 % of a step; {source}");
+            notes.push(note(Verdict::Skipped, reason));
+        }
         Some(Choice { options: best.options, notes })
     }
 
