@@ -18,7 +18,7 @@ use crate::bench_parts::{BucketCall, Step, Streamed, Work, calls_of, own_params}
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
 use crate::output::{duration, show};
-use crate::settings::{agreed, planner};
+use crate::planning::{agreed, planner};
 use crate::timer::{MIN_SAMPLE_NS, Timer};
 
 /// Most bytes that the ceiling's arrays have on all ranks together. Ceilings of longer steps are

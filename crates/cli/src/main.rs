@@ -18,6 +18,7 @@ mod output;
 mod peers;
 mod places;
 mod plan;
+mod planning;
 mod ranks;
 mod report;
 mod rule_flags;

@@ -13,9 +13,10 @@ use crate::inputs::read_model;
 use crate::options::param_dtype;
 use crate::output::{print, print_json, write_page};
 use crate::places::require_apart;
+use crate::planning::{chosen, planner_of};
 use crate::ranks::WorldArgs;
 use crate::rules::OptimizerArgs;
-use crate::settings::{self, Settings, planner_of};
+use crate::settings::{self, Settings};
 
 /// Flags of `plan`.
 #[derive(Debug, Args)]
@@ -57,7 +58,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     options.figures = known.figures(args.world.backward_ms * 1e-3);
     let of_ranks = args.world.world.is_some() || args.settings.asks_for_ranks();
     let limits = args.settings.limits();
-    let mut chosen = settings::chosen(&options, &model.params, topology, limits)?;
+    let mut chosen = chosen(&options, &model.params, topology, limits)?;
     known.explain(&mut chosen, topology);
     let planner = planner_of(&chosen, &model.params, topology, limits)?;
     let plan = planner.plan_for(&model.params, topology)?;

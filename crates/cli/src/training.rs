@@ -29,7 +29,7 @@ use self::tally::Tally;
 use crate::figures::Known;
 use crate::options::{BackendName, threads};
 use crate::output::print;
-use crate::settings::{agreed, planner_of, told};
+use crate::planning::{agreed, planner_of, told};
 use crate::shadow::Shadow;
 use crate::train::args::TrainArgs;
 use crate::train::summary::{Epoch, TrainSummary};

@@ -106,8 +106,8 @@ fn a_given_setting_is_kept_and_one_without_figures_is_the_default() {
         };
         let with = StepOptions { figures: Some(known.clone()), ..given.clone() };
         assert_eq!(chosen(&with, &params, on).options, given);
-        let apart = StepOptions { separate: true, ..StepOptions::default() };
-        let with = StepOptions { figures: Some(known.clone()), ..apart };
+        let separate = StepOptions { separate: true, ..StepOptions::default() };
+        let with = StepOptions { figures: Some(known.clone()), ..separate };
         assert!(chosen(&with, &params, on).options.separate);
         for plain in [StepOptions::default(), StepOptions { naive: true, ..StepOptions::default() }]
         {

@@ -11,7 +11,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use thiserror::Error;
 
-use super::{Figures, VERSION, machine};
+use super::machine;
+use super::value::{Figures, VERSION};
 
 /// Environment variable that names the file of figures in place of the user's cache, or is `none`.
 pub const FIGURES_VARIABLE: &str = "FUSESTEP_FIGURES";
@@ -209,7 +210,8 @@ impl Figures {
             let rates = [costs.memory_bytes_per_second, costs.fresh_bytes_per_second];
             !links.iter().all(is_link) || !rates.iter().all(|rate| is_rate(*rate)) || of.ranks == 0
         });
-        let threads = self.threads.iter().find(|of| !is_rate(of.bytes_per_second));
+        let mut threads = self.threads.iter();
+        let threads = threads.find(|of| !is_rate(of.bytes_per_second) || of.threads == 0);
         let of_world = world.map(|of| format!("costs out of range of {} ranks", of.ranks));
         of_world.or(threads.map(|of| format!("a rate out of range of {} threads", of.threads)))
     }

@@ -93,8 +93,8 @@ impl StepOptions {
         self.taking(self.choices(params, topology, limits)?)
     }
 
-    /// Settings of ranks, chosen as by [`StepOptions::chosen`]: the choice of rank 0 is that of all. A setting that was
-    /// given stays on each rank; all ranks call it together.
+    /// Settings of ranks, chosen as by [`StepOptions::chosen`]: the choice of rank 0 is that of
+    /// all. A setting that was given stays on each rank; all ranks call it together.
     ///
     /// # Errors
     /// Calls that fail. Settings out of range stay as they are, for the planner to refuse.

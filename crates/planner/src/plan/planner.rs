@@ -139,8 +139,8 @@ impl Planner {
         self
     }
 
-    /// Adds a note on a decision that was taken before the plan is made; the plan's notes begin with
-    /// it.
+    /// Adds a note on a decision that was taken before the plan is made. It is one of the plan's
+    /// first.
     pub fn note(mut self, note: Note) -> Self {
         self.notes.push(note);
         self

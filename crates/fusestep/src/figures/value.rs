@@ -1,8 +1,5 @@
 //! Figures of a machine: how fast its calls, its memory and its threads are.
 
-mod file;
-mod machine;
-
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fusestep_collective::{Costs, Link};
@@ -10,10 +7,10 @@ use fusestep_planner::{CostModel, Reach, Topology};
 use fusestep_tensor::counted;
 use serde::{Deserialize, Serialize};
 
-pub use self::file::{FIGURES_VARIABLE, FiguresError};
+use super::machine;
 
 /// Version of this library, which figures are measured with and for.
-const VERSION: &str = env!("CARGO_PKG_VERSION");
+pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// Least seconds of a call. A line through measured times may pass through zero, and calls that
 /// cost nothing would be cut without end.
