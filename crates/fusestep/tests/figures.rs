@@ -147,6 +147,24 @@ fn slow_calls_take_larger_buckets_and_the_plan_says_so() {
     assert!(shared.is_none_or(|cap| cap <= 25.0), "memory that was to be saved: {shared:?}");
 }
 
+#[test]
+fn ranks_that_share_memory_reduce_apart_only_where_that_saves_much() {
+    let params = model(100);
+    let on = topology(Reach::SharedMemory, 2);
+    let found = |gather_seconds: f64| {
+        let mut known = figures(2.0, 8.0);
+        known.worlds[0].costs.all_gather.alpha_seconds = gather_seconds;
+        let given = StepOptions { figures: Some(known), ..StepOptions::default() };
+        chosen(&given, &params, on)
+    };
+    let usual = found(2e-6);
+    assert_eq!(usual.options.streams(on), 0);
+    assert!(!usual.options.separate, "{:?}", usual.notes);
+    let slow = found(0.1);
+    assert!(slow.options.separate, "{:?}", slow.notes);
+    assert!(slow.notes[0].reason.starts_with("reduction, update and gather stay apart: a step"));
+}
+
 /// Parameters after some steps of two ranks, and the hashes of their plans; `known` are the figures
 /// of each rank.
 fn trained(known: [Option<Figures>; 2], zero: u8) -> Vec<(Vec<u8>, u64)> {

@@ -16,8 +16,12 @@ use crate::WorldFigures;
 /// The pass in whose name notes say what was chosen.
 const PASS: &str = "figures";
 
-/// Share of a step that a choice has to save; less is within the model's error.
+/// Share of a step that other buckets have to save.
 const LEAST_SAVING: f64 = 0.01;
+
+/// Share of a step that another way to reduce and update has to save. It moves other bytes by
+/// other figures, whose errors do not cancel as those of two caps do.
+const LEAST_SAVING_OF_WAYS: f64 = 0.2;
 
 /// Share of a step that sums in another order may differ by.
 const ROUNDING: f64 = 1e-6;
@@ -265,7 +269,7 @@ impl Judge {
     fn choose(&self, base: &StepOptions, source: &str) -> Option<Choice> {
         let mut notes = Vec::new();
         let ways = base.ways(self.topology, self.backward.is_some());
-        let way = self.cheapest(base, ways)?;
+        let way = self.cheapest(base, ways, LEAST_SAVING_OF_WAYS)?;
         if let Some(told) = way.options.told_way(self.topology, base) {
             notes.push(note(Verdict::Applied, format!("{told}: {}; {source}", way.text())));
         }
@@ -275,7 +279,7 @@ impl Judge {
         }
         let caps = self.caps(&base)?.into_iter();
         let capped = caps.map(|cap| StepOptions { bucket_cap_mib: Some(cap), ..base.clone() });
-        let best = self.cheapest(&base, capped.collect())?;
+        let best = self.cheapest(&base, capped.collect(), LEAST_SAVING)?;
         let usual = USUAL_CAP_MIB;
         if let Some(cap) = best.options.bucket_cap_mib {
             let why = best.text();
@@ -290,10 +294,15 @@ impl Judge {
     }
 
     /// The cheapest of these, or `base` where none saves enough.
-    fn cheapest(&self, base: &StepOptions, others: Vec<StepOptions>) -> Option<Preferred> {
+    fn cheapest(
+        &self,
+        base: &StepOptions,
+        others: Vec<StepOptions>,
+        least_saving: f64,
+    ) -> Option<Preferred> {
         let usual = self.predicted(base)?;
         let mut best = Preferred { options: base.clone(), predicted: usual, usual };
-        let enough = usual.judged() * (1.0 - LEAST_SAVING);
+        let enough = usual.judged() * (1.0 - least_saving);
         for options in others {
             let Some(found) = self.predicted(&options) else {
                 continue;
