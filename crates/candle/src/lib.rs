@@ -27,7 +27,7 @@ pub use fused::{Fused, Report};
 pub use fusestep::Centering;
 #[cfg(feature = "sgd")]
 pub use fusestep::Nesterov;
-pub use fusestep::{OptionError, OwnRule, StepOptions as Options};
+pub use fusestep::{Figures, FiguresError, OptionError, OwnRule, StepOptions as Options};
 pub use fusestep_collective::{Communicator, Solo};
 pub use fusestep_launch::{
     Excluded, Master, Objective, Precision, Rounding, StateDType, WeightDecay,

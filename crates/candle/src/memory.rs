@@ -7,6 +7,7 @@ use candle_core::{Device, Var};
 use fusestep::{Session, SharedBackend};
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::StepReport;
+use fusestep_simd::Pool;
 
 #[cfg(feature = "cuda")]
 use crate::cuda::OnCuda;
@@ -29,8 +30,8 @@ impl Memory {
             #[cfg(feature = "cuda")]
             Some(Device::Cuda(device)) => Ok(Self::Cuda(OnCuda::of(device, options)?)),
             _ => Ok(Self::Cpu(Arc::new(match options.threads {
-                Some(threads) => CpuBackend::new(at_least_1(threads)),
-                None => CpuBackend::with_all_threads(),
+                None if options.figures.is_none() => CpuBackend::with_all_threads(),
+                _ => CpuBackend::new(at_least_1(threads(options))),
             }))),
         }
     }
@@ -79,6 +80,16 @@ impl Memory {
             Self::Cuda(on) => on.step(session, vars, grads),
         }
     }
+}
+
+/// Threads of this process: those asked for, else the fewest that memory is as fast with, as far as
+/// figures say so, else all of rayon's pool.
+pub(crate) fn threads(options: &Options) -> usize {
+    options.threads.unwrap_or_else(|| {
+        let all = Pool::current().threads();
+        let enough = options.figures.as_ref().and_then(|figures| figures.threads(all));
+        enough.unwrap_or(all)
+    })
 }
 
 /// A number of threads; ranges of settings are checked where a plan is made.

@@ -6,7 +6,6 @@ use fusestep::{Lent, Session, SharedBackend, StepOptions};
 use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Reach, Topology};
-use fusestep_simd::Pool;
 
 use crate::fused::Tensors;
 use crate::gradients::Addresses;
@@ -188,6 +187,6 @@ fn threads(options: &Options, topology: Topology) -> NonZeroUsize {
         Reach::SharedMemory => topology.world,
         Reach::Calls => 1,
     };
-    let all = options.threads.unwrap_or_else(|| Pool::current().threads());
+    let all = memory::threads(options);
     NonZeroUsize::new(all.div_ceil(sharing.max(1))).unwrap_or(NonZeroUsize::MIN)
 }

@@ -20,7 +20,7 @@ use crate::inputs::read_model;
 use crate::options::pool;
 use crate::output::{duration, show};
 use crate::peers::{self, CandlePair, CandleTimes};
-use crate::settings::planner;
+use crate::planning::planner;
 use crate::{bench_collective, bench_ranks};
 
 /// The result that `--json` prints. Times are the best of all rounds.

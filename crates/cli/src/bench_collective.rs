@@ -22,7 +22,7 @@ pub(crate) struct CollectiveArgs {
         value_enum,
         conflicts_with_all = [
             settings::GROUP, "OptimizerArgs", "RuleFlags", "PeerArgs", "peer", "dtype", "threads",
-            "rounds"
+            "rounds", "FiguresArgs"
         ]
     )]
     pub(crate) collective: Option<Collective>,

@@ -18,7 +18,7 @@ use crate::bench_parts::{BucketCall, Step, Streamed, Work, calls_of, own_params}
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
 use crate::output::{duration, show};
-use crate::settings::planner;
+use crate::planning::{agreed, planner};
 use crate::timer::{MIN_SAMPLE_NS, Timer};
 
 /// Most bytes that the ceiling's arrays have on all ranks together. Ceilings of longer steps are
@@ -63,6 +63,8 @@ pub(crate) fn run(
     options: &StepOptions,
     params: &[ParamDesc],
 ) -> anyhow::Result<()> {
+    let figures = args.figures.known()?.figures(0.0);
+    let options = &StepOptions { figures, ..options.clone() };
     let found = args
         .collective
         .engine
@@ -168,6 +170,8 @@ fn measure(
     let of_rank = args.threads()?.get().div_ceil(topology.world);
     let limits = args.settings.limits();
     let backend = CpuBackend::new(of_rank.try_into()?).with_limits(limits);
+    let chosen = agreed(options, params, limits, comm)?;
+    let options = &chosen.options;
     let plans = Plans::new(options, params, topology, limits)?;
     let plan = &plans.whole;
     let mut step = Step::new(plan, &backend, comm)?;

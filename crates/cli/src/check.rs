@@ -9,11 +9,13 @@ use clap::Args;
 use fusestep_collective::{
     AllReduceRow, CollectiveError, Costs, Link, measure, measure_all_reduce, self_test,
 };
+use fusestep_planner::Topology;
 use fusestep_simd::Level;
 use fusestep_tensor::counted;
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
+use crate::figures::Kept;
 use crate::options::{name_of, threads};
 use crate::output::{duration, print, print_json};
 
@@ -59,6 +61,9 @@ struct Tested {
     /// Costs that `plan` predicts a step from.
     costs: Costs,
     rows: Vec<AllReduceRow>,
+    /// Place of this rank.
+    #[serde(skip)]
+    topology: Topology,
 }
 
 /// Bytes of the buffers in the table of bandwidths.
@@ -77,12 +82,18 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
             link: costs.all_reduce,
             costs,
             rows,
+            topology: Topology::of(comm),
         })
     })?;
     // Other ranks have nothing to say.
     let Some(tested) = found else {
         return Ok(());
     };
+    let kept = Kept::so_far().map(|kept| {
+        let mut kept = kept?;
+        kept.add(engine, tested.topology, tested.costs);
+        kept.keep()
+    });
     if args.json {
         return print_json(&tested);
     }
@@ -111,6 +122,9 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
         tested.costs.all_gather.beta_bytes_per_second / 1e9,
         tested.costs.memory_bytes_per_second / 1e9
     );
+    if let Some(kept) = kept {
+        let _ = writeln!(text, "figures: {}", kept.unwrap_or_else(|error| error.to_string()));
+    }
     print(&text)
 }
 
@@ -128,7 +142,8 @@ pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
         return collectives(engine, args);
     }
     args.ranks.require_none("--engine")?;
-    let findings = vec![simd(), thread_count(), cuda(), mpi(), nccl()];
+    let mut findings = vec![simd(), thread_count(), cuda(), mpi(), nccl()];
+    findings.extend(figures());
     if args.json {
         return print_json(&BTreeMap::from([("findings", findings)]));
     }
@@ -138,6 +153,19 @@ pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
         let _ = writeln!(text, "{:<8} {mark:<4} {}", finding.part, finding.detail);
     }
     print(&text)
+}
+
+/// Measures this machine's figures and keeps them; `None` where the user asks for none.
+fn figures() -> Option<Finding> {
+    let measured = Kept::so_far()?.map_err(anyhow::Error::from).and_then(|mut kept| {
+        kept.measure()?;
+        Ok(kept.keep()?)
+    });
+    let (present, detail) = match measured {
+        Ok(told) => (true, told),
+        Err(error) => (false, error.to_string()),
+    };
+    Some(Finding { part: "figures", present, detail })
 }
 
 fn simd() -> Finding {

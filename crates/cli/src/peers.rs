@@ -22,7 +22,7 @@ use crate::ceiling::Ceiling;
 use crate::options::pool;
 use crate::output::{duration, show, write_page};
 use crate::places::require_apart;
-use crate::settings::planner;
+use crate::planning::planner;
 use worker::{Request, Shaped, Turn, Worker};
 
 mod candle;

@@ -3,17 +3,20 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use fusestep_planner::{PlanSummary, RankSummary};
+use fusestep::StepOptions;
+use fusestep_planner::{PlanSummary, RankSummary, Topology};
 use fusestep_tensor::{DType, Quoted};
 use serde::Serialize;
 
+use crate::figures::FiguresArgs;
 use crate::inputs::read_model;
 use crate::options::param_dtype;
 use crate::output::{print, print_json, write_page};
 use crate::places::require_apart;
+use crate::planning::{chosen, planner_of};
 use crate::ranks::WorldArgs;
 use crate::rules::OptimizerArgs;
-use crate::settings::{self, Settings, planner};
+use crate::settings::{self, Settings};
 
 /// Flags of `plan`.
 #[derive(Debug, Args)]
@@ -27,6 +30,8 @@ pub(crate) struct PlanArgs {
     settings: Settings<settings::Plan>,
     #[command(flatten)]
     world: WorldArgs,
+    #[command(flatten)]
+    figures: FiguresArgs,
     /// Element type of shapes that state none [default: f32]
     #[arg(long, value_parser = param_dtype())]
     dtype: Option<DType>,
@@ -47,10 +52,15 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let mut model = read_model(&args.model, args.dtype)?;
     args.optimizer.require_excluded(args.settings.exclude())?;
     args.settings.require_several(args.world.world, "--world")?;
-    let options = args.settings.of_model(args.optimizer.rule()?, &mut model.params)?;
+    let mut options = args.settings.of_model(args.optimizer.rule()?, &mut model.params)?;
     let topology = args.world.topology()?;
+    let known = args.figures.known()?;
+    options.figures = known.figures(args.world.backward_ms * 1e-3);
     let of_ranks = args.world.world.is_some() || args.settings.asks_for_ranks();
-    let planner = planner(&options, &model.params, topology, args.settings.limits())?;
+    let limits = args.settings.limits();
+    let mut chosen = chosen(&options, &model.params, topology, limits)?;
+    known.explain(&mut chosen, topology);
+    let planner = planner_of(&chosen, &model.params, topology, limits)?;
     let plan = planner.plan_for(&model.params, topology)?;
     if !model.buffers.is_empty() {
         let (count, more) = match model.buffers.len() {
@@ -62,7 +72,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
             Quoted(&model.buffers[0])
         );
     }
-    let costs = of_ranks.then(|| args.world.cost_model(&options)).transpose()?;
+    let costs = of_ranks.then(|| args.world.cost_model(&options, &chosen)).transpose()?;
     if let Some(path) = &args.html {
         let page = costs.map_or_else(|| plan.to_html(), |costs| plan.ranks_to_html(&costs));
         write_page(path, &page)?;
@@ -70,13 +80,23 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.svg {
         write_page(path, &plan.to_svg())?;
     }
-    let ranks = costs.map(|costs| plan.rank_summary(costs));
+    let mut ranks = costs.map(|costs| plan.rank_summary(costs));
     if args.json {
         let plan = plan.summary();
         return print_json(&Summary { plan, ranks });
     }
+    if let Some(ranks) = ranks.as_mut().filter(|_| is_cap_chosen(&options, topology)) {
+        // The plan's notes say what was chosen in place of this proposal.
+        ranks.proposed_bucket_cap_bytes = 0;
+    }
     let ranks = ranks.map_or(String::new(), |ranks| ranks.to_string());
     print(&format!("{plan}{ranks}"))
+}
+
+/// Whether figures have decided how long buckets are.
+fn is_cap_chosen(options: &StepOptions, topology: Topology) -> bool {
+    let figures = options.figures.as_ref().filter(|_| options.bucket_cap_mib.is_none());
+    figures.is_some_and(|figures| figures.world(topology).is_some())
 }
 
 /// The result that `--json` prints: the numbers of rank 0's own launches, and the numbers of the

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use fusestep::StepOptions;
+use fusestep::{Chosen, StepOptions};
 use fusestep_collective::{Costs, Link, measure};
 use fusestep_planner::{CostModel, MAX_WORLD, Reach, Topology};
 
@@ -11,6 +11,12 @@ use crate::options::whole;
 
 /// Most threads between which a link is measured.
 const MOST_MEASURED: usize = 16;
+
+/// Microseconds of a call where nobody has measured it.
+const LATENCY_US: f64 = 20.0;
+
+/// Gigabytes of an all-reduce in a second where nobody has measured it.
+const BANDWIDTH_GBS: f64 = 10.0;
 
 /// The world that `plan` plans for.
 #[derive(Clone, Copy, Debug, Args)]
@@ -23,13 +29,15 @@ pub(crate) struct WorldArgs {
     #[arg(long, value_enum, requires = "world")]
     pub(crate) engine: Option<Engine>,
     /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check
-    /// --engine` measures it
-    #[arg(long, value_name = "US", default_value_t = 20.0, requires = "world")]
-    pub(crate) latency_us: f64,
+    /// --engine` measures it [default: this machine's figures; 20 without any, or beside another
+    /// of these flags]
+    #[arg(long, value_name = "US", requires = "world")]
+    pub(crate) latency_us: Option<f64>,
     /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check
-    /// --engine` measures them
-    #[arg(long, value_name = "GB/S", default_value_t = 10.0, requires = "world")]
-    pub(crate) bandwidth_gbs: f64,
+    /// --engine` measures them [default: this machine's figures; 10 without any, or beside another
+    /// of these flags]
+    #[arg(long, value_name = "GB/S", requires = "world")]
+    pub(crate) bandwidth_gbs: Option<f64>,
     /// Gigabytes of a buffer that a reduce-scatter gets through in a second [default: twice an
     /// all-reduce's]
     #[arg(long, value_name = "GB/S", requires = "world")]
@@ -56,10 +64,14 @@ impl WorldArgs {
     /// # Errors
     /// Values that are no positive numbers; more ranks to measure between than a machine has room
     /// for.
-    pub(crate) fn cost_model(&self, options: &StepOptions) -> anyhow::Result<CostModel> {
+    pub(crate) fn cost_model(
+        &self,
+        options: &StepOptions,
+        chosen: &Chosen,
+    ) -> anyhow::Result<CostModel> {
         let given = [
-            ("--latency-us", Some(self.latency_us)),
-            ("--bandwidth-gbs", Some(self.bandwidth_gbs)),
+            ("--latency-us", self.latency_us),
+            ("--bandwidth-gbs", self.bandwidth_gbs),
             // A backward pass may take no time, and hide nothing then.
             ("--backward-ms", Some(self.backward_ms).filter(|ms| *ms != 0.0)),
             ("--scatter-gbs", self.scatter_gbs),
@@ -72,22 +84,28 @@ impl WorldArgs {
             ensure!(right, "{flag}: expected a number above 0, found {found}");
         }
         let link = |gbs: f64| Link {
-            alpha_seconds: self.latency_us * 1e-6,
+            alpha_seconds: self.latency_us.unwrap_or(LATENCY_US) * 1e-6,
             beta_bytes_per_second: gbs * 1e9,
         };
+        let topology = self.topology()?;
+        let rates = [self.bandwidth_gbs, self.scatter_gbs, self.gather_gbs, self.memory_gbs];
+        let is_given = self.latency_us.is_some() || rates.iter().any(Option::is_some);
+        let figures = options.figures.as_ref().filter(|_| !is_given);
         let model = if self.measure {
             CostModel::from(self.measured()?)
+        } else if let Some(world) = figures.and_then(|figures| figures.world(topology)) {
+            world.model()
         } else {
             CostModel {
                 scatter: self.scatter_gbs.map(link),
                 gather: self.gather_gbs.map(link),
                 memory_bytes_per_second: self.memory_gbs.map(|gbs| gbs * 1e9),
-                ..CostModel::from(link(self.bandwidth_gbs))
+                ..CostModel::from(link(self.bandwidth_gbs.unwrap_or(BANDWIDTH_GBS)))
             }
         };
         Ok(CostModel {
             backward_seconds: self.backward_ms * 1e-3,
-            streams: options.streams(self.topology()?),
+            streams: chosen.options.streams(topology),
             ..model
         })
     }

@@ -8,12 +8,13 @@ use anyhow::{anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, ValueParser};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id};
-use fusestep::{OptionError, PrecisionOf, Row, Section, SessionError, StepOptions, Visit};
+use fusestep::{OptionError, PrecisionOf, Row, Section, StepOptions, Visit};
 use fusestep_launch::{LaunchLimits, Master, Precision, Rounding, StateDType};
-use fusestep_planner::{Optimizer, Planner, Topology};
+use fusestep_planner::Optimizer;
 use fusestep_tensor::{DType, ParamDesc};
 
 use crate::output::warn;
+use crate::planning::{flag_of, refused};
 
 /// The group of these flags, for flags that none of them goes with.
 pub(crate) const GROUP: &str = "Settings";
@@ -202,52 +203,6 @@ pub(crate) fn expected_several(ranks: Option<usize>, what: &str) -> String {
     match ranks {
         Some(count) => format!("expected {what} of 2 or more, found {count}"),
         None => format!("expected {what} too, found no such flag"),
-    }
-}
-
-/// The planner with the passes that were asked for.
-///
-/// # Errors
-/// Settings without effect, or that contradict each other, by their flags.
-pub(crate) fn planner(
-    options: &StepOptions,
-    params: &[ParamDesc],
-    topology: Topology,
-    limits: LaunchLimits,
-) -> anyhow::Result<Planner> {
-    options.planner(params, topology, limits).map_err(refused)
-}
-
-/// The flag of a setting.
-fn flag_of(name: &str) -> String {
-    format!("--{}", name.replace('_', "-"))
-}
-
-/// A session that could not be set up, in the words of the command line.
-pub(crate) fn told(error: SessionError) -> anyhow::Error {
-    match error {
-        SessionError::Setting(error) => refused(error),
-        SessionError::Plan(error) => error.into(),
-        error => error.into(),
-    }
-}
-
-/// A refusal in the words of the command line.
-fn refused(error: OptionError) -> anyhow::Error {
-    match error {
-        OptionError::Needs { name, needs } => anyhow!(
-            "{}: expected {} too, without which it has no effect",
-            flag_of(name),
-            flag_of(needs)
-        ),
-        OptionError::Conflict { first, second, why } => {
-            anyhow!("{} and {}: {why}; remove one", flag_of(first), flag_of(second))
-        }
-        OptionError::Unmatched { name, such_as, found, count } => {
-            let error = OptionError::Unmatched { name, such_as, found, count }.to_string();
-            anyhow!("{}", error.replacen(name, &flag_of(name), 1))
-        }
-        error => anyhow!("--{error}"),
     }
 }
 

@@ -23,8 +23,9 @@ use crate::options::BackendArgs;
 use crate::options::whole;
 use crate::output::{print_json, warn_non_finite};
 use crate::places::{Place, require_apart};
+use crate::planning::planner;
 use crate::rules::OptimizerArgs;
-use crate::settings::{self, Settings, planner};
+use crate::settings::{self, Settings};
 
 /// Most steps of a run.
 const MOST_STEPS: u64 = 1_000_000_000;

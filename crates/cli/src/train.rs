@@ -13,7 +13,7 @@ use crate::output::{show, warn, write_page};
 use crate::places::require_beside;
 use crate::report::report_page;
 use crate::tasks::{Model, plain_rates, rate};
-use crate::training::{self, Trained};
+use crate::training::{self, Asked, Trained};
 use crate::values::descs;
 
 /// Trains on all ranks; rank 0 prints.
@@ -37,7 +37,9 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     let task = task.as_ref();
     let mut params = descs(task, args.dtype)?;
     args.optimizer.require_excluded(args.settings.exclude())?;
-    let options = args.settings.of_model(rule, &mut params)?;
+    let mut options = args.settings.of_model(rule, &mut params)?;
+    let known = args.figures.known()?;
+    options.figures = known.figures(0.0);
     plain_rates(&args.optimizer, args.task.model, &mut params);
     // A page that cannot be written is known before the training and not after.
     if let Some(path) = &args.report {
@@ -51,8 +53,10 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     // Ranks that are threads need more than the caller's.
     let one = args.threads.filter(|_| engine != Engine::Thread || engine.is_one(&ranks));
     start_compute_threads(one)?;
-    let trained =
-        engine.run(&ranks, |comm| training::train(args, &options, task, &params, comm))?;
+    let trained = engine.run(&ranks, |comm| {
+        let asked = Asked { args, options: &options, known: &known, params: &params };
+        training::train(asked, task, comm)
+    })?;
     // Other ranks have nothing to say.
     let Some(Trained { summary, plan }) = trained else {
         return Ok(());

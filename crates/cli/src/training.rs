@@ -26,9 +26,10 @@ use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::{compare_calls, own_settings};
 use self::run::Run;
 use self::tally::Tally;
-use crate::options::threads;
+use crate::figures::Known;
+use crate::options::{BackendName, threads};
 use crate::output::print;
-use crate::settings::{planner, told};
+use crate::planning::{agreed, planner_of, told};
 use crate::shadow::Shadow;
 use crate::train::args::TrainArgs;
 use crate::train::summary::{Epoch, TrainSummary};
@@ -40,14 +41,23 @@ pub(crate) struct Trained {
     pub(crate) plan: Plan,
 }
 
+/// The run that the command line asks for.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked<'a> {
+    pub(crate) args: &'a TrainArgs,
+    pub(crate) options: &'a StepOptions,
+    /// Figures of the machine, from which settings are chosen.
+    pub(crate) known: &'a Known,
+    pub(crate) params: &'a [ParamDesc],
+}
+
 /// Trains as one rank of `comm`.
 pub(crate) fn train(
-    args: &TrainArgs,
-    options: &StepOptions,
+    asked: Asked<'_>,
     task: &dyn Task,
-    params: &[ParamDesc],
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Trained> {
+    let Asked { args, options, known, params } = asked;
     let topology = Topology::of(comm);
     let first = topology.rank == 0;
     ensure!(
@@ -57,9 +67,17 @@ pub(crate) fn train(
         topology.world,
         args.batch
     );
-    let of_rank = threads(args.threads)?.get().div_ceil(topology.world);
+    let is_cpu = args.backend == BackendName::Cpu;
+    let mut reason = None;
+    let threads = if is_cpu { known.threads(args.threads, &mut reason)? } else { threads(None)? };
+    let of_rank = threads.get().div_ceil(topology.world);
     let backend = args.backend.of_rank(of_rank, comm.device())?;
-    let plan = planner(options, params, topology, backend.limits())?.plan_for(params, topology)?;
+    let mut chosen = agreed(options, params, backend.limits(), comm)?;
+    chosen.note(reason);
+    known.explain(&mut chosen, topology);
+    let planner = planner_of(&chosen, params, topology, backend.limits())?;
+    let plan = planner.plan_for(params, topology)?;
+    let options = &chosen.options;
     if first && !args.json {
         print(&format!("{}\n{plan}", task.describe()))?;
     }

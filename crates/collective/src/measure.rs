@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use fusestep_simd::{Level, prefetch_ahead};
 use fusestep_tensor::DType;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp, even_counts,
@@ -70,7 +70,7 @@ pub fn measure_all_reduce(
 }
 
 /// The cost of calls: an all-reduce of `B` bytes takes `alpha_seconds + B / beta_bytes_per_second`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Link {
     /// The time of a call that moves next to nothing, in seconds.
     pub alpha_seconds: f64,
@@ -81,7 +81,7 @@ pub struct Link {
 /// Costs of calls, and of a rank's passes over its own memory, where no cache has that memory. A
 /// training step finds memory that way: since it last used a bucket, it has gone through all its
 /// other tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
     /// An all-reduce of a buffer.
     pub all_reduce: Link,

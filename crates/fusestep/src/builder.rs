@@ -5,7 +5,7 @@ use fusestep_launch::{Precision, WeightDecay};
 use fusestep_planner::{Initial, LossScaling, Optimizer, Schedule};
 use fusestep_tensor::ParamDesc;
 
-use crate::{Device, Error, OwnRule, Session, SessionError, StepOptions};
+use crate::{Device, Error, Figures, OwnRule, Session, SessionError, StepOptions};
 
 /// An update rule as its name promises it, at one learning rate.
 pub trait Kind {
@@ -162,6 +162,13 @@ impl<K: Kind> Builder<K> {
     /// LARS and LAMB either, which have to know all gradients first.
     pub fn update_in_backward(self) -> Self {
         self.options(|step| step.update_in_backward = true)
+    }
+
+    /// Chooses settings that are left open from a machine's figures, [`Figures::of_this_machine`]
+    /// for example; the plan says which and why, and ranks take the choice of rank 0. The bits
+    /// stay.
+    pub fn figures(self, figures: Figures) -> Self {
+        self.options(|step| step.figures = Some(figures))
     }
 
     /// Averages parameters every this many steps in place of gradients every step.

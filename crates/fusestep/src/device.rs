@@ -9,7 +9,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, LaunchLimits};
 use fusestep_simd::Pool;
 
-use crate::Error;
+use crate::{Error, Figures};
 
 /// A backend that a session and its program may share.
 pub type SharedBackend = Arc<dyn Backend + Send + Sync>;
@@ -18,6 +18,12 @@ pub type SharedBackend = Arc<dyn Backend + Send + Sync>;
 pub trait Device: Send {
     /// Per-launch limits: bytes of arguments, elements of a chunk and number of chunks.
     fn limits(&self) -> LaunchLimits;
+
+    /// Chooses from a machine's figures what the program has left open; returns the reason of a
+    /// choice that is not the default.
+    fn choose(&mut self, _: &Figures) -> Option<String> {
+        None
+    }
 
     /// Opens a backend on the device for one rank, where `ranks` ranks of this process share the
     /// device.
@@ -31,6 +37,8 @@ pub trait Device: Send {
 #[derive(Clone, Copy, Debug)]
 pub struct Cpu {
     threads: NonZeroUsize,
+    /// Whether the number of threads is the program's own.
+    is_given: bool,
 }
 
 impl Cpu {
@@ -38,13 +46,13 @@ impl Cpu {
     /// in none.
     pub fn new() -> Self {
         let threads = NonZeroUsize::new(Pool::current().threads());
-        Self::with_threads(threads.unwrap_or(NonZeroUsize::MIN))
+        Self { threads: threads.unwrap_or(NonZeroUsize::MIN), is_given: false }
     }
 
     /// Uses at most so many threads for all ranks of the process together. The number changes no
     /// bits.
     pub fn with_threads(threads: NonZeroUsize) -> Self {
-        Self { threads }
+        Self { threads, is_given: true }
     }
 }
 
@@ -57,6 +65,13 @@ impl Default for Cpu {
 impl Device for Cpu {
     fn limits(&self) -> LaunchLimits {
         LaunchLimits::default()
+    }
+
+    fn choose(&mut self, figures: &Figures) -> Option<String> {
+        let all = self.threads;
+        let enough = figures.threads(all.get()).and_then(NonZeroUsize::new);
+        self.threads = enough.filter(|enough| *enough < all && !self.is_given)?;
+        Some(figures.text_of_threads(self.threads.get(), all.get()))
     }
 
     fn open(self: Box<Self>, ranks: usize) -> Result<SharedBackend, Error> {

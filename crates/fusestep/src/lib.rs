@@ -3,6 +3,7 @@
 
 mod builder;
 mod device;
+mod figures;
 mod options;
 mod session;
 mod threads;
@@ -10,6 +11,7 @@ mod world;
 
 pub use builder::*;
 pub use device::{Cpu, Device, SharedBackend};
+pub use figures::{FIGURES_VARIABLE, Figures, FiguresError, ThreadFigures, WorldFigures};
 #[cfg(feature = "adagrad")]
 pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
 #[cfg(feature = "adamax")]
@@ -48,8 +50,8 @@ pub use fusestep_simd::{self as simd, Level, Pool, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};
 pub use options::{
-    Alone, Changed, Conflict, Named, Names, OfParams, OptionError, OwnRule, PrecisionOf, Row,
-    Section, StepOptions, Visit,
+    Alone, Changed, Chosen, Conflict, Named, Names, OfParams, OptionError, OwnRule, PrecisionOf,
+    Row, Section, StepOptions, Visit,
 };
 pub use session::{Lent, Session, SessionError};
 pub use threads::threads;

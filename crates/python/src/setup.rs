@@ -1,11 +1,12 @@
 //! The settings of a rank: those that Python gives, and the plan that they make.
 
 use std::num::NonZeroUsize;
+use std::path::Path;
 use std::time::Duration;
 
 use fusestep::planner::Comms;
 use fusestep::tensor::ParamDesc;
-use fusestep::{Section, Shape, StepOptions};
+use fusestep::{Figures, Section, Shape, StepOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -59,6 +60,7 @@ impl Setup {
             // PyTorch's backward pass leaves time for calls beside it, in shared memory too.
             step.comm_streams.get_or_insert(Comms::DEFAULT_STREAMS);
         }
+        step.figures = figures(asked.get("figures", FIGURES)?)?;
         step.check(1).map_err(refused)?;
         let timeout = Duration::try_from_secs_f64(asked.get("timeout", "a number")?);
         let setup = Self {
@@ -77,6 +79,21 @@ impl Setup {
     pub(crate) fn lends_gradients(&self) -> bool {
         let moves = self.step.zero > 1 || self.step.shard_group.is_some();
         !moves && self.step.is_update_each() && !self.is_in_backward
+    }
+}
+
+/// Values of `figures`.
+const FIGURES: &str = "a path of a file of `fusestep check`, \"kept\" or None";
+
+/// The figures of a file, or those that are kept for this machine, if any are.
+fn figures(asked: Option<String>) -> PyResult<Option<Figures>> {
+    match asked.as_deref() {
+        None => Ok(None),
+        Some("kept") => Ok(Figures::of_this_machine().ok()),
+        Some(path) => {
+            let told = |error| PyValueError::new_err(format!("figures of {path}: {error}"));
+            Figures::read(Path::new(path)).map(Some).map_err(told)
+        }
     }
 }
 

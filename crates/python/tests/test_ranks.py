@@ -92,6 +92,27 @@ def test_bits_are_those_of_one_process_at_every_stage(tmp_path):
             assert "closed" in ranks[0]["closed"]
 
 
+def figures_of(path, version=_fusestep.__version__):
+    """A file of figures as `fusestep check` writes it, of slow calls between ranks."""
+    link = {"alpha_seconds": 0.01, "beta_bytes_per_second": 5e9}
+    costs = {name: link for name in ("all_reduce", "reduce_scatter", "all_gather")}
+    costs.update(memory_bytes_per_second=1e10, fresh_bytes_per_second=2e9)
+    world = {"engine": "processes", "ranks": 2, "shares_memory": True, "costs": costs}
+    world["measured"] = "2026-11-29"
+    known = {"format": 1, "version": version, "measured": "2026-11-29", "processor": "any"}
+    path.write_text(json.dumps({**known, "processors": 2, "worlds": [world], "threads": []}))
+    return str(path)
+
+
+def test_figures_of_a_machine_change_no_bit(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setenv("FUSESTEP_FIGURES", "none")
+    expected = alone(2)
+    for index, figures in enumerate((figures_of(tmp_path / "figures.json"), "kept", None)):
+        ranks = run("train", tmp_path / str(index), figures=figures)
+        assert same_models(*ranks) and same_models(expected, ranks[0]), figures
+
+
 def test_clipping_scales_and_micro_steps_change_alike_at_every_stage(tmp_path):
     settings = {"lr": 1e-2, "clip_norm": 0.1, "loss_scale": "dynamic", "accumulate": 2}
     found = [
@@ -275,7 +296,7 @@ def test_one_process_of_several_never_trains_alone(monkeypatch, variables):
         fusestep.torch.DataParallel(model_of(param), optimizer, engine=engine)
 
 
-def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch):
+def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     param = torch.nn.Parameter(torch.ones(3, 4))
@@ -289,6 +310,10 @@ def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch):
     refused(ValueError, "bucket_mib", bucket_mib=0)
     refused(ValueError, "comm_streams", comm_streams=-1)
     refused(ValueError, "timeout", timeout=0)
+    refused(ValueError, "figures of missing: no figures", figures="missing")
+    old = figures_of(tmp_path / "old.json", version="0.0.1")
+    refused(ValueError, "found format 1 by fusestep 0.0.1", figures=old)
+    refused(TypeError, "figures: expected a path", figures=1)
     refused(TypeError, "found AdamW", make=torch.optim.AdamW)
     refused(ValueError, "ScheduleFreeAdamW", make=fusestep.torch.ScheduleFreeAdamW)
     refused(ValueError, "contiguous", param=torch.nn.Parameter(torch.ones(3, 4).t()))

@@ -2,9 +2,10 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Module, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use fusestep::{ThreadFigures, WorldFigures};
 use fusestep_candle::{
-    AnyRule, Communicator, Fused, LossScale, Master, Options, Params, ParamsLamb, ParamsLars,
-    ParamsLion, ParamsSgd, Precision, Rounding, Sgd, Solo, group,
+    AnyRule, Communicator, Figures, Fused, LossScale, Master, Options, Params, ParamsLamb,
+    ParamsLars, ParamsLion, ParamsSgd, Precision, Rounding, Sgd, Solo, group,
 };
 use fusestep_planner::Optimizer as Rule;
 
@@ -62,6 +63,40 @@ fn check(name: &str, params: &(impl Params + Sync), options: &Options, dtype: DT
     for shared in ways() {
         let found = shared_out(params, options, (dtype, shared));
         assert!(found == expected, "{name}: {shared:?}");
+    }
+}
+
+#[test]
+fn figures_of_a_machine_change_no_bit_whichever_rank_has_them() {
+    let link =
+        |alpha_seconds| fusestep_collective::Link { alpha_seconds, beta_bytes_per_second: 5e9 };
+    let costs = fusestep_collective::Costs {
+        all_reduce: link(0.01),
+        reduce_scatter: link(0.02),
+        all_gather: link(0.001),
+        memory_bytes_per_second: 1e10,
+        fresh_bytes_per_second: 2e9,
+    };
+    let mut figures = Figures::unmeasured();
+    let (engine, measured) = ("thread".to_owned(), "2026-11-29".to_owned());
+    figures.add(WorldFigures { engine, ranks: 2, shares_memory: true, measured, costs });
+    figures.threads = vec![ThreadFigures { threads: 1, bytes_per_second: 1e10 }];
+    let params = ParamsAdamW::default();
+    let with = Options { figures: Some(figures), ..Options::default() };
+    let expected = whole(&params, &Options::default(), DType::F32);
+    assert!(whole(&params, &with, DType::F32) == expected, "one process");
+    for first in [0, 1] {
+        let shared = Shared { world: 2, zero: 1, micro: 1 };
+        let ranks = on_ranks(2, |comm| {
+            let known = if comm.rank() == first { &with } else { &Options::default() };
+            let vars = vars(DType::F32, 7);
+            let options = sharing(known, shared);
+            let fused = Fused::with_options(vars.clone(), params.clone(), &options).unwrap();
+            let mut ranked = fused.on(comm).unwrap();
+            step_ranked(&mut ranked, shared, 0..STEPS).unwrap();
+            all_bits(&vars)
+        });
+        assert!(ranks.iter().all(|rank| *rank == expected), "rank {first} has figures");
     }
 }
 

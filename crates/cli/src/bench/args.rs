@@ -9,6 +9,7 @@ use fusestep_tensor::{DType, ParamDesc};
 
 use crate::bench_collective::CollectiveArgs;
 use crate::engine::Engine;
+use crate::figures::FiguresArgs;
 use crate::options::{param_dtype, parse_threads, threads, whole};
 use crate::rules::OptimizerArgs;
 use crate::settings::{self, Settings, ids_of_ranks};
@@ -30,6 +31,7 @@ pub(crate) fn with_headings(command: clap::Command) -> clap::Command {
     let command = headed(command, ids::<CollectiveArgs>(), OF_ALL_RANKS);
     let command = headed(command, ["collective", "sizes"].map(Id::from).into(), OF_COLLECTIVES);
     let command = headed(command, ids_of_ranks::<settings::Bench>(), OF_STEPS_OF_RANKS);
+    let command = headed(command, ids::<FiguresArgs>(), OF_STEPS_OF_RANKS);
     let command = headed(command, ids::<PeerArgs>(), OF_ONE_PROCESS);
     headed(command, [Id::from("peer")].into(), OF_ONE_PROCESS)
 }
@@ -57,6 +59,8 @@ pub(crate) struct BenchArgs {
     pub(crate) optimizer: OptimizerArgs,
     #[command(flatten)]
     pub(crate) settings: Settings<settings::Bench>,
+    #[command(flatten)]
+    pub(crate) figures: FiguresArgs,
     /// Threads, of all ranks together, 256 at most [default: RAYON_NUM_THREADS, which is held to
     /// the same; all processors if it is not set, empty or 0]
     #[arg(long, value_parser = parse_threads)]

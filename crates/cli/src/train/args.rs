@@ -8,6 +8,7 @@ use clap::Args;
 use fusestep_tensor::DType;
 
 use crate::engine::{Engine, Watch};
+use crate::figures::FiguresArgs;
 use crate::options::{BackendName, MOST_RANKS, param_dtype, parse_threads, whole};
 use crate::rules::OptimizerArgs;
 use crate::settings::{self, Settings, expected_several};
@@ -56,6 +57,8 @@ pub(crate) struct TrainArgs {
     /// Number of ranks, each with its part of every batch
     #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     pub(crate) ranks: Option<usize>,
+    #[command(flatten)]
+    pub(crate) figures: FiguresArgs,
     /// Engine that carries calls between ranks [default: thread]
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,

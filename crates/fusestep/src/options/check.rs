@@ -27,6 +27,16 @@ impl StepOptions {
         Ok(Given::of(self)?.values.remove(name).flatten())
     }
 
+    /// Names and texts of settings that differ in `other`, the texts being the other's.
+    pub(super) fn differences(&self, other: &Self) -> Result<Vec<(String, String)>, OptionError> {
+        let (own, theirs) = (Given::of(self)?, Given::of(other)?);
+        let differ = theirs.told.iter().filter_map(|told| {
+            let text = theirs.values.get(told.name)?.clone()?;
+            (own.values.get(told.name) != Some(&Some(text.clone()))).then_some((told.name, text))
+        });
+        Ok(differ.map(|(name, text)| (name.to_owned(), text)).collect())
+    }
+
     /// Refuses values out of range, settings that have no effect without another, and settings
     /// that contradict each other on so many ranks.
     ///

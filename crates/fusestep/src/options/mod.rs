@@ -2,6 +2,7 @@
 
 mod check;
 mod choice;
+mod chosen;
 mod error;
 mod of_params;
 mod planner;
@@ -11,6 +12,7 @@ mod text;
 
 pub use check::Changed;
 pub use choice::Named;
+pub use chosen::Chosen;
 pub use error::OptionError;
 pub use of_params::{Names, OfParams, OwnRule, PrecisionOf};
 pub use row::{Alone, Conflict, Row, Section, Visit};

@@ -9,7 +9,7 @@ use fusestep_planner::{
     GradientAccumulation, LocalSgd, LossScaling, Ownership, PlanError, Planner, Reach, Shard,
     TableKind, Topology, UpdateInBackward, UpdateNorms, ZeroStage,
 };
-use fusestep_tensor::ParamDesc;
+use fusestep_tensor::{ParamDesc, counted};
 
 use super::{Changed, Names, OfParams, OptionError, OwnRule, Section, StepOptions};
 
@@ -19,6 +19,9 @@ const MIB: f64 = 1_048_576.0;
 impl StepOptions {
     /// The planner with every pass asked for; the only function that makes one of settings.
     ///
+    /// Settings that were not given are chosen from [`StepOptions::figures`] first. Ranks that have
+    /// figures agree on the choice before they plan ([`StepOptions::agreed`]).
+    ///
     /// # Errors
     /// As [`StepOptions::check`].
     pub fn planner(
@@ -27,6 +30,9 @@ impl StepOptions {
         topology: Topology,
         limits: LaunchLimits,
     ) -> Result<Planner, OptionError> {
+        if self.figures.is_some() {
+            return self.chosen(params, topology, limits)?.planner(params, topology, limits);
+        }
         self.check(topology.world)?;
         let mut planner = Planner::new(self.rule)
             .limits(self.limits(limits))
@@ -167,6 +173,37 @@ impl StepOptions {
             Reach::Calls | Reach::SharedMemory => 0,
         };
         self.comm_streams.unwrap_or(default)
+    }
+
+    /// Other ways to reduce and update, as far as settings leave them open. `hides` says whether
+    /// the length of the backward pass is known, beside which streams would reduce.
+    pub(super) fn ways(&self, topology: Topology, hides: bool) -> Vec<Self> {
+        let mut ways = Vec::new();
+        if self.update_in_backward || self.separate || self.local_sgd.is_some() {
+            return ways;
+        }
+        if self.streams(topology) == 0 {
+            ways.push(Self { separate: true, ..self.clone() });
+        }
+        if hides && self.comm_streams.is_none() {
+            let other = match topology.reach {
+                Reach::Calls => 0,
+                Reach::SharedMemory => Comms::DEFAULT_STREAMS,
+            };
+            ways.push(Self { comm_streams: Some(other), ..self.clone() });
+        }
+        ways
+    }
+
+    /// The way to reduce and update in words, where it is another than that of `base`.
+    pub(super) fn told_way(&self, topology: Topology, base: &Self) -> Option<String> {
+        let [own, usual] = [self, base].map(|options| options.streams(topology));
+        if own != usual {
+            let streams = counted(own as u64, "communication stream");
+            return Some(format!("{streams} in place of {usual}"));
+        }
+        let is_apart = self.separate && !base.separate;
+        is_apart.then(|| "reduction, update and gather stay apart".to_owned())
     }
 
     /// These limits, with the bytes of arguments that were asked for.

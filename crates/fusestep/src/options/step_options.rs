@@ -13,6 +13,7 @@ use super::OptionError;
 use super::of_params::{OfParams, OwnRule, PrecisionOf};
 use super::row::{About, Conflict, Field, ListField, Rows, Section, Visit};
 use super::text::{self, RoundingKind};
+use crate::Figures;
 
 /// Every setting of a step, for every face: a new one is a field here and a row in
 /// [`StepOptions::each`].
@@ -90,6 +91,9 @@ pub struct StepOptions {
     pub threads: Option<usize>,
     /// Whether every tensor has a launch and a call of its own: the oracle of all passes.
     pub naive: bool,
+    /// Figures of the machine, from which settings of calls and threads that are not set are
+    /// chosen; the defaults if `None`. No bit depends on them.
+    pub figures: Option<Figures>,
 }
 
 impl Default for StepOptions {
@@ -135,6 +139,7 @@ impl StepOptions {
             tables: TableKind::default(),
             threads: None,
             naive: false,
+            figures: None,
         }
     }
 }
@@ -176,6 +181,8 @@ impl StepOptions {
             rule: _,
             groups: _,
             precision_of: _,
+            // Figures are a machine's and no text.
+            figures: _,
             exclude,
             lr_scale,
             weight_decay_of,

@@ -33,12 +33,14 @@ impl Session<'_> {
     pub fn borrowing(
         options: &StepOptions,
         params: &[ParamDesc],
-        device: Box<dyn Device>,
+        mut device: Box<dyn Device>,
         lent: Lent,
     ) -> Result<Self, SessionError> {
         options.check_borrowed()?;
         let params = described(options, params)?;
-        let planner = options.planner(&params, Topology::SOLO, device.limits())?;
+        let mut chosen = options.chosen(&params, Topology::SOLO, device.limits())?;
+        chosen.note(options.figures.as_ref().and_then(|figures| device.choose(figures)));
+        let planner = chosen.planner(&params, Topology::SOLO, device.limits())?;
         let tensors = match lent {
             Lent::Params => Tensors::Borrowed,
             Lent::ParamsAndState => Tensors::BorrowedWithState,

@@ -38,14 +38,16 @@ impl<'c> Session<'c> {
     pub fn unjoined(
         options: &StepOptions,
         params: &[ParamDesc],
-        device: Box<dyn Device>,
+        mut device: Box<dyn Device>,
     ) -> Result<Self, SessionError> {
         if params.is_empty() {
             return Err(SessionError::NoParameters);
         }
         let params = described(options, params)?;
         options.check_alone()?;
-        let planner = options.planner(&params, Topology::SOLO, device.limits())?;
+        let mut chosen = options.chosen(&params, Topology::SOLO, device.limits())?;
+        chosen.note(options.figures.as_ref().and_then(|figures| device.choose(figures)));
+        let planner = chosen.planner(&params, Topology::SOLO, device.limits())?;
         Self::of_one(options, planner, &params, device)
     }
 
@@ -73,7 +75,7 @@ impl<'c> Session<'c> {
     pub fn on(
         options: &StepOptions,
         params: &[ParamDesc],
-        device: Box<dyn Device>,
+        mut device: Box<dyn Device>,
         comm: &'c mut dyn Communicator,
     ) -> Result<Self, SessionError> {
         if params.is_empty() {
@@ -81,7 +83,11 @@ impl<'c> Session<'c> {
         }
         let params = described(options, params)?;
         let topology = Topology::of(comm);
-        let mut planner = options.planner(&params, topology, device.limits())?;
+        options.check(topology.world)?;
+        let mut chosen = options.agreed(&params, device.limits(), comm)?;
+        chosen.note(options.figures.as_ref().and_then(|figures| device.choose(figures)));
+        let mut planner = chosen.planner(&params, topology, device.limits())?;
+        let options = &chosen.options;
         options.compare(comm)?;
         if let Some(slices) = options.slices(&params, comm)? {
             planner = planner.with(slices);

@@ -14,7 +14,7 @@ use crate::error::{PlanError, Result};
 use crate::plan::batches;
 use crate::plan::batches::LaunchCount;
 use crate::plan::group::{ParameterGroups, SizeClass};
-use crate::plan::note::Verdict;
+use crate::plan::note::{Note, Verdict};
 use crate::plan::passes::coalesce_gradients::CoalesceGradients;
 use crate::plan::passes::fuse_optimizer::FuseOptimizer;
 use crate::plan::passes::pass::Pass;
@@ -51,6 +51,7 @@ pub struct Planner {
     tensors: Tensors,
     table: TableKind,
     passes: Vec<Pass>,
+    notes: Vec<Note>,
 }
 
 impl Planner {
@@ -65,6 +66,7 @@ impl Planner {
             tensors: Tensors::Kept,
             table: TableKind::default(),
             passes: vec![CoalesceGradients.into(), FuseOptimizer.into()],
+            notes: Vec::new(),
         }
     }
 
@@ -135,6 +137,13 @@ impl Planner {
     /// Adds a pass. Passes that rewrite the same part of a plan apply in the order given.
     pub fn with(mut self, pass: impl Into<Pass>) -> Self {
         self.passes.push(pass.into());
+        self
+    }
+
+    /// Adds a note on a decision that was taken before the plan is made. It is one of the plan's
+    /// first.
+    pub fn note(mut self, note: Note) -> Self {
+        self.notes.push(note);
         self
     }
 
@@ -260,7 +269,7 @@ impl Planner {
             caps: None,
             broadcast_cap_bytes: None,
             stages: Vec::with_capacity(params.len()),
-            notes: Vec::new(),
+            notes: self.notes.clone(),
             gradients: Gradients::default(),
             update_norms: false,
             in_backward: false,

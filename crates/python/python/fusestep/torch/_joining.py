@@ -100,7 +100,7 @@ def joined(optimizer: Fused, settings: Dict[str, Any]) -> Dict[str, Any]:
     if settings:
         known = ", ".join(sorted(OPTIONS_OF_RANKS))
         raise TypeError(
-            f"DataParallel: expected arguments out of {known}, engine and timeout, found "
+            f"DataParallel: expected arguments out of {known}, engine, timeout and figures, found "
             f"{min(settings)}"
         )
     options = told(optimizer._options)

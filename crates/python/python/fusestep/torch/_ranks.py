@@ -55,6 +55,9 @@ class DataParallel(torch.nn.Module):
     * ``bucket_mib`` is another name of ``bucket_cap_mib``.
     * ``engine`` is ``"processes"`` or ``"mpi"``, by default what the launcher's variables say.
     * ``timeout`` is how many seconds a rank waits for the others.
+    * ``figures`` is a file that ``fusestep check`` has written, or ``"kept"`` for the one that it
+      keeps for this user, if there is one. Buckets that are not given are chosen from it: those of
+      rank 0 on all ranks.
 
     The other arguments are settings of the step, which follow. Memory, buckets and streams change
     no bit, except that shard groups add gradients in another order. Two threads reduce during
@@ -78,11 +81,14 @@ class DataParallel(torch.nn.Module):
         *,
         engine: Optional[str] = None,
         timeout: float = 60.0,
+        figures: Optional[str] = None,
         **settings: Any,
     ) -> None:
         super().__init__()
         check(optimizer, timeout)
-        options = dict(joined(optimizer, settings), engine=engine, timeout=timeout)
+        options = dict(
+            joined(optimizer, settings), engine=engine, timeout=timeout, figures=figures
+        )
         self.module = model
         self._optimizer: Fused = optimizer
         self._members = trained(model, optimizer)
