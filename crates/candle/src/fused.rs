@@ -284,7 +284,7 @@ impl<P: Params> Fused<P> {
     ) -> candle_core::Result<Tensor> {
         let cpu = &candle_core::Device::Cpu;
         let backend = self.memory.backend();
-        if backend.takes_host_memory() {
+        if backend.host().is_some() {
             let values = self.state.view::<T>(role, name);
             let values = values.map_err(AdapterError::from)?;
             return Tensor::from_slice(values, shape, cpu);

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use fusestep_cpu::CpuBackend;
 #[cfg(feature = "cuda")]
 use fusestep_cuda::CudaBackend;
-use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_launch::{Backend, LaunchLimits, Memory};
 use fusestep_simd::Pool;
 
 use crate::Error;
@@ -63,7 +63,7 @@ impl Device for Cpu {
 
 impl Device for CpuBackend {
     fn limits(&self) -> LaunchLimits {
-        Backend::limits(self)
+        Memory::limits(self)
     }
 
     fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
@@ -84,7 +84,7 @@ impl Device for Box<dyn Backend + Send> {
 #[cfg(feature = "cuda")]
 impl Device for CudaBackend {
     fn limits(&self) -> LaunchLimits {
-        Backend::limits(self)
+        Memory::limits(self)
     }
 
     fn open(self: Box<Self>, _: usize) -> Result<Box<dyn Backend + Send>, Error> {
