@@ -6,7 +6,8 @@ use fusestep_coalesce::{
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, WeightDecay};
 use fusestep_launch::{
-    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce,
+    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Launches,
+    MAX_SUMS, Memory, Reduce,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
@@ -193,7 +194,9 @@ fn memory_is_zeroed_and_aligned_at_any_length() {
 /// Looks at the buffers of each launch after it has run, padding included.
 struct PaddingInspector(CpuBackend);
 
-impl Backend for PaddingInspector {
+impl Backend for PaddingInspector {}
+
+impl Memory for PaddingInspector {
     fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -224,6 +227,12 @@ impl Backend for PaddingInspector {
         self.0.read(buffer, offset_bytes, bytes)
     }
 
+    fn synchronize(&self) -> Result<(), BackendError> {
+        self.0.synchronize()
+    }
+}
+
+impl Launches for PaddingInspector {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let Launch {
             kernel,
@@ -276,8 +285,20 @@ impl Backend for PaddingInspector {
         self.0.conclude(conclude)
     }
 
-    fn synchronize(&self) -> Result<(), BackendError> {
-        self.0.synchronize()
+    fn leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        self.0.leaf_sums(launch, sums)
+    }
+
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.0.take_skipped()
+    }
+
+    fn skipped(&self) -> u64 {
+        self.0.skipped()
     }
 }
 

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use std::time::Instant;
 
 use fusestep_cuda::{CudaBackend, DeviceTime};
-use fusestep_launch::{Backend, BackendError};
+use fusestep_launch::{BackendError, Memory};
 use fusestep_planner::{Plan, PlanError, Planner, State, StepGraph};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 

@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 
 use fusestep_cuda::{CudaBackend, DeviceTime};
-use fusestep_launch::{Backend, BackendError, Buffer};
+use fusestep_launch::{BackendError, Buffer, Memory};
 
 use crate::SEED;
 

@@ -5,9 +5,9 @@ use std::error::Error;
 use fusestep_amp::{GradientRule, LossScale, MaxNorm, norm_kernel};
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
-    Backend, BackendError, Batch, Batchable, Buffer, Conclude, ControlBlock, ControlRule,
-    LaunchError, LaunchLimits, ListBuffer, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
-    batches,
+    BackendError, Batch, Batchable, Buffer, Conclude, ControlBlock, ControlRule, LaunchError,
+    LaunchLimits, Launches, ListBuffer, Memory as _, MultiTensorReduction, Reduce, SquareSum,
+    TensorPartials, batches,
 };
 use fusestep_tensor::DType;
 

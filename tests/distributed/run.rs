@@ -274,7 +274,7 @@ impl Case {
             }
             let report = plan.step(&mut state, backend, &mut comms).unwrap();
             // A device keeps what it has once given.
-            if report.update.is_some() && backend.takes_host_memory() {
+            if report.update.is_some() && backend.host().is_some() {
                 assert_eq!(state.memory_bytes(), plan.memory_bytes(), "{self:?}");
             }
             if report.update.is_some() {

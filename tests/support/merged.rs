@@ -4,7 +4,8 @@ use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{
-    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Reduce,
+    Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Launches,
+    MAX_SUMS, Memory, Reduce,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -47,7 +48,9 @@ pub(crate) fn merged_is_separate(optimizer: Optimizer) {
 #[derive(Debug)]
 struct Forgetful(CpuBackend);
 
-impl Backend for Forgetful {
+impl Backend for Forgetful {}
+
+impl Memory for Forgetful {
     fn name(&self) -> &'static str {
         self.0.name()
     }
@@ -78,6 +81,12 @@ impl Backend for Forgetful {
         self.0.read(buffer, offset_bytes, bytes)
     }
 
+    fn synchronize(&self) -> Result<(), BackendError> {
+        self.0.synchronize()
+    }
+}
+
+impl Launches for Forgetful {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         let kept = launch.batches.len().saturating_sub(1).max(1);
         self.0.launch(Launch { batches: &launch.batches[..kept], ..launch })
@@ -91,8 +100,20 @@ impl Backend for Forgetful {
         self.0.conclude(conclude)
     }
 
-    fn synchronize(&self) -> Result<(), BackendError> {
-        self.0.synchronize()
+    fn leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        self.0.leaf_sums(launch, sums)
+    }
+
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.0.take_skipped()
+    }
+
+    fn skipped(&self) -> u64 {
+        self.0.skipped()
     }
 }
 

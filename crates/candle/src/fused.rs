@@ -209,7 +209,7 @@ impl<P: Params> Fused<'_, P> {
     ) -> candle_core::Result<Tensor> {
         let cpu = &candle_core::Device::Cpu;
         let (state, backend) = (self.state(), self.session.backend());
-        if backend.takes_host_memory() {
+        if backend.host().is_some() {
             let values = state.view::<T>(role, name);
             let values = values.map_err(AdapterError::from)?;
             return Tensor::from_slice(values, shape, cpu);

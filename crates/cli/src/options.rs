@@ -143,7 +143,7 @@ fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<SharedBacke
     use fusestep_launch::Backend;
 
     let cuda = fusestep_cuda::CudaBackend::open(index)?;
-    let most = cuda.limits();
+    let most = fusestep_launch::Memory::limits(&cuda);
     let argument_bytes = argument_bytes.unwrap_or(most.argument_bytes);
     anyhow::ensure!(
         argument_bytes <= most.argument_bytes,

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_coalesce::HostMemory;
 use fusestep_launch::{
-    Backend, BackendError, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, Launch,
-    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, Replicas, SquareSum,
+    Backend, BackendError, Buffer, CONTROL_BYTES, Conclude, ControlBlock, Gate, HostLaunches,
+    Launch, LaunchLimits, LaunchReport, Launches, LeafSquares, MAX_SUMS, Memory, Reduce, Replicas,
+    SquareSum,
 };
 use fusestep_simd::{Level, Pool};
 
@@ -29,7 +30,7 @@ pub struct CpuBackend {
     limits: LaunchLimits,
     /// Number of tensors that kernels have left as they are.
     skipped: AtomicU64,
-    /// Value of `skipped` at the last [`Backend::take_skipped`].
+    /// Value of `skipped` at the last [`Launches::take_skipped`].
     told: AtomicU64,
 }
 
@@ -84,6 +85,12 @@ impl CpuBackend {
 }
 
 impl Backend for CpuBackend {
+    fn host(&self) -> Option<&dyn HostLaunches> {
+        Some(self)
+    }
+}
+
+impl Memory for CpuBackend {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -132,6 +139,12 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn synchronize(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
+}
+
+impl Launches for CpuBackend {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         if launch.kernel.normed().is_some() {
             // The sums come from the whole tensor, so a tensor must not be cut between threads at
@@ -187,18 +200,6 @@ impl Backend for CpuBackend {
         Ok(LaunchReport { launches: 1, elements: 0 })
     }
 
-    fn launch_reduced(
-        &self,
-        launch: Launch<'_>,
-        replicas: Replicas<'_, '_, '_>,
-    ) -> Result<LaunchReport, BackendError> {
-        let report = LaunchReport::of(launch.batches);
-        if let Some(pieces) = ReducedPieces::new(launch, replicas, self.level)? {
-            self.pool.run(pieces);
-        }
-        Ok(report)
-    }
-
     fn leaf_squares(
         &self,
         leaves: LeafSquares<'_>,
@@ -215,10 +216,6 @@ impl Backend for CpuBackend {
         leaves::leaf_sums(&self.pool, self.level, launch, sums)
     }
 
-    fn takes_host_memory(&self) -> bool {
-        true
-    }
-
     fn take_skipped(&self) -> Result<u64, BackendError> {
         let all = self.skipped.load(Ordering::Relaxed);
         Ok(all - self.told.swap(all, Ordering::Relaxed))
@@ -227,8 +224,18 @@ impl Backend for CpuBackend {
     fn skipped(&self) -> u64 {
         self.skipped.load(Ordering::Relaxed)
     }
+}
 
-    fn synchronize(&self) -> Result<(), BackendError> {
-        Ok(())
+impl HostLaunches for CpuBackend {
+    fn launch_reduced(
+        &self,
+        launch: Launch<'_>,
+        replicas: Replicas<'_, '_, '_>,
+    ) -> Result<LaunchReport, BackendError> {
+        let report = LaunchReport::of(launch.batches);
+        if let Some(pieces) = ReducedPieces::new(launch, replicas, self.level)? {
+            self.pool.run(pieces);
+        }
+        Ok(report)
     }
 }

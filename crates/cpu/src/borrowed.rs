@@ -15,9 +15,9 @@ use std::sync::{Mutex, PoisonError};
 
 use fusestep_elementwise::{Cached, Tensor, step_tensor};
 use fusestep_launch::{
-    Backend, BackendError, Buffer, Gate, HostCall, HostList, HostRun, HostSpans, Launch,
-    LaunchReport, ListBuffer, MAX_LISTS, MAX_SUMS, MultiTensorKernel, Outcome, SquareSum,
-    TensorList, TensorSums, UnitSums,
+    BackendError, Buffer, Gate, HostCall, HostList, HostRun, HostSpans, Launch, LaunchReport,
+    ListBuffer, MAX_LISTS, MAX_SUMS, Memory, MultiTensorKernel, Outcome, SquareSum, TensorList,
+    TensorSums, UnitSums,
 };
 use fusestep_simd::Pool;
 use fusestep_tensor::Role;

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use fusestep_launch::{
-    Backend, BackendError, LaunchReport, MultiTensorReduction, Reduce, SquareSum,
+    BackendError, LaunchReport, Memory, MultiTensorReduction, Reduce, SquareSum,
 };
 use fusestep_simd::{Level, Pool, Split};
 
@@ -40,7 +40,7 @@ impl CpuBackend {
     ///
     /// # Errors
     /// The first error of `lend`; [`BackendError::ForeignBuffer`] and [`BackendError::OutOfBounds`]
-    /// as for [`Backend::reduce`].
+    /// as for [`fusestep_launch::Launches::reduce`].
     pub fn reduce_borrowed(
         &self,
         reduce: Reduce<'_>,

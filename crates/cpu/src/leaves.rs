@@ -163,7 +163,7 @@ impl<'a> Part<'a> {
 /// Takes the sum of squares of every leaf of a list in host memory.
 ///
 /// # Errors
-/// Those of [`fusestep_launch::Backend::leaf_squares`].
+/// Those of [`fusestep_launch::Launches::leaf_squares`].
 pub(crate) fn leaf_squares(
     pool: &Pool,
     level: Level,
@@ -187,7 +187,7 @@ pub(crate) fn leaf_squares(
 /// the step.
 ///
 /// # Errors
-/// Those of [`fusestep_launch::Backend::leaf_sums`]; [`BackendError::Unavailable`] for a kernel
+/// Those of [`fusestep_launch::Launches::leaf_sums`]; [`BackendError::Unavailable`] for a kernel
 /// that takes no sums.
 pub(crate) fn leaf_sums(
     pool: &Pool,

@@ -15,7 +15,9 @@ use fusestep_collective::{
 };
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_launch::{Backend, Batch, ListBuffer, Precision, Record, Replicas, Replicated};
+use fusestep_launch::{
+    Batch, HostLaunches, Launches, ListBuffer, Precision, Record, Replicas, Replicated,
+};
 use fusestep_tensor::{DType, Role};
 
 /// Those of ResNet-50, as tensors of a typical length.

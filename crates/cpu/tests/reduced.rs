@@ -13,8 +13,8 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{
-    Backend, BackendError, ControlBlock, ListBuffer, Master, Precision, Replicas, Replicated,
-    Rounding, UnitSums, UpdateRule, UpdateSums,
+    BackendError, ControlBlock, HostLaunches, Launches, ListBuffer, Master, Precision, Replicas,
+    Replicated, Rounding, UnitSums, UpdateRule, UpdateSums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};

@@ -14,7 +14,7 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    Backend, BackendError, CHUNK_ELEMENTS, CHUNK_LEAVES, ControlBlock, HostCall, LEAF_ELEMENTS,
+    BackendError, CHUNK_ELEMENTS, CHUNK_LEAVES, ControlBlock, HostCall, LEAF_ELEMENTS, Launches,
     LeafSquares, ListBuffer, MAX_LISTS, MAX_SUMS, Master, Precision, Rounding, SquareSum,
     StateDType, TensorSums, UnitSums, UpdateRule, UpdateSums, tree_sum,
 };

@@ -19,7 +19,7 @@ const CHUNK_ELEMENTS: u32 = 16_384;
 /// Runs kernels on a CUDA device.
 ///
 /// A launch returns when it is enqueued; a fault of the device shows in a later call, at the latest
-/// in [`fusestep_launch::Backend::synchronize`]. Methods may be called from any thread.
+/// in [`fusestep_launch::Memory::synchronize`]. Methods may be called from any thread.
 #[derive(Debug)]
 pub struct CudaBackend {
     pub(crate) session: Arc<Session>,

@@ -58,9 +58,9 @@ impl CudaBackend {
     /// # Errors
     /// [`BackendError::Unavailable`] for a tensor that is not lent, or lies at an address that is
     /// not aligned to its elements; [`BackendError::OutOfBounds`] for one that is too short.
-    /// Nothing is enqueued then. As [`fusestep_launch::Backend::launch`].
+    /// Nothing is enqueued then. As [`fusestep_launch::Launches::launch`].
     /// # Cost
-    /// As [`fusestep_launch::Backend::launch`] with tables in arguments: linear in tensors on the
+    /// As [`fusestep_launch::Launches::launch`] with tables in arguments: linear in tensors on the
     /// host, and allocates nothing once it has run.
     pub fn launch_borrowed(
         &self,
@@ -111,7 +111,7 @@ impl CudaBackend {
     /// Enqueues a reduction of a plan whose gradients are borrowed.
     ///
     /// # Errors
-    /// As [`CudaBackend::launch_borrowed`] and [`fusestep_launch::Backend::reduce`].
+    /// As [`CudaBackend::launch_borrowed`] and [`fusestep_launch::Launches::reduce`].
     pub fn reduce_borrowed(
         &self,
         reduce: Reduce<'_>,

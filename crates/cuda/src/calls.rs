@@ -1,8 +1,9 @@
 //! The calls of a backend, each handed to the module that enqueues it.
 
 use fusestep_launch::{
-    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, GroupValues, Launch,
-    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SquareSum,
+    Accumulate, Backend, BackendError, Buffer, Conclude, DeviceBackend, DeviceStream, DeviceSums,
+    FoldLeaves, Graph, GroupValues, Launch, LaunchLimits, LaunchReport, Launches, LeafSquares,
+    MAX_SUMS, Memory, Reduce, ResidentTable, SquareSum, Tables,
 };
 
 use crate::backend::CudaBackend;
@@ -10,12 +11,14 @@ use crate::buffer::DeviceBuffer;
 use crate::{NAME, Result, gradient_sums, graph, launch, leaves, reduce, resident, tensor_sums};
 
 impl Backend for CudaBackend {
+    fn device(&self) -> Option<&dyn DeviceBackend> {
+        Some(self)
+    }
+}
+
+impl Memory for CudaBackend {
     fn name(&self) -> &'static str {
         NAME
-    }
-
-    fn device(&self) -> Option<u32> {
-        Some(self.session.info.ordinal)
     }
 
     fn limits(&self) -> LaunchLimits {
@@ -28,6 +31,10 @@ impl Backend for CudaBackend {
 
     fn write(&self, buffer: &mut dyn Buffer, offset_bytes: usize, bytes: &[u8]) -> Result<()> {
         DeviceBuffer::of_mut(&self.session, buffer)?.write(offset_bytes, bytes)
+    }
+
+    fn read(&self, buffer: &dyn Buffer, offset_bytes: usize, bytes: &mut [u8]) -> Result<()> {
+        DeviceBuffer::of(&self.session, buffer)?.read(offset_bytes, bytes)
     }
 
     fn copy(
@@ -43,8 +50,49 @@ impl Backend for CudaBackend {
         to.copy_from(to_offset_bytes, from, from_offset_bytes, len_bytes)
     }
 
-    fn add_gradients(&self, sums: Accumulate<'_>) -> Result<()> {
-        gradient_sums::enqueue(self, sums)
+    fn zero(&self, buffer: &mut dyn Buffer) -> Result<()> {
+        DeviceBuffer::of_mut(&self.session, buffer)?.zero()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.session.synchronize()
+    }
+}
+
+impl Launches for CudaBackend {
+    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        launch::launch(self, launch)
+    }
+
+    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        reduce::reduce(self, reduce)
+    }
+
+    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
+        reduce::conclude(self, conclude)
+    }
+
+    fn leaf_squares(&self, leaves: LeafSquares<'_>, sums: &mut [SquareSum]) -> Result<()> {
+        leaves::squares(self, leaves, sums)
+    }
+
+    fn leaf_sums(&self, launch: &Launch<'_>, sums: &mut [[f64; MAX_SUMS]]) -> Result<()> {
+        leaves::sums(self, launch, sums)
+    }
+
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.session.enter()?;
+        self.kernels().take_skipped()
+    }
+
+    fn skipped(&self) -> u64 {
+        0
+    }
+}
+
+impl DeviceStream for CudaBackend {
+    fn ordinal(&self) -> u32 {
+        self.session.info.ordinal
     }
 
     fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<()> {
@@ -55,16 +103,17 @@ impl Backend for CudaBackend {
         DeviceBuffer::of_mut(&self.session, buffer)?.take_back()
     }
 
-    fn read(&self, buffer: &dyn Buffer, offset_bytes: usize, bytes: &mut [u8]) -> Result<()> {
-        DeviceBuffer::of(&self.session, buffer)?.read(offset_bytes, bytes)
+    fn capture(
+        &self,
+        enqueue: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Box<dyn Graph>, BackendError> {
+        Ok(Box::new(graph::record(self, enqueue)?))
     }
+}
 
-    fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
-        launch::launch(self, launch)
-    }
-
-    fn leaf_squares(&self, leaves: LeafSquares<'_>, sums: &mut [SquareSum]) -> Result<()> {
-        leaves::squares(self, leaves, sums)
+impl DeviceSums for CudaBackend {
+    fn add_gradients(&self, sums: Accumulate<'_>) -> Result<()> {
+        gradient_sums::enqueue(self, sums)
     }
 
     fn leaf_squares_into(
@@ -76,50 +125,22 @@ impl Backend for CudaBackend {
         leaves::squares_into(self, leaves, into, first)
     }
 
-    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<()> {
-        leaves::enqueue_fold(self, fold)
-    }
-
-    fn zero(&self, buffer: &mut dyn Buffer) -> Result<()> {
-        DeviceBuffer::of_mut(&self.session, buffer)?.zero()
-    }
-
-    fn leaf_sums(&self, launch: &Launch<'_>, sums: &mut [[f64; MAX_SUMS]]) -> Result<()> {
-        leaves::sums(self, launch, sums)
-    }
-
     fn leaf_sums_into(&self, launch: &Launch<'_>, rows: &mut dyn Buffer, first: u64) -> Result<()> {
         tensor_sums::enqueue_leaf_sums(self, launch, rows, first)
     }
 
-    fn place_leaf_sums(
-        &self,
-        launch: &Launch<'_>,
-        values: &[GroupValues],
-        rows: &dyn Buffer,
-        first: u64,
-    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(resident::place_leaves(self, launch, values, rows, first)?)))
+    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<()> {
+        leaves::enqueue_fold(self, fold)
     }
+}
 
-    fn leaf_sums_of_table(&self, launch: &Launch<'_>, table: &dyn ResidentTable) -> Result<()> {
-        resident::launch::enqueue_leaves(self, launch, table)
-    }
-
-    fn reduce(&self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
-        reduce::reduce(self, reduce)
-    }
-
-    fn conclude(&self, conclude: Conclude<'_>) -> Result<LaunchReport, BackendError> {
-        reduce::conclude(self, conclude)
-    }
-
+impl Tables for CudaBackend {
     fn place_table(
         &self,
         launch: &Launch<'_>,
         values: &[GroupValues],
-    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(resident::place_launch(self, launch, values)?)))
+    ) -> Result<Box<dyn ResidentTable>, BackendError> {
+        Ok(Box::new(resident::place_launch(self, launch, values)?))
     }
 
     fn launch_table(
@@ -134,11 +155,8 @@ impl Backend for CudaBackend {
         resident::set_lr(self, table, lr)
     }
 
-    fn place_reduction(
-        &self,
-        reduce: &Reduce<'_>,
-    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
-        Ok(Some(Box::new(resident::place_reads(self, reduce)?)))
+    fn place_reduction(&self, reduce: &Reduce<'_>) -> Result<Box<dyn ResidentTable>, BackendError> {
+        Ok(Box::new(resident::place_reads(self, reduce)?))
     }
 
     fn reduce_table(
@@ -149,19 +167,17 @@ impl Backend for CudaBackend {
         resident::launch::enqueue_reads(self, &reduce, table)
     }
 
-    fn capture(
+    fn place_leaf_sums(
         &self,
-        enqueue: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Box<dyn Graph>, BackendError> {
-        Ok(Box::new(graph::record(self, enqueue)?))
+        launch: &Launch<'_>,
+        values: &[GroupValues],
+        rows: &dyn Buffer,
+        first: u64,
+    ) -> Result<Box<dyn ResidentTable>, BackendError> {
+        Ok(Box::new(resident::place_leaves(self, launch, values, rows, first)?))
     }
 
-    fn take_skipped(&self) -> Result<u64, BackendError> {
-        self.session.enter()?;
-        self.kernels().take_skipped()
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.session.synchronize()
+    fn leaf_sums_of_table(&self, launch: &Launch<'_>, table: &dyn ResidentTable) -> Result<()> {
+        resident::launch::enqueue_leaves(self, launch, table)
     }
 }

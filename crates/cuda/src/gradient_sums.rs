@@ -31,7 +31,7 @@ struct Arguments {
     reserved: u32,
 }
 
-/// Enqueues a sum over micro-steps, as [`fusestep_launch::Backend::add_gradients`] says.
+/// Enqueues a sum over micro-steps, as [`fusestep_launch::DeviceSums::add_gradients`] says.
 pub(crate) fn enqueue(backend: &CudaBackend, asked: Accumulate<'_>) -> Result<()> {
     let Accumulate { dtype, sums: (sums, sums_at), grads: (grads, grads_at), numel, what } = asked;
     let entry = match dtype {

@@ -8,7 +8,7 @@ use crate::entry::{Entry, threads_for};
 use crate::update_sums::check_without_update_sums;
 use crate::{normed, tensor_sums};
 
-/// Enqueues a launch whose tables are in its arguments, as [`fusestep_launch::Backend::launch`]
+/// Enqueues a launch whose tables are in its arguments, as [`fusestep_launch::Launches::launch`]
 /// says.
 pub(crate) fn launch(
     backend: &CudaBackend,

@@ -2,9 +2,9 @@
 //! few elements at a time that each sum they leave is that of one leaf.
 
 use fusestep_launch::{
-    Backend, BackendError, Batch, Batchable, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, FoldLeaves,
-    LEAF_ELEMENTS, Launch, LaunchLimits, LeafSquares, MAX_SUMS, MultiTensorReduction, Record,
-    SquareSum, TensorList, TensorPartials, batches, pack_reduction_of_tensors,
+    BackendError, Batch, Batchable, Buffer, CHUNK_ELEMENTS, CHUNK_UNITS, FoldLeaves, LEAF_ELEMENTS,
+    Launch, LaunchLimits, LeafSquares, MAX_SUMS, Memory, MultiTensorReduction, Record, SquareSum,
+    TensorList, TensorPartials, batches, pack_reduction_of_tensors,
 };
 use fusestep_simd::Level;
 
@@ -50,8 +50,8 @@ impl MultiTensorReduction for OfLeaves<'_> {
     }
 }
 
-/// Reads the sums of squares of leaves, as [`Backend::leaf_squares`] says; only the sums go to the
-/// host.
+/// Reads the sums of squares of leaves, as [`fusestep_launch::Launches::leaf_squares`] says; only
+/// the sums go to the host.
 pub(crate) fn squares(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
@@ -66,7 +66,7 @@ pub(crate) fn squares(
     read_leaf_rows(backend, bytemuck::cast_slice_mut(sums))
 }
 
-/// Enqueues sums of squares of leaves, as [`Backend::leaf_squares_into`] says.
+/// Enqueues sums of squares of leaves, as [`fusestep_launch::DeviceSums::leaf_squares_into`] says.
 pub(crate) fn squares_into(
     backend: &CudaBackend,
     leaves: LeafSquares<'_>,
@@ -82,7 +82,7 @@ pub(crate) fn squares_into(
     enqueue_leaf_squares(backend, leaves, address + first * width)
 }
 
-/// Enqueues a fold of leaves into chunks, as [`Backend::fold_leaves`] says.
+/// Enqueues a fold of leaves into chunks, as [`fusestep_launch::DeviceSums::fold_leaves`] says.
 pub(crate) fn enqueue_fold(backend: &CudaBackend, fold: FoldLeaves<'_>) -> Result<()> {
     let chunks = (fold.places.len_bytes() / size_of::<TensorPartials>()) as u64;
     const { assert!(size_of::<SquareSum>() == size_of::<[f64; MAX_SUMS]>()) };
@@ -152,7 +152,7 @@ fn enqueue_leaf_squares(
     Ok(())
 }
 
-/// Reads a kernel's sums over leaves, as [`Backend::leaf_sums`] says.
+/// Reads a kernel's sums over leaves, as [`fusestep_launch::Launches::leaf_sums`] says.
 pub(crate) fn sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,

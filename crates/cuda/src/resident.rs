@@ -142,7 +142,7 @@ pub(crate) fn place_launch(
     })
 }
 
-/// Places tables of sums over leaves, as [`fusestep_launch::Backend::place_leaf_sums`] says.
+/// Places tables of sums over leaves, as [`fusestep_launch::Tables::place_leaf_sums`] says.
 pub(crate) fn place_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,

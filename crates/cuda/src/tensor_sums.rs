@@ -41,7 +41,7 @@ pub(crate) struct Place {
     pub(crate) first_row: u32,
 }
 
-/// Enqueues sums over leaves into rows, as [`fusestep_launch::Backend::leaf_sums_into`] says.
+/// Enqueues sums over leaves into rows, as [`fusestep_launch::DeviceSums::leaf_sums_into`] says.
 pub(crate) fn enqueue_leaf_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,

@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use fusestep_launch::{Backend, BackendError};
+use fusestep_launch::{BackendError, Memory};
 
 use crate::backend::CudaBackend;
 use crate::event::{Event, EventUse};

@@ -13,7 +13,9 @@ mod framework;
 use common::{Places, TINY, cpu, cuda, formats, same_bits, same_bits_at, step_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_launch::{Backend, BackendError, LaunchLimits, Objective, Precision, WeightDecay};
+use fusestep_launch::{
+    Backend, BackendError, LaunchLimits, Memory, Objective, Precision, WeightDecay,
+};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, element_rules};

@@ -19,7 +19,7 @@ use common::{Places, TINY, cpu, cuda, formats, step_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Backend, Master, Precision, Rounding, StateDType};
+use fusestep_launch::{Backend, Master, Memory, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, Gradients, outcome, rules};

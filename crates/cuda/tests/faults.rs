@@ -10,8 +10,8 @@ use common::{Places, cpu, cuda, launch_at, step_at};
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    ArgumentLayout, Backend, BackendError, GroupValues, HostRun, LaunchLimits, MultiTensorKernel,
-    Precision, TensorList, UpdateRule,
+    ArgumentLayout, Backend, BackendError, GroupValues, HostRun, LaunchLimits, Memory,
+    MultiTensorKernel, Precision, TensorList, UpdateRule,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};

@@ -156,9 +156,11 @@ fn step_at(
         step_scalars: &step_scalars,
         limits,
     };
-    let table = backend.place_table(&launch, &[values])?;
-    match &table {
-        Some(table) => backend.launch_table(launch, table.as_ref())?,
+    match backend.device() {
+        Some(device) => {
+            let table = device.place_table(&launch, &[values])?;
+            device.launch_table(launch, table.as_ref())?
+        }
         None => backend.launch(launch)?,
     };
     let mut all = vec![];

@@ -8,7 +8,7 @@ use common::mutants::{Mutant, check_mutants};
 use common::{Places, cpu, cuda, formats, launch_at, same_bits_on};
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars, Trust};
-use fusestep_launch::{Backend, LaunchLimits, Precision, Rounding, StateDType};
+use fusestep_launch::{Backend, LaunchLimits, Launches, Precision, Rounding, StateDType};
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome};

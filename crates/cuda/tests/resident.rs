@@ -11,7 +11,9 @@ use fusestep_collective::Solo;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Lars, Trust};
-use fusestep_launch::{Backend, LaunchLimits, Precision, Rounding, StateDType};
+use fusestep_launch::{
+    Backend, DeviceStream, LaunchLimits, Launches, Memory, Precision, Rounding, StateDType,
+};
 use fusestep_planner::{Comms, Optimizer, PlanError, Planner, TableKind};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome, rules};

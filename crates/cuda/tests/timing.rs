@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use fusestep_cuda::CudaBackend;
-use fusestep_launch::{Backend, BackendError};
+use fusestep_launch::{BackendError, Memory};
 
 fn cuda() -> CudaBackend {
     CudaBackend::open(0).unwrap_or_else(|error| panic!("{error}"))

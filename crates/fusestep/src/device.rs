@@ -6,7 +6,7 @@ use std::sync::Arc;
 use fusestep_cpu::CpuBackend;
 #[cfg(feature = "cuda")]
 use fusestep_cuda::CudaBackend;
-use fusestep_launch::{Backend, LaunchLimits};
+use fusestep_launch::{Backend, LaunchLimits, Memory};
 use fusestep_simd::Pool;
 
 use crate::{Error, Figures};
@@ -82,7 +82,7 @@ impl Device for Cpu {
 
 impl Device for CpuBackend {
     fn limits(&self) -> LaunchLimits {
-        Backend::limits(self)
+        Memory::limits(self)
     }
 
     fn open(self: Box<Self>, _: usize) -> Result<SharedBackend, Error> {
@@ -103,7 +103,7 @@ impl Device for SharedBackend {
 #[cfg(feature = "cuda")]
 impl Device for CudaBackend {
     fn limits(&self) -> LaunchLimits {
-        Backend::limits(self)
+        Memory::limits(self)
     }
 
     fn open(self: Box<Self>, _: usize) -> Result<SharedBackend, Error> {

@@ -68,14 +68,3 @@ pub enum BackendError {
         text: String,
     },
 }
-
-impl BackendError {
-    /// The refusal of a call that only a device can serve.
-    pub(crate) fn not_of_host(backend: &'static str) -> Self {
-        Self::Unavailable {
-            backend,
-            reason: "expected gradients on a device; those of the host are summed up in place"
-                .to_owned(),
-        }
-    }
-}

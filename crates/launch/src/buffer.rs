@@ -14,7 +14,7 @@ pub trait Buffer: Send + fmt::Debug {
     /// The bytes, if the host can write them in place.
     fn host_mut(&mut self) -> Option<&mut [u8]>;
     /// The bytes of a device, for others that work on it, once they have been handed over
-    /// ([`hand_over`](crate::Backend::hand_over)); `None` before, and for memory of the host.
+    /// ([`hand_over`](crate::DeviceStream::hand_over)); `None` before, and for memory of the host.
     fn device_mut(&mut self) -> Option<DeviceSliceMut<'_>> {
         None
     }

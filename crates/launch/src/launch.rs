@@ -35,7 +35,7 @@ pub struct Launch<'a> {
     pub tensor_sums: Option<TensorSums<'a>>,
     /// Places for the sums over changes, if they are asked for. If the control block stops the
     /// step, nothing is written there. CUDA writes them in launches from a resident table
-    /// ([`crate::Backend::launch_table`]) and refuses other launches with
+    /// ([`crate::Tables::launch_table`]) and refuses other launches with
     /// [`crate::BackendError::Unavailable`].
     pub update_sums: Option<UpdateSums<'a>>,
     /// The kernel's step scalars, group after group.

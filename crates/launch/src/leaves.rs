@@ -39,7 +39,7 @@ impl<'a> LeafSquares<'a> {
 /// Sums over leaves on a device, and the chunks that they are folded into.
 pub struct FoldLeaves<'a> {
     /// A [`crate::SquareSum`] of every leaf, or rows of a kernel's sums
-    /// ([`crate::Backend::leaf_sums_into`]).
+    /// ([`crate::DeviceSums::leaf_sums_into`]).
     pub leaves: &'a dyn Buffer,
     /// For every leaf the place of its sums in rows, as [`leaf_place`] gives it; `None` if leaves
     /// have a [`crate::SquareSum`] each.
@@ -62,7 +62,7 @@ pub fn leaf_place(row: u64, leaf: u64) -> Option<u32> {
 /// The sums over whole tensors that a kernel with norms needs to update parts of them.
 #[derive(Clone, Copy)]
 pub enum TensorSums<'a> {
-    /// On the host, for each tensor of the storage ([`crate::Backend::leaf_sums`], folded by the
+    /// On the host, for each tensor of the storage ([`crate::Launches::leaf_sums`], folded by the
     /// caller).
     Host(&'a [[f64; MAX_SUMS]]),
     /// On a device, where they are yet to be added up.

@@ -27,7 +27,9 @@ mod tensor_list;
 mod tree_sum;
 mod update_sums;
 
-pub use backend::Backend;
+pub use backend::{
+    Backend, DeviceBackend, DeviceStream, DeviceSums, HostLaunches, Launches, Memory, Tables,
+};
 pub use backend_error::BackendError;
 pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
 pub use buffer::Buffer;

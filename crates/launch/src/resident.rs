@@ -34,7 +34,7 @@ pub const GROUP_BYTES: usize = 32;
 
 /// A launch's tables in a backend's memory.
 ///
-/// Made by [`crate::Backend::place_table`] or [`crate::Backend::place_reduction`], for the backend
+/// Made by [`crate::Tables::place_table`] or [`crate::Tables::place_reduction`], for the backend
 /// that made it.
 pub trait ResidentTable: Send + fmt::Debug {
     /// The table as a value of any type, from which its backend gets back its own type.
@@ -43,7 +43,8 @@ pub trait ResidentTable: Send + fmt::Debug {
     fn as_any_mut(&mut self) -> &mut dyn Any;
 }
 
-/// Launches that a backend has recorded instead of running them; see [`crate::Backend::capture`].
+/// Launches that a backend has recorded instead of running them; see
+/// [`crate::DeviceStream::capture`].
 ///
 /// A graph keeps the memory that its launches refer to.
 pub trait Graph: Send + fmt::Debug {

@@ -6,18 +6,18 @@ use std::any::Any;
 use fusestep_launch::{
     Access, Addresses, ArgumentLayout, Backend, BackendError, Batch, Buffer, ChangedRecord,
     Conclude, ControlBlock, Excluded, FLAG_STOCHASTIC, Gate, GroupValues, HostRun, Launch,
-    LaunchLimits, LaunchReport, LeafSquares, ListBuffer, MultiTensorKernel, MultiTensorReduction,
-    Record, Reduce, Replicas, ResidentTable, SquareSum, TensorList, UpdateSums, pack,
-    pack_conclusion, pack_reduction, pack_reduction_of_tensors, pack_reduction_table, pack_table,
-    pack_tensors, pack_update_sums,
+    LaunchLimits, LaunchReport, Launches, LeafSquares, ListBuffer, MAX_SUMS, Memory,
+    MultiTensorKernel, MultiTensorReduction, Record, Reduce, SquareSum, TensorList, UpdateSums,
+    pack, pack_conclusion, pack_reduction, pack_reduction_of_tensors, pack_reduction_table,
+    pack_table, pack_tensors, pack_update_sums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 
 #[derive(Debug)]
-struct Memory(Vec<u8>);
+struct Bytes(Vec<u8>);
 
-impl Buffer for Memory {
+impl Buffer for Bytes {
     fn len_bytes(&self) -> usize {
         self.0.len()
     }
@@ -35,10 +35,12 @@ impl Buffer for Memory {
     }
 }
 
-/// Memory alone: whatever has a default here has it.
+/// Memory and launches alone: whatever has a default here has it.
 struct Plain;
 
-impl Backend for Plain {
+impl Backend for Plain {}
+
+impl Memory for Plain {
     fn name(&self) -> &'static str {
         "plain"
     }
@@ -46,7 +48,7 @@ impl Backend for Plain {
         LaunchLimits::default()
     }
     fn allocate(&self, len_bytes: usize) -> Result<Box<dyn Buffer>, BackendError> {
-        Ok(Box::new(Memory(vec![0; len_bytes])))
+        Ok(Box::new(Bytes(vec![0; len_bytes])))
     }
     fn write(&self, out: &mut dyn Buffer, at: usize, bytes: &[u8]) -> Result<(), BackendError> {
         out.host_mut().unwrap()[at..at + bytes.len()].copy_from_slice(bytes);
@@ -56,6 +58,12 @@ impl Backend for Plain {
         bytes.copy_from_slice(&from.host().unwrap()[at..at + bytes.len()]);
         Ok(())
     }
+    fn synchronize(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
+}
+
+impl Launches for Plain {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         Ok(LaunchReport::of(launch.batches))
     }
@@ -65,8 +73,14 @@ impl Backend for Plain {
     fn conclude(&self, _: Conclude<'_>) -> Result<LaunchReport, BackendError> {
         Ok(LaunchReport::default())
     }
-    fn synchronize(&self) -> Result<(), BackendError> {
+    fn leaf_sums(&self, _: &Launch<'_>, _: &mut [[f64; MAX_SUMS]]) -> Result<(), BackendError> {
         Ok(())
+    }
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        Ok(0)
+    }
+    fn skipped(&self) -> u64 {
+        0
     }
 }
 
@@ -145,7 +159,7 @@ const OFFSETS: [u64; 4] = [0, 64, 4096, 8192];
 const MEMBERS: [u32; 3] = [5, 9, 4];
 
 fn lists() -> Vec<ListBuffer> {
-    let list = |list| ListBuffer { list, buffer: Box::new(Memory(Vec::new())) };
+    let list = |list| ListBuffer { list, buffer: Box::new(Bytes(Vec::new())) };
     [PARAM, GRAD].map(list).into()
 }
 
@@ -172,7 +186,7 @@ fn launch<'a>(
     }
 }
 
-fn reduction<'a>(batches: &'a [Batch], partials: &'a mut Memory) -> Reduce<'a> {
+fn reduction<'a>(batches: &'a [Batch], partials: &'a mut Bytes) -> Reduce<'a> {
     Reduce {
         kernel: &Lengths,
         batches,
@@ -277,7 +291,7 @@ fn random_rounding_adds_two_words_to_a_record_of_any_length() {
 #[test]
 fn tables_of_changes_are_header_sums_and_records() {
     let (kernel, batches) = (Kernel { flags: 3, words: 2 }, [batch()]);
-    let (mut lists, mut rows) = (lists(), Memory(Vec::new()));
+    let (mut lists, mut rows) = (lists(), Bytes(Vec::new()));
     let update_sums = UpdateSums { rows: &mut rows, firsts: &[0, 1, 3, 4] };
     let launch = launch(&kernel, &batches, &mut lists, Some(update_sums));
     let changed = |kept, skipped| ChangedRecord { kept, skipped };
@@ -306,7 +320,7 @@ fn tables_are_arguments_and_the_record_of_every_chunk() {
     let expected = [&arguments[..len], &chunks.0].concat();
     assert_eq!(pack_table(&launch, &batches[0], addresses), expected);
 
-    let mut partials = Memory(Vec::new());
+    let mut partials = Bytes(Vec::new());
     let reduce = reduction(&batches, &mut partials);
     let len = pack_reduction(&Lengths, &batches[0], &OFFSETS, 1, 2, &mut arguments);
     let expected = [&arguments[..len], &Fields::default().u32(0).u32(1).0].concat();
@@ -330,7 +344,7 @@ fn arguments_of_reductions_and_conclusions() {
 }
 
 fn gradients(bytes: Vec<u8>) -> ListBuffer {
-    ListBuffer { list: GRAD, buffer: Box::new(Memory(bytes)) }
+    ListBuffer { list: GRAD, buffer: Box::new(Bytes(bytes)) }
 }
 
 #[test]
@@ -360,42 +374,10 @@ fn leaves_are_counted_from_the_start_of_each_record() {
     assert_eq!(error, expected);
 }
 
-/// A table of nobody.
-#[derive(Debug)]
-struct Foreign;
-
-impl ResidentTable for Foreign {
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
-    }
-}
-
 #[test]
-fn a_backend_refuses_what_it_does_not_say_it_can() {
-    let (kernel, batches) = (Kernel { flags: 0, words: 2 }, [batch()]);
-    let unavailable = |error| matches!(error, BackendError::Unavailable { .. });
-    let mut own = lists();
-    let replicas = Replicas { rank: 0, first: 0, grads: &[], lists: &mut [] };
-    let reduced = Plain.launch_reduced(launch(&kernel, &batches, &mut own, None), replicas);
-    assert!(unavailable(reduced.unwrap_err()));
-    let sums = Plain.leaf_sums(&launch(&kernel, &batches, &mut own, None), &mut []);
-    assert!(unavailable(sums.unwrap_err()));
-    assert!(unavailable(Plain.capture(&mut || Ok(())).unwrap_err()));
-    let table = Plain.place_table(&launch(&kernel, &batches, &mut own, None), &[]);
-    assert!(table.unwrap().is_none());
-    let foreign = BackendError::ForeignTable { backend: "plain" };
-    let launched = Plain.launch_table(launch(&kernel, &batches, &mut own, None), &Foreign);
-    assert_eq!(launched, Err(foreign.clone()));
-    assert_eq!(Plain.set_table_lr(&mut Foreign, 0.1), Err(foreign.clone()));
-    let mut partials = Memory(Vec::new());
-    let reduce = reduction(&batches, &mut partials);
-    assert!(matches!(Plain.place_reduction(&reduce), Ok(None)));
-    assert_eq!(Plain.reduce_table(reduce, &Foreign), Err(foreign));
-    assert!(!Plain.takes_host_memory());
-    assert_eq!((Plain.take_skipped(), Plain.skipped()), (Ok(0), 0));
+fn a_backend_has_the_roles_that_it_says_and_no_others() {
+    assert!(Plain.host().is_none());
+    assert!(Plain.device().is_none());
 }
 
 #[test]
@@ -411,7 +393,7 @@ fn a_control_block_opens_and_shuts_the_gate() {
     block.write(&Plain, buffer.as_mut()).unwrap();
     assert_eq!(Gate::on_host(Some(buffer.as_ref())), Some(Gate::Shut));
     assert_eq!(Gate::on_host(None), Some(Gate::Open(1.0)));
-    let short = Memory(vec![0; 63]);
+    let short = Bytes(vec![0; 63]);
     assert_eq!(Gate::on_host(Some(&short)), None);
 }
 

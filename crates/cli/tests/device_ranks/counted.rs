@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{
-    Accumulate, Backend, BackendError, Buffer, Conclude, FoldLeaves, Graph, GroupValues, Launch,
-    LaunchLimits, LaunchReport, LeafSquares, MAX_SUMS, Reduce, ResidentTable, SquareSum,
+    Accumulate, Backend, BackendError, Buffer, Conclude, DeviceBackend, DeviceStream, DeviceSums,
+    FoldLeaves, Graph, GroupValues, Launch, LaunchLimits, LaunchReport, Launches, LeafSquares,
+    MAX_SUMS, Memory, Reduce, ResidentTable, SquareSum, Tables,
 };
 
 /// CUDA, with the bytes that the planner reads and writes.
@@ -45,11 +46,14 @@ impl Counted {
 }
 
 impl Backend for Counted {
+    fn device(&self) -> Option<&dyn DeviceBackend> {
+        Some(self)
+    }
+}
+
+impl Memory for Counted {
     fn name(&self) -> &'static str {
         self.cuda.name()
-    }
-    fn device(&self) -> Option<u32> {
-        self.cuda.device()
     }
     fn limits(&self) -> LaunchLimits {
         self.cuda.limits()
@@ -83,17 +87,17 @@ impl Backend for Counted {
         to_offset_bytes: usize,
         len_bytes: usize,
     ) -> Result<(), BackendError> {
-        Backend::copy(&self.cuda, from, from_offset_bytes, to, to_offset_bytes, len_bytes)
+        Memory::copy(&self.cuda, from, from_offset_bytes, to, to_offset_bytes, len_bytes)
     }
-    fn add_gradients(&self, sums: Accumulate<'_>) -> Result<(), BackendError> {
-        self.cuda.add_gradients(sums)
+    fn zero(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        self.cuda.zero(buffer)
     }
-    fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
-        self.cuda.hand_over(buffer)
+    fn synchronize(&self) -> Result<(), BackendError> {
+        self.wait().synchronize()
     }
-    fn take_back(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
-        self.cuda.take_back(buffer)
-    }
+}
+
+impl Launches for Counted {
     fn launch(&self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         self.cuda.launch(launch)
     }
@@ -110,6 +114,43 @@ impl Backend for Counted {
     ) -> Result<(), BackendError> {
         self.wait().leaf_squares(leaves, sums)
     }
+    fn leaf_sums(
+        &self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        self.wait().leaf_sums(launch, sums)
+    }
+    fn take_skipped(&self) -> Result<u64, BackendError> {
+        self.wait().take_skipped()
+    }
+    fn skipped(&self) -> u64 {
+        self.cuda.skipped()
+    }
+}
+
+impl DeviceStream for Counted {
+    fn ordinal(&self) -> u32 {
+        self.cuda.ordinal()
+    }
+    fn hand_over(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        self.cuda.hand_over(buffer)
+    }
+    fn take_back(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
+        self.cuda.take_back(buffer)
+    }
+    fn capture(
+        &self,
+        enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
+    ) -> Result<Box<dyn Graph>, BackendError> {
+        self.cuda.capture(enqueue)
+    }
+}
+
+impl DeviceSums for Counted {
+    fn add_gradients(&self, sums: Accumulate<'_>) -> Result<(), BackendError> {
+        self.cuda.add_gradients(sums)
+    }
     fn leaf_squares_into(
         &self,
         leaves: LeafSquares<'_>,
@@ -117,19 +158,6 @@ impl Backend for Counted {
         first: u64,
     ) -> Result<(), BackendError> {
         self.cuda.leaf_squares_into(leaves, into, first)
-    }
-    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
-        self.cuda.fold_leaves(fold)
-    }
-    fn zero(&self, buffer: &mut dyn Buffer) -> Result<(), BackendError> {
-        self.cuda.zero(buffer)
-    }
-    fn leaf_sums(
-        &self,
-        launch: &Launch<'_>,
-        sums: &mut [[f64; MAX_SUMS]],
-    ) -> Result<(), BackendError> {
-        self.wait().leaf_sums(launch, sums)
     }
     fn leaf_sums_into(
         &self,
@@ -139,11 +167,17 @@ impl Backend for Counted {
     ) -> Result<(), BackendError> {
         self.cuda.leaf_sums_into(launch, rows, first)
     }
+    fn fold_leaves(&self, fold: FoldLeaves<'_>) -> Result<(), BackendError> {
+        self.cuda.fold_leaves(fold)
+    }
+}
+
+impl Tables for Counted {
     fn place_table(
         &self,
         launch: &Launch<'_>,
         values: &[GroupValues],
-    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+    ) -> Result<Box<dyn ResidentTable>, BackendError> {
         self.cuda.place_table(launch, values)
     }
     fn launch_table(
@@ -156,11 +190,15 @@ impl Backend for Counted {
     fn set_table_lr(&self, table: &mut dyn ResidentTable, lr: f64) -> Result<(), BackendError> {
         self.cuda.set_table_lr(table, lr)
     }
-    fn capture(
+    fn place_reduction(&self, reduce: &Reduce<'_>) -> Result<Box<dyn ResidentTable>, BackendError> {
+        self.cuda.place_reduction(reduce)
+    }
+    fn reduce_table(
         &self,
-        enqueue: &mut dyn FnMut() -> Result<(), BackendError>,
-    ) -> Result<Box<dyn Graph>, BackendError> {
-        self.cuda.capture(enqueue)
+        reduce: Reduce<'_>,
+        table: &dyn ResidentTable,
+    ) -> Result<LaunchReport, BackendError> {
+        self.cuda.reduce_table(reduce, table)
     }
     fn place_leaf_sums(
         &self,
@@ -168,7 +206,7 @@ impl Backend for Counted {
         values: &[GroupValues],
         rows: &dyn Buffer,
         first: u64,
-    ) -> Result<Option<Box<dyn ResidentTable>>, BackendError> {
+    ) -> Result<Box<dyn ResidentTable>, BackendError> {
         self.cuda.place_leaf_sums(launch, values, rows, first)
     }
     fn leaf_sums_of_table(
@@ -177,11 +215,5 @@ impl Backend for Counted {
         table: &dyn ResidentTable,
     ) -> Result<(), BackendError> {
         self.cuda.leaf_sums_of_table(launch, table)
-    }
-    fn take_skipped(&self) -> Result<u64, BackendError> {
-        self.wait().take_skipped()
-    }
-    fn synchronize(&self) -> Result<(), BackendError> {
-        self.wait().synchronize()
     }
 }

@@ -7,7 +7,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::Backend;
+use fusestep_launch::Memory;
 use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, TableKind, Topology, ZeroStage};
 use fusestep_tensor::Role;
 

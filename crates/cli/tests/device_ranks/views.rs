@@ -4,7 +4,7 @@ use fusestep_collective::Communicator;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::Backend;
+use fusestep_launch::Memory;
 use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, Topology};
 use fusestep_tensor::Role;
 

@@ -51,7 +51,7 @@ pub(crate) fn enqueue(
     Ok(LaunchReport { launches, elements: table.elements })
 }
 
-/// Enqueues a table's sums over leaves, as [`fusestep_launch::Backend::leaf_sums_of_table`] says.
+/// Enqueues a table's sums over leaves, as [`fusestep_launch::Tables::leaf_sums_of_table`] says.
 pub(crate) fn enqueue_leaves(
     backend: &CudaBackend,
     launch: &Launch<'_>,

@@ -12,7 +12,7 @@ use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
     Backend, BackendError, Batchable, GroupValues, Launch, LaunchLimits, ListBuffer, Master,
-    MultiTensorKernel, Precision, Rounding, StateDType, UpdateRule, batches,
+    Memory, MultiTensorKernel, Precision, Rounding, StateDType, UpdateRule, batches,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;

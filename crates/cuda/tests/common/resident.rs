@@ -1,7 +1,7 @@
 //! Steps on resident tables in every way there is.
 use super::cpu;
 use fusestep_cuda::CudaBackend;
-use fusestep_launch::Backend;
+use fusestep_launch::{Backend, Memory};
 use fusestep_planner::{
     ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, ScalePolicy,
     State, TableKind,

@@ -7,7 +7,7 @@ use cust::sys::{self, CUgraph};
 use fusestep_cuda::{ContextHandle, CudaBackend, StreamHandle};
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
-use fusestep_launch::{Backend, BackendError};
+use fusestep_launch::{BackendError, Memory as _};
 use fusestep_planner::{ClipByGlobalNorm, Optimizer, Plan, Planner, State, TableKind};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, outcome};

@@ -6,7 +6,8 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{
-    Backend, BackendError, Launch, LaunchLimits, LaunchReport, Master, Precision, Reduce,
+    Backend, BackendError, Launch, LaunchLimits, LaunchReport, Master, Memory as _, Precision,
+    Reduce,
 };
 use fusestep_planner::{
     ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, State, Tensors,

@@ -1,6 +1,8 @@
 //! Sums over micro-steps, against the same operations on the host.
 
-use fusestep_launch::{Accumulate, Accumulation, Backend, BackendError, Buffer};
+use fusestep_launch::{
+    Accumulate, Accumulation, BackendError, Buffer, DeviceBackend, DeviceSums, Memory,
+};
 use fusestep_tensor::DType;
 use half::{bf16, f16};
 
@@ -56,7 +58,7 @@ fn expected(dtype: DType, numel: usize) -> Expected {
 
 /// The bytes of the mean that the device forms; both lists begin at an element of their buffer.
 fn found(
-    backend: &dyn Backend,
+    backend: &dyn DeviceBackend,
     (dtype, numel, first): (DType, usize, usize),
     given: &[Vec<u8>],
 ) -> Result<Vec<u8>, BackendError> {

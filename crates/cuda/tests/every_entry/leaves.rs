@@ -64,13 +64,14 @@ fn sums(backend: &dyn Backend, folds: bool) -> Vec<SquareSum> {
             list: &list,
             first: 0,
         };
-        backend.leaf_squares_into(squares, leaves.as_mut(), 0).unwrap();
-        let refused = backend.leaf_squares_into(squares, leaves.as_mut(), 1);
+        let device = backend.device().unwrap();
+        device.leaf_squares_into(squares, leaves.as_mut(), 0).unwrap();
+        let refused = device.leaf_squares_into(squares, leaves.as_mut(), 1);
         assert!(refused.is_err(), "beyond its end");
         let table: &[u8] = bytemuck::cast_slice(&places);
         let mut places = backend.allocate(table.len()).unwrap();
         backend.write(places.as_mut(), 0, table).unwrap();
-        backend
+        device
             .fold_leaves(FoldLeaves {
                 leaves: leaves.as_ref(),
                 index: None,

@@ -3,9 +3,10 @@
 
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    Backend, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, FoldLeaves, GroupValues,
-    LEAF_ELEMENTS, Launch, LaunchLimits, ListBuffer, MAX_SUMS, MultiTensorKernel, Precision,
-    ROW_VALUES, TensorPartials, TensorSums, UpdateRule, batches, leaf_place, tree_sum,
+    Backend, Batchable, Buffer, CHUNK_LEAVES, CHUNK_UNITS, ChunkSums, DeviceSums, FoldLeaves,
+    GroupValues, LEAF_ELEMENTS, Launch, LaunchLimits, Launches, ListBuffer, MAX_SUMS, Memory,
+    MultiTensorKernel, Precision, ROW_VALUES, TensorPartials, TensorSums, UpdateRule, batches,
+    leaf_place, tree_sum,
 };
 use fusestep_tensor::DType;
 

@@ -127,7 +127,7 @@ fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<S
 
 /// Refuses a backend that cannot run a stage of the plan.
 fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<()> {
-    if backend.takes_host_memory() || !plan.is_fused() {
+    if backend.host().is_some() || !plan.is_fused() {
         return Ok(());
     }
     Err(PlanError::Conflict {

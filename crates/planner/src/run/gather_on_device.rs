@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use fusestep_collective::Operation;
-use fusestep_launch::{Backend, Buffer};
+use fusestep_launch::{Backend, Buffer, DeviceBackend};
 use fusestep_tensor::Role;
 
 use crate::error::{PlanError, Result};
@@ -26,14 +26,14 @@ pub(crate) fn gather_on_device(
     comms: &mut Comms<'_>,
     names: &[&str],
 ) -> Result<DeviceParams> {
-    let is_there = match plan.topology.world {
-        1 => backend.device().is_some(),
-        _ => comms.is_on_device_of(backend),
+    let device = match plan.topology.world {
+        1 => backend.device(),
+        _ => comms.device_of(backend),
     };
-    if !is_there {
+    let Some(device) = device else {
         let name = names.first().map_or("", |name| name).to_owned();
         return Err(PlanError::NotOnDevice { name });
-    }
+    };
     comms.set_plan(plan.hash());
     let mut found = DeviceParams { buffers: Vec::new(), places: vec![(0, 0..0); names.len()] };
     let (wanted, here) = wanted::asked_for(plan, state, names, Values::Params)?;
@@ -44,12 +44,12 @@ pub(crate) fn gather_on_device(
         let mut memory = comms.spare(backend, len_bytes)?;
         let elements = spec.layout.range(tensor);
         copy_own(backend, &state.storages[storage], &elements, memory.as_mut(), 0)?;
-        backend.hand_over(memory.as_mut())?;
+        device.hand_over(memory.as_mut())?;
         found.places[at] = (found.buffers.len(), 0..len_bytes);
         found.buffers.push(memory);
     }
     for group in wanted.chunk_by(|a, b| a.segment == b.segment) {
-        gather_segment(plan, state, backend, comms, group, &mut found)?;
+        gather_segment(plan, state, device, comms, group, &mut found)?;
     }
     Ok(found)
 }
@@ -57,7 +57,7 @@ pub(crate) fn gather_on_device(
 fn gather_segment(
     plan: &Plan,
     state: &State,
-    backend: &dyn Backend,
+    device: &dyn DeviceBackend,
     comms: &mut Comms<'_>,
     wanted: &[Wanted],
     found: &mut DeviceParams,
@@ -65,15 +65,15 @@ fn gather_segment(
     let storage = plan.segments[wanted[0].segment].storage;
     let dtype = plan.storages[storage].param_dtype();
     let block = wanted::block_of(plan, wanted);
-    let mut memory = comms.spare(backend, block.len_bytes)?;
+    let mut memory = comms.spare(device, block.len_bytes)?;
     for (at, _, inside) in &block.own {
-        copy_own(backend, &state.storages[storage], inside, memory.as_mut(), *at)?;
+        copy_own(device, &state.storages[storage], inside, memory.as_mut(), *at)?;
     }
     for (range, counts) in block.calls {
         let kind = CallKind { operation: Operation::AllGather, dtype, counts: Some(counts) };
-        gather::on_device(backend, comms, &mut memory, range, kind)?;
+        gather::on_device(device, comms, &mut memory, range, kind)?;
     }
-    backend.hand_over(memory.as_mut())?;
+    device.hand_over(memory.as_mut())?;
     for (one, place) in wanted.iter().zip(block.places) {
         found.places[one.at] = (found.buffers.len(), place);
     }

@@ -15,6 +15,7 @@ use crate::plan::value::Plan;
 use crate::run::comms::bytes::CallKind;
 use crate::run::comms::calls::Comms;
 use crate::run::executor::Executor;
+use crate::run::memory::device;
 use crate::run::memory::state;
 use crate::run::memory::state::State;
 use crate::run::report::StepReport;
@@ -35,8 +36,12 @@ pub(crate) fn record(
     backend: &dyn Backend,
     mut comms: Option<&mut Comms<'_>>,
 ) -> Result<StepGraph> {
+    let device = backend.device().ok_or_else(|| BackendError::Unavailable {
+        backend: backend.name(),
+        reason: "launches cannot be recorded here; run the steps one by one".to_owned(),
+    })?;
     let mut stopped = None;
-    let graph = backend.capture(&mut || {
+    let graph = device.capture(&mut || {
         let mut executor = Executor::Backend(backend);
         let (comms, mut report) = (comms.as_deref_mut(), StepReport::default());
         let done = step::each_stage(plan, state, &mut executor, comms, &mut report);
@@ -182,7 +187,9 @@ pub(crate) fn capture_on<'a>(
     state.settle(backend)?;
     optimize::prepare(plan, state, backend)?;
     // A recording cannot wait for what is written to tables.
-    device_trust::build_tables(plan, state, backend)?;
+    if let Some(device) = backend.device() {
+        device_trust::build_tables(plan, state, device)?;
+    }
     for (update, stage) in plan.optimize_stages().enumerate() {
         reduce::with_gradients(plan, state, stage.bucket, |state| {
             optimize::build_table(plan, state, stage, update, backend)
@@ -200,12 +207,12 @@ pub(crate) fn capture_on<'a>(
 impl RankGraph<'_> {
     /// Waits until all ranks have come so far.
     pub(crate) fn meet(&mut self, backend: &dyn Backend, comms: &mut Comms<'_>) -> Result<()> {
-        backend.hand_over(self.token.as_mut())?;
+        device::hand_over(backend, self.token.as_mut())?;
         let kind = CallKind::even(Operation::AllReduce(ReduceOp::Max), DType::F64);
         let all = 0..self.token.len_bytes();
         comms.on_device(&mut self.token, all, kind)?;
         comms.finish_on_device()?;
-        Ok(backend.take_back(self.token.as_mut())?)
+        Ok(device::take_back(backend, self.token.as_mut())?)
     }
 }
 
@@ -222,7 +229,7 @@ fn check_recorded_calls(
         "ranks update on their own, and average every few steps"
     } else if plan.shard_group < plan.topology.world {
         "shards lie in groups of ranks"
-    } else if !comms.is_on_device_of(backend) {
+    } else if comms.device_of(backend).is_none() {
         "its calls are made on the host"
     } else if state.norm.is_some() && state.exchange.norm_on_device.is_none()
         || plan.stages.contains(&Stage::Trust) && state.exchange.trust_on_device.is_none()

@@ -11,6 +11,7 @@ use crate::plan::segments::{keeps_segments, sum_width};
 use crate::plan::storage::{Extent, Part};
 use crate::run::executor::Executor;
 use crate::run::memory::absorb::{Absorb, Addend, Divisor, absorb};
+use crate::run::memory::device;
 use crate::run::memory::segment_state::SegmentState;
 use crate::run::rank_step::RankStep;
 use crate::run::report::{MicroStepReport, StepReport};
@@ -165,13 +166,13 @@ fn add_on_device(
     sums_at: usize,
     how: Absorb,
 ) -> Result<()> {
-    let backend = step.backend;
+    let device = device::of_sums(step.backend)?;
     let dtype = step.plan.storages[storage].grad_dtype();
     let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
     let addend = if how.last.is_none() { Addend::Given } else { Addend::Missing };
     each_buffer(step, storage, part, |buffer, place, range| {
         let done = how.on_device(addend, |what| {
-            backend.add_gradients(Accumulate {
+            device.add_gradients(Accumulate {
                 dtype,
                 sums: (&mut *sums, sums_at + range.start / width * sum_width),
                 grads: (&mut *buffer, place),

@@ -28,7 +28,7 @@ pub struct StepReport {
     pub loss_scale: Option<f64>,
     /// Tensors that a layer-wise rule has left as they are, because a norm of theirs is not
     /// finite; of those whose first element this rank updates. 0 on a device, whose
-    /// [`Backend::take_skipped`](fusestep_launch::Backend::take_skipped) says it.
+    /// [`Launches::take_skipped`](fusestep_launch::Launches::take_skipped) says it.
     pub tensors_skipped: u64,
 }
 

@@ -4,10 +4,10 @@ use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{
-    Access, Addresses, ArgumentLayout, Backend, Batch, FLAG_RESIDENT, FLAG_STOCHASTIC, GROUP_BYTES,
-    GroupValues, HostRun, Launch, LaunchLimits, ListBuffer, MultiTensorKernel, ORIGIN_WORDS,
-    ResidentStepScalars, STEPS_BYTES, TensorList, pack, pack_launch_of_table, pack_steps,
-    pack_table, pack_tensors,
+    Access, Addresses, ArgumentLayout, Batch, FLAG_RESIDENT, FLAG_STOCHASTIC, GROUP_BYTES,
+    GroupValues, HostRun, Launch, LaunchLimits, ListBuffer, Memory, MultiTensorKernel,
+    ORIGIN_WORDS, ResidentStepScalars, STEPS_BYTES, TensorList, pack, pack_launch_of_table,
+    pack_steps, pack_table, pack_tensors,
 };
 use fusestep_tensor::{DType, Role};
 

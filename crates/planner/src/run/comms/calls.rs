@@ -7,13 +7,14 @@ use fusestep_collective::{
     CallContext, CollectiveError, CommStream, Communicator, Operation, RankMemory, ReduceOp,
     ReduceUpdate, Solo, communication_streams,
 };
-use fusestep_launch::{Backend, BackendError, Buffer};
+use fusestep_launch::{Backend, BackendError, Buffer, DeviceBackend};
 use fusestep_tensor::DType;
 
 use crate::plan::calls::bytes_sent;
 use crate::run::comms::bytes::{Bytes, CallKind, Elsewhere, foreign, take_shortest};
 use crate::run::comms::segment_calls::SegmentCalls;
 use crate::run::comms::shard_groups::ShardGroups;
+use crate::run::memory::device;
 use crate::run::memory::device_params::DeviceParams;
 use crate::run::memory::segment_state::SegmentState;
 
@@ -176,7 +177,7 @@ impl<'a> Comms<'a> {
             return backend.allocate(len_bytes);
         };
         // Whoever has read it last is through before it is written.
-        backend.take_back(memory.as_mut())?;
+        device::take_back(backend, memory.as_mut())?;
         Ok(memory)
     }
 
@@ -285,13 +286,12 @@ impl<'a> Comms<'a> {
 
     /// Whether calls use this buffer in place.
     pub(crate) fn takes(&self, backend: &dyn Backend, buffer: &dyn Buffer) -> bool {
-        buffer.host().is_some() || self.is_on_device_of(backend)
+        buffer.host().is_some() || self.device_of(backend).is_some()
     }
 
-    /// Whether calls are made in the memory of the backend's device.
-    pub(crate) fn is_on_device_of(&self, backend: &dyn Backend) -> bool {
-        let device = backend.device();
-        device.is_some() && self.comm.device() == device
+    /// The backend's device, if calls are made in its memory.
+    pub(crate) fn device_of<'b>(&self, backend: &'b dyn Backend) -> Option<&'b dyn DeviceBackend> {
+        backend.device().filter(|device| self.comm.device() == Some(device.ordinal()))
     }
 
     /// The error that the communicator has failed with.

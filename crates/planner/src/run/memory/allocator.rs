@@ -17,7 +17,7 @@ impl Allocator<'_> {
     /// Memory of an arena that calls move, or one that they do not.
     pub(crate) fn arena(&mut self, len_bytes: usize, moves: bool) -> Result<Box<dyn Buffer>> {
         match &mut self.comm {
-            Some(comm) if moves && self.backend.takes_host_memory() => {
+            Some(comm) if moves && self.backend.host().is_some() => {
                 let memory: HostMemory = comm.allocate(len_bytes)?;
                 Ok(Box::new(memory))
             }

@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::plan::leaves::chunks_of_leaves;
 use crate::plan::stage::{Optimize, Stage};
 use crate::plan::value::Plan;
+use crate::run::memory::device;
 
 /// A table in the backend's memory.
 pub(crate) fn table(backend: &dyn Backend, bytes: &[u8]) -> Result<Box<dyn Buffer>> {
@@ -120,7 +121,7 @@ impl DeviceTrust {
     ) -> Result<()> {
         for OwnSums { stage, runs } in self.own.iter_mut().flatten() {
             for table in runs.iter_mut().filter_map(|run| run.table.as_mut()) {
-                backend.set_table_lr(table.as_mut(), lr_of(stage))?;
+                device::of_tables(backend)?.set_table_lr(table.as_mut(), lr_of(stage))?;
             }
         }
         Ok(())

@@ -10,6 +10,7 @@ use crate::error::{PlanError, Result};
 use crate::plan::segments::{Region, Target, place_in, sum_width};
 use crate::plan::storage::Extent;
 use crate::run::memory::absorb::{Absorb, Addend, absorb};
+use crate::run::memory::device;
 use crate::run::memory::segment_state::{Given, SegmentState};
 use crate::run::memory::state::State;
 
@@ -142,13 +143,15 @@ impl State {
             return Ok(());
         };
         let added = match self.grad_buffer(backend, &place)? {
-            Some(grads) => how.on_device(addend, |what| {
-                backend.add_gradients(Accumulate {
-                    dtype: place.dtype,
-                    sums: (sums.as_mut(), place.sums.start),
-                    grads: (grads.as_mut(), place.bytes.start),
-                    numel: (place.bytes.len() / place.dtype.len_bytes()) as u64,
-                    what,
+            Some(grads) => device::of_sums(backend).and_then(|device| {
+                how.on_device(addend, |what| {
+                    device.add_gradients(Accumulate {
+                        dtype: place.dtype,
+                        sums: (sums.as_mut(), place.sums.start),
+                        grads: (grads.as_mut(), place.bytes.start),
+                        numel: (place.bytes.len() / place.dtype.len_bytes()) as u64,
+                        what,
+                    })
                 })
             }),
             None => Ok(()),
@@ -238,13 +241,11 @@ impl State {
         self.check_not_pushed(param)?;
         let place = self.place_of(param);
         let error = || PlanError::NotOnDevice { name: name.to_owned() };
-        if self.arena.on_host {
-            return Err(error());
-        }
+        let device = backend.device().filter(|_| !self.arena.on_host).ok_or_else(error)?;
         let buffer = self.grad_buffer(backend, &place)?;
         let buffer = buffer.ok_or_else(error)?;
         // A step could read what is still being written where the order on the device is not known.
-        let handed = backend.hand_over(buffer.as_mut());
+        let handed = device.hand_over(buffer.as_mut());
         self.or_poison(handed)?;
         self.arena.now[param] = Given::Viewed;
         let buffer = self.grad_buffer(backend, &place)?;
@@ -259,7 +260,7 @@ impl State {
         }
         let place = self.place_of(param);
         match self.grad_buffer(backend, &place)? {
-            Some(buffer) => Ok(backend.take_back(buffer.as_mut())?),
+            Some(buffer) => Ok(device::take_back(backend, buffer.as_mut())?),
             None => Ok(()),
         }
     }

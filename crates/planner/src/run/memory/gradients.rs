@@ -97,7 +97,7 @@ impl GradientArena {
             now: vec![Given::No; plan.params.len()],
             usual_bytes: usual_bytes(plan),
             held_bytes,
-            on_host: allocator.backend.takes_host_memory(),
+            on_host: allocator.backend.host().is_some(),
             accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
             starts_early: starts_early(plan),
             ..Self::default()

@@ -3,6 +3,7 @@
 pub(crate) mod absorb;
 pub(crate) mod adapting;
 pub(crate) mod allocator;
+pub(crate) mod device;
 pub(crate) mod device_params;
 pub(crate) mod device_sums;
 pub(crate) mod evaluated;

@@ -8,7 +8,7 @@
 //! f64 they are so small that adding them up is adding the integers.
 
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::{Batch, FoldLeaves};
+use fusestep_launch::{Batch, DeviceBackend, FoldLeaves};
 use fusestep_tensor::DType;
 
 use crate::error::Result;
@@ -21,13 +21,13 @@ use crate::run::stages::{gather, reduce};
 
 /// Enqueues stage `norm` of several ranks on devices; returns whether the stage runs there.
 pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
-    if !step.comms.is_on_device_of(step.backend) {
+    let Some(device) = step.comms.device_of(step.backend) else {
         return Ok(false);
-    }
+    };
     let Some(mut own) = step.state.exchange.norm_on_device.take() else {
         return Ok(false);
     };
-    let done = fill_sums(step, &mut own);
+    let done = fill_sums(step, device, &mut own);
     if let (Ok(()), Some(norm)) = (&done, &mut step.state.norm) {
         norm.conclude(step.backend, Some((own.partials.as_ref(), own.tensors.as_ref())))?;
     }
@@ -35,8 +35,12 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
     done.map(|()| true)
 }
 
-fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
-    step.backend.zero(own.leaves.as_mut())?;
+fn fill_sums(
+    step: &mut RankStep<'_, '_>,
+    device: &dyn DeviceBackend,
+    own: &mut DeviceNorm,
+) -> Result<()> {
+    device.zero(own.leaves.as_mut())?;
     let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
     for (index, read) in reads.iter().enumerate() {
         reduce::with_gradients(step.plan, step.state, read.bucket, |state| {
@@ -47,15 +51,15 @@ fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceNorm) -> Result<()> {
                 let Some(squares) = leaf_squares(step.plan, state, index, read, &batches) else {
                     return Ok(());
                 };
-                step.backend.leaf_squares_into(squares, own.leaves.as_mut(), place as u64)?;
+                device.leaf_squares_into(squares, own.leaves.as_mut(), place as u64)?;
             }
             Ok(())
         })?;
     }
     let kind = CallKind::even(Operation::AllReduce(ReduceOp::Sum), DType::F64);
     let all = 0..own.leaves.len_bytes();
-    gather::on_device(step.backend, step.comms, &mut own.leaves, all, kind)?;
-    Ok(step.backend.fold_leaves(FoldLeaves {
+    gather::on_device(device, step.comms, &mut own.leaves, all, kind)?;
+    Ok(device.fold_leaves(FoldLeaves {
         leaves: own.leaves.as_ref(),
         index: None,
         places: own.places.as_ref(),

@@ -8,7 +8,7 @@
 //! rank's. All others have zeros there, and adding up over ranks changes no bit of a sum.
 
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::{Backend, FoldLeaves, GroupValues};
+use fusestep_launch::{DeviceBackend, FoldLeaves, GroupValues};
 use fusestep_tensor::DType;
 
 use crate::error::Result;
@@ -26,8 +26,8 @@ pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool> {
         return Ok(false);
     };
     own.filled = false;
-    let done =
-        if step.comms.is_on_device_of(step.backend) { fill_sums(step, &mut own) } else { Ok(()) };
+    let device = step.comms.device_of(step.backend);
+    let done = device.map_or(Ok(()), |device| fill_sums(step, device, &mut own));
     let filled = own.filled;
     step.state.exchange.trust_on_device = Some(own);
     done.map(|()| filled)
@@ -35,12 +35,16 @@ pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool> {
 
 /// Builds the stage's tables before it is recorded. From now on updates read the sums on the
 /// device.
-pub(crate) fn build_tables(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
+pub(crate) fn build_tables(
+    plan: &Plan,
+    state: &mut State,
+    device: &dyn DeviceBackend,
+) -> Result<()> {
     let Some(mut own) = state.exchange.trust_on_device.take() else {
         return Ok(());
     };
     own.filled = true;
-    let built = own_leaves(plan, state, backend, &mut own, Leaves::Tables);
+    let built = own_leaves(plan, state, device, &mut own, Leaves::Tables);
     state.exchange.trust_on_device = Some(own);
     built
 }
@@ -49,7 +53,7 @@ pub(crate) fn build_tables(plan: &Plan, state: &mut State, backend: &dyn Backend
 fn own_leaves(
     plan: &Plan,
     state: &mut State,
-    backend: &dyn Backend,
+    device: &dyn DeviceBackend,
     own: &mut DeviceTrust,
     leaves: Leaves,
 ) -> Result<()> {
@@ -71,13 +75,14 @@ fn own_leaves(
                     continue;
                 };
                 if resident && run.table.is_none() {
-                    run.table =
-                        backend.place_leaf_sums(&launch, &values, rows.as_ref(), run.first)?;
+                    let table =
+                        device.place_leaf_sums(&launch, &values, rows.as_ref(), run.first)?;
+                    run.table = Some(table);
                 }
                 match &run.table {
                     _ if leaves == Leaves::Tables => {}
-                    Some(table) => backend.leaf_sums_of_table(&launch, table.as_ref())?,
-                    None => backend.leaf_sums_into(&launch, rows.as_mut(), run.first)?,
+                    Some(table) => device.leaf_sums_of_table(&launch, table.as_ref())?,
+                    None => device.leaf_sums_into(&launch, rows.as_mut(), run.first)?,
                 }
             }
             Ok(())
@@ -87,13 +92,17 @@ fn own_leaves(
     Ok(())
 }
 
-fn fill_sums(step: &mut RankStep<'_, '_>, own: &mut DeviceTrust) -> Result<()> {
-    step.backend.zero(own.rows.as_mut())?;
-    own_leaves(step.plan, step.state, step.backend, own, Leaves::Sums)?;
+fn fill_sums(
+    step: &mut RankStep<'_, '_>,
+    device: &dyn DeviceBackend,
+    own: &mut DeviceTrust,
+) -> Result<()> {
+    device.zero(own.rows.as_mut())?;
+    own_leaves(step.plan, step.state, device, own, Leaves::Sums)?;
     let kind = CallKind::even(Operation::AllReduce(ReduceOp::Sum), DType::F64);
     let all = 0..own.rows.len_bytes();
-    gather::on_device(step.backend, step.comms, &mut own.rows, all, kind)?;
-    step.backend.fold_leaves(FoldLeaves {
+    gather::on_device(device, step.comms, &mut own.rows, all, kind)?;
+    device.fold_leaves(FoldLeaves {
         leaves: own.rows.as_ref(),
         index: Some(own.index.as_ref()),
         places: own.places.as_ref(),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use fusestep_coalesce::{HostMemory, zeroed_bytes};
 use fusestep_collective::{CollectiveError, Operation};
-use fusestep_launch::{Backend, Buffer};
+use fusestep_launch::{Backend, Buffer, DeviceBackend};
 use fusestep_tensor::{DType, Role};
 
 use crate::error::{PlanError, Result};
@@ -15,6 +15,7 @@ use crate::plan::storage::StorageSpec;
 use crate::plan::value::Plan;
 use crate::run::comms::bytes::{Bytes, CallKind};
 use crate::run::comms::calls::Comms;
+use crate::run::memory::device;
 use crate::run::memory::evaluated::{Beside, Values};
 use crate::run::memory::state::State;
 use crate::run::rank_step::RankStep;
@@ -138,10 +139,11 @@ pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<()> 
     let width = dtype.len_bytes();
     let bytes = |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
     let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
+    let device = step.comms.device_of(step.backend).filter(|_| buffer.host().is_none());
     let mut call = |range, operation, counts: Option<Vec<usize>>| {
-        if step.comms.takes(step.backend, buffer.as_ref()) && buffer.host().is_none() {
+        if let Some(device) = device {
             let kind = CallKind { operation, dtype, counts };
-            return on_device(step.backend, step.comms, &mut *buffer, bytes(range), kind);
+            return on_device(device, step.comms, &mut *buffer, bytes(range), kind);
         }
         in_place(step.backend, step.comms, buffer.as_mut(), bytes(range), |comms, own| {
             comms.in_group(operation, dtype, counts.as_deref(), own)
@@ -254,15 +256,15 @@ fn own_part(
 
 /// Makes a call on bytes of a device's buffer where they lie.
 pub(crate) fn on_device(
-    backend: &dyn Backend,
+    device: &dyn DeviceBackend,
     comms: &mut Comms<'_>,
     buffer: &mut Box<dyn Buffer>,
     range: Range<usize>,
     kind: CallKind,
 ) -> Result<()> {
-    backend.hand_over(buffer.as_mut())?;
+    device.hand_over(buffer.as_mut())?;
     comms.on_device(buffer, range, kind)?;
-    Ok(backend.take_back(buffer.as_mut())?)
+    Ok(device.take_back(buffer.as_mut())?)
 }
 
 /// Makes a call on bytes of a buffer where they lie, or on a copy of a device's where calls are
@@ -275,10 +277,10 @@ pub(crate) fn in_place(
     call: impl FnOnce(&mut Comms<'_>, Bytes<'_>) -> Result<(), CollectiveError>,
 ) -> Result<()> {
     if comms.takes(backend, buffer) {
-        backend.hand_over(buffer)?;
+        device::hand_over(backend, buffer)?;
         if let Some(bytes) = Bytes::of(buffer, range.clone()) {
             call(comms, bytes)?;
-            return Ok(backend.take_back(buffer)?);
+            return Ok(device::take_back(backend, buffer)?);
         }
     }
     let mut staged = zeroed_bytes(range.len())?;

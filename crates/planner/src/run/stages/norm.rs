@@ -13,6 +13,7 @@ use crate::plan::value::Plan;
 use crate::run::comms::calls::Comms;
 use crate::run::comms::sums::{Scope, sum_over};
 use crate::run::executor::Executor;
+use crate::run::memory::device;
 use crate::run::memory::exchange::Exchange;
 use crate::run::memory::state::State;
 use crate::run::rank_step::RankStep;
@@ -37,7 +38,9 @@ pub(crate) fn run(
         }
         let reduce = norm.reduce(index, storage, batches, first_partial);
         let done = match state.tables.reads.get(index).and_then(Option::as_ref) {
-            Some(table) => executor.backend().reduce_table(reduce, table.as_ref())?,
+            Some(table) => {
+                device::of_tables(executor.backend())?.reduce_table(reduce, table.as_ref())?
+            }
             None => executor.reduce(reduce)?,
         };
         report.launches += done.launches;

@@ -2,7 +2,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fusestep_launch::{Backend, GroupValues, Launch, LaunchReport, ResidentTable, TensorSums};
+use fusestep_launch::{
+    Backend, DeviceBackend, GroupValues, Launch, LaunchReport, ResidentTable, TensorSums,
+};
 use fusestep_tensor::Role;
 
 use crate::error::Result;
@@ -12,6 +14,7 @@ use crate::plan::settings::TableKind;
 use crate::plan::stage::Optimize;
 use crate::plan::value::Plan;
 use crate::run::executor::Executor;
+use crate::run::memory::device;
 use crate::run::memory::state::{Schedule, State};
 use crate::run::stages::launches;
 
@@ -76,7 +79,7 @@ pub(crate) fn publish_lr(state: &mut State, backend: &dyn Backend) -> Result<()>
             let rule = state.storages[storage].spec.rule;
             if let Some(table) = table {
                 let lr = f64::from_bits(state.tables.rates[rule]);
-                backend.set_table_lr(table.as_mut(), lr)?;
+                device::of_tables(backend)?.set_table_lr(table.as_mut(), lr)?;
             }
         }
         if let Some(trust) = &mut state.exchange.trust_on_device {
@@ -93,17 +96,18 @@ fn build_tables(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result
     // Numbers of no meaning but to be different, so that a graph is not taken for one of
     // another state.
     static GENERATIONS: AtomicU64 = AtomicU64::new(1);
+    let device = backend.device().filter(|_| plan.topology.world == 1);
     state.tables.updates.clear();
     state.tables.reads.clear();
     for (update, stage) in plan.optimize_stages().enumerate() {
-        let table = match plan.topology.world {
-            1 => place_update(plan, state, stage, update, backend)?,
-            _ => None,
+        let table = match device {
+            Some(device) => place_update(plan, state, stage, update, device)?,
+            None => None,
         };
         state.tables.updates.push(table);
     }
-    if plan.topology.world == 1 {
-        build_reads(plan, state, backend)?;
+    if let Some(device) = device {
+        build_reads(plan, state, device)?;
     }
     let rates = (0..state.rules.len()).map(|rule| state.rate(rule).to_bits());
     state.tables.rates = rates.collect();
@@ -117,28 +121,28 @@ pub(crate) fn place_update(
     state: &mut State,
     stage: &Optimize,
     update: usize,
-    backend: &dyn Backend,
+    device: &dyn DeviceBackend,
 ) -> Result<Option<Box<dyn ResidentTable>>> {
     let rule = state.storages[stage.storage].spec.rule;
     let values: Vec<GroupValues> = launches::group_values(state, rule).collect();
     Ok(match launches::of_stage(plan, state, stage, update) {
         // Sums that the host has go with arguments.
         Some(Launch { tensor_sums: Some(TensorSums::Host(_)), .. }) | None => None,
-        Some(launch) => backend.place_table(&launch, &values)?,
+        Some(launch) => Some(device.place_table(&launch, &values)?),
     })
 }
 
-fn build_reads(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<()> {
+fn build_reads(plan: &Plan, state: &mut State, device: &dyn DeviceBackend) -> Result<()> {
     let Some(norm) = &mut state.norm else {
         return Ok(());
     };
-    norm.place(plan, &state.schedule.norm, backend)?;
+    norm.place(plan, &state.schedule.norm, device)?;
     let mut first_partial = 0;
     for (index, batches) in state.schedule.norm.iter().enumerate() {
         let storage = &state.storages[index];
         let list = storage.spec.list(Role::Grad).filter(|_| !batches.is_empty());
         let table = match list.map(|_| norm.reduce(index, storage, batches, first_partial)) {
-            Some(reduce) => backend.place_reduction(&reduce)?,
+            Some(reduce) => Some(device.place_reduction(&reduce)?),
             None => None,
         };
         state.tables.reads.push(table);
@@ -157,8 +161,9 @@ pub(crate) fn build_table(
     backend: &dyn Backend,
 ) -> Result<()> {
     let is_missing = matches!(state.tables.updates.get(update), Some(None));
-    if is_missing && plan.topology.world > 1 && backend.device().is_some() {
-        let table = place_update(plan, state, stage, update, backend)?;
+    let device = backend.device().filter(|_| is_missing && plan.topology.world > 1);
+    if let Some(device) = device {
+        let table = place_update(plan, state, stage, update, device)?;
         state.tables.updates[update] = table;
     }
     Ok(())
@@ -181,7 +186,8 @@ pub(crate) fn run_update(
     let done = match (launches::of_stage(plan, state, stage, update), &table, executor) {
         (None, ..) => Ok(LaunchReport::default()),
         (Some(launch), Some(table), Executor::Backend(backend)) => {
-            backend.launch_table(launch, table.as_ref())
+            let device = device::of_tables(*backend);
+            device.and_then(|device| device.launch_table(launch, table.as_ref()))
         }
         (Some(launch), _, executor) => executor.launch(launch),
     };

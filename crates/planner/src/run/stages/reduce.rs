@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{CallContext, ReduceUpdate, Replica};
-use fusestep_launch::{Backend, Buffer, LaunchReport, MAX_LISTS, Replicas, Replicated};
+use fusestep_launch::{
+    Backend, BackendError, Buffer, HostLaunches, LaunchReport, MAX_LISTS, Replicas, Replicated,
+};
 use fusestep_tensor::Role;
 use smallvec::SmallVec;
 
@@ -17,6 +19,7 @@ use crate::run::comms::bytes::{Bytes, Elsewhere};
 use crate::run::comms::calls::Comms;
 use crate::run::comms::handshake;
 use crate::run::comms::segment_calls::SegmentCalls;
+use crate::run::memory::device;
 use crate::run::memory::segment_state::SegmentState;
 use crate::run::memory::state::State;
 use crate::run::rank_step::RankStep;
@@ -101,7 +104,7 @@ fn to_calls(
     mut memory: Box<dyn Buffer>,
 ) -> Result<Box<dyn Buffer>> {
     if comms.takes(backend, memory.as_ref()) {
-        backend.hand_over(memory.as_mut())?;
+        device::hand_over(backend, memory.as_mut())?;
         return Ok(memory);
     }
     let mut staged = HostMemory::zeroed(memory.len_bytes())?;
@@ -111,11 +114,11 @@ fn to_calls(
 
 /// The memory of a list as launches can take it.
 fn to_launches(backend: &dyn Backend, mut memory: Box<dyn Buffer>) -> Result<Box<dyn Buffer>> {
-    if backend.takes_host_memory() {
+    if backend.host().is_some() {
         return Ok(memory);
     }
     let Some(bytes) = memory.host() else {
-        backend.take_back(memory.as_mut())?;
+        device::take_back(backend, memory.as_mut())?;
         return Ok(memory);
     };
     let mut own = backend.allocate(memory.len_bytes())?;
@@ -170,8 +173,8 @@ fn reduce_across(step: &mut RankStep<'_, '_>, index: usize, memory: &mut dyn Buf
     }
     if memory.host().is_none() {
         // Calls across groups are on another stream than those within, which they follow.
-        step.backend.take_back(memory)?;
-        step.backend.hand_over(memory)?;
+        device::take_back(step.backend, memory)?;
+        device::hand_over(step.backend, memory)?;
     }
     let segment = &step.plan.segments[index];
     let dtype = step.plan.storages[segment.storage].grad_dtype();
@@ -289,7 +292,8 @@ pub(crate) fn reduce_and_update(
             lists: &mut lists,
         };
         if let Some(launch) = launches::of_stage(step.plan, step.state, stage, update) {
-            outcome = step.backend.launch_reduced(launch, replicas);
+            let host = host_of(step.backend);
+            outcome = host.and_then(|host| host.launch_reduced(launch, replicas));
         }
     });
     step.state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
@@ -298,6 +302,16 @@ pub(crate) fn reduce_and_update(
     }
     done?;
     Ok(outcome?)
+}
+
+/// The launches of a backend that reduce and update in one pass.
+fn host_of(backend: &dyn Backend) -> Result<&dyn HostLaunches, BackendError> {
+    backend.host().ok_or_else(|| BackendError::Unavailable {
+        backend: backend.name(),
+        reason: "expected gradients in host memory to reduce and update in one pass; reduce first \
+                 and update then"
+            .to_owned(),
+    })
 }
 
 /// Does `work` with a bucket's gradients in their list, where the launch looks for them.
