@@ -26,8 +26,8 @@ impl<P: Params> Fused<'_, P> {
     }
 
     fn try_resume(&mut self, folder: &Path) -> Result<usize, AdapterError> {
-        if let Tensors::Lent { .. } = &self.tensors {
-            let resumed = self.session.resume_lent(folder, &KeptByCandle(&self.vars))?;
+        if let Tensors::Borrowed { .. } = &self.tensors {
+            let resumed = self.session.resume_borrowed(folder, &KeptByCandle(&self.vars))?;
             return Ok(resumed.unwrap_or(0));
         }
         match self.session.resume_if_any(folder)? {
@@ -85,12 +85,12 @@ impl<P: Params> Fused<'_, P> {
     }
 
     fn begin_save(&mut self, folder: &Path, steps: usize) -> Result<(), AdapterError> {
-        if let Tensors::Lent { .. } = &self.tensors {
+        if let Tensors::Borrowed { .. } = &self.tensors {
             if self.vars.iter().any(|(name, _)| name == "__metadata__") {
                 return Err(AdapterError::MetadataName);
             }
             let params = KeptByCandle(&self.vars);
-            return Ok(self.session.begin_save_lent(folder, steps, &params)?);
+            return Ok(self.session.begin_save_borrowed(folder, steps, &params)?);
         }
         Ok(self.session.begin_save(folder, steps)?)
     }

@@ -98,7 +98,7 @@ impl OnCuda {
         let mut lender = BorrowedOnCuda { backend: &self.backend, places: &places };
         // SAFETY: candle's stream, in the context of the backend.
         unsafe { self.backend.wait_for(handle) }?;
-        let report = session.step_lent(&mut lender);
+        let report = session.step_borrowed(&mut lender);
         // After a failed step, too: some of its work may be enqueued.
         // SAFETY: as above.
         let waits = unsafe { self.backend.make_wait(handle) };

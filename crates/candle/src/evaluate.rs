@@ -1,46 +1,11 @@
-//! Evaluation of a model, for which variables may have other values for a while.
+//! Values that variables have for a while.
 
 use candle_core::Var;
 
-use crate::fused::Tensors;
 use crate::lend::{copy, with_bytes, write_in_place};
-use crate::{AdapterError, Fused, Params};
-
-impl<P: Params> Fused<'_, P> {
-    /// Runs `work` while the variables have the values for evaluation. Under
-    /// [`crate::ScheduleFree`] these are the averages, as after `optimizer.eval()` of its authors'
-    /// package. Under any other rule the variables keep their values. Afterwards the averaged
-    /// variables have their old bits, whether `work` succeeds, fails or panics, and writes of
-    /// `work` to them are lost. All ranks call it.
-    ///
-    /// # Errors
-    /// That of `work`; an [`AdapterError`] if a variable is not contiguous in host memory any more,
-    /// or a call between ranks fails.
-    /// # Cost
-    /// None if the variables keep their values; else a copy of them for as long as `work` runs, and
-    /// a pass over the optimizer's state.
-    pub fn evaluate<R>(
-        &mut self,
-        work: impl FnOnce() -> candle_core::Result<R>,
-    ) -> candle_core::Result<R> {
-        if !self.state().averages() {
-            return work();
-        }
-        if let Tensors::Lent { .. } = &self.tensors {
-            return with_values(&self.vars, work, |index, bytes| {
-                let averaged = self.session.average_lent(&self.vars[index].0, bytes);
-                Ok(averaged.map_err(AdapterError::from)?)
-            });
-        }
-        let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
-        let gathered = self.session.gather_averages(&names);
-        let gathered = gathered.map_err(AdapterError::from)?;
-        with_values(&self.vars, work, |index, bytes| copy(gathered.bytes(index), bytes))
-    }
-}
 
 /// Runs `work` while variables have the values that `change` makes of their old ones.
-fn with_values<R>(
+pub(crate) fn with_values<R>(
     vars: &[(String, Var)],
     work: impl FnOnce() -> candle_core::Result<R>,
     change: impl Fn(usize, &mut [u8]) -> candle_core::Result<()>,

@@ -10,9 +10,11 @@ use fusestep_planner::{Plan, State, StepReport};
 use fusestep_tensor::{Element, Role};
 use half::bf16;
 
+use crate::evaluate::with_values;
 use crate::gradients::Addresses;
 use crate::group::{self, GroupRules};
 use crate::lend;
+use crate::lend::copy;
 use crate::memory::Memory;
 use crate::variables::Names;
 use crate::{AdapterError, Options, Params};
@@ -34,7 +36,7 @@ pub struct Fused<'c, P> {
     pub(crate) options: Options,
     pub(crate) group_rules: GroupRules,
     pub(crate) session: Session<'c>,
-    /// Where steps update; behind the session, whose state lies in its memory.
+    /// Tensors that steps update; behind the session, whose state lies in their memory.
     pub(crate) tensors: Tensors,
     pub(crate) report: Report,
 }
@@ -44,7 +46,7 @@ pub struct Fused<'c, P> {
 pub(crate) enum Tensors {
     /// Variables, which candle lends for each call, and the setting that a step without ranks
     /// refuses.
-    Lent { memory: Memory, needs_ranks: Option<OptionError> },
+    Borrowed { memory: Memory, needs_ranks: Option<OptionError> },
     /// Copies of the variables, of one process alone.
     Kept,
     /// Copies of the variables, of one rank; every rank has a slice of the named ones.
@@ -257,6 +259,37 @@ impl<P: Params> Fused<'_, P> {
         self.session.state_mut().same_settings();
     }
 
+    /// Runs `work` while the variables have the values for evaluation. Under
+    /// [`crate::ScheduleFree`] these are the averages, as after `optimizer.eval()` of its authors'
+    /// package. Under any other rule the variables keep their values. Afterwards the averaged
+    /// variables have their old bits, whether `work` succeeds, fails or panics, and writes of
+    /// `work` to them are lost. All ranks call it.
+    ///
+    /// # Errors
+    /// That of `work`; an [`AdapterError`] if a variable is not contiguous in host memory any more,
+    /// or a call between ranks fails.
+    /// # Cost
+    /// None if the variables keep their values; else a copy of them for as long as `work` runs, and
+    /// a pass over the optimizer's state.
+    pub fn evaluate<R>(
+        &mut self,
+        work: impl FnOnce() -> candle_core::Result<R>,
+    ) -> candle_core::Result<R> {
+        if !self.state().averages() {
+            return work();
+        }
+        if let Tensors::Borrowed { .. } = &self.tensors {
+            return with_values(&self.vars, work, |index, bytes| {
+                let averaged = self.session.average_borrowed(&self.vars[index].0, bytes);
+                Ok(averaged.map_err(AdapterError::from)?)
+            });
+        }
+        let names: Vec<&str> = self.vars.iter().map(|(name, _)| name.as_str()).collect();
+        let gathered = self.session.gather_averages(&names);
+        let gathered = gathered.map_err(AdapterError::from)?;
+        with_values(&self.vars, work, |index, bytes| copy(gathered.bytes(index), bytes))
+    }
+
     /// Hands variables that were written outside of a step on to the optimizer: to f32 masters that
     /// do not round to them, and to the optimizer's own copies. All ranks write the same.
     ///
@@ -269,12 +302,14 @@ impl<P: Params> Fused<'_, P> {
     }
 
     pub(crate) fn follow(&mut self) -> Result<(), AdapterError> {
-        let (session, is_lent) = (&mut self.session, matches!(self.tensors, Tensors::Lent { .. }));
+        let (session, is_lent) =
+            (&mut self.session, matches!(self.tensors, Tensors::Borrowed { .. }));
         for (name, var) in &self.vars {
             let followed = lend::with_bytes(var.as_tensor(), |bytes| {
-                Ok(match is_lent {
-                    true => session.follow_lent(name, bytes),
-                    false => session.write_param(name, bytes),
+                Ok(if is_lent {
+                    session.follow_borrowed(name, bytes)
+                } else {
+                    session.write_param(name, bytes)
                 })
             });
             followed.map_err(AdapterError::from_candle)??;

@@ -74,7 +74,7 @@ impl Memory {
         match self {
             Self::Cpu(backend) => {
                 let mut lender = BorrowedFromCandle { backend, vars, grads };
-                Ok(session.step_lent(&mut lender)?)
+                Ok(session.step_borrowed(&mut lender)?)
             }
             #[cfg(feature = "cuda")]
             Self::Cuda(on) => on.step(session, vars, grads),

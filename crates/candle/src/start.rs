@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use fusestep::{Lent, Session, SharedBackend, StepOptions};
+use fusestep::{Borrowed, Session, SharedBackend, StepOptions};
 use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
 use fusestep_planner::{Reach, Topology};
@@ -100,9 +100,9 @@ impl<P: Params> Fused<'_, P> {
         let (session, tensors) = if is_kept {
             (Session::unjoined(&alone, &descriptors, backend)?, Tensors::Kept)
         } else {
-            let lent = Lent::Params;
-            let session = Session::borrowing(&alone.borrowing(), &descriptors, backend, lent)?;
-            (session, Tensors::Lent { memory, needs_ranks: needs_own })
+            let borrowed = Borrowed::Params;
+            let session = Session::borrowing(&alone.borrowing(), &descriptors, backend, borrowed)?;
+            (session, Tensors::Borrowed { memory, needs_ranks: needs_own })
         };
         let Variables { vars, names } = variables;
         let mut optimizer = Self {

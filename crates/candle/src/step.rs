@@ -19,7 +19,9 @@ impl<P: Params> Fused<'_, P> {
     pub fn flush(&mut self) -> candle_core::Result<()> {
         let flushed = match &self.tensors {
             // Every micro-step is an update there.
-            Tensors::Lent { .. } => self.check().and_then(|()| Ok(self.session.begin_step()?)),
+            Tensors::Borrowed { .. } => {
+                self.check().and_then(|()| Ok(self.session.begin_step()?))
+            }
             Tensors::Kept | Tensors::OnRanks { .. } => self.flush_kept(),
         };
         self.note(flushed)
@@ -39,7 +41,7 @@ impl<P: Params> Fused<'_, P> {
             slices::check_alone(&self.options, &self.vars, self.state().rules())
         };
         match &self.tensors {
-            Tensors::Lent { needs_ranks, .. } => match needs_ranks {
+            Tensors::Borrowed { needs_ranks, .. } => match needs_ranks {
                 Some(refused) => require_alone()
                     .map_err(AdapterError::from)
                     .and_then(|()| Err(refused.clone().into())),
@@ -57,8 +59,8 @@ impl<P: Params> Fused<'_, P> {
         }
     }
 
-    fn step_lent(&mut self, gradients: &Gradients) -> Result<(), AdapterError> {
-        let Tensors::Lent { memory, .. } = &self.tensors else { return Ok(()) };
+    fn step_borrowed(&mut self, gradients: &Gradients) -> Result<(), AdapterError> {
+        let Tensors::Borrowed { memory, .. } = &self.tensors else { return Ok(()) };
         self.session.set_rule(0, self.params.rule())?;
         for (index, grad) in gradients.of_var.iter().enumerate() {
             if grad.is_none() {
@@ -176,7 +178,7 @@ impl<P: Params> Optimizer for Fused<'_, P> {
     /// candle's at a time on each thread.
     fn step(&mut self, grads: &GradStore) -> candle_core::Result<()> {
         let stepped = self.take(grads).and_then(|gradients| match &self.tensors {
-            Tensors::Lent { .. } => self.step_lent(&gradients),
+            Tensors::Borrowed { .. } => self.step_borrowed(&gradients),
             Tensors::Kept | Tensors::OnRanks { .. } => self.step_kept(&gradients),
         });
         self.note(stepped)

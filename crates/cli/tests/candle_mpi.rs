@@ -1,7 +1,7 @@
 //! candle's optimizers on ranks that mpirun has started; `cargo xtask mpi` runs it.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::ParamsAdamW;
+use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::{AdamW, Options};
 use fusestep_collective::{Communicator, run_ranks};
 use fusestep_collective_mpi::{MpiCommunicator, MpiOptions};

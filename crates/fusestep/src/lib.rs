@@ -53,7 +53,7 @@ pub use options::{
     Alone, Changed, Chosen, Conflict, Named, Names, OfParams, OptionError, OwnRule, PrecisionOf,
     Row, Section, StepOptions, Visit,
 };
-pub use session::{Lent, Session, SessionError};
+pub use session::{Borrowed, Session, SessionError};
 pub use threads::threads;
 pub use world::world;
 #[cfg(feature = "nccl")]

@@ -2,7 +2,6 @@
 
 mod error;
 mod gather;
-mod lent;
 mod saves;
 mod saving;
 mod start;
@@ -10,12 +9,11 @@ mod start;
 use fusestep_collective::Communicator;
 use fusestep_launch::Backend;
 use fusestep_planner::{
-    Comms, GradMut, Initial, MicroStepReport, Optimizer, Plan, PlanError, State,
+    Comms, GradMut, Initial, Lender, MicroStepReport, Optimizer, Plan, PlanError, State, StepReport,
 };
 use fusestep_tensor::{DeviceSliceMut, Element, Role};
 
 pub use self::error::SessionError;
-pub use self::lent::Lent;
 use self::saving::Saving;
 use crate::SharedBackend;
 
@@ -41,6 +39,15 @@ pub struct Session<'c> {
     compared: Vec<(&'static str, String)>,
     /// Whether the step under way has looked after saves.
     begun: bool,
+}
+
+/// Tensors that stay with a framework.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Borrowed {
+    /// Parameters and gradients; the session keeps the rule's own tensors.
+    Params,
+    /// The rule's own tensors, too; the session keeps counts of steps.
+    ParamsAndState,
 }
 
 /// Sessions may be built on one thread and stepped on another.
@@ -259,6 +266,35 @@ impl<'c> Session<'c> {
             self.saving.untold = self.look_after_saves().err();
         }
         Ok(report)
+    }
+
+    /// One step on tensors that `lender` lends.
+    ///
+    /// # Errors
+    /// That of a save, before the step: call it again. As [`Plan::run_borrowed`].
+    ///
+    /// [`Plan::run_borrowed`]: fusestep_planner::Plan::run_borrowed
+    pub fn step_borrowed(&mut self, lender: &mut dyn Lender) -> Result<StepReport, PlanError> {
+        self.tell_of_save()?;
+        self.look_after_saves()?;
+        self.attempt(|run| run.plan.run_borrowed(run.state, lender))
+    }
+
+    /// Lets the f32 master of a lent parameter follow values that were written outside of a step,
+    /// where it does not round to them.
+    ///
+    /// # Errors
+    /// As [`State::follow_borrowed`](fusestep_planner::State::follow_borrowed).
+    pub fn follow_borrowed(&mut self, name: &str, bytes: &[u8]) -> Result<(), PlanError> {
+        self.attempt(|run| run.state.follow_borrowed(run.backend, name, bytes))
+    }
+
+    /// Turns the values of a lent parameter into those for evaluation, in `bytes`.
+    ///
+    /// # Errors
+    /// As [`State::average_borrowed`](fusestep_planner::State::average_borrowed).
+    pub fn average_borrowed(&self, name: &str, bytes: &mut [u8]) -> Result<(), PlanError> {
+        self.state.average_borrowed(self.backend(), name, bytes)
     }
 
     /// Updates from fewer micro-steps than asked for, at an epoch's end; ranks compare first what a

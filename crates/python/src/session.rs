@@ -3,9 +3,9 @@
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fusestep::planner::{Optimizer, PlanError, State, StepReport};
+use fusestep::planner::{Optimizer, State, StepReport};
 use fusestep::tensor::ParamDesc;
-use fusestep::{CpuBackend, DType, Lent, SessionError, Shape, SharedBackend, StepOptions, Trust};
+use fusestep::{Borrowed, CpuBackend, DType, Shape, SharedBackend, StepOptions, Trust};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
@@ -14,7 +14,7 @@ use pyo3::{ffi, intern};
 
 use crate::ahead::Ahead;
 use crate::collect::{Collected, Collector, Found, Gradients};
-use crate::errors::{failed, refused};
+use crate::errors::{failed, refused, started};
 use crate::getter::Getter;
 use crate::handle::Handles;
 use crate::loan::{Checked, Loan, Member, Places, write_count};
@@ -112,16 +112,13 @@ impl Session {
         }
         let step = StepOptions { groups: own_rules(names, &distinct), ..step };
         let backend: SharedBackend = threads::backend(NonZeroUsize::MIN)?;
-        let lent = Lent::ParamsAndState;
-        let steps = fusestep::Session::borrowing(&step, &descs, Box::new(backend), lent);
+        let (device, state) = (Box::new(backend), Borrowed::ParamsAndState);
+        let steps = fusestep::Session::borrowing(&step, &descs, device, state).map_err(started)?;
         let counted: PyResult<bool> =
             options.get_item("counts")?.map_or(Ok(false), |counts| counts.extract());
         let members: Vec<Member> = own.iter().filter_map(Parameter::borrowed).collect();
         Ok(Self {
-            steps: Mutex::new(steps.map_err(|error| match error {
-                SessionError::Plan(PlanError::Backend(error)) => failed(error),
-                error => refused(error),
-            })?),
+            steps: Mutex::new(steps),
             places: Places::new(&members),
             private: Private::new(members.len()),
             members,
@@ -442,7 +439,7 @@ impl Session {
             parameters: &self.parameters,
             updated,
         });
-        let report = py.detach(|| steps.step_lent(&mut loan)).map_err(|error| {
+        let report = py.detach(|| steps.step_borrowed(&mut loan)).map_err(|error| {
             self.broken = true;
             failed(error)
         })?;
@@ -451,7 +448,7 @@ impl Session {
     }
 }
 
-/// What a lock has whose only owner asks.
+/// Content of a lock, for its only owner.
 fn unlocked<T>(lock: &mut Mutex<T>) -> &mut T {
     lock.get_mut().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,7 +8,7 @@ use std::ffi::c_int;
 // SAFETY: the signatures of POSIX, whose `pid_t` and `uid_t` have 32 bits on all systems that the
 // standard library knows. Neither call takes or returns an address.
 unsafe extern "C" {
-    /// The user whose rights this process has; it cannot fail.
+    /// Number of the user whose rights this process has; the call cannot fail.
     pub(crate) safe fn geteuid() -> u32;
 
     /// Sends a signal to a process. Signal 0 is not sent, and only asks whether it could be.

@@ -41,8 +41,20 @@ impl Session<'_> {
         self.resume_into(folder.as_ref(), None, check)
     }
 
+    /// [`Session::resume_if_any`] into parameters that are lent for the call.
+    ///
+    /// # Errors
+    /// As [`Session::resume`].
+    pub fn resume_borrowed(
+        &mut self,
+        folder: impl AsRef<Path>,
+        params: &dyn BorrowedParams,
+    ) -> Result<Option<usize>, PlanError> {
+        self.resume_into(folder.as_ref(), Some(params), Checkpoints::steps_of)
+    }
+
     /// [`Session::resume_with`], into parameters that are lent or kept.
-    pub(super) fn resume_into<T>(
+    fn resume_into<T>(
         &mut self,
         folder: &Path,
         params: Option<&dyn BorrowedParams>,
@@ -113,8 +125,21 @@ impl Session<'_> {
         self.begin_save_of(folder.as_ref(), None, texts)
     }
 
+    /// [`Session::begin_save`] of parameters that are lent for the call.
+    ///
+    /// # Errors
+    /// As [`Session::begin_save`].
+    pub fn begin_save_borrowed(
+        &mut self,
+        folder: impl AsRef<Path>,
+        steps: usize,
+        params: &dyn BorrowedParams,
+    ) -> Result<(), PlanError> {
+        self.begin_save_of(folder.as_ref(), Some(params), Checkpoints::texts_of(steps))
+    }
+
     /// [`Session::begin_save_with`], of parameters that are lent or kept.
-    pub(super) fn begin_save_of(
+    fn begin_save_of(
         &mut self,
         folder: &Path,
         params: Option<&dyn BorrowedParams>,

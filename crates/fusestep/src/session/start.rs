@@ -3,11 +3,13 @@
 use fusestep_collective::{Communicator, require_alone};
 #[cfg(doc)]
 use fusestep_planner::Plan;
-use fusestep_planner::{Checkpoints, Comms, Initial, PlanError, Planner, Reach, State, Topology};
+use fusestep_planner::{
+    Checkpoints, Comms, Initial, PlanError, Planner, Reach, State, Tensors, Topology,
+};
 use fusestep_tensor::ParamDesc;
 
 use super::saving::Saving;
-use super::{Session, SessionError};
+use super::{Borrowed, Session, SessionError};
 use crate::{Device, SharedBackend, StepOptions};
 
 impl<'c> Session<'c> {
@@ -51,8 +53,35 @@ impl<'c> Session<'c> {
         Self::of_one(options, planner, &params, device)
     }
 
+    /// The session of a process whose tensors stay where a framework has them;
+    /// [`Session::step_borrowed`] updates them there. There may be no parameter.
+    ///
+    /// Before the first step the program asks itself whether this process was started to be one of
+    /// many ([`require_alone`](fusestep_collective::require_alone)).
+    ///
+    /// # Errors
+    /// As [`Session::new`], but for [`SessionError::TakenForWhole`]; a setting that takes tensors
+    /// of the session's own ([`StepOptions::check_borrowed`]).
+    pub fn borrowing(
+        options: &StepOptions,
+        params: &[ParamDesc],
+        mut device: Box<dyn Device>,
+        borrowed: Borrowed,
+    ) -> Result<Self, SessionError> {
+        options.check_borrowed()?;
+        let params = described(options, params)?;
+        let mut chosen = options.chosen(&params, Topology::SOLO, device.limits())?;
+        chosen.note(options.figures.as_ref().and_then(|figures| device.choose(figures)));
+        let planner = chosen.planner(&params, Topology::SOLO, device.limits())?;
+        let tensors = match borrowed {
+            Borrowed::Params => Tensors::Borrowed,
+            Borrowed::ParamsAndState => Tensors::BorrowedWithState,
+        };
+        Self::of_one(options, planner.tensors(tensors), &params, device)
+    }
+
     /// The session of one rank without others.
-    pub(super) fn of_one(
+    fn of_one(
         options: &StepOptions,
         planner: Planner,
         params: &[ParamDesc],
@@ -202,10 +231,7 @@ impl<'c> Session<'c> {
 }
 
 /// The parameters with the settings that options have for single ones.
-pub(super) fn described(
-    options: &StepOptions,
-    params: &[ParamDesc],
-) -> Result<Vec<ParamDesc>, SessionError> {
+fn described(options: &StepOptions, params: &[ParamDesc]) -> Result<Vec<ParamDesc>, SessionError> {
     let mut params = params.to_vec();
     options.describe(&mut params)?;
     Ok(params)
