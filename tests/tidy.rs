@@ -164,6 +164,25 @@ fn code_on_the_first_page_runs() {
 }
 
 #[test]
+fn every_example_is_on_the_page_of_examples() {
+    let page = read("docs/EXAMPLES.md");
+    let is_program = |path: &&String| {
+        let parts: Vec<&str> = path.split('/').collect();
+        matches!(parts[..], ["crates", _, "examples", name] if name.ends_with(".rs") || name.ends_with(".py"))
+    };
+    let all = files();
+    let left_out: Vec<&String> = all
+        .iter()
+        .filter(is_program)
+        .filter(|path| !page.contains(&format!("](../{path})")))
+        .collect();
+    assert!(
+        left_out.is_empty(),
+        "docs/EXAMPLES.md: expected all examples, found none of {left_out:?}"
+    );
+}
+
+#[test]
 fn files_and_functions_are_short() {
     require(&[".rs", ".cu", ".cuh", ".hpp", ".cpp"], lengths::violations);
 }
