@@ -3,9 +3,7 @@
 use fusestep_collective::{Communicator, require_alone};
 #[cfg(doc)]
 use fusestep_planner::Plan;
-use fusestep_planner::{
-    Checkpoints, Comms, Initial, PlanError, Planner, Reach, State, Tensors, Topology,
-};
+use fusestep_planner::{Checkpoints, Comms, Initial, PlanError, Reach, State, Tensors, Topology};
 use fusestep_tensor::ParamDesc;
 
 use super::saving::Saving;
@@ -40,17 +38,13 @@ impl<'c> Session<'c> {
     pub fn unjoined(
         options: &StepOptions,
         params: &[ParamDesc],
-        mut device: Box<dyn Device>,
+        device: Box<dyn Device>,
     ) -> Result<Self, SessionError> {
         if params.is_empty() {
             return Err(SessionError::NoParameters);
         }
-        let params = described(options, params)?;
         options.check_alone()?;
-        let mut chosen = options.chosen(&params, Topology::SOLO, device.limits())?;
-        chosen.note(options.figures.as_ref().and_then(|figures| device.choose(figures)));
-        let planner = chosen.planner(&params, Topology::SOLO, device.limits())?;
-        Self::of_one(options, planner, &params, device)
+        Self::of_one(options, params, device, Tensors::Kept)
     }
 
     /// The session of a process whose tensors stay where a framework has them;
@@ -65,29 +59,29 @@ impl<'c> Session<'c> {
     pub fn borrowing(
         options: &StepOptions,
         params: &[ParamDesc],
-        mut device: Box<dyn Device>,
+        device: Box<dyn Device>,
         borrowed: Borrowed,
     ) -> Result<Self, SessionError> {
         options.check_borrowed()?;
-        let params = described(options, params)?;
-        let mut chosen = options.chosen(&params, Topology::SOLO, device.limits())?;
-        chosen.note(options.figures.as_ref().and_then(|figures| device.choose(figures)));
-        let planner = chosen.planner(&params, Topology::SOLO, device.limits())?;
         let tensors = match borrowed {
             Borrowed::Params => Tensors::Borrowed,
             Borrowed::ParamsAndState => Tensors::BorrowedWithState,
         };
-        Self::of_one(options, planner.tensors(tensors), &params, device)
+        Self::of_one(options, params, device, tensors)
     }
 
     /// The session of one rank without others.
     fn of_one(
         options: &StepOptions,
-        planner: Planner,
         params: &[ParamDesc],
-        device: Box<dyn Device>,
+        mut device: Box<dyn Device>,
+        tensors: Tensors,
     ) -> Result<Self, SessionError> {
-        let plan = planner.plan_for(params, Topology::SOLO)?;
+        let params = described(options, params)?;
+        let mut chosen = options.chosen(&params, Topology::SOLO, device.limits())?;
+        chosen.note(options.figures.as_ref().and_then(|figures| device.choose(figures)));
+        let planner = chosen.planner(&params, Topology::SOLO, device.limits())?.tensors(tensors);
+        let plan = planner.plan_for(&params, Topology::SOLO)?;
         let backend = device.open(1).map_err(SessionError::Device)?;
         let state = plan.allocate(backend.as_ref())?;
         let saving = Saving::new(plan, Comms::alone(), Checkpoints::default());
