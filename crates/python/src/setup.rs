@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use fusestep::planner::Comms;
 use fusestep::tensor::ParamDesc;
-use fusestep::{Figures, Section, Shape, StepOptions};
+use fusestep::{Figures, FiguresError, Section, Shape, StepOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -89,9 +89,14 @@ const FIGURES: &str = "a path of a file of `fusestep check`, \"kept\" or None";
 fn figures(asked: Option<String>) -> PyResult<Option<Figures>> {
     match asked.as_deref() {
         None => Ok(None),
-        Some("kept") => Ok(Figures::of_this_machine().ok()),
+        Some("kept") => match Figures::of_this_machine() {
+            Ok(kept) => Ok(Some(kept)),
+            Err(FiguresError::Off | FiguresError::Unmeasured | FiguresError::NoPlace) => Ok(None),
+            // A file that is there and of no use is told, since the program asked for it.
+            Err(error) => Err(refused(format!("figures: {error}"))),
+        },
         Some(path) => {
-            let told = |error| PyValueError::new_err(format!("figures of {path}: {error}"));
+            let told = |error| refused(format!("figures of {path}: {error}"));
             Figures::read(Path::new(path)).map(Some).map_err(told)
         }
     }
