@@ -9,12 +9,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use fusestep_checkpoint::{Manifest, Saves, save};
 use fusestep_collective::{Collectives, Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    Comms, FuseAllReduce, FuseReduceIntoUpdate, Manifest, Plan, Planner, RunToSave, Saves, Shard,
-    State, Topology, ZeroStage,
+    Comms, FuseAllReduce, FuseReduceIntoUpdate, Plan, Planner, RunToSave, Shard, State, Topology,
+    ZeroStage,
 };
 use fusestep_tensor::ParamDesc;
 
@@ -92,7 +93,7 @@ impl<'a> Rank<'a> {
 
     fn step(&mut self) {
         let (state, comms) = (&mut self.state, &mut self.comms);
-        self.saves.poll(&self.plan, comms).expect("a save that goes well");
+        self.saves.poll(comms).expect("a save that goes well");
         for (name, grad) in &self.grads {
             self.plan
                 .push_grad(state, &self.backend, comms, name, grad)
@@ -102,22 +103,26 @@ impl<'a> Rank<'a> {
     }
 
     fn begin(&mut self) {
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
+        let run = RunToSave::of(&self.plan, &self.state, &self.backend);
         self.saves
-            .begin(&self.plan, run, &mut self.comms, &self.folder, BTreeMap::new())
+            .begin(run, &mut self.comms, &self.folder, BTreeMap::new())
             .expect("a save that begins");
     }
 
     fn finish(&mut self) {
-        let finished = self.saves.finish(&self.plan, &mut self.comms);
+        let finished = self.saves.finish(&mut self.comms);
         finished.expect("a save that goes well");
     }
 
     fn in_line(&mut self) {
         let (state, backend) = (&self.state, &self.backend);
-        self.plan
-            .save(state, backend, &mut self.comms, &self.folder, BTreeMap::new())
-            .expect("a save that goes well");
+        save(
+            RunToSave::of(&self.plan, state, backend),
+            &mut self.comms,
+            &self.folder,
+            BTreeMap::new(),
+        )
+        .expect("a save that goes well");
     }
 
     /// Bytes that this rank saves: it has its shard's state, and rank 0 all parameters.

@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 
 use fusestep_amp::reference::{Scaler, clip_factor, grad_norm, update_scale};
 use fusestep_amp::{Finding, LossScale, ScalePolicy};
+use fusestep_checkpoint::{load_state, save_state};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner};
@@ -128,9 +129,9 @@ fn a_checkpoint_keeps_the_scale_and_its_counters() {
     let folder = std::env::temp_dir().join(format!("fusestep-amp-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("state.safetensors");
-    state.save(&backend, &path).unwrap();
+    save_state(&state, &backend, &path).unwrap();
     let mut loaded = plan.allocate(&backend).unwrap();
-    loaded.load(&backend, &path).unwrap();
+    load_state(&mut loaded, &backend, &path).unwrap();
     let scale = loaded.loss_scale().unwrap();
     assert_eq!((scale.scale(), scale.good_steps()), (32_768.0, 1));
     assert_eq!((loaded.skipped(), loaded.step()), (1, 2));
@@ -141,7 +142,7 @@ fn a_checkpoint_keeps_the_scale_and_its_counters() {
     assert_eq!((report.loss_scale, loaded.skipped()), (Some(16_384.0), 2));
     let fixed = planner().with(LossScaling::fixed(8.0)).plan(&case.params).unwrap();
     let mut other = fixed.allocate(&backend).unwrap();
-    other.load(&backend, &path).unwrap();
+    load_state(&mut other, &backend, &path).unwrap();
     assert_eq!(other.loss_scale().unwrap().scale(), 8.0);
     std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -5,11 +5,14 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use bytemuck::pod_collect_to_vec;
+use fusestep_checkpoint::{StateTensors, load, save};
 use fusestep_collective::{Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
-use fusestep_planner::{Comms, LossScaling, Plan, PlanError, Planner, Schedule, State, Topology};
+use fusestep_planner::{
+    Comms, LossScaling, Plan, PlanError, Planner, RunToLoad, RunToSave, Schedule, State, Topology,
+};
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, backends, each_rule};
@@ -98,7 +101,7 @@ fn step(plan: &Plan, state: &mut State, case: &Case, backend: &CpuBackend, numbe
 }
 
 fn bits(state: &State, backend: &CpuBackend) -> Vec<u8> {
-    let tensors = state.to_tensors(backend).unwrap().tensors;
+    let tensors = StateTensors::of(&state, backend).unwrap().tensors;
     let mut all: Vec<u8> = tensors.iter().flat_map(|(_, t)| t.bytes.to_vec()).collect();
     all.extend(state.parameters_xxh3(backend).unwrap().unwrap().bytes());
     all
@@ -199,14 +202,19 @@ fn run(folder: &Path, schedule: Option<&str>, until: u64) -> Result<Vec<u8>, Pla
     let plan = planner.plan(&case.params)?;
     let mut state = start(&plan, &case, &backend);
     if folder.join("manifest.json").exists() {
-        plan.load(&mut state, &backend, folder)?;
+        load(RunToLoad::of(&plan, &mut state, &backend), folder)?;
     }
     while state.step() < until {
         let number = state.step() + 1;
         step(&plan, &mut state, &case, &backend, number);
     }
     let mut solo = Solo::new();
-    plan.save(&state, &backend, &mut Comms::direct(&mut solo), folder, BTreeMap::new())?;
+    save(
+        RunToSave::of(&plan, &state, &backend),
+        &mut Comms::direct(&mut solo),
+        folder,
+        BTreeMap::new(),
+    )?;
     Ok(bits(&state, &backend))
 }
 

@@ -5,9 +5,10 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
+use fusestep_checkpoint::{FolderLock, Manifest, load, save};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, FolderLock, Manifest, PlanError, Topology, ZeroStage};
+use fusestep_planner::{Comms, PlanError, RunToLoad, RunToSave, Topology, ZeroStage};
 use fusestep_tensor::Role;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -21,7 +22,7 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
         if from > 0 {
-            let caller = plan.load(&mut state, &backend, folder).unwrap();
+            let caller = load(RunToLoad::of(&plan, &mut state, &backend), folder).unwrap();
             assert_eq!(caller["at"], from.to_string());
         } else {
             for (param, desc) in plan.params().iter().enumerate() {
@@ -40,7 +41,7 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
             plan.step(&mut state, &backend, &mut comms).unwrap();
         }
         let caller = BTreeMap::from([("at".to_owned(), to.to_string())]);
-        plan.save(&state, &backend, &mut comms, folder, caller).unwrap();
+        save(RunToSave::of(&plan, &state, &backend), &mut comms, folder, caller).unwrap();
         whole_params(&plan, &state, &backend, &mut comms)
     });
     let last = outcomes.unwrap().pop().unwrap();
@@ -98,13 +99,13 @@ fn small(world: usize) -> Case {
     Case { numels: vec![40, 3, 0, 9], world, zero: ZeroStage::Two, steps: 1, ..Case::default() }
 }
 
-fn load(case: &Case, folder: &Path) -> Result<(), PlanError> {
+fn loaded(case: &Case, folder: &Path) -> Result<(), PlanError> {
     let topology = Topology::new(0, case.world).unwrap();
     let plan = case.planner().plan_for(&case.params(), topology).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     let before = format!("{:?}", state);
-    let outcome = plan.load(&mut state, &backend, folder);
+    let outcome = load(RunToLoad::of(&plan, &mut state, &backend), folder);
     if outcome.is_err() {
         assert_eq!(format!("{:?}", state), before, "a load that failed has changed the state");
     }
@@ -116,7 +117,7 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
     let case = small(3);
     let folder = tempfile::tempdir().unwrap();
     part(&case, folder.path(), 0, 1);
-    load(&case, folder.path()).unwrap();
+    loaded(&case, folder.path()).unwrap();
     let manifest = Manifest::read(folder.path()).unwrap();
     let shard = folder.path().join(&manifest.generation).join("shard-00001.safetensors");
     let intact = fs::read(&shard).unwrap();
@@ -124,35 +125,35 @@ fn damage_is_refused_with_the_name_of_what_is_wrong() {
     assert!(header > 8 && header < intact.len());
     for length in (0..=header).chain([intact.len() / 2, intact.len() - 1]) {
         fs::write(&shard, &intact[..length]).unwrap();
-        let error = load(&case, folder.path()).unwrap_err().to_string();
+        let error = loaded(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains("shard-00001") && error.contains("length"), "{error}");
     }
     for bit in (0..intact.len() * 8).step_by(37) {
         let mut damaged = intact.clone();
         damaged[bit / 8] ^= 1 << (bit % 8);
         fs::write(&shard, damaged).unwrap();
-        let error = load(&case, folder.path()).unwrap_err().to_string();
+        let error = loaded(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains("shard-00001") && error.contains("checksum"), "{error}");
     }
     let mut last = intact.clone();
     *last.last_mut().unwrap() ^= 1;
     fs::write(&shard, &last).unwrap();
-    let error = load(&case, folder.path()).unwrap_err().to_string();
+    let error = loaded(&case, folder.path()).unwrap_err().to_string();
     assert!(error.contains('@'), "the tensor is named: {error}");
     fs::remove_file(&shard).unwrap();
-    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("shard-00001"));
+    assert!(loaded(&case, folder.path()).unwrap_err().to_string().contains("shard-00001"));
     let foreign = tempfile::tempdir().unwrap();
     part(&case, foreign.path(), 0, 2);
     let other = Manifest::read(foreign.path()).unwrap();
     let other = foreign.path().join(&other.generation).join("shard-00001.safetensors");
     fs::copy(other, &shard).unwrap();
-    let error = load(&case, folder.path()).unwrap_err().to_string();
+    let error = loaded(&case, folder.path()).unwrap_err().to_string();
     assert!(
         error.contains("shard-00001") && error.contains("checksum"),
         "a shard of another run: {error}"
     );
     fs::write(&shard, &intact).unwrap();
-    load(&case, folder.path()).unwrap();
+    loaded(&case, folder.path()).unwrap();
 }
 
 #[test]
@@ -164,7 +165,7 @@ fn damaged_manifests_are_refused_with_the_name_of_what_is_wrong() {
     let text = fs::read_to_string(&path).unwrap();
     for length in 0..text.trim_end().len() {
         fs::write(&path, &text[..length]).unwrap();
-        let error = load(&case, folder.path()).unwrap_err().to_string();
+        let error = loaded(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains("manifest"), "{length}: {error}");
     }
     // Any change of a value is known by the checksum.
@@ -177,7 +178,7 @@ fn damaged_manifests_are_refused_with_the_name_of_what_is_wrong() {
     ] {
         assert!(text.contains(from), "{from}");
         fs::write(&path, text.replace(from, to)).unwrap();
-        let error = load(&case, folder.path()).unwrap_err().to_string();
+        let error = loaded(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains("checksum"), "{to}: {error}");
     }
 }
@@ -192,11 +193,11 @@ fn manifests_without_a_checksum_are_held_to_what_can_be() {
     let text = fs::read_to_string(&path).unwrap();
     let text = text.replace("\"version\": 5", "\"version\": 1");
     fs::write(&path, &text).unwrap();
-    let error = load(&case, folder.path()).unwrap_err().to_string();
+    let error = loaded(&case, folder.path()).unwrap_err().to_string();
     assert!(error.contains("checksum"), "{error}");
     let text = text.replace(&sum, "");
     fs::write(&path, &text).unwrap();
-    load(&case, folder.path()).unwrap();
+    loaded(&case, folder.path()).unwrap();
     for (from, to, named) in [
         ("\"version\": 1", "\"version\": 6", "newer fusestep"),
         ("\"step\": 1", "\"step\": 18446744073709551615", "9007199254740992 at most"),
@@ -209,11 +210,11 @@ fn manifests_without_a_checksum_are_held_to_what_can_be() {
     ] {
         assert!(text.contains(from), "{from}");
         fs::write(&path, text.replace(from, to)).unwrap();
-        let error = load(&case, folder.path()).unwrap_err().to_string();
+        let error = loaded(&case, folder.path()).unwrap_err().to_string();
         assert!(error.contains(named), "{named}: {error}");
     }
     fs::remove_file(&path).unwrap();
-    assert!(load(&case, folder.path()).unwrap_err().to_string().contains("manifest"));
+    assert!(loaded(&case, folder.path()).unwrap_err().to_string().contains("manifest"));
 }
 
 #[test]
@@ -226,13 +227,13 @@ fn a_checkpoint_of_another_model_is_refused() {
         (vec![40, 3, 0], ["layer1.weight3@moment1", "no such tensor", "2 others"]),
     ] {
         let other = Case { numels, ..case.clone() };
-        let error = load(&other, folder.path()).unwrap_err().to_string();
+        let error = loaded(&other, folder.path()).unwrap_err().to_string();
         for part in named {
             assert!(error.contains(part), "{part}: {error}");
         }
     }
     let rule = fusestep_lion::Lion::default().into();
-    let error = load(&Case { rule, ..case }, folder.path()).unwrap_err().to_string();
+    let error = loaded(&Case { rule, ..case }, folder.path()).unwrap_err().to_string();
     assert!(error.contains("optimizer"), "{error}");
 }
 
@@ -250,7 +251,7 @@ fn resharded_checkpoints_hold_the_same_tensors() {
         // The model's file beside them.
         assert_eq!(again.shards.len(), count + 1);
         assert_eq!(again.read_tensors(other.path()).unwrap(), tensors);
-        load(&case, other.path()).unwrap();
+        loaded(&case, other.path()).unwrap();
     }
 }
 
@@ -278,7 +279,7 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
     let list = list(&format!("{:016x}", xxh3_64(list("").as_bytes())));
     fs::write(folder.path().join(".fusestep-generations"), list).unwrap();
     assert_eq!(Manifest::read(folder.path()).unwrap(), old);
-    load(&case, folder.path()).unwrap();
+    loaded(&case, folder.path()).unwrap();
     part(&case, folder.path(), 1, 2);
     let new = Manifest::read(folder.path()).unwrap();
     assert_eq!((new.step, new.generation.as_str()), (2, "step-00000002-a"));
@@ -287,7 +288,7 @@ fn the_old_checkpoint_is_kept_until_the_new_one_is_whole() {
             && foreign.join("shard-00007.safetensors").exists()
     );
     assert!(!folder.path().join(&old.generation).exists(), "the old one is gone");
-    load(&case, folder.path()).unwrap();
+    loaded(&case, folder.path()).unwrap();
 }
 
 #[test]
@@ -304,7 +305,7 @@ fn saving_twice_at_one_step_never_writes_over_the_files_that_count() {
     assert_ne!(first.generation, second.generation);
     part(&case, folder.path(), 1, 1);
     assert_eq!(Manifest::read(folder.path()).unwrap().generation, first.generation);
-    load(&case, folder.path()).unwrap();
+    loaded(&case, folder.path()).unwrap();
 }
 
 #[test]
@@ -335,18 +336,23 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
-        plan.load(&mut state, &backend, folder.path()).unwrap();
+        load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
         let bytes = case.gradient(0, 1, 0);
         plan.push_grad(&mut state, &backend, &mut comms, "layer0.weight0", &bytes).unwrap();
         plan.step(&mut state, &backend, &mut comms).unwrap();
-        let saved = plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new());
+        let saved = save(
+            RunToSave::of(&plan, &state, &backend),
+            &mut comms,
+            folder.path(),
+            BTreeMap::new(),
+        );
         saved.unwrap_err().to_string()
     });
     let errors: Vec<String> = outcomes.unwrap().into_iter().map(|error| error.unwrap()).collect();
     assert!(errors[0].contains("step-00000002-a and step-00000002-b"), "{}", errors[0]);
     assert_eq!(errors[1], format!("rank 0: {}", errors[0]));
     assert_eq!(Manifest::read(folder.path()).unwrap(), old);
-    load(&case, folder.path()).unwrap();
+    loaded(&case, folder.path()).unwrap();
 }
 
 #[test]

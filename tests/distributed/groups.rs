@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
+use fusestep_checkpoint::{Manifest, load, save};
 use fusestep_collective::{Collectives, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, CostModel, Manifest, Topology, ZeroStage};
+use fusestep_planner::{Comms, CostModel, RunToLoad, RunToSave, Topology, ZeroStage};
 use fusestep_tensor::Role;
 use fusestep_testkit::each_rule;
 
@@ -82,7 +83,8 @@ fn one_group_saves_and_any_world_goes_on() {
             plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
         }
         plan.step(&mut state, &backend, &mut comms).unwrap();
-        plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+        save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), BTreeMap::new())
+            .unwrap();
         whole_params(&plan, &state, &backend, &mut comms)
     });
     let whole = whole.unwrap().pop().unwrap().unwrap();
@@ -97,7 +99,7 @@ fn one_group_saves_and_any_world_goes_on() {
             let group = NonZeroUsize::new(group).unwrap();
             let mut comms = Comms::in_groups(&mut comm, group, 0).unwrap();
             let mut state = plan.allocate(&backend).unwrap();
-            plan.load(&mut state, &backend, folder.path()).unwrap();
+            load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
             assert_eq!(state.step(), 1);
             whole_params(&plan, &state, &backend, &mut comms)
         });

@@ -3,6 +3,7 @@
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
+use fusestep_checkpoint::{StateTensors, load, save};
 use fusestep_collective::{Communicator, Solo};
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
@@ -11,7 +12,8 @@ use fusestep_launch::{Master, Precision, Rounding, StateDType};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseReduceIntoUpdate,
     GradientAccumulation, LocalSgd, LossScaling, Optimizer, Plan, PlanError, Planner, Reach,
-    ReducedWhen, Shard, Tensors, Topology, UpdateInBackward, UpdateNorms, Verdict, When, ZeroStage,
+    ReducedWhen, RunToLoad, RunToSave, Shard, Tensors, Topology, UpdateInBackward, UpdateNorms,
+    Verdict, When, ZeroStage,
 };
 use fusestep_tensor::Role;
 use fusestep_testkit::each_rule;
@@ -237,7 +239,7 @@ fn a_second_gradient_and_settings_between_are_refused_and_change_nothing() {
         assert_eq!(plan.run(&mut state, &backend), Err(refused("run")));
         let flushed = plan.flush(&mut state, &backend, &mut comms);
         assert_eq!(flushed, Err(refused("flush")));
-        let saved = state.to_tensors(&backend).map(|_| ());
+        let saved = StateTensors::of(&state, &backend).map(|_| ());
         assert_eq!(saved, Err(refused("saving")));
         plan.step(&mut state, &backend, &mut comms).unwrap();
     }
@@ -338,7 +340,8 @@ fn a_step_that_is_left_half_way_is_forgotten_when_a_checkpoint_is_loaded() {
             let mut comms = Comms::direct(comm);
             let mut state = start(&case, &plan, &backend);
             let nothing = std::collections::BTreeMap::new();
-            plan.save(&state, &backend, &mut comms, folder.path(), nothing).unwrap();
+            save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), nothing)
+                .unwrap();
             // The first two buckets of four, with gradients of another step.
             for param in (3..case.numels.len()).rev() {
                 let bytes = case.gradient(rank, 7, param);
@@ -348,9 +351,10 @@ fn a_step_that_is_left_half_way_is_forgotten_when_a_checkpoint_is_loaded() {
             let begun = moved(&case, &plan, &state);
             assert_eq!(begun.into_iter().filter(|&moved| moved).count(), 4);
             let nothing = std::collections::BTreeMap::new();
-            let saved = plan.save(&state, &backend, &mut comms, folder.path(), nothing);
+            let saved =
+                save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), nothing);
             assert!(matches!(saved, Err(PlanError::Conflict { .. })), "{saved:?}");
-            plan.load(&mut state, &backend, folder.path()).unwrap();
+            load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
             assert!(moved(&case, &plan, &state).into_iter().all(|moved| !moved));
             for step in 0..case.steps {
                 push(&case, &plan, (&mut state, &backend), &mut comms, step);

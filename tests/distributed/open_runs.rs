@@ -5,10 +5,13 @@ use std::collections::BTreeMap;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
 
+use fusestep_checkpoint::{Manifest, load, save};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
-use fusestep_planner::{Comms, Interval, LocalSgd, Manifest, ReducedWhen, Topology, ZeroStage};
+use fusestep_planner::{
+    Comms, Interval, LocalSgd, ReducedWhen, RunToLoad, RunToSave, Topology, ZeroStage,
+};
 use fusestep_tensor::Role;
 
 use crate::run::{Case, Exact, Mixed, whole_params};
@@ -33,7 +36,7 @@ fn part_with(
         let mut comms = Comms::direct(&mut comm);
         let mut state = plan.allocate(&backend).unwrap();
         match folder.filter(|_| from > 0) {
-            Some(folder) => drop(plan.load(&mut state, &backend, folder).unwrap()),
+            Some(folder) => drop(load(RunToLoad::of(&plan, &mut state, &backend), folder).unwrap()),
             None => {
                 for (param, desc) in plan.params().iter().enumerate() {
                     let values = case.first_values(param);
@@ -56,7 +59,8 @@ fn part_with(
             plan.step(&mut state, &backend, &mut comms).unwrap();
         }
         if let Some(folder) = folder {
-            plan.save(&state, &backend, &mut comms, folder, BTreeMap::new()).unwrap();
+            save(RunToSave::of(&plan, &state, &backend), &mut comms, folder, BTreeMap::new())
+                .unwrap();
         }
         whole_params(&plan, &state, &backend, &mut comms)
     });
@@ -72,7 +76,7 @@ fn refusal(case: &Case, folder: &Path) -> String {
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     let before = format!("{state:?}");
-    let error = plan.load(&mut state, &backend, folder).unwrap_err();
+    let error = load(RunToLoad::of(&plan, &mut state, &backend), folder).unwrap_err();
     assert_eq!(format!("{state:?}"), before, "a load that failed has changed the state");
     error.to_string()
 }

@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
+use fusestep_checkpoint::{
+    CheckpointFolder, Checkpoints, Manifest, Saved, Saves, WholeTensors, save,
+};
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{
-    CheckpointFolder, Checkpoints, Comms, Manifest, Plan, PlanError, RunToLoad, RunToSave, Saved,
-    Saves, State, Topology, WholeTensors, ZeroStage,
-};
+use fusestep_planner::{Comms, Plan, PlanError, RunToLoad, RunToSave, State, Topology, ZeroStage};
 use fusestep_tensor::Role;
 use fusestep_tensor_file::{Disk, FileKind, Files, Lock, Look};
 
@@ -56,13 +56,13 @@ impl<'a> Rank<'a> {
 
     fn save<'f>(&mut self, folder: impl Into<CheckpointFolder<'f>>) -> Result<(), PlanError> {
         let caller = texts(self.steps);
-        self.plan.save(&self.state, &self.backend, &mut self.comms, folder, caller)
+        save(RunToSave::of(&self.plan, &self.state, &self.backend), &mut self.comms, folder, caller)
     }
 
     fn begin(&mut self, saves: &mut Saves, folder: &Path) -> Result<(), PlanError> {
         let caller = texts(self.steps);
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        saves.begin(&self.plan, run, &mut self.comms, folder, caller)
+        let run = RunToSave::of(&self.plan, &self.state, &self.backend);
+        saves.begin(run, &mut self.comms, folder, caller)
     }
 
     /// Begins a save whose caller has done seven steps.
@@ -71,8 +71,8 @@ impl<'a> Rank<'a> {
         checkpoints: &mut Checkpoints,
         folder: &Path,
     ) -> Result<(), PlanError> {
-        let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-        checkpoints.begin(&self.plan, run, &mut self.comms, folder, 7)
+        let run = RunToSave::of(&self.plan, &self.state, &self.backend);
+        checkpoints.begin(run, &mut self.comms, folder, 7)
     }
 
     fn resume(
@@ -80,9 +80,8 @@ impl<'a> Rank<'a> {
         checkpoints: &mut Checkpoints,
         folder: &Path,
     ) -> Result<Option<usize>, PlanError> {
-        let (state, backend) = (&mut self.state, &self.backend);
-        let run = RunToLoad { state, backend, params: None };
-        checkpoints.resume(&self.plan, run, &mut self.comms, folder)
+        let run = RunToLoad::of(&self.plan, &mut self.state, &self.backend);
+        checkpoints.resume(run, &mut self.comms, folder)
     }
 
     fn params(&mut self) -> Vec<Vec<u8>> {
@@ -90,11 +89,11 @@ impl<'a> Rank<'a> {
     }
 
     fn poll(&mut self, saves: &mut Saves) -> Result<Option<Saved>, PlanError> {
-        saves.poll(&self.plan, &mut self.comms)
+        saves.poll(&mut self.comms)
     }
 
     fn finish(&mut self, saves: &mut Saves) -> Result<Option<Saved>, PlanError> {
-        saves.finish(&self.plan, &mut self.comms)
+        saves.finish(&mut self.comms)
     }
 }
 
@@ -346,7 +345,7 @@ fn ranks_go_on_from_one_checkpoint_or_none_of_them_does() {
         rank.step();
         let begun = rank.checkpoints(&mut checkpoints, folder.path());
         begun.unwrap();
-        let finished = checkpoints.finish(&rank.plan, &mut rank.comms).unwrap();
+        let finished = checkpoints.finish(&mut rank.comms).unwrap();
         assert_eq!(finished, Some(Saved { step: 1 }));
         rank.step();
         let before = rank.params();
@@ -370,7 +369,7 @@ fn texts_of_ranks_come_back_to_as_many_and_common_ones_to_any_number() {
             if let Some(text) = text(own) {
                 checkpoints.remembered_mut().set("rng", text);
                 rank.checkpoints(&mut checkpoints, folder.path()).unwrap();
-                checkpoints.finish(&rank.plan, &mut rank.comms).unwrap();
+                checkpoints.finish(&mut rank.comms).unwrap();
             } else {
                 rank.resume(&mut checkpoints, folder.path()).unwrap();
             }

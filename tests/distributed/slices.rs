@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::num::{NonZeroU64, NonZeroUsize};
 
+use fusestep_checkpoint::{Manifest, load, save};
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Manifest, Optimizer, Plan,
-    Planner, Shard, State, StepReport, Topology, UpdateNorms, ZeroStage,
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Optimizer, Plan, Planner,
+    RunToLoad, RunToSave, Shard, State, StepReport, Topology, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -254,10 +255,11 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
                 let mut state = start(&plan, &backend);
                 let mut found = steps(&plan, &mut state, &backend, &mut comms, 0..1);
                 let caller = BTreeMap::new();
-                plan.save(&state, &backend, &mut comms, folder.path(), caller).unwrap();
+                save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), caller)
+                    .unwrap();
                 // The rest of the run goes on from what was saved.
                 let mut state = plan.allocate(&backend).unwrap();
-                plan.load(&mut state, &backend, folder.path()).unwrap();
+                load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
                 found.extend(steps(&plan, &mut state, &backend, &mut comms, 1..STEPS));
                 (all(&plan, &state, &backend, &mut comms), found)
             });
@@ -315,7 +317,7 @@ fn slices_are_neither_broadcast_nor_averaged() {
         assert!((0..4).all(|param| begun[param] == first(param, rank)));
         steps(&plan, &mut state, &backend, &mut comms, 0..1);
         let caller = BTreeMap::new();
-        plan.save(&state, &backend, &mut comms, folder.path(), caller).unwrap();
+        save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), caller).unwrap();
         all(&plan, &state, &backend, &mut comms)
     });
     let manifest = Manifest::read(folder.path()).unwrap();
@@ -325,7 +327,7 @@ fn slices_are_neither_broadcast_nor_averaged() {
     let two = planner.plan_for(&params(), Topology::new(0, 2).unwrap());
     let (two, backend) = (two.unwrap(), CpuBackend::new(NonZeroUsize::MIN));
     let mut state = two.allocate(&backend).unwrap();
-    let error = two.load(&mut state, &backend, folder.path()).unwrap_err();
+    let error = load(RunToLoad::of(&two, &mut state, &backend), folder.path()).unwrap_err();
     assert!(error.to_string().contains("cannot be averaged"), "{error}");
     let params: Vec<_> = outcomes.unwrap().into_iter().map(Result::unwrap).collect();
     assert!(params[0][0] == params[1][0] && params[1][1] == params[2][1]);
@@ -343,10 +345,11 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
             let mut state = start(&plan, &backend);
             steps(&plan, &mut state, &backend, &mut comms, 0..1);
             let caller = BTreeMap::new();
-            plan.save(&state, &backend, &mut comms, folder.path(), caller).unwrap();
+            save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), caller)
+                .unwrap();
             steps(&plan, &mut state, &backend, &mut comms, 1..3);
             let mut again = plan.allocate(&backend).unwrap();
-            plan.load(&mut again, &backend, folder.path()).unwrap();
+            load(RunToLoad::of(&plan, &mut again, &backend), folder.path()).unwrap();
             steps(&plan, &mut again, &backend, &mut comms, 1..3);
             all(&plan, &state, &backend, &mut comms) == all(&plan, &again, &backend, &mut comms)
         });
@@ -354,7 +357,8 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
         let two = planner(zero).plan_for(&params(), Topology::new(0, 2).unwrap()).unwrap();
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut state = two.allocate(&backend).unwrap();
-        let error = two.load(&mut state, &backend, folder.path()).unwrap_err().to_string();
+        let error =
+            load(RunToLoad::of(&two, &mut state, &backend), folder.path()).unwrap_err().to_string();
         assert!(error.contains("#2"), "{error}");
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
+use fusestep_checkpoint::{load, save};
 use fusestep_collective::{Communicator, Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
@@ -11,8 +12,8 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseReduceIntoUpdate,
-    GradientAccumulation, Optimizer, Plan, PlanError, Planner, Shard, State, Topology, UpdateNorms,
-    ZeroStage,
+    GradientAccumulation, Optimizer, Plan, PlanError, Planner, RunToLoad, RunToSave, Shard, State,
+    Topology, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -178,9 +179,15 @@ impl Case {
             plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
             let (run, half) = ((&plan, &mut state), STEPS / 2);
             let mut norms = self.step(run, &backend, &mut comms, 0..half);
-            plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+            save(
+                RunToSave::of(&plan, &state, &backend),
+                &mut comms,
+                folder.path(),
+                BTreeMap::new(),
+            )
+            .unwrap();
             let mut state = plan.allocate(&backend).unwrap();
-            plan.load(&mut state, &backend, folder.path()).unwrap();
+            load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
             plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
             norms.extend(self.step((&plan, &mut state), &backend, &mut comms, half..STEPS));
             let whole = plan.gather(&state, &backend, &mut comms, &NAMES).unwrap();
@@ -261,7 +268,8 @@ fn other_slices_are_refused_by_name() {
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let mut comms = Comms::direct(&mut comm);
         let state = saved.start(&plan, &backend);
-        plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+        save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), BTreeMap::new())
+            .unwrap();
     });
     outcomes.unwrap().into_iter().for_each(|outcome| outcome.unwrap());
     let backend = CpuBackend::new(NonZeroUsize::MIN);
@@ -275,7 +283,9 @@ fn other_slices_are_refused_by_name() {
     ] {
         let plan = case(split).plan(topology).unwrap();
         let mut state = plan.allocate(&backend).unwrap();
-        let error = plan.load(&mut state, &backend, folder.path()).unwrap_err().to_string();
+        let error = load(RunToLoad::of(&plan, &mut state, &backend), folder.path())
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("slices cannot be cut anew") && error.contains(here), "{error}");
     }
     // Shapes that are not this rank's, or of too few ranks.

@@ -20,7 +20,7 @@ enum Kind {
 /// Layers of the packages, lowest first: normal dependencies go down, never sideways or up. So
 /// kernel crates depend neither on each other nor on the planner or a backend, and backends and
 /// planner do not know each other.
-const LAYERS: [&[&str]; 9] = [
+const LAYERS: [&[&str]; 10] = [
     &["tensor", "simd", "schedule", "kernels", "cuda-emulator"],
     &["launch", "tensor-file"],
     &["elementwise", "coalesce"],
@@ -41,6 +41,7 @@ const LAYERS: [&[&str]; 9] = [
     // Below the other engines: ranks of an MPI job that share a machine use it.
     &["collective-processes"],
     &["planner", "cpu", "cuda", "collective-mpi", "collective-nccl"],
+    &["checkpoint"],
     &["candle", "models", "testkit"],
     &["fusestep"],
     &["cli", "python", "tests", "benches", "xtask", "fuzz"],

@@ -4,10 +4,13 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
+use fusestep_checkpoint::{load, load_state, save, save_state};
 use fusestep_collective::Solo;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Comms, LossScaling, MAX_STEPS, Plan, Planner, State, Topology};
+use fusestep_planner::{
+    Comms, LossScaling, MAX_STEPS, Plan, Planner, RunToLoad, RunToSave, State, Topology,
+};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
 fn start() -> (Plan, State, CpuBackend) {
@@ -50,11 +53,11 @@ fn skipped_steps_missed_steps_and_the_scale_come_back() {
         (state.step(), state.skipped(), steps, scale)
     };
     let (plan, state, backend) = &run;
-    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+    save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
     let expected = counts(state);
     assert_eq!(expected, (2, 1, [2, 1], (32_768.0, 1, 0)));
     let (plan, mut state, backend) = start();
-    plan.load(&mut state, &backend, folder.path()).unwrap();
+    load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
     assert_eq!(counts(&state), expected);
 }
 
@@ -68,14 +71,14 @@ fn a_fixed_scale_stays_what_it_is_whatever_scale_a_run_was_saved_at() {
     give(&mut run, &mut comms, "a", 1.0);
     let (plan, state, backend) = &mut run;
     plan.step(state, backend, &mut comms).unwrap();
-    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
-    state.save(backend, &file).unwrap();
+    save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
+    save_state(&state, backend, &file).unwrap();
     for of_file in [false, true] {
         let (plan, mut state, backend) = start_at(LossScaling::fixed(1024.0));
         if of_file {
-            state.load(&backend, &file).unwrap();
+            load_state(&mut state, &backend, &file).unwrap();
         } else {
-            plan.load(&mut state, &backend, folder.path()).unwrap();
+            load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
         }
         let scale = state.loss_scale().unwrap();
         assert_eq!((scale.scale(), scale.good_steps()), (1024.0, 1), "of a file: {of_file}");
@@ -90,11 +93,12 @@ fn gradients_of_a_micro_step_under_way_are_not_lost_in_silence() {
     let mut run = start();
     give(&mut run, &mut comms, "a", 1.0);
     let (plan, state, backend) = &mut run;
-    let saved = plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new());
+    let saved =
+        save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new());
     let error = saved.unwrap_err().to_string();
     assert!(error.contains("end the micro-step"), "{error}");
     plan.step(state, backend, &mut comms).unwrap();
-    plan.save(state, backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+    save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
 }
 
 #[test]
@@ -110,8 +114,8 @@ fn counts_that_no_reader_takes_are_not_saved() {
         let (plan, state, backend) = &mut run;
         plan.step(state, backend, &mut comms).unwrap();
         let saves = [
-            plan.save(state, backend, &mut comms, &path, BTreeMap::new()),
-            state.save(backend, &file),
+            save(RunToSave::of(&plan, state, backend), &mut comms, &path, BTreeMap::new()),
+            save_state(&state, backend, &file),
         ];
         for saved in saves {
             if last {
@@ -124,10 +128,10 @@ fn counts_that_no_reader_takes_are_not_saved() {
         }
         // What was saved last is what there is to go on from.
         let (plan, mut state, backend) = start();
-        plan.load(&mut state, &backend, &path).unwrap();
+        load(RunToLoad::of(&plan, &mut state, &backend), &path).unwrap();
         assert_eq!(state.step(), MAX_STEPS);
         let (_, mut state, backend) = start();
-        state.load(&backend, &file).unwrap();
+        load_state(&mut state, &backend, &file).unwrap();
         assert_eq!(state.step(), MAX_STEPS);
     }
 }

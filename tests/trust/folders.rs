@@ -6,12 +6,12 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
+use fusestep_checkpoint::{CheckpointFolder, Manifest, Saves, load, save};
 use fusestep_collective::{Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    CheckpointFolder, Comms, Manifest, Plan, PlanError, Planner, RunToSave, Saves, Shard, State,
-    Topology, ZeroStage,
+    Comms, Plan, PlanError, Planner, RunToLoad, RunToSave, Shard, State, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{Files, TensorFile, serialize};
@@ -55,7 +55,7 @@ impl Run {
     }
 
     fn save(&self, comms: &mut Comms<'_>, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
-        self.plan.save(&self.state, &self.backend, comms, folder, BTreeMap::new())
+        save(RunToSave::of(&self.plan, &self.state, &self.backend), comms, folder, BTreeMap::new())
     }
 
     fn value(&self) -> Vec<u8> {
@@ -71,8 +71,7 @@ pub(crate) fn step_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), Stri
         let mut run = Run::new(Topology::of(&comm));
         let mut comms = Comms::direct(&mut comm);
         if Manifest::read_if_any(folder).map_err(|error| error.to_string())?.is_some() {
-            run.plan
-                .load(&mut run.state, &run.backend, folder)
+            load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder)
                 .map_err(|error| error.to_string())?;
         }
         run.step(&mut comms);
@@ -86,12 +85,12 @@ pub(crate) fn held(folder: CheckpointFolder<'_>) -> (u64, Vec<u8>) {
     if Manifest::read_if_any(folder).unwrap().is_none() {
         return (0, Vec::new());
     }
-    load(folder).unwrap()
+    loaded(folder).unwrap()
 }
 
-pub(crate) fn load(folder: CheckpointFolder<'_>) -> Result<(u64, Vec<u8>), PlanError> {
+pub(crate) fn loaded(folder: CheckpointFolder<'_>) -> Result<(u64, Vec<u8>), PlanError> {
     let mut run = Run::new(Topology::new(0, 1).unwrap());
-    run.plan.load(&mut run.state, &run.backend, folder)?;
+    load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder)?;
     Ok((run.state.step(), run.value()))
 }
 
@@ -203,10 +202,10 @@ fn ranks_that_do_not_see_one_folder_are_told_so_behind_training() {
         let mut comms = Comms::direct(&mut comm);
         run.step(&mut comms);
         let (mut saves, own) = (Saves::new(), folders[topology.rank].path());
-        let to_save = RunToSave { state: &run.state, backend: &run.backend, params: None };
-        let begun = saves.begin(&run.plan, to_save, &mut comms, own, BTreeMap::new());
+        let to_save = RunToSave::of(&run.plan, &run.state, &run.backend);
+        let begun = saves.begin(to_save, &mut comms, own, BTreeMap::new());
         begun.unwrap();
-        let error = saves.finish(&run.plan, &mut comms).unwrap_err();
+        let error = saves.finish(&mut comms).unwrap_err();
         assert!(!saves.in_flight());
         error.to_string()
     });

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use fusestep_planner::{CheckpointFolder, Manifest};
+use fusestep_checkpoint::{CheckpointFolder, Manifest};
 use fusestep_tensor_file::{Files, is_part};
 use fusestep_testkit::{Fault, SimulatedDisk};
 use xxhash_rust::xxh3::xxh3_64;

@@ -7,10 +7,11 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use fusestep_checkpoint::{CheckpointFolder, Manifest, load, save};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{CheckpointFolder, Comms, LocalSgd, Manifest, Planner, Topology};
+use fusestep_planner::{Comms, LocalSgd, Planner, RunToLoad, RunToSave, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use fusestep_tensor_file::{FileKind, Files, Lock, Look};
 use fusestep_testkit::SimulatedDisk;
@@ -112,11 +113,11 @@ fn step_apart_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> 
         let mut state = plan.allocate(&backend).unwrap();
         let mut comms = Comms::direct(&mut comm);
         if Manifest::read_if_any(folder).unwrap().is_some() {
-            plan.load(&mut state, &backend, folder).unwrap();
+            load(RunToLoad::of(&plan, &mut state, &backend), folder).unwrap();
         }
         plan.push_grad(&mut state, &backend, &mut comms, "a", &[1; 32]).unwrap();
         plan.step(&mut state, &backend, &mut comms).unwrap();
-        plan.save(&state, &backend, &mut comms, folder, BTreeMap::new())
+        save(RunToSave::of(&plan, &state, &backend), &mut comms, folder, BTreeMap::new())
             .map_err(|error| error.to_string())
     });
     let outcomes = outcomes.unwrap().into_iter();

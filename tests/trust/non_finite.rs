@@ -6,12 +6,14 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
+use fusestep_checkpoint::{Manifest, StateTensors, load, load_state, save, save_state};
 use fusestep_collective::{Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, Manifest, Optimizer, Plan, PlanError, Planner, Shard, State, Topology, ZeroStage,
+    Comms, Optimizer, Plan, PlanError, Planner, RunToLoad, RunToSave, Shard, State, Topology,
+    ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{TensorBytes, TensorFile, serialize, write_atomically};
@@ -85,7 +87,7 @@ impl Run {
 fn saved(rule: Optimizer, value: f32, path: &Path) {
     let mut run = Run::alone(rule);
     run.step(&mut Comms::direct(&mut Solo::default()), value);
-    run.state.save(&run.backend, path).unwrap();
+    save_state(&run.state, &run.backend, path).unwrap();
 }
 
 #[test]
@@ -100,9 +102,9 @@ fn a_state_file_that_is_not_finite_is_gone_on_from_to_the_same_bits() {
             }
             let mut first = Run::alone(rule);
             first.step(&mut Comms::direct(&mut Solo::default()), value);
-            first.state.save(&first.backend, &path).unwrap();
+            save_state(&first.state, &first.backend, &path).unwrap();
             let mut other = Run::alone(rule);
-            other.state.load(&other.backend, &path).unwrap();
+            load_state(&mut other.state, &other.backend, &path).unwrap();
             for name in ["w", "b"] {
                 let mut bytes = vec![0; 4 * NUMEL];
                 let backend = &first.backend;
@@ -111,7 +113,7 @@ fn a_state_file_that_is_not_finite_is_gone_on_from_to_the_same_bits() {
             }
             other.step(&mut Comms::direct(&mut Solo::default()), value);
             assert_eq!(one.values(), other.values(), "{} {value}", rule.name());
-            let told = first.state.to_tensors(&first.backend).unwrap();
+            let told = StateTensors::of(&first.state, &first.backend).unwrap();
             let told: Vec<&str> = told.non_finite().collect();
             match (rule.name(), value.is_nan()) {
                 ("adamw" | "adam", false) => assert_eq!(told, ["w@moment2"]),
@@ -177,7 +179,7 @@ fn a_state_file_that_does_not_say_so_is_refused() {
     let load = || -> Result<_, PlanError> {
         let mut run = Run::alone(rule);
         let before = run.values();
-        let outcome = run.state.load(&run.backend, &path);
+        let outcome = load_state(&mut run.state, &run.backend, &path);
         assert!(outcome.is_ok() || run.values() == before, "changed all the same");
         outcome
     };
@@ -224,14 +226,15 @@ fn ranks(
         let mut run = Run::new(Adam::default().into(), (Topology::of(&comm), zero));
         let mut comms = Comms::direct(&mut comm);
         if let Some(folder) = folder.filter(|folder| folder.join("manifest.json").exists()) {
-            run.plan.load(&mut run.state, &run.backend, folder).unwrap();
+            load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder).unwrap();
         }
         for _ in 0..steps {
             run.step(&mut comms, value);
         }
         if let Some(folder) = folder {
             let (state, backend) = (&run.state, &run.backend);
-            let saved = run.plan.save(state, backend, &mut comms, folder, BTreeMap::new());
+            let saved =
+                save(RunToSave::of(&run.plan, state, backend), &mut comms, folder, BTreeMap::new());
             saved.unwrap();
         }
         if zero == ZeroStage::None {
@@ -296,7 +299,7 @@ fn a_checkpoint_that_does_not_say_so_is_refused_and_resharding_does_not_make_it_
     manifest.reshard(folder.path(), resharded.path(), 1).unwrap();
     for folder in [folder.path(), resharded.path()] {
         let mut run = Run::alone(Adam::default().into());
-        let loaded = run.plan.load(&mut run.state, &run.backend, folder);
+        let loaded = load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder);
         for error in [loaded.unwrap_err(), Manifest::verify(folder).unwrap_err()] {
             let error = error.to_string();
             let named = "`w@moment2`: expected finite values of at least 0, found inf at element 3";

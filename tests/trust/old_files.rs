@@ -7,10 +7,13 @@ use std::fs;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::path::{Path, PathBuf};
 
+use fusestep_checkpoint::{Manifest, load, load_state, save};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
-use fusestep_planner::{Comms, LocalSgd, Manifest, Planner, Shard, State, Topology, ZeroStage};
+use fusestep_planner::{
+    Comms, LocalSgd, Planner, RunToLoad, RunToSave, Shard, State, Topology, ZeroStage,
+};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
 fn old(name: &str) -> PathBuf {
@@ -67,7 +70,7 @@ fn checkpoints_of_versions_1_and_2_are_read_and_the_next_save_replaces_them() {
             let backend = CpuBackend::new(NonZeroUsize::MIN);
             let mut comms = Comms::direct(&mut comm);
             let mut state = plan.allocate(&backend).unwrap();
-            let caller = plan.load(&mut state, &backend, folder.path()).unwrap();
+            let caller = load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
             assert_eq!(caller["at"], state.step().to_string());
             if differ {
                 let own = (topology.rank + 1) as f32;
@@ -76,7 +79,13 @@ fn checkpoints_of_versions_1_and_2_are_read_and_the_next_save_replaces_them() {
             } else {
                 expect(&state, &backend, Role::Param, -1.25);
             }
-            plan.save(&state, &backend, &mut comms, folder.path(), BTreeMap::new()).unwrap();
+            save(
+                RunToSave::of(&plan, &state, &backend),
+                &mut comms,
+                folder.path(),
+                BTreeMap::new(),
+            )
+            .unwrap();
         });
         for outcome in outcomes.unwrap() {
             outcome.unwrap();
@@ -92,7 +101,7 @@ fn a_state_file_of_version_1_is_read() {
     let plan = planner().plan(&[desc("a", 5)]).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
-    assert_eq!(state.load(&backend, &old("state")).unwrap(), None);
+    assert_eq!(load_state(&mut state, &backend, &old("state")).unwrap(), None);
     assert_eq!(state.step(), 2);
     expect(&state, &backend, Role::Velocity, 1.5);
 }

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use fusestep_planner::FolderLock;
+use fusestep_checkpoint::FolderLock;
 use fusestep_tensor_file::{
     Disk, Files, Prepared, commit_together, finish_interrupted_in, remove_abandoned,
 };

@@ -4,13 +4,14 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
+use fusestep_checkpoint::{Manifest, load_state, save_state};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Manifest, Plan, Planner, State};
+use fusestep_planner::{Plan, Planner, State};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use fusestep_tensor_file::{TensorFile, write_atomically};
 
-use super::folders::{expect_saved, load, sign, step_and_save};
+use super::folders::{expect_saved, loaded, sign, step_and_save};
 
 /// Longer than all that a message may quote, and more than a terminal should show.
 const MOST: usize = 4_000;
@@ -44,7 +45,7 @@ fn long_names_shapes_and_sums_of_a_checkpoint_are_quoted_shortly() {
     let manifest = Manifest::read(folder.path()).unwrap();
     let refused = |changed: Manifest, named: &str| {
         sign(changed, folder.path());
-        expect_short(&load(folder.path().into()).unwrap_err().to_string(), named);
+        expect_short(&loaded(folder.path().into()).unwrap_err().to_string(), named);
     };
     let mut names = manifest.clone();
     for at in 0..20 {
@@ -78,7 +79,7 @@ fn a_long_shape_in_a_state_file_is_quoted_shortly() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state");
     let (_, mut state, backend) = start();
-    state.save(&backend, &path).unwrap();
+    save_state(&state, &backend, &path).unwrap();
     let file = TensorFile::read(&path).unwrap();
     let tensors = file.entries().iter().map(|(name, entry)| {
         let mut tensor = entry.with_bytes(file.bytes(name).unwrap());
@@ -86,7 +87,7 @@ fn a_long_shape_in_a_state_file_is_quoted_shortly() {
         (name.clone(), tensor)
     });
     write_atomically(&path, &tensors.collect::<Vec<_>>(), file.metadata().clone()).unwrap();
-    let error = state.load(&backend, &path).unwrap_err().to_string();
+    let error = load_state(&mut state, &backend, &path).unwrap_err().to_string();
     assert!(error.contains("`a@moment1`: expected f32 [5]"), "{error}");
     assert!(error.len() < 1_000, "{} bytes", error.len());
 }

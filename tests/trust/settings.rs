@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 use std::path::Path;
 
+use fusestep_checkpoint::{Manifest, load, load_state, save, save_state};
 use fusestep_collective::Solo;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
@@ -13,8 +14,8 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Excluded, SettingValue, WeightDecay};
 use fusestep_planner::{
-    Accumulated, ClipByGlobalNorm, Comms, GradientAccumulation, LossScale, LossScaling, Manifest,
-    Optimizer, Plan, PlanError, Planner, ScalePolicy, State,
+    Accumulated, ClipByGlobalNorm, Comms, GradientAccumulation, LossScale, LossScaling, Optimizer,
+    Plan, PlanError, Planner, RunToLoad, RunToSave, ScalePolicy, State,
 };
 use fusestep_rmsprop::RmsProp;
 use fusestep_schedule_free::ScheduleFree;
@@ -35,19 +36,19 @@ fn start(planner: &Planner) -> (Plan, State, CpuBackend) {
 }
 
 /// Saves a state file and a checkpoint of a run in a folder.
-fn save(planner: &Planner, folder: &Path) {
+fn both_saved(planner: &Planner, folder: &Path) {
     let (plan, state, backend) = start(planner);
-    state.save(&backend, &folder.join("state")).unwrap();
+    save_state(&state, &backend, &folder.join("state")).unwrap();
     let mut rank = Solo::default();
     let mut comms = Comms::direct(&mut rank);
-    plan.save(&state, &backend, &mut comms, folder, BTreeMap::new()).unwrap();
+    save(RunToSave::of(&plan, &state, &backend), &mut comms, folder, BTreeMap::new()).unwrap();
 }
 
 /// What loading the state file and the checkpoint comes to.
-fn load(planner: &Planner, folder: &Path) -> [Result<(), PlanError>; 2] {
+fn both_loaded(planner: &Planner, folder: &Path) -> [Result<(), PlanError>; 2] {
     let (plan, mut state, backend) = start(planner);
-    let file = state.load(&backend, &folder.join("state")).map(drop);
-    let checkpoint = plan.load(&mut state, &backend, folder).map(drop);
+    let file = load_state(&mut state, &backend, &folder.join("state")).map(drop);
+    let checkpoint = load(RunToLoad::of(&plan, &mut state, &backend), folder).map(drop);
     [file, checkpoint]
 }
 
@@ -78,11 +79,11 @@ fn other_settings_under_which_state_means_something_else_are_refused() {
     ];
     for (saved, other, named) in cases {
         let folder = tempfile::tempdir().unwrap();
-        save(&Planner::new(saved), folder.path());
-        for outcome in load(&Planner::new(saved), folder.path()) {
+        both_saved(&Planner::new(saved), folder.path());
+        for outcome in both_loaded(&Planner::new(saved), folder.path()) {
             outcome.unwrap();
         }
-        for outcome in load(&Planner::new(other), folder.path()) {
+        for outcome in both_loaded(&Planner::new(other), folder.path()) {
             let error = outcome.expect_err(named).to_string();
             assert!(error.contains(named), "{error}");
         }
@@ -179,18 +180,18 @@ fn every_other_setting_that_decides_bits_is_compared_for_every_rule() {
         // In both directions: neither side may lack what the other says.
         for (saved, other) in [(&saved, &other), (&other, &saved)] {
             let folder = tempfile::tempdir().unwrap();
-            save(saved, folder.path());
-            for outcome in load(saved, folder.path()) {
+            both_saved(saved, folder.path());
+            for outcome in both_loaded(saved, folder.path()) {
                 outcome.unwrap();
             }
-            for outcome in load(other, folder.path()) {
+            for outcome in both_loaded(other, folder.path()) {
                 let error = outcome.expect_err(named).to_string();
                 assert!(error.contains(named) && error.contains("--any-settings"), "{error}");
             }
             let (plan, mut state, backend) = start(other);
             state.any_settings();
-            state.load(&backend, &folder.path().join("state")).unwrap();
-            plan.load(&mut state, &backend, folder.path()).unwrap();
+            load_state(&mut state, &backend, &folder.path().join("state")).unwrap();
+            load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
         }
     }
 }
@@ -215,14 +216,16 @@ fn parameters_that_are_excluded_are_compared() {
     for (change, named) in changes {
         let folder = tempfile::tempdir().unwrap();
         let (plan, state, backend) = described(change);
-        state.save(&backend, &folder.path().join("state")).unwrap();
+        save_state(&state, &backend, &folder.path().join("state")).unwrap();
         let (mut rank, texts) = (Solo::default(), BTreeMap::new());
         let mut comms = Comms::direct(&mut rank);
-        plan.save(&state, &backend, &mut comms, folder.path(), texts).unwrap();
+        save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), texts).unwrap();
         for (own, refused) in [(change, false), (|_: &mut ParamDesc| {}, true)] {
             let (plan, mut state, backend) = described(own);
-            let file = state.load(&backend, &folder.path().join("state")).map(drop);
-            for outcome in [file, plan.load(&mut state, &backend, folder.path()).map(drop)] {
+            let file = load_state(&mut state, &backend, &folder.path().join("state")).map(drop);
+            for outcome in
+                [file, load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).map(drop)]
+            {
                 match outcome {
                     Ok(()) => assert!(!refused, "{named}"),
                     Err(error) => assert!(refused && error.to_string().contains(named), "{error}"),
@@ -242,8 +245,8 @@ fn rates_may_change_and_what_a_run_has_changed_itself_is_its_own() {
     ];
     for (saved, other) in cases {
         let folder = tempfile::tempdir().unwrap();
-        save(&Planner::new(saved), folder.path());
-        for outcome in load(&Planner::new(other), folder.path()) {
+        both_saved(&Planner::new(saved), folder.path());
+        for outcome in both_loaded(&Planner::new(other), folder.path()) {
             outcome.unwrap();
         }
     }
@@ -255,8 +258,8 @@ fn rates_may_change_and_what_a_run_has_changed_itself_is_its_own() {
     ] {
         for (saved, other) in [(&saved, &other), (&other, &saved)] {
             let folder = tempfile::tempdir().unwrap();
-            save(saved, folder.path());
-            load(other, folder.path()).into_iter().for_each(Result::unwrap);
+            both_saved(saved, folder.path());
+            both_loaded(other, folder.path()).into_iter().for_each(Result::unwrap);
         }
     }
     // A momentum that is moved as training goes: a run begins as the one before did, or goes on
@@ -264,12 +267,18 @@ fn rates_may_change_and_what_a_run_has_changed_itself_is_its_own() {
     let folder = tempfile::tempdir().unwrap();
     let (plan, mut state, backend) = start(&Planner::new(lars.into()));
     state.set_optimizer(Lars { momentum: 0.7, ..lars }.into()).unwrap();
-    state.save(&backend, &folder.path().join("state")).unwrap();
+    save_state(&state, &backend, &folder.path().join("state")).unwrap();
     let (mut rank, texts) = (Solo::default(), BTreeMap::new());
-    plan.save(&state, &backend, &mut Comms::direct(&mut rank), folder.path(), texts).unwrap();
+    save(
+        RunToSave::of(&plan, &state, &backend),
+        &mut Comms::direct(&mut rank),
+        folder.path(),
+        texts,
+    )
+    .unwrap();
     for (momentum, fits) in [(0.9, true), (0.7, true), (0.8, false)] {
         let planner = Planner::new(Lars { momentum, ..lars }.into());
-        for outcome in load(&planner, folder.path()) {
+        for outcome in both_loaded(&planner, folder.path()) {
             assert_eq!(outcome.is_ok(), fits, "{momentum}");
         }
     }
@@ -291,21 +300,27 @@ fn what_a_run_has_set_or_unset_itself_is_its_own() {
         let folder = tempfile::tempdir().unwrap();
         let (plan, mut state, backend) = start(&Planner::new(began.into()));
         state.set_optimizer(now.into()).unwrap();
-        state.save(&backend, &folder.path().join("state")).unwrap();
+        save_state(&state, &backend, &folder.path().join("state")).unwrap();
         let (mut rank, texts) = (Solo::default(), BTreeMap::new());
-        plan.save(&state, &backend, &mut Comms::direct(&mut rank), folder.path(), texts).unwrap();
+        save(
+            RunToSave::of(&plan, &state, &backend),
+            &mut Comms::direct(&mut rank),
+            folder.path(),
+            texts,
+        )
+        .unwrap();
         for (rule, fits) in [(began, true), (now, true), (other, false)] {
-            for outcome in load(&Planner::new(rule.into()), folder.path()) {
+            for outcome in both_loaded(&Planner::new(rule.into()), folder.path()) {
                 assert_eq!(outcome.is_ok(), fits, "{began:?} to {now:?} as {rule:?}: {outcome:?}");
             }
         }
         // The other way round, too: a run that has changed it takes what it began with.
         let folder = tempfile::tempdir().unwrap();
-        save(&Planner::new(began.into()), folder.path());
+        both_saved(&Planner::new(began.into()), folder.path());
         let (plan, mut state, backend) = start(&Planner::new(began.into()));
         state.set_optimizer(now.into()).unwrap();
-        state.load(&backend, &folder.path().join("state")).unwrap();
-        plan.load(&mut state, &backend, folder.path()).unwrap();
+        load_state(&mut state, &backend, &folder.path().join("state")).unwrap();
+        load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
     }
 }
 
@@ -313,7 +328,7 @@ fn what_a_run_has_set_or_unset_itself_is_its_own() {
 fn other_settings_are_taken_until_the_same_are_asked_for_again() {
     let (saved, own) = (Lars::default(), Lars { momentum: 0.5, ..Lars::default() });
     let folder = tempfile::tempdir().unwrap();
-    save(&Planner::new(saved.into()), folder.path());
+    both_saved(&Planner::new(saved.into()), folder.path());
     let (plan, mut state, backend) = start(&Planner::new(own.into()));
     for taken in [false, true, false] {
         if taken {
@@ -322,8 +337,8 @@ fn other_settings_are_taken_until_the_same_are_asked_for_again() {
             state.same_settings();
         }
         assert_eq!(state.takes_any_settings(), taken);
-        assert_eq!(state.load(&backend, &folder.path().join("state")).is_ok(), taken);
-        assert_eq!(plan.load(&mut state, &backend, folder.path()).is_ok(), taken);
+        assert_eq!(load_state(&mut state, &backend, &folder.path().join("state")).is_ok(), taken);
+        assert_eq!(load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).is_ok(), taken);
     }
 }
 
@@ -334,11 +349,11 @@ fn settings_of_single_parameters_are_compared_too() {
         Planner::new(Adam::default().into()).group(["b"], free.into())
     };
     let folder = tempfile::tempdir().unwrap();
-    save(&planner(0.9), folder.path());
-    for outcome in load(&planner(0.9), folder.path()) {
+    both_saved(&planner(0.9), folder.path());
+    for outcome in both_loaded(&planner(0.9), folder.path()) {
         outcome.unwrap();
     }
-    for outcome in load(&planner(0.8), folder.path()) {
+    for outcome in both_loaded(&planner(0.8), folder.path()) {
         let error = outcome.unwrap_err().to_string();
         assert!(error.contains("`beta1@b`: expected 0.8, found 0.9"), "{error}");
     }
@@ -360,7 +375,7 @@ pub(crate) fn sum_of(texts: &HashMap<String, String>) -> String {
 fn files_from_before_settings_were_in_them_are_read_under_any() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state");
-    save(&Planner::new(ScheduleFree::default().into()), folder.path());
+    both_saved(&Planner::new(ScheduleFree::default().into()), folder.path());
     let file = TensorFile::read(&path).unwrap();
     let mut texts = file.metadata().clone();
     let settings = ["beta1", "warmup_steps", "xxh3", "set"];
@@ -378,7 +393,7 @@ fn files_from_before_settings_were_in_them_are_read_under_any() {
     manifest.version = 4;
     sign(manifest, folder.path());
     let other = ScheduleFree { beta1: 0.5, ..ScheduleFree::default() };
-    for outcome in load(&Planner::new(other.into()), folder.path()) {
+    for outcome in both_loaded(&Planner::new(other.into()), folder.path()) {
         outcome.unwrap();
     }
 }
@@ -391,20 +406,28 @@ fn a_rule_that_has_replaced_the_plans_is_the_one_that_files_name() {
     let file = folder.path().join("state");
     let (plan, mut state, backend) = start(&Planner::new(adam.into()));
     state.set_optimizer(adamw.into()).unwrap();
-    state.save(&backend, &file).unwrap();
+    save_state(&state, &backend, &file).unwrap();
     let (mut rank, texts) = (Solo::default(), BTreeMap::new());
-    plan.save(&state, &backend, &mut Comms::direct(&mut rank), folder.path(), texts).unwrap();
+    save(
+        RunToSave::of(&plan, &state, &backend),
+        &mut Comms::direct(&mut rank),
+        folder.path(),
+        texts,
+    )
+    .unwrap();
     assert_eq!(Manifest::read(folder.path()).unwrap().optimizer, "adamw");
     // By a plan of it, and by one that has it by now.
     for replaced in [false, true] {
         let planned = if replaced { adam } else { adamw };
         let (plan, mut state, backend) = start(&Planner::new(planned.into()));
         if replaced {
-            let refused = plan.load(&mut state, &backend, folder.path()).unwrap_err().to_string();
+            let refused = load(RunToLoad::of(&plan, &mut state, &backend), folder.path())
+                .unwrap_err()
+                .to_string();
             assert!(refused.contains("`optimizer`: expected adam, found adamw"), "{refused}");
             state.set_optimizer(adamw.into()).unwrap();
         }
-        plan.load(&mut state, &backend, folder.path()).unwrap();
-        state.load(&backend, &file).unwrap();
+        load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
+        load_state(&mut state, &backend, &file).unwrap();
     }
 }

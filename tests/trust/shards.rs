@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use fusestep_planner::Manifest;
+use fusestep_checkpoint::Manifest;
 use fusestep_tensor_file::{TensorFile, serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::folders::{expect_saved, load, sign, step_and_save};
+use super::folders::{expect_saved, loaded, sign, step_and_save};
 
 /// Changes the second element of a tensor in the last file that has some of it, and every checksum
 /// with it; which element of the tensor that is.
@@ -54,7 +54,7 @@ fn values_that_no_run_can_have_are_refused_whatever_their_checksums_say() {
         expect_saved(step_and_save(folder.path().into()));
         let at = change(folder.path(), tensor, value);
         assert!(at > 1, "not of the first rank");
-        match (load(folder.path().into()), named) {
+        match (loaded(folder.path().into()), named) {
             (Ok(_), None) => {}
             (Err(error), Some(named)) => {
                 let error = error.to_string();
@@ -74,7 +74,7 @@ fn counts_that_do_not_fit_the_state_are_refused() {
         let mut manifest = Manifest::read(folder.path()).unwrap();
         change(&mut manifest);
         sign(manifest, folder.path());
-        load(folder.path().into()).unwrap_err().to_string()
+        loaded(folder.path().into()).unwrap_err().to_string()
     };
     let none = counts(&|manifest| manifest.step = 0);
     assert!(none.contains("@moment") && none.contains("zeros, since no step"), "{none}");
@@ -91,6 +91,6 @@ fn counts_that_do_not_fit_the_state_are_refused() {
         let at = text.find("\"step\": ").unwrap() + 8;
         let end = at + text[at..].find(',').unwrap();
         fs::write(&path, format!("{}{count}{}", &text[..at], &text[end..])).unwrap();
-        assert!(load(folder.path().into()).is_err(), "{count}");
+        assert!(loaded(folder.path().into()).is_err(), "{count}");
     }
 }

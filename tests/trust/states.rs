@@ -7,6 +7,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use fusestep_adagrad::Adagrad;
+use fusestep_checkpoint::{load, load_state, save, save_state};
 use fusestep_collective::Solo;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
@@ -16,7 +17,9 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
     Backend, BackendError, Launch, LaunchReport, Objective, Reduce, WeightDecay,
 };
-use fusestep_planner::{Comms, Lender, Optimizer, Plan, PlanError, Planner, State, Tensors};
+use fusestep_planner::{
+    Comms, Lender, Optimizer, Plan, PlanError, Planner, RunToLoad, RunToSave, State, Tensors,
+};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 use fusestep_testkit::each_rule;
@@ -34,7 +37,7 @@ fn start(rule: Optimizer) -> (Plan, State, CpuBackend) {
 }
 
 /// Saves the state of a rule after two steps.
-fn save(rule: Optimizer, path: &Path) {
+fn saved_state(rule: Optimizer, path: &Path) {
     let (plan, mut state, backend) = start(rule);
     for (name, numel) in [("a", 5), ("b", 3)] {
         let values: Vec<u8> = (0..numel).flat_map(|at| (at as f32 + 0.5).to_le_bytes()).collect();
@@ -45,13 +48,13 @@ fn save(rule: Optimizer, path: &Path) {
     for _ in 0..2 {
         plan.run(&mut state, &backend).unwrap();
     }
-    state.save(&backend, path).unwrap();
+    save_state(&state, &backend, path).unwrap();
 }
 
-fn load(rule: Optimizer, path: &Path) -> Result<Option<String>, PlanError> {
+fn loaded(rule: Optimizer, path: &Path) -> Result<Option<String>, PlanError> {
     let (_, mut state, backend) = start(rule);
     let before = format!("{state:?}");
-    let outcome = state.load(&backend, path);
+    let outcome = load_state(&mut state, &backend, path);
     if outcome.is_err() {
         assert_eq!(format!("{state:?}"), before, "a load that failed has changed the state");
     }
@@ -79,9 +82,9 @@ fn state_of_another_rule_or_direction_is_refused() {
         Lars::default().into(),
     ];
     for saved in rules {
-        save(saved, &path);
+        saved_state(saved, &path);
         for other in rules {
-            let outcome = load(other, &path);
+            let outcome = loaded(other, &path);
             if saved == other {
                 assert!(outcome.unwrap().is_some(), "it says whose parameters it belongs to");
                 continue;
@@ -95,12 +98,12 @@ fn state_of_another_rule_or_direction_is_refused() {
             );
         }
     }
-    save(Adam::default().into(), &path);
-    let error = load(Sgd::default().into(), &path).unwrap_err().to_string();
+    saved_state(Adam::default().into(), &path);
+    let error = loaded(Sgd::default().into(), &path).unwrap_err().to_string();
     assert!(error.contains("rule and settings keep other tensors"), "{error}");
-    save(momentum().into(), &path);
+    saved_state(momentum().into(), &path);
     let turned = Sgd { objective: Objective::Maximize, ..momentum() };
-    let error = load(turned.into(), &path).unwrap_err().to_string();
+    let error = loaded(turned.into(), &path).unwrap_err().to_string();
     assert!(error.contains("expected maximize, found minimize"), "{error}");
 }
 
@@ -132,13 +135,13 @@ fn without_checksums(texts: &mut HashMap<String, String>) {
 fn every_flipped_bit_is_noticed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state");
-    save(Adam::default().into(), &path);
+    saved_state(Adam::default().into(), &path);
     let intact = fs::read(&path).unwrap();
     for bit in (0..intact.len() * 8).step_by(5) {
         let mut damaged = intact.clone();
         damaged[bit / 8] ^= 1 << (bit % 8);
         fs::write(&path, &damaged).unwrap();
-        let error = load(Adam::default().into(), &path);
+        let error = loaded(Adam::default().into(), &path);
         // A bit of the header may be one that means nothing, such as a space for another.
         let same = TensorFile::read(&path).is_ok_and(|file| {
             let whole = TensorFile::parse(&path, intact.clone()).unwrap();
@@ -164,7 +167,7 @@ fn changed_counts_and_newer_or_foreign_files_are_refused() {
         ("version", "3", "newer fusestep"),
         ("format", "pt", "expected fusestep-state, found pt"),
     ] {
-        save(rule.into(), &path);
+        saved_state(rule.into(), &path);
         rewrite(
             &path,
             |_, _| {},
@@ -172,17 +175,17 @@ fn changed_counts_and_newer_or_foreign_files_are_refused() {
                 texts.insert(key.to_owned(), value.to_owned());
             },
         );
-        let error = load(rule.into(), &path).unwrap_err().to_string();
+        let error = loaded(rule.into(), &path).unwrap_err().to_string();
         assert!(error.contains(named), "{key} = {value}: {error}");
     }
     for key in ["format", "version", "xxh3"] {
-        save(rule.into(), &path);
+        saved_state(rule.into(), &path);
         rewrite(&path, |_, _| {}, |texts| drop(texts.remove(key)));
-        let error = load(rule.into(), &path).unwrap_err().to_string();
+        let error = loaded(rule.into(), &path).unwrap_err().to_string();
         let said = "expected metadata of a whole state";
         assert!(error.contains(key) && error.contains(said), "{key}: {error}");
     }
-    save(rule.into(), &path);
+    saved_state(rule.into(), &path);
     rewrite(
         &path,
         |_, _| {},
@@ -191,7 +194,7 @@ fn changed_counts_and_newer_or_foreign_files_are_refused() {
             texts.insert("step".to_owned(), u64::MAX.to_string());
         },
     );
-    let error = load(rule.into(), &path).unwrap_err().to_string();
+    let error = loaded(rule.into(), &path).unwrap_err().to_string();
     assert!(error.contains("9007199254740992 at most"), "{error}");
 }
 
@@ -218,14 +221,14 @@ fn files_of_the_first_version_are_read_and_impossible_values_refused() {
         (adam, "b@moment2", f32::INFINITY, Some("inf at element 1")),
         (adagrad, "b@sum", -0.5, Some("-0.5 at element 1")),
     ] {
-        save(rule, &path);
+        saved_state(rule, &path);
         let change = |name: &str, bytes: &mut Vec<u8>| {
             if name == tensor {
                 bytes[4..8].copy_from_slice(&value.to_le_bytes());
             }
         };
         rewrite(&path, change, without_checksums);
-        match (load(rule, &path), named) {
+        match (loaded(rule, &path), named) {
             (Ok(parameters), None) => assert_eq!(parameters, None),
             (Err(error), Some(named)) => {
                 let error = error.to_string();
@@ -247,7 +250,7 @@ fn state_of_parameters_that_have_taken_no_step_is_zero() {
         for (key, value) in
             [("step", "0"), ("step@a", "0"), ("step", "-1"), ("step", "NaN"), ("step", "1.0")]
         {
-            save(rule, &path);
+            saved_state(rule, &path);
             for old in [true, false] {
                 rewrite(
                     &path,
@@ -262,13 +265,13 @@ fn state_of_parameters_that_have_taken_no_step_is_zero() {
                         }
                     },
                 );
-                let error = load(rule, &path).unwrap_err().to_string();
+                let error = loaded(rule, &path).unwrap_err().to_string();
                 let named = match value {
                     "0" => "expected zeros, since no step has been taken",
                     _ => "a count of steps",
                 };
                 assert!(error.contains(named), "{rule:?} {key} {value}: {error}");
-                save(rule, &path);
+                saved_state(rule, &path);
             }
         }
         // A tensor that is missing, and a file that does not say of which rule it is.
@@ -281,11 +284,11 @@ fn state_of_parameters_that_have_taken_no_step_is_zero() {
             without_checksums(&mut texts);
             let other = folder.path().join("other");
             write_atomically(&other, &tensors.collect::<Vec<_>>(), texts).unwrap();
-            let error = load(rule, &other).unwrap_err().to_string();
+            let error = loaded(rule, &other).unwrap_err().to_string();
             assert!(error.contains(left_out) && error.contains("no such tensor"), "{error}");
         }
         rewrite(&path, |_, _| {}, |texts| texts.retain(|key, _| key == "step"));
-        let error = load(rule, &path).unwrap_err().to_string();
+        let error = loaded(rule, &path).unwrap_err().to_string();
         assert!(error.contains("`optimizer`") && error.contains("found none"), "{error}");
     }
 }
@@ -329,7 +332,7 @@ fn what_a_failed_step_was_to_leave_out_is_no_concern_of_the_step_behind_a_load()
     let plan = Planner::new(momentum().into()).tensors(Tensors::Borrowed).plan(&params()).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
-    state.save(&backend, &path).unwrap();
+    save_state(&state, &backend, &path).unwrap();
     let lender = &mut FailsOnce(backend, false);
     state.set_without_gradient("b").unwrap();
     plan.run_borrowed(&mut state, lender).unwrap_err();
@@ -337,7 +340,7 @@ fn what_a_failed_step_was_to_leave_out_is_no_concern_of_the_step_behind_a_load()
     state.set_without_gradient("b").unwrap();
     let refused = plan.run_borrowed(&mut state, lender);
     assert_eq!(refused.unwrap_err(), PlanError::Poisoned { step: 1 });
-    state.load(lender.backend(), &path).unwrap();
+    load_state(&mut state, lender.backend(), &path).unwrap();
     assert_eq!(plan.run_borrowed(&mut state, lender).unwrap().without_gradient, 0);
     assert_eq!(state.step_of("b").unwrap(), 1);
 }
@@ -354,24 +357,27 @@ fn a_save_that_nobody_could_load_is_refused_and_names_the_tensor() {
     state.write(&backend, Role::Moment1, "b", bytes).unwrap();
     let file = folder.path().join("state");
     let checkpoint = folder.path().join("checkpoint");
-    let save = |state: &State| {
+    let save_both = |state: &State| {
         let (mut rank, texts) = (Solo::default(), BTreeMap::new());
         let mut comms = Comms::direct(&mut rank);
-        let saved = plan.save(state, &backend, &mut comms, &checkpoint, texts);
-        [state.save(&backend, &file), saved]
+        let saved = save(RunToSave::of(&plan, state, &backend), &mut comms, &checkpoint, texts);
+        [save_state(&state, &backend, &file), saved]
     };
     for steps in [[0, 0], [3, 0]] {
         state.set_steps(steps.into_iter());
-        for outcome in save(&state) {
+        for outcome in save_both(&state) {
             let error = outcome.unwrap_err().to_string();
             assert!(error.contains("b@moment1") && error.contains("set_step"), "{error}");
         }
-        assert!(!file.exists() && plan.load(&mut state, &backend, &checkpoint).is_err());
+        assert!(
+            !file.exists()
+                && load(RunToLoad::of(&plan, &mut state, &backend), &checkpoint).is_err()
+        );
     }
     state.set_steps([0, 3].into_iter());
-    for outcome in save(&state) {
+    for outcome in save_both(&state) {
         outcome.unwrap();
     }
-    state.load(&backend, &file).unwrap();
-    plan.load(&mut state, &backend, &checkpoint).unwrap();
+    load_state(&mut state, &backend, &file).unwrap();
+    load(RunToLoad::of(&plan, &mut state, &backend), &checkpoint).unwrap();
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fusestep_planner::Checkpoints;
+use fusestep_checkpoint::Checkpoints;
 #[cfg(doc)]
 use fusestep_planner::PlanError;
 

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use candle_core::{Tensor, Var, WithDType};
 use fusestep::{OptionError, Session};
+use fusestep_checkpoint::save_state;
 use fusestep_collective::Communicator;
 use fusestep_planner::{Plan, State, StepReport};
 use fusestep_tensor::{Element, Role};
@@ -231,7 +232,7 @@ impl<P: Params> Fused<'_, P> {
     /// an existing file is as it was then.
     pub fn save(&self, path: impl AsRef<Path>) -> candle_core::Result<()> {
         self.names.check()?;
-        let saved = self.state().save(self.session.backend(), path.as_ref());
+        let saved = save_state(self.state(), self.session.backend(), path.as_ref());
         Ok(saved.map_err(AdapterError::from)?)
     }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
-use fusestep_planner::{MAX_SHARDS, Manifest};
+use fusestep_checkpoint::{MAX_SHARDS, Manifest};
 use fusestep_tensor::{Quoted, counted};
 use serde::Serialize;
 

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::{bail, ensure};
 use clap::Args;
+use fusestep_checkpoint::{StateTensors, load_state};
 use fusestep_coalesce::zeroed_bytes;
 use fusestep_launch::Backend;
 use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport, Topology};
@@ -144,7 +145,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     }
     drop(grads);
     if let Some(path) = &args.state {
-        load_state(args, path, &mut state, backend.as_ref())?;
+        read_state(args, path, &mut state, backend.as_ref())?;
         // A state file of more steps could not be read again.
         let (taken, more) = (state.step(), args.steps as u64);
         ensure!(
@@ -225,7 +226,7 @@ fn run_steps(
 }
 
 /// Reads the state, which must belong to these parameters.
-fn load_state(
+fn read_state(
     args: &StepArgs,
     path: &Path,
     state: &mut State,
@@ -234,7 +235,7 @@ fn load_state(
     if args.any_settings {
         state.any_settings();
     }
-    let expected = state.load(backend, path)?;
+    let expected = load_state(state, backend, path)?;
     let found = state.parameters_xxh3(backend)?;
     if let (Some(expected), Some(found)) = (expected, found)
         && expected != found
@@ -340,7 +341,7 @@ fn prepare_files(
     }
     let mut non_finite = Vec::new();
     if let Some(path) = &args.state_out {
-        let state = state.to_tensors(backend)?;
+        let state = StateTensors::of(state, backend)?;
         non_finite.extend(state.non_finite().map(str::to_owned));
         files.push(Prepared::tensors(path, &state.tensors, state.metadata)?);
     }

@@ -17,6 +17,7 @@ pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
 #[cfg(feature = "adamax")]
 pub use fusestep_adamax::{self as adamax, AdamaxTensors};
 pub use fusestep_amp as amp;
+pub use fusestep_checkpoint::{self as checkpoint, Checkpoints};
 pub use fusestep_coalesce as coalesce;
 pub use fusestep_collective::{self as collective, Communicator};
 pub use fusestep_cpu::{BorrowedPiece, CpuBackend};
@@ -38,9 +39,9 @@ pub use fusestep_lion::{self as lion, LionTensors};
 #[cfg(feature = "nadam")]
 pub use fusestep_nadam::{self as nadam, NAdamTensors};
 pub use fusestep_planner::{
-    self as planner, Checkpoints, ClipByGlobalNorm, DeviceParams, Distributed, GatheredParams,
-    GradMut, GradReport, Initial, LossScale, LossScaling, MicroStepReport, Note, Optimizer, Phase,
-    Plan, PlanError, Planner, Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
+    self as planner, ClipByGlobalNorm, DeviceParams, Distributed, GatheredParams, GradMut,
+    GradReport, Initial, LossScale, LossScaling, MicroStepReport, Note, Optimizer, Phase, Plan,
+    PlanError, Planner, Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
 };
 #[cfg(feature = "rmsprop")]
 pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};

@@ -1,18 +1,11 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
-mod checkpoint;
 mod error;
 mod plan;
 mod run;
 
-pub use checkpoint::{
-    BorrowedParams, CheckpointFolder, Checkpoints, FolderLock, MAX_SHARDS, Manifest, OpenRun,
-    OpenWindow, Remembered, RunToLoad, RunToSave, Saved, Saves, ShardSpec, StateTensors,
-    TensorSpec, Verified, WholeTensors,
-};
 pub use error::PlanError;
-pub(crate) use error::Result;
 pub use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 pub use fusestep_launch::Precision;
 pub use fusestep_schedule::{Phase, Schedule, ScheduleError};
@@ -44,6 +37,10 @@ pub use plan::value::Plan;
 pub use run::comms::calls::Comms;
 pub use run::executor::Lender;
 pub use run::graph::{RankGraph, StepGraph};
+pub use run::image::borrowed::{BorrowedParams, RunToLoad, RunToSave};
+pub use run::image::counts::RunCounts;
+pub use run::image::rules::RulesImage;
+pub use run::image::value::{List, ListImage, ParamImage, PartImage, RunImage};
 pub use run::memory::device_params::DeviceParams;
 pub use run::memory::gradient_view::GradMut;
 pub use run::memory::state::{MAX_STEPS, State};

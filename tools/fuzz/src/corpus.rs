@@ -7,9 +7,10 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 
 use anyhow::Result;
+use fusestep_checkpoint::{Manifest, StateTensors, save};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Comms, Manifest, Planner, Shard, StateTensors, Topology, ZeroStage};
+use fusestep_planner::{Comms, Planner, RunToSave, Shard, Topology, ZeroStage};
 use fusestep_tensor::{DType, Role};
 use fusestep_tensor_file::serialize;
 use rand::{RngExt, SeedableRng};
@@ -95,7 +96,7 @@ fn state(first: u8) -> Result<StateTensors> {
         state.write(&backend, Role::Grad, &desc.name, &bytes)?;
     }
     plan.run(&mut state, &backend)?;
-    Ok(state.to_tensors(&backend)?)
+    Ok(StateTensors::of(&state, &backend)?)
 }
 
 /// A checkpoint of two files.
@@ -108,7 +109,12 @@ fn checkpoint(folder: &Path) -> Result<()> {
     let state = plan.allocate(&backend)?;
     let one = folder.join("one");
     let texts = BTreeMap::from([("at".to_owned(), "0".to_owned())]);
-    plan.save(&state, &backend, &mut Comms::direct(&mut comm), one.as_path(), texts)?;
+    save(
+        RunToSave::of(&plan, &state, &backend),
+        &mut Comms::direct(&mut comm),
+        one.as_path(),
+        texts,
+    )?;
     Manifest::read(&one)?.reshard(one.as_path(), folder, 2)?;
     Ok(())
 }

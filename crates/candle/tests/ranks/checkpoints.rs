@@ -30,7 +30,7 @@ fn adamw(vars: &[(String, Var)], options: &Options) -> AdamW {
 
 /// The model's file of the checkpoint that counts.
 fn model_file(folder: &Path) -> PathBuf {
-    let manifest = fusestep_planner::Manifest::read(folder).unwrap();
+    let manifest = fusestep_checkpoint::Manifest::read(folder).unwrap();
     folder.join(manifest.generation).join("model.safetensors")
 }
 

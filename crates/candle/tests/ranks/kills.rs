@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::{AdamW, Fused, Options};
-use fusestep_planner::Manifest;
+use fusestep_checkpoint::Manifest;
 
 use super::{all_bits, exact, on_ranks, tensor};
 

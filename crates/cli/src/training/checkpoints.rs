@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{bail, ensure};
-use fusestep_planner::{Manifest, PlanError};
+use fusestep_checkpoint::Manifest;
+use fusestep_planner::PlanError;
 use fusestep_tensor::Quoted;
 
 use super::run::Run;

@@ -3,8 +3,8 @@ use super::cpu;
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, Memory};
 use fusestep_planner::{
-    ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, ScalePolicy,
-    State, TableKind,
+    ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, RunImage,
+    ScalePolicy, State, TableKind,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, outcome};
@@ -94,7 +94,7 @@ pub(crate) fn train(
     }
     if way != WayOfStep::Run {
         assert_eq!(state.step(), 0, "the host has not asked");
-        let error = state.to_tensors(backend).unwrap_err();
+        let error = RunImage::default().take_state(&state, backend).unwrap_err();
         assert_eq!(error, PlanError::Unsettled { pending: 8 });
         state.settle(backend).unwrap();
     }

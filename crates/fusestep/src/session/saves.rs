@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use fusestep_planner::{BorrowedParams, Checkpoints, Initial, PlanError, RunToLoad, RunToSave};
+use fusestep_checkpoint::{Checkpoints, load_state};
+use fusestep_planner::{BorrowedParams, Initial, PlanError, RunToLoad, RunToSave};
 #[cfg(doc)]
 use fusestep_planner::{Plan, State};
 
@@ -62,8 +63,8 @@ impl Session<'_> {
     ) -> Result<Option<T>, PlanError> {
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let backend = self.backend.as_ref();
-        let run = RunToLoad { state: &mut self.state, backend, params };
-        let resumed = checkpoints.resume_with(plan, run, comms, folder, check);
+        let run = RunToLoad { plan, state: &mut self.state, backend, params };
+        let resumed = checkpoints.resume_with(run, comms, folder, check);
         let resumed = self.saving.noted_by_all(resumed)?;
         if resumed.is_some() {
             (self.met, self.brings) = (false, Initial::OwnAndEqual);
@@ -148,17 +149,17 @@ impl Session<'_> {
         self.tell_of_save()?;
         self.meet()?;
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
-        let run = RunToSave { state: &self.state, backend: self.backend.as_ref(), params };
-        let begun = checkpoints.begin_with(plan, run, comms, folder, texts);
+        let run = RunToSave { plan, state: &self.state, backend: self.backend.as_ref(), params };
+        let begun = checkpoints.begin_with(run, comms, folder, texts);
         self.saving.noted_by_all(begun)
     }
 
-    /// Reads a file that [`State::save`] wrote: the rule's own tensors and the counts of steps.
+    /// Reads a file that [`save_state`](fusestep_checkpoint::save_state) wrote: the rule's own tensors and the counts of steps.
     ///
     /// # Errors
-    /// As [`State::load`]; nothing has changed then.
+    /// As [`load_state`]; nothing has changed then.
     pub fn load_state(&mut self, path: impl AsRef<Path>) -> Result<(), PlanError> {
-        self.attempt(|run| run.state.load(run.backend, path.as_ref()))?;
+        self.attempt(|run| load_state(run.state, run.backend, path.as_ref()))?;
         self.meet_again();
         Ok(())
     }
@@ -169,8 +170,8 @@ impl Session<'_> {
     /// # Errors
     /// As [`Checkpoints::own_folder`].
     pub fn own_folder(&mut self, folder: impl AsRef<Path>) -> Result<(), PlanError> {
-        let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
-        let owned = checkpoints.own_folder(plan, comms, folder.as_ref());
+        let Saving { comms, checkpoints, .. } = &mut self.saving;
+        let owned = checkpoints.own_folder(comms, folder.as_ref());
         self.saving.noted_by_all(owned)
     }
 
@@ -219,8 +220,8 @@ impl Session<'_> {
     /// Hears of a save that has failed.
     pub(super) fn look_after_saves(&mut self) -> Result<(), PlanError> {
         if self.saving.checkpoints.in_flight() {
-            let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
-            let polled = checkpoints.poll(plan, comms);
+            let Saving { comms, checkpoints, .. } = &mut self.saving;
+            let polled = checkpoints.poll(comms);
             self.saving.noted_by_all(polled)?;
         }
         Ok(())

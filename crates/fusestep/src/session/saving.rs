@@ -1,6 +1,7 @@
 //! A session's saves, which its end completes.
 
-use fusestep_planner::{Checkpoints, Comms, Plan, PlanError};
+use fusestep_checkpoint::Checkpoints;
+use fusestep_planner::{Comms, Plan, PlanError};
 
 /// Plan, calls and saves of a session.
 pub(super) struct Saving<'c> {
@@ -40,7 +41,7 @@ impl<'c> Saving<'c> {
 
     /// Waits for the save in flight; all ranks do.
     pub(super) fn finish(&mut self) -> Result<(), PlanError> {
-        let finished = self.checkpoints.finish(&self.plan, &mut self.comms);
+        let finished = self.checkpoints.finish(&mut self.comms);
         self.noted_by_all(finished).map(drop)
     }
 }

@@ -1,9 +1,10 @@
 //! From settings to a session, of one rank or of many, and what ranks compare before they train.
 
+use fusestep_checkpoint::Checkpoints;
 use fusestep_collective::{Communicator, require_alone};
 #[cfg(doc)]
 use fusestep_planner::Plan;
-use fusestep_planner::{Checkpoints, Comms, Initial, PlanError, Reach, State, Tensors, Topology};
+use fusestep_planner::{Comms, Initial, PlanError, Reach, State, Tensors, Topology};
 use fusestep_tensor::ParamDesc;
 
 use super::saving::Saving;

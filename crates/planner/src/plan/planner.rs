@@ -181,12 +181,7 @@ impl Planner {
             schedule.validate()?;
         }
         let mut plan = self.naive_plan(params, topology)?;
-        let mut passes: Vec<_> = self.passes.iter().collect();
-        passes.sort_by_key(|pass| pass.acts_on());
-        for pass in passes {
-            pass.rewrite(&mut plan)?;
-        }
-        order::finish(&mut plan, self.table)?;
+        order::rewrite(&mut plan, self.passes.iter(), self.table)?;
         let reads_or_derives = plan.gradients.rule().is_some() || plan.update_norms;
         if reads_or_derives || plan.table == TableKind::Resident {
             let naive = self.naive_with_passes_of(&plan);
@@ -201,7 +196,7 @@ impl Planner {
         (naive.gradients, naive.update_norms) = (plan.gradients, plan.update_norms);
         // Ranks that average read whole gradients, not parts of buckets.
         naive.stages.extend(plan.averaging().map(Stage::Average));
-        order::finish(&mut naive, self.table).ok()?;
+        order::rewrite(&mut naive, std::iter::empty(), self.table).ok()?;
         Some(naive)
     }
 

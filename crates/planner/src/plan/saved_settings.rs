@@ -1,4 +1,4 @@
-//! Settings of a plan as state files and manifests have them.
+//! Settings of a plan that the files of its runs keep.
 
 use std::collections::BTreeMap;
 
@@ -7,23 +7,16 @@ use fusestep_launch::Precision;
 use crate::plan::settings::Accumulated;
 use crate::plan::value::Plan;
 
-/// Key of a setting as it is now.
-pub(crate) const NOW: &str = "set.";
-
-/// Key of the policy of a loss scale. A fixed scale keeps itself, and none is 1: only policies that
-/// move it are compared.
-pub(crate) const SCALING: &str = "loss_scaling";
-
-/// Settings of a plan that decide bits and are not the default, under the keys that files have.
+/// Settings of a plan that decide bits and are not the default, by name.
 pub(crate) fn saved_settings(plan: &Plan) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
-    let mut add = |key: String, value: String| all.insert(format!("{NOW}{key}"), value);
+    let mut add = |key: String, value: String| all.insert(key, value);
     if let Some(max_norm) = plan.gradients.max_norm {
         add("clip_norm".to_owned(), max_norm.value().to_string());
     }
     let scale = plan.gradients.loss_scale.map(|scale| scale.policy());
     if let Some(policy) = scale.filter(|policy| !policy.is_fixed()) {
-        add(SCALING.to_owned(), policy.to_string());
+        add("loss_scaling".to_owned(), policy.to_string());
     }
     if plan.accumulation().is_some_and(|rule| rule.accumulated == Accumulated::Sum) {
         add("accumulated".to_owned(), "sum".to_owned());

@@ -63,6 +63,11 @@ impl GradientAccumulation {
         self.reduced = reduced;
         self
     }
+
+    /// Whether gradients are reduced in every one of several micro-steps.
+    pub fn reduces_each(self) -> bool {
+        self.every.get() > 1 && self.reduced == ReducedWhen::PerMicroStep
+    }
 }
 
 /// Text by which ranks compare the setting: `4 micro-steps, their mean, reduced once per update`.

@@ -14,8 +14,8 @@ use crate::plan::group::{ParameterGroup, ParameterGroups};
 use crate::plan::note::{Note, Verdict};
 use crate::plan::rule::{Optimizer, Precisions};
 use crate::plan::settings::{
-    Caps, GradientAccumulation, Gradients, Grain, LocalSgd, Ownership, ReducedWhen, TableKind,
-    Tensors, ZeroStage,
+    Caps, GradientAccumulation, Gradients, Grain, LocalSgd, Ownership, TableKind, Tensors,
+    ZeroStage,
 };
 use crate::plan::stage::{Norm, Optimize, Stage, When};
 use crate::plan::storage::{Extent, StorageSpec};
@@ -88,6 +88,11 @@ impl Plan {
     /// If the plan has no such parameter.
     pub fn optimizer_of(&self, param: usize) -> &Optimizer {
         &self.rules[self.rule_of[param] as usize]
+    }
+
+    /// Keeper of parameters and gradients.
+    pub fn tensors(&self) -> Tensors {
+        self.tensors
     }
 
     /// The schedule that multiplies the learning rates of all rules.
@@ -197,10 +202,7 @@ impl Plan {
 
     /// Whether gradients are reduced in every micro-step.
     pub(crate) fn reduces_each(&self) -> bool {
-        let each = |rule: GradientAccumulation| {
-            rule.every.get() > 1 && rule.reduced == ReducedWhen::PerMicroStep
-        };
-        self.accumulation().is_some_and(each)
+        self.accumulation().is_some_and(GradientAccumulation::reduces_each)
     }
 
     /// Whether ranks reduce and update buckets in one pass.

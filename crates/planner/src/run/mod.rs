@@ -5,6 +5,7 @@ pub(crate) mod comms;
 pub(crate) mod executor;
 pub(crate) mod gather_on_device;
 pub(crate) mod graph;
+pub(crate) mod image;
 pub(crate) mod masters;
 pub(crate) mod memory;
 pub(crate) mod micro_step;

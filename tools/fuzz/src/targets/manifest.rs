@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fusestep_planner::{CheckpointFolder, Manifest};
+use fusestep_checkpoint::{CheckpointFolder, Manifest};
 use fusestep_tensor_file::Files;
 use fusestep_testkit::SimulatedDisk;
 

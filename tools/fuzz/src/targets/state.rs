@@ -3,6 +3,7 @@
 use std::fs;
 use std::num::NonZeroUsize;
 
+use fusestep_checkpoint::{StateTensors, load_state};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
@@ -56,11 +57,11 @@ fn tried(first: u8, file: &[u8]) -> Result<Outcome, anyhow::Error> {
     let path = folder.path().join("state");
     fs::write(&path, file)?;
     let written = |state: &State| -> Result<Vec<u8>, PlanError> {
-        let saved = state.to_tensors(&backend)?;
+        let saved = StateTensors::of(&state, &backend)?;
         Ok(serialize(&path, &saved.tensors, saved.metadata)?)
     };
     let before = written(&state)?;
-    let outcome = state.load(&backend, &path);
+    let outcome = load_state(&mut state, &backend, &path);
     let after = written(&state)?;
     if let Err(error) = outcome {
         let text = error.to_string().replace(&path.display().to_string(), "");
@@ -71,7 +72,7 @@ fn tried(first: u8, file: &[u8]) -> Result<Outcome, anyhow::Error> {
         });
     }
     fs::write(&path, &after)?;
-    state.load(&backend, &path)?;
+    load_state(&mut state, &backend, &path)?;
     Ok(if written(&state)? == after {
         Ok("loaded".to_owned())
     } else {

@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fusestep_planner::{CheckpointFolder, Manifest};
+use fusestep_checkpoint::{CheckpointFolder, Manifest};
 use fusestep_tensor_file::Files;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

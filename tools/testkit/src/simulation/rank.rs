@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use fusestep_checkpoint::{CheckpointFolder, Manifest, Saves, load, save};
 use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{
-    CheckpointFolder, Comms, Manifest, Plan, PlanError, RunToSave, Saves, State, Topology,
-};
+use fusestep_planner::{Comms, Plan, PlanError, RunToLoad, RunToSave, State, Topology};
 use fusestep_tensor::Role;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -55,12 +54,12 @@ impl Rank<'_> {
         self.finish_saves()?;
         let comms = &mut self.comms;
         if let Some(saves) = &mut self.saves {
-            let run = RunToSave { state: &self.state, backend: &self.backend, params: None };
-            saves.begin(self.plan, run, comms, path, caller)?;
+            let run = RunToSave::of(&self.plan, &self.state, &self.backend);
+            saves.begin(run, comms, path, caller)?;
             self.saving = at;
         } else {
             let folder = CheckpointFolder::of(self.files.as_ref(), path);
-            self.plan.save(&self.state, &self.backend, comms, folder, caller)?;
+            save(RunToSave::of(&self.plan, &self.state, &self.backend), comms, folder, caller)?;
             (self.told.saved)(at);
         }
         Ok(())
@@ -69,7 +68,7 @@ impl Rank<'_> {
     /// Polls the save in flight.
     fn poll_saves(&mut self) -> Result<(), PlanError> {
         if let Some(saves) = &mut self.saves
-            && saves.poll(self.plan, &mut self.comms)?.is_some()
+            && saves.poll(&mut self.comms)?.is_some()
         {
             (self.told.saved)(self.saving);
         }
@@ -79,7 +78,7 @@ impl Rank<'_> {
     /// Waits for the save in flight.
     fn finish_saves(&mut self) -> Result<(), PlanError> {
         if let Some(saves) = &mut self.saves
-            && saves.finish(self.plan, &mut self.comms)?.is_some()
+            && saves.finish(&mut self.comms)?.is_some()
         {
             (self.told.saved)(self.saving);
         }
@@ -146,7 +145,7 @@ fn resume(
     if Manifest::read_if_any(folder).map_err(told)?.is_none() {
         return Ok(0);
     }
-    let caller = plan.load(state, backend, folder).map_err(told)?;
+    let caller = load(RunToLoad::of(&plan, state, backend), folder).map_err(told)?;
     let at = caller.get(AT).and_then(|text| text.parse().ok());
     Ok(at.ok_or("no position")?)
 }

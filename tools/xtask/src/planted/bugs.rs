@@ -130,7 +130,7 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: folders that are made are not durable",
-        file: "crates/planner/src/checkpoint/generation.rs",
+        file: "crates/checkpoint/src/generation.rs",
         from: r"        sync(folder, or_this(above))?;
 ",
         to: r"        let _ = or_this(above);
@@ -139,7 +139,7 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: a manifest is built upon that a loss of power takes back",
-        file: "crates/planner/src/checkpoint/generation.rs",
+        file: "crates/checkpoint/src/generation.rs",
         from: r"            sync(folder, folder.path)?;
 ",
         to: "",
@@ -147,14 +147,14 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: a mark may go before its shards",
-        file: "crates/planner/src/checkpoint/generation.rs",
+        file: "crates/checkpoint/src/generation.rs",
         from: r" && sync(folder, &path).is_ok()",
         to: "",
         tool: Tool::Test("fusestep-tests", "trust", "saves_of_one_step"),
     },
     Bug {
         name: "save: the old generation goes before the new one counts",
-        file: "crates/planner/src/checkpoint/commits.rs",
+        file: "crates/checkpoint/src/commits.rs",
         from: r"    Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
     let counts = Some(manifest.generation.as_str());
     generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());",
@@ -165,7 +165,7 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: the generation before stays for ever",
-        file: "crates/planner/src/checkpoint/commits.rs",
+        file: "crates/checkpoint/src/commits.rs",
         from: r"    generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());
 ",
         to: r"    let _ = (generation::remove_but, counts);
@@ -175,97 +175,98 @@ pub(super) const BUGS: &[Bug] = &[
     },
     Bug {
         name: "save: a second save of a step writes over the first",
-        file: "crates/planner/src/checkpoint/generation.rs",
+        file: "crates/checkpoint/src/generation.rs",
         from: "if counts == Some(name.as_str()) || !found",
         to: "if !found",
         tool: Tool::Test("fusestep-tests", "distributed", "saving_twice"),
     },
     Bug {
         name: "save: folders of other checkpoints are taken",
-        file: "crates/planner/src/checkpoint/generation.rs",
+        file: "crates/checkpoint/src/generation.rs",
         from: "Some(mark) => mark.checkpoint == begun.checkpoint && begun.has(&self.name()),",
         to: "Some(_) => true,",
         tool: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
     },
     Bug {
         name: "save: generations that were not begun here are removed",
-        file: "crates/planner/src/checkpoint/generation.rs",
+        file: "crates/checkpoint/src/generation.rs",
         from: "let mut names = begun.there(folder);",
         to: "let mut names = folder.files.list(folder.path).unwrap_or_default();",
         tool: Tool::Test("fusestep-tests", "trust", "a_generation_of_a_copy"),
     },
     Bug {
         name: "save: other ranks' files are not looked for",
-        file: "crates/planner/src/checkpoint/commits.rs",
+        file: "crates/checkpoint/src/commits.rs",
         from: "let seen = manifest.check_shards_seen(folder);",
         to: "let seen: Result<(), PlanError> = Ok(());",
         tool: Tool::Test("fusestep-tests", "trust", "rank_0_does_not_see"),
     },
     Bug {
         name: "save: an error of another rank is no error",
-        file: "crates/planner/src/checkpoint/agree.rs",
-        from: r"on_outcome(plan, comms, written.map(drop))?;
+        file: "crates/checkpoint/src/agree.rs",
+        from: r"on_outcome(comms, written.map(drop))?;
     let said",
-        to: r"let _ = on_outcome(plan, comms, written.map(drop));
+        to: r"let _ = on_outcome(comms, written.map(drop));
     let said",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save behind: parts go on before all ranks have done theirs",
-        file: "crates/planner/src/checkpoint/behind.rs",
-        from: "let is_busy = flight.outcome.is_none();",
-        to: "let is_busy = false;",
+        file: "crates/checkpoint/src/saves.rs",
+        from: "own.flight.is_busy(comms, own.outcome.is_none())",
+        to: "own.flight.is_busy(comms, false)",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save behind: a save counts before its manifest is written",
-        file: "crates/planner/src/checkpoint/behind.rs",
-        from: r"    saves.flight = Some(flight);
-    Ok(None)
+        file: "crates/checkpoint/src/saves.rs",
+        from: r"                self.flight = Some(own);
+                Ok(None)
 ",
-        to: r"    let step = flight.step;
-    let said = (flight.phase == Phase::Commit).then_some(Saved { step });
-    saves.flight = Some(flight);
-    Ok(said)
+        to: r"                let step = own.flight.step;
+                let said = (own.flight.phase == crate::flight::Phase::Commit).then_some(Saved { step });
+                self.flight = Some(own);
+                Ok(said)
 ",
         tool: Tool::Simulate,
     },
     Bug {
         name: "save behind: nobody hears of an error of the last part",
-        file: "crates/planner/src/checkpoint/behind.rs",
-        from: "agree::on_outcome(plan, comms, outcome.map(drop))?;",
-        to: "let _ = agree::on_outcome(plan, comms, outcome.map(drop));",
+        file: "crates/checkpoint/src/flight.rs",
+        from: "agree::on_outcome(comms, outcome.map(drop))?;",
+        to: "let _ = agree::on_outcome(comms, outcome.map(drop));",
         tool: Tool::Test("fusestep-tests", "distributed", "an_error_behind"),
     },
     Bug {
         name: "save behind: what was copied for the save before is written again",
-        file: "crates/planner/src/checkpoint/snapshot.rs",
-        from: "into.make_room(folder, len_bytes)?;",
-        to: r"if into.bytes.len() == len_bytes {
+        file: "crates/planner/src/run/image/take.rs",
+        from: "*self = Self { bytes, ..Self::describe(run.plan, run.state)? };",
+        to: r"if !bytes.is_empty() {
+            self.bytes = bytes;
             return Ok(());
         }
-        into.make_room(folder, len_bytes)?;",
+        *self = Self { bytes, ..Self::describe(run.plan, run.state)? };",
         tool: Tool::Test("fusestep-tests", "distributed", "the_checkpoint_before_counts"),
     },
     Bug {
         name: "save: skipped steps are not saved",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: "skipped: state.skipped(),",
+        file: "crates/checkpoint/src/flight.rs",
+        from: "skipped: counts.skipped,",
         to: "skipped: 0,",
         tool: Tool::Test("fusestep-tests", "trust", "counts"),
     },
     Bug {
         name: "save: steps that a parameter has missed are not saved",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: "differs.then(|| (desc.name.clone(), step))",
-        to: "differs.then(|| (desc.name.clone(), state.step))",
+        file: "crates/checkpoint/src/flight.rs",
+        from: "differs.then(|| (param.name.clone(), step))",
+        to: "differs.then(|| (param.name.clone(), counts.step))",
         tool: Tool::Test("fusestep-tests", "distributed", "goes_on"),
     },
     Bug {
         name: "save: gradients of a micro-step under way are lost silently",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: "if !state.arena.now.iter().any(given) {",
-        to: "if state.arena.now.iter().any(given) || true {",
+        file: "crates/planner/src/run/image/take.rs",
+        from: "if state.arena.now.iter().all(|given| *given == Given::No) {",
+        to: "if state.arena.now.iter().all(|given| *given == Given::No) || true {",
         tool: Tool::Test("fusestep-tests", "trust", "counts"),
     },
     Bug {

@@ -7,133 +7,133 @@ use super::{Bug, Tool};
 pub(super) const LOADS: &[Bug] = &[
     Bug {
         name: "resume: ranks go on from different checkpoints",
-        file: "crates/planner/src/checkpoint/checkpoints.rs",
+        file: "crates/checkpoint/src/checkpoints.rs",
         from: "read, said)?;",
         to: "read, said.min(1).max(1))?;",
         tool: Tool::Test("fusestep-tests", "distributed", "or_none_of_them_does"),
     },
     Bug {
         name: "resume: a manifest that cannot be read is taken for none",
-        file: "crates/planner/src/checkpoint/place.rs",
+        file: "crates/checkpoint/src/place.rs",
         from: "Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),",
         to: "Err(error) if error.kind() != ErrorKind::InvalidData => Ok(None),",
         tool: Tool::Simulate,
     },
     Bug {
         name: "resume: counts are not restored",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: r"progress::restore_counts(plan, state, backend, &run.progress)?;
+        file: "crates/planner/src/run/image/restore.rs",
+        from: r"restore_counts(state, backend, counts)?;
 ",
-        to: "",
+        to: "let _ = restore_counts;",
         tool: Tool::Simulate,
     },
     Bug {
         name: "resume: a window that is open is forgotten",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: "progress::restore_open(plan, state, backend, &run.progress",
-        to: "let _ = (&run.progress, run.from, &run.tensors);
-    #[cfg(any())]
-    progress::restore_open(plan, state, backend, &run.progress",
+        file: "crates/planner/src/run/image/restore.rs",
+        from: "restore_place(state, counts);",
+        to: "let _ = restore_place;",
         tool: Tool::Simulate,
     },
     Bug {
         name: "resume: state is not restored",
-        file: "crates/planner/src/checkpoint/save.rs",
-        from: "None => state.write_all(backend, role, &desc.name, bytes)?,",
-        to: r"None if role == Role::Param => state.write_all(backend, role, &desc.name, bytes)?,
+        file: "crates/planner/src/run/image/restore.rs",
+        from: "None => state.write_all(backend, list.role, &desc.name, bytes)?,",
+        to: r"None if list.role == Role::Param => {
+                        state.write_all(backend, list.role, &desc.name, bytes)?;
+                    }
                     None => {}",
         tool: Tool::Simulate,
     },
     Bug {
         name: "resume: a reader beside a saver gives up at once",
-        file: "crates/planner/src/checkpoint/shards.rs",
+        file: "crates/checkpoint/src/shards.rs",
         from: "for _ in 0..MOST_TRIES {",
         to: "for _ in 0..MOST_TRIES - 100 {",
         tool: Tool::Test("fusestep-tests", "trust", "begins_again"),
     },
     Bug {
         name: "load: ranges that overlap count",
-        file: "crates/planner/src/checkpoint/shards.rs",
+        file: "crates/checkpoint/src/shards.rs",
         from: "if first != covered {",
         to: "if first > covered {",
-        tool: Tool::Test("fusestep-planner", "lib", "covered"),
+        tool: Tool::Test("fusestep-checkpoint", "lib", "covered"),
     },
     Bug {
         name: "load: a hole at the end counts",
-        file: "crates/planner/src/checkpoint/shards.rs",
+        file: "crates/checkpoint/src/shards.rs",
         from: "if covered == numel {",
         to: "if covered <= numel {",
         tool: Tool::Test("fusestep-tests", "trust", "overlapping"),
     },
     Bug {
         name: "load: a shard's checksum is not compared",
-        file: "crates/planner/src/checkpoint/shard_file.rs",
+        file: "crates/checkpoint/src/shard_file.rs",
         from: "if found == spec.xxh3 {",
         to: "if found == spec.xxh3 || !found.is_empty() {",
         tool: Tool::Simulate,
     },
     Bug {
         name: "load: a manifest may ask for any memory",
-        file: "crates/planner/src/checkpoint/shards.rs",
+        file: "crates/checkpoint/src/shards.rs",
         from: "if needed.is_some_and(|needed| needed <= on_disk) {",
         to: "if needed.is_none_or(|needed| needed <= on_disk) || true {",
         tool: Tool::Test("fusestep-tests", "distributed", "more_memory"),
     },
     Bug {
         name: "load: a manifest's checksum is not compared",
-        file: "crates/planner/src/checkpoint/manifest.rs",
+        file: "crates/checkpoint/src/manifest.rs",
         from: "if found != self.xxh3 {",
         to: "if found.is_empty() {",
         tool: Tool::Test("fusestep-cli", "cli", "edited_manifests"),
     },
     Bug {
         name: "load: names in a manifest lead anywhere",
-        file: "crates/planner/src/checkpoint/manifest.rs",
+        file: "crates/checkpoint/src/manifest.rs",
         from: r"has_length && !name.contains(['/', '\\']) && !name.starts_with('.')",
         to: "has_length",
         tool: Tool::Test("fusestep-tests", "distributed", "without_a_checksum"),
     },
     Bug {
         name: "load: state of another rule is taken",
-        file: "crates/planner/src/checkpoint/file.rs",
+        file: "crates/checkpoint/src/state_file.rs",
         from: "if expected == found || (found.is_none() && may_lack) {",
         to: "if expected == found || found.is_some() || may_lack {",
         tool: Tool::Test("fusestep-tests", "trust", "another_rule"),
     },
     Bug {
         name: "load: a tensor's checksum is not compared",
-        file: "crates/planner/src/checkpoint/file_sums.rs",
-        from: r"let (expected, found) = (text_of(file, &sum_key(&name))?, checksum(bytes));
+        file: "crates/checkpoint/src/state_sums.rs",
+        from: r"let (expected, found) = (text_of(file, &sum_key(name))?, checksum(bytes));
         if expected != found {",
-        to: r"let (expected, found) = (text_of(file, &sum_key(&name))?, checksum(bytes));
+        to: r"let (expected, found) = (text_of(file, &sum_key(name))?, checksum(bytes));
         if found.is_empty() {",
         tool: Tool::Test("fusestep-tests", "trust", "every_flipped_bit"),
     },
     Bug {
         name: "load: what is refused has changed the state already",
-        file: "crates/planner/src/checkpoint/file.rs",
-        from: r"let steps = check(state, &file)?;
+        file: "crates/checkpoint/src/state_file.rs",
+        from: r"let mut counts = check(&image, &file)?;
 ",
-        to: r"for param in state.params.clone().iter() {
-        for role in state_roles(state, param)? {
-            let bytes = file.bytes(&tensor_name(param, role)).unwrap_or_default();
-            state.write(backend, role, &param.name, bytes)?;
+        to: r"for param in &image.params {
+        for list in &param.lists {
+            let bytes = file.bytes(&tensor_name(&param.name, list.role)).unwrap_or_default();
+            state.write(backend, list.role, &param.name, bytes)?;
         }
     }
-    let steps = check(state, &file)?;
+    let mut counts = check(&image, &file)?;
 ",
         tool: Tool::Fuzz("state"),
     },
     Bug {
         name: "load: state may be negative where squares are added up",
-        file: "crates/planner/src/checkpoint/values.rs",
+        file: "crates/checkpoint/src/values.rs",
         from: "|| (negative && *value < 0.0)",
         to: "|| (negative && value.is_nan())",
         tool: Tool::Test("fusestep-tests", "trust", "impossible_values"),
     },
     Bug {
         name: "load: steps without a limit",
-        file: "crates/planner/src/checkpoint/file.rs",
+        file: "crates/checkpoint/src/state_file.rs",
         from: "text.parse().ok().filter(|&count| count <= MAX_STEPS)",
         to: "text.parse().ok().filter(|&count| count <= u64::MAX)",
         tool: Tool::Test("fusestep-tests", "trust", "changed_counts"),

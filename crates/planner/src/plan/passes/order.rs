@@ -1,10 +1,12 @@
-//! The end of planning: buckets cut, updates shared out, and the order in which everything runs.
+//! The passes that complete every plan: buckets cut, updates shared out, and the order in which
+//! everything runs.
 
 use crate::error::Result;
 use crate::plan::note::{Note, Verdict};
 use crate::plan::passes::broadcasts::place_broadcasts;
 use crate::plan::passes::buckets::cut;
 use crate::plan::passes::conflicts::check_conflicts;
+use crate::plan::passes::pass::Pass;
 use crate::plan::passes::share_out::{explain_shards, share_out, split_updates_by_bucket};
 use crate::plan::passes::{norm, tables};
 use crate::plan::settings::TableKind;
@@ -12,32 +14,110 @@ use crate::plan::stage::Stage;
 use crate::plan::value::Plan;
 use crate::plan::{batches, summary};
 
-/// Completes a plan once all passes are through.
-pub(crate) fn finish(plan: &mut Plan, table: TableKind) -> Result<()> {
-    check_conflicts(plan)?;
-    if !plan.reduces() {
-        // Ranks that reduce nothing need no ranges of what is reduced.
-        plan.segments.clear();
-        plan.buckets.clear();
-        let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
-        plan.stages.retain(|stage| !calls(stage));
+/// A pass that every plan goes through, behind those that were asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Completion {
+    /// Passes that cannot both hold are refused.
+    Conflicts,
+    /// Ranks that reduce nothing need no ranges of what is reduced.
+    Unreduced,
+    /// Buckets end where ranks and tensors do.
+    Buckets,
+    /// Each rank has its part of every storage.
+    Shares,
+    /// An update reads the gradients of one bucket.
+    Updates,
+    /// Owners of whole tensors bring many to a broadcast.
+    Broadcasts,
+    /// Norms are read before what they decide.
+    Norms,
+    /// Sums of single tensors come before the updates that scale by them.
+    Trust,
+    /// Stages stand in the order in which they run.
+    Order,
+    /// Launches of what is left to each stage.
+    Batches,
+    /// Tables of tensors lie in arguments or stay on the device.
+    Tables,
+    /// Notes say what a later pass has decided.
+    Notes,
+}
+
+/// All of them, in the order in which they apply.
+const COMPLETION: [Completion; 12] = [
+    Completion::Conflicts,
+    Completion::Unreduced,
+    Completion::Buckets,
+    Completion::Shares,
+    Completion::Updates,
+    Completion::Broadcasts,
+    Completion::Norms,
+    Completion::Trust,
+    Completion::Order,
+    Completion::Batches,
+    Completion::Tables,
+    Completion::Notes,
+];
+
+impl Completion {
+    fn rewrite(self, plan: &mut Plan, table: TableKind) -> Result<()> {
+        match self {
+            Self::Conflicts => check_conflicts(plan)?,
+            Self::Unreduced => drop_unreduced(plan),
+            Self::Buckets => {
+                let grain = plan.grain()?;
+                cut(&plan.storages, &mut plan.buckets, plan.shard_group, grain)?;
+            }
+            Self::Shares => share_out(plan),
+            Self::Updates => split_updates_by_bucket(plan),
+            Self::Broadcasts => place_broadcasts(plan),
+            Self::Norms => norm::place(plan)?,
+            Self::Trust => {
+                if plan.reduces() && plan.has_normed()? {
+                    plan.stages.push(Stage::Trust);
+                }
+            }
+            Self::Order => put_in_order(plan),
+            Self::Batches => batches::make_anew(plan)?,
+            Self::Tables => tables::place(plan, table)?,
+            Self::Notes => {
+                explain_shards(plan);
+                explain_fused(plan);
+            }
+        }
+        Ok(())
     }
-    let grain = plan.grain()?;
-    cut(&plan.storages, &mut plan.buckets, plan.shard_group, grain)?;
-    share_out(plan);
-    split_updates_by_bucket(plan);
-    place_broadcasts(plan);
-    norm::place(plan)?;
-    if plan.reduces() && plan.has_normed()? {
-        plan.stages.push(Stage::Trust);
+}
+
+/// Rewrites a plan by the passes that were asked for, then by those that complete it.
+///
+/// # Errors
+/// As [`Pass::rewrite`]; passes that cannot both hold.
+pub(crate) fn rewrite<'p>(
+    plan: &mut Plan,
+    asked: impl Iterator<Item = &'p Pass>,
+    table: TableKind,
+) -> Result<()> {
+    let mut asked: Vec<_> = asked.collect();
+    asked.sort_by_key(|pass| pass.acts_on());
+    for pass in asked {
+        pass.rewrite(plan)?;
     }
-    put_in_order(plan);
-    batches::make_anew(plan)?;
-    tables::place(plan, table)?;
-    explain_shards(plan);
-    explain_fused(plan);
+    for pass in COMPLETION {
+        pass.rewrite(plan, table)?;
+    }
     plan.hash = summary::hash(plan);
     Ok(())
+}
+
+fn drop_unreduced(plan: &mut Plan) {
+    if plan.reduces() {
+        return;
+    }
+    plan.segments.clear();
+    plan.buckets.clear();
+    let calls = |stage: &Stage| matches!(stage, Stage::Reduce(_) | Stage::Gather(_));
+    plan.stages.retain(|stage| !calls(stage));
 }
 
 /// Puts stages in the order they run: an update follows its bucket's reduction, unless all

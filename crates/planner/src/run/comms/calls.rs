@@ -197,11 +197,13 @@ impl<'a> Comms<'a> {
         &mut *self.comm
     }
 
-    pub(crate) fn world(&self) -> usize {
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
         self.comm.world_size()
     }
 
-    pub(crate) fn rank(&self) -> usize {
+    /// This rank.
+    pub fn rank(&self) -> usize {
         self.comm.rank()
     }
 

@@ -7,7 +7,6 @@ use fusestep_tensor::{DType, ParamDesc, Quoted, Shape};
 use crate::error::{PlanError, Result};
 use crate::plan::passes::distributed::{Distributed, find};
 use crate::run::comms::calls::Comms;
-use crate::run::comms::texts::gather_texts;
 
 impl Distributed {
     /// The parameters of these names with the shapes that ranks tell each other. All ranks call it
@@ -36,7 +35,7 @@ impl Distributed {
         let own: Vec<Slice> = own.collect();
         let text = serde_json::to_string(&own).unwrap_or_default();
         let mut of_ranks: Vec<Vec<Slice>> = Vec::with_capacity(comms.world());
-        for (rank, text) in gather_texts(comms, &text)?.iter().enumerate() {
+        for (rank, text) in comms.gather_texts(&text)?.iter().enumerate() {
             let read = serde_json::from_str(text).ok();
             let read = read.filter(|of_rank: &Vec<_>| of_rank.len() == names.len());
             of_ranks.push(read.ok_or_else(|| PlanError::Topology {

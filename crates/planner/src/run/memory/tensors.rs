@@ -1,15 +1,11 @@
 //! Tensors of a state, as callers read and write them.
 
 use fusestep_coalesce::zeroed_bytes;
-use std::path::Path;
 
 use fusestep_launch::{Backend, ListBuffer};
 use fusestep_tensor::{Element, ParamDesc, Role};
-use fusestep_tensor_file::write_atomically;
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::checkpoint::file;
-use crate::checkpoint::file::StateTensors;
 use crate::error::{PlanError, Result};
 use crate::plan::settings::Tensors;
 use crate::plan::storage::Extent;
@@ -335,19 +331,6 @@ impl State {
         self.write(backend, Role::Master, name, &master)
     }
 
-    /// The optimizer's tensors as `<name>@moment1`, `<name>@moment2`, …, masters among them
-    /// (`<name>@master`), and metadata: `step`, the steps run, and `step@<name>` for a
-    /// parameter that has missed some; with pass `loss_scaling` also `loss_scale`, its counters and
-    /// `skipped`. Parameters and gradients are left out.
-    ///
-    /// # Errors
-    /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::Backend`];
-    /// [`PlanError::Checkpoint`] naming state of a parameter that has taken no step, which no
-    /// reader takes.
-    pub fn to_tensors(&self, backend: &dyn Backend) -> Result<StateTensors> {
-        file::to_tensors(self, backend)
-    }
-
     /// xxh3 of all parameters' names, types, shapes and values, in the order of their names; `None`
     /// where the caller keeps them.
     ///
@@ -369,27 +352,6 @@ impl State {
             hasher.update(&bytes);
         }
         Ok(Some(format!("{:016x}", hasher.digest())))
-    }
-
-    /// Writes [`State::to_tensors`] as a file, all or nothing.
-    ///
-    /// # Errors
-    /// As [`State::to_tensors`]; [`PlanError::File`], and an existing file is as it was.
-    pub fn save(&self, backend: &dyn Backend, path: &Path) -> Result<()> {
-        let StateTensors { tensors, metadata } = self.to_tensors(backend)?;
-        Ok(write_atomically(path, &tensors, metadata)?)
-    }
-
-    /// Reads what [`State::save`] wrote; returns the [`State::parameters_xxh3`] that it was saved
-    /// with, if the file says so.
-    ///
-    /// # Errors
-    /// [`PlanError::File`]; [`PlanError::Checkpoint`] naming the first tensor that is missing,
-    /// extra, damaged, of another shape, dtype or rule, or that no run can have: a negative mean
-    /// of squares, or values that are not finite where the file does not say so. The whole file
-    /// is checked before anything changes.
-    pub fn load(&mut self, backend: &dyn Backend, path: &Path) -> Result<Option<String>> {
-        file::load(self, backend, path)
     }
 
     /// Has state files and checkpoints loaded from now on that were saved under other settings

@@ -1,0 +1,44 @@
+#![doc = include_str!("../README.md")]
+#![forbid(unsafe_code)]
+
+mod agree;
+mod begun;
+mod checkpoints;
+mod commits;
+mod counts;
+mod fits;
+mod flight;
+mod generation;
+mod lists;
+mod load;
+mod manifest;
+mod names;
+mod open_run;
+mod other_ranks;
+mod own_values;
+mod place;
+mod refusal;
+mod saves;
+mod settings;
+mod shard_file;
+mod shards;
+mod snapshot;
+mod state_file;
+mod state_sums;
+mod values;
+mod verified;
+mod writer;
+
+pub use checkpoints::{Checkpoints, Remembered};
+pub use load::load;
+pub use manifest::{Manifest, ShardSpec, TensorSpec};
+pub use open_run::{OpenRun, OpenWindow};
+pub use place::{CheckpointFolder, FolderLock};
+pub use saves::{Saved, Saves, save};
+pub use shards::MAX_SHARDS;
+pub use state_file::{StateTensors, load_state, save_state};
+pub use values::WholeTensors;
+pub use verified::Verified;
+
+/// Result of a function of this crate that can fail.
+type Result<T, E = fusestep_planner::PlanError> = std::result::Result<T, E>;

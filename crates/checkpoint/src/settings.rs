@@ -1,0 +1,105 @@
+//! Rules and settings as state files and manifests store them.
+//!
+//! ```text
+//! beta1, weight_decay     settings under which the same state means something else
+//! set                     1: all other settings that decide bits follow; older files lack them
+//! set.momentum            a setting of the rule; all but learning rates and factors on gradients
+//! set.accumulated         a setting of the plan
+//! set.trust_of@<name>     what a parameter has in place of its rule's
+//! built.momentum          what the program began with, where it has changed the setting since
+//! ```
+//!
+//! A parameter with a rule of its own has that rule's under the same keys with `@<name>` behind.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use fusestep_planner::RulesImage;
+use fusestep_tensor::Quoted;
+
+/// Key of a setting as it is now.
+const NOW: &str = "set.";
+
+/// Key of the policy of a loss scale. A fixed scale keeps itself, and none is 1: only policies that
+/// move it are compared.
+const SCALING: &str = "loss_scaling";
+
+/// Key that says that a file has all settings.
+const MARK: &str = "set";
+const BUILT: &str = "built.";
+const NONE: &str = "none";
+
+/// Rules of a run, with their settings under the keys that files have.
+pub(crate) struct Rules<'a>(pub(crate) &'a RulesImage);
+
+impl Rules<'_> {
+    /// All settings that are saved.
+    pub(crate) fn settings(&self) -> BTreeMap<String, String> {
+        let RulesImage { of_state, of_plan, now, built, .. } = self.0;
+        let mut all = of_state.clone();
+        all.insert(MARK.to_owned(), "1".to_owned());
+        all.extend(of_plan.iter().map(|(key, value)| (format!("{NOW}{key}"), value.clone())));
+        // Some rules have a setting only where it is set.
+        for key in now.keys().chain(built.keys()).filter(|key| now.get(*key) != built.get(*key)) {
+            let value = built.get(key).map_or(NONE, String::as_str);
+            all.insert(format!("{BUILT}{key}"), value.to_owned());
+        }
+        all.extend(now.iter().map(|(key, value)| (format!("{NOW}{key}"), value.clone())));
+        all
+    }
+
+    /// The first setting that differs from the one found: its key, its value here and the value
+    /// found. A setting that the program has changed since it began differs only if both its values
+    /// do. Entries that an old file lacks are not compared.
+    pub(crate) fn difference<'f>(
+        &self,
+        found: impl Iterator<Item = (&'f String, &'f String)>,
+    ) -> Option<Difference> {
+        let found: BTreeMap<&str, &str> =
+            found.map(|(key, value)| (key.as_str(), value.as_str())).collect();
+        let own = self.settings();
+        let of_state = |key: &&String| **key != MARK && !key.starts_with(NOW) && !is_built(key);
+        for key in own.keys().filter(of_state) {
+            if let Some(&found) = found.get(key.as_str()).filter(|found| **found != own[key]) {
+                let found =
+                    format!("{}; go on with that, or start without the state", Quoted(found));
+                return Some(Difference { what: key.clone(), expected: own[key].clone(), found });
+            }
+        }
+        if self.0.any || !found.contains_key(MARK) {
+            return None;
+        }
+        let all: BTreeSet<&str> =
+            own.keys().map(String::as_str).chain(found.keys().copied()).collect();
+        for what in all.iter().filter_map(|key| key.strip_prefix(NOW)) {
+            let (now, built) = (format!("{NOW}{what}"), format!("{BUILT}{what}"));
+            let of_own = |key: &str| own.get(key).map(String::as_str);
+            let of_found = |key: &str| found.get(key).copied();
+            let (own_now, found_now) = (of_own(&now), of_found(&now));
+            let is_fixed = what == SCALING && (own_now.is_none() || found_now.is_none());
+            let same_now = own_now == found_now || is_fixed;
+            let began = |built: Option<_>, now: Option<_>| built.or(now).unwrap_or(NONE);
+            let same_built = began(of_own(&built), own_now) == began(of_found(&built), found_now);
+            if !same_now && !same_built {
+                let found = format!(
+                    "{}; go on with that, or allow other settings (`State::any_settings`, \
+                     --any-settings)",
+                    Quoted(of_found(&now).unwrap_or(NONE))
+                );
+                let expected = of_own(&now).unwrap_or(NONE).to_owned();
+                return Some(Difference { what: what.to_owned(), expected, found });
+            }
+        }
+        None
+    }
+}
+
+fn is_built(key: &str) -> bool {
+    key.starts_with(BUILT)
+}
+
+/// A setting that differs from the saved one.
+pub(crate) struct Difference {
+    pub(crate) what: String,
+    pub(crate) expected: String,
+    pub(crate) found: String,
+}
