@@ -54,12 +54,12 @@ impl Rank<'_> {
         self.finish_saves()?;
         let comms = &mut self.comms;
         if let Some(saves) = &mut self.saves {
-            let run = RunToSave::of(&self.plan, &self.state, &self.backend);
+            let run = RunToSave::of(self.plan, &self.state, &self.backend);
             saves.begin(run, comms, path, caller)?;
             self.saving = at;
         } else {
             let folder = CheckpointFolder::of(self.files.as_ref(), path);
-            save(RunToSave::of(&self.plan, &self.state, &self.backend), comms, folder, caller)?;
+            save(RunToSave::of(self.plan, &self.state, &self.backend), comms, folder, caller)?;
             (self.told.saved)(at);
         }
         Ok(())
@@ -145,7 +145,7 @@ fn resume(
     if Manifest::read_if_any(folder).map_err(told)?.is_none() {
         return Ok(0);
     }
-    let caller = load(RunToLoad::of(&plan, state, backend), folder).map_err(told)?;
+    let caller = load(RunToLoad::of(plan, state, backend), folder).map_err(told)?;
     let at = caller.get(AT).and_then(|text| text.parse().ok());
     Ok(at.ok_or("no position")?)
 }
