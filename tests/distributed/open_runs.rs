@@ -8,7 +8,9 @@ use std::path::Path;
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
-use fusestep_planner::{Comms, Interval, LocalSgd, Manifest, ReducedWhen, Topology, ZeroStage};
+use fusestep_planner::{
+    Comms, Interval, LocalSgd, Manifest, ReducedWhen, Run, Topology, ZeroStage,
+};
 use fusestep_tensor::Role;
 
 use crate::run::{Case, Exact, Mixed, whole_params};
@@ -49,16 +51,18 @@ fn part_with(
                 let rank = of(topology.rank, step);
                 if !case.lacks_gradient(rank, step, param) {
                     let bytes = case.gradient(rank, step, param);
-                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
+                    Run::of(&plan, &mut state, &backend, &mut comms)
+                        .push_grad(&desc.name, &bytes)
+                        .unwrap();
                 }
             }
             state.set_loss(1.0 + step as f64 + topology.rank as f64);
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
         }
         if let Some(folder) = folder {
             plan.save(&state, &backend, &mut comms, folder, BTreeMap::new()).unwrap();
         }
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     });
     let outcomes = outcomes.unwrap().into_iter();
     outcomes

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{CheckpointFolder, Comms, LocalSgd, Manifest, Planner, Topology};
+use fusestep_planner::{CheckpointFolder, Comms, LocalSgd, Manifest, Planner, Run, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use fusestep_tensor_file::{FileKind, Files, Lock, Look};
 use fusestep_testkit::SimulatedDisk;
@@ -114,8 +114,9 @@ fn step_apart_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> 
         if Manifest::read_if_any(folder).unwrap().is_some() {
             plan.load(&mut state, &backend, folder).unwrap();
         }
-        plan.push_grad(&mut state, &backend, &mut comms, "a", &[1; 32]).unwrap();
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+        run.push_grad("a", &[1; 32]).unwrap();
+        run.step().unwrap();
         plan.save(&state, &backend, &mut comms, folder, BTreeMap::new())
             .map_err(|error| error.to_string())
     });

@@ -16,7 +16,9 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
     Backend, BackendError, Launch, LaunchReport, Objective, Reduce, WeightDecay,
 };
-use fusestep_planner::{Comms, Lender, Optimizer, Plan, PlanError, Planner, State, Tensors};
+use fusestep_planner::{
+    Comms, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, State, Tensors,
+};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 use fusestep_testkit::each_rule;
@@ -43,7 +45,7 @@ fn save(rule: Optimizer, path: &Path) {
         }
     }
     for _ in 0..2 {
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     }
     state.save(&backend, path).unwrap();
 }
@@ -330,15 +332,19 @@ fn what_a_failed_step_was_to_leave_out_is_no_concern_of_the_step_behind_a_load()
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     state.save(&backend, &path).unwrap();
+    let cpu = CpuBackend::new(NonZeroUsize::MIN);
     let lender = &mut FailsOnce(backend, false);
     state.set_without_gradient("b").unwrap();
-    plan.run_borrowed(&mut state, lender).unwrap_err();
+    RunAlone::of(&plan, &mut state, &cpu).step_borrowed(lender).unwrap_err();
     // As an adapter does before each step.
     state.set_without_gradient("b").unwrap();
-    let refused = plan.run_borrowed(&mut state, lender);
+    let refused = RunAlone::of(&plan, &mut state, &cpu).step_borrowed(lender);
     assert_eq!(refused.unwrap_err(), PlanError::Poisoned { step: 1 });
     state.load(lender.backend(), &path).unwrap();
-    assert_eq!(plan.run_borrowed(&mut state, lender).unwrap().without_gradient, 0);
+    assert_eq!(
+        RunAlone::of(&plan, &mut state, &cpu).step_borrowed(lender).unwrap().without_gradient,
+        0
+    );
     assert_eq!(state.step_of("b").unwrap(), 1);
 }
 

@@ -9,7 +9,9 @@ use std::path::Path;
 use anyhow::Result;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Comms, Manifest, Planner, Shard, StateTensors, Topology, ZeroStage};
+use fusestep_planner::{
+    Comms, Manifest, Planner, RunAlone, Shard, StateTensors, Topology, ZeroStage,
+};
 use fusestep_tensor::{DType, Role};
 use fusestep_tensor_file::serialize;
 use rand::{RngExt, SeedableRng};
@@ -94,7 +96,7 @@ fn state(first: u8) -> Result<StateTensors> {
         let bytes = vec![0x3c; desc.numel() as usize * desc.dtype.len_bytes()];
         state.write(&backend, Role::Grad, &desc.name, &bytes)?;
     }
-    plan.run(&mut state, &backend)?;
+    RunAlone::of(&plan, &mut state, &backend).step_all()?;
     Ok(state.to_tensors(&backend)?)
 }
 

@@ -8,7 +8,9 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::Memory;
-use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, TableKind, Topology, ZeroStage};
+use fusestep_planner::{
+    Comms, Optimizer, Plan, PlanError, Run, RunAlone, State, TableKind, Topology, ZeroStage,
+};
 use fusestep_tensor::Role;
 
 use crate::counted::Counted;
@@ -37,7 +39,7 @@ fn push(
 ) {
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.gradient(plan.topology().rank, step, param);
-        plan.push_grad(state, backend, comms, &desc.name, &bytes).unwrap();
+        Run::of(&plan, state, backend, comms).push_grad(&desc.name, &bytes).unwrap();
     }
 }
 
@@ -53,7 +55,7 @@ fn give(
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.gradient(rank, step, param);
         if param % 2 == 0 {
-            plan.push_grad(state, backend, comms, &desc.name, &bytes).unwrap();
+            Run::of(&plan, state, backend, comms).push_grad(&desc.name, &bytes).unwrap();
         } else {
             state.grad_on_device(backend, &desc.name).unwrap();
             state.write(backend, Role::Grad, &desc.name, &bytes).unwrap();
@@ -72,20 +74,21 @@ fn steps_of(
         let (plan, mut state) = started(case, comm, backend);
         assert_eq!(plan.table(), TableKind::Resident);
         let mut comms = Comms::direct(comm);
-        let mut graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
+        let mut graph = Run::of(&plan, &mut state, backend, &mut comms).capture().unwrap();
         for step in 0..case.steps {
             give((case, &plan), &mut state, backend, &mut comms, step);
             if slower && step == 2 {
                 state.set_lr(1e-4).unwrap();
             }
+            let mut run = Run::of(&plan, &mut state, backend, &mut comms);
             if replayed(step) {
-                plan.replay_on(&mut state, backend, &mut comms, &graph).unwrap();
+                run.replay(&graph).unwrap();
             } else {
-                plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
-                plan.step(&mut state, backend, &mut comms).unwrap();
+                run.settle(&mut graph).unwrap();
+                run.step().unwrap();
             }
         }
-        plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
+        Run::of(&plan, &mut state, backend, &mut comms).settle(&mut graph).unwrap();
         let (step, skipped) = (state.step(), state.skipped());
         drop(graph);
         let params = whole_params(&plan, &state, backend, &mut comms);
@@ -164,14 +167,14 @@ fn a_replayed_step_waits_for_nothing() {
     on_each(world, |comm, backend| {
         let (plan, mut state) = started(&case, comm, backend);
         let mut comms = Comms::direct(comm);
-        let mut graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
+        let mut graph = Run::of(&plan, &mut state, backend, &mut comms).capture().unwrap();
         give((&case, &plan), &mut state, backend, &mut comms, 0);
         let (waits, calls) = (backend.waits(), comms.calls());
         for _ in 0..3 {
-            plan.replay_on(&mut state, backend, &mut comms, &graph).unwrap();
+            Run::of(&plan, &mut state, backend, &mut comms).replay(&graph).unwrap();
         }
         assert_eq!((backend.waits(), comms.calls()), (waits, calls));
-        plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
+        Run::of(&plan, &mut state, backend, &mut comms).settle(&mut graph).unwrap();
         assert_eq!(state.step(), 3);
     });
 }
@@ -202,18 +205,18 @@ fn what_cannot_be_recorded_is_refused_and_changes_nothing() {
                 (Some(group), streams) => Comms::in_groups(comm, group, streams).unwrap(),
                 (None, streams) => Comms::with_streams(comm, streams).unwrap(),
             };
-            let refused = plan.capture_on(&mut state, backend, &mut comms);
+            let refused = Run::of(&plan, &mut state, backend, &mut comms).capture();
             let refused = refused.unwrap_err();
             assert!(
                 matches!(&refused, PlanError::NotCapturable { found: text } if *text == found),
                 "{refused}"
             );
-            let alone = plan.capture(&mut state, backend).unwrap_err();
+            let alone = RunAlone::of(&plan, &mut state, backend).capture().unwrap_err();
             assert!(matches!(alone, PlanError::Topology { .. }), "{alone}");
             // The state goes on.
             for step in 0..u64::from(case.merge) {
                 push((&case, &plan), &mut state, backend, &mut comms, step);
-                plan.step(&mut state, backend, &mut comms).unwrap();
+                Run::of(&plan, &mut state, backend, &mut comms).step().unwrap();
             }
             assert_eq!(state.step(), 1);
         });

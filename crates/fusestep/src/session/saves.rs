@@ -5,7 +5,7 @@ use std::path::Path;
 
 use fusestep_planner::{BorrowedParams, Checkpoints, Initial, PlanError, RunToLoad, RunToSave};
 #[cfg(doc)]
-use fusestep_planner::{Plan, State};
+use fusestep_planner::{Run, State};
 
 use super::Session;
 use super::saving::Saving;
@@ -106,7 +106,7 @@ impl Session<'_> {
     /// of [`Session::finish_saves`].
     ///
     /// # Errors
-    /// As [`Checkpoints::begin`]; as [`Plan::handshake`]; that of the save before.
+    /// As [`Checkpoints::begin`]; as [`Run::handshake`]; that of the save before.
     /// # Cost
     /// One copy of what this rank saves; until the save before is complete, if it is not.
     pub fn begin_save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), PlanError> {
@@ -158,7 +158,8 @@ impl Session<'_> {
     /// # Errors
     /// As [`State::load`]; nothing has changed then.
     pub fn load_state(&mut self, path: impl AsRef<Path>) -> Result<(), PlanError> {
-        self.attempt(|run| run.state.load(run.backend, path.as_ref()))?;
+        let loaded = self.state.load(self.backend.as_ref(), path.as_ref());
+        self.saving.noted(loaded)?;
         self.meet_again();
         Ok(())
     }
