@@ -159,7 +159,7 @@ fn outcome_borrowed(
     let mut reported = Vec::new();
     for step in 1..=case.steps {
         lender.give_gradients(case, step);
-        let report = RunAlone::of(&plan, &mut state, backend).step_borrowed(&mut lender).unwrap();
+        let report = RunAlone::of(plan, &mut state, backend).step_borrowed(&mut lender).unwrap();
         if let Some(norm) = report.grad_norm {
             let values = [norm, report.non_finite as f64, 1.0, report.step as f64];
             reported.extend(values.iter().flat_map(|value| value.to_le_bytes()));

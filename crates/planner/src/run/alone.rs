@@ -53,7 +53,7 @@ impl std::fmt::Debug for RunAlone<'_> {
 }
 
 impl Run<'_, '_> {
-    /// The same run without its calls, for steps that a plan of one rank makes by itself.
+    /// A run without these calls, for steps that a plan of one rank makes by itself.
     pub fn alone(&mut self) -> RunAlone<'_> {
         RunAlone::of(self.plan, self.state, self.backend)
     }

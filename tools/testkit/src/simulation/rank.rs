@@ -48,7 +48,7 @@ struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// What a step takes, together.
+    /// The run of this rank.
     fn run(&mut self) -> Run<'_, 'a> {
         Run::of(self.plan, &mut self.state, &self.backend, &mut self.comms)
     }
