@@ -30,35 +30,24 @@ fn started(case: &Case, comm: &dyn Communicator, backend: &Counted) -> (Plan, St
 }
 
 /// Pushes all gradients of a step.
-fn push(
-    (case, plan): (&Case, &Plan),
-    state: &mut State,
-    backend: &Counted,
-    comms: &mut Comms<'_>,
-    step: u64,
-) {
+fn push(case: &Case, run: &mut Run<'_, '_>, step: u64) {
+    let plan = run.plan();
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.gradient(plan.topology().rank, step, param);
-        Run::of(&plan, state, backend, comms).push_grad(&desc.name, &bytes).unwrap();
+        run.push_grad(&desc.name, &bytes).unwrap();
     }
 }
 
 /// Gives all gradients of a step, every second one through a view.
-fn give(
-    (case, plan): (&Case, &Plan),
-    state: &mut State,
-    backend: &Counted,
-    comms: &mut Comms<'_>,
-    step: u64,
-) {
-    let rank = plan.topology().rank;
+fn give(case: &Case, run: &mut Run<'_, '_>, step: u64) {
+    let (plan, backend) = (run.plan(), run.backend());
     for (param, desc) in plan.params().iter().enumerate() {
-        let bytes = case.gradient(rank, step, param);
+        let bytes = case.gradient(plan.topology().rank, step, param);
         if param % 2 == 0 {
-            Run::of(&plan, state, backend, comms).push_grad(&desc.name, &bytes).unwrap();
+            run.push_grad(&desc.name, &bytes).unwrap();
         } else {
-            state.grad_on_device(backend, &desc.name).unwrap();
-            state.write(backend, Role::Grad, &desc.name, &bytes).unwrap();
+            run.state_mut().grad_on_device(backend, &desc.name).unwrap();
+            run.state_mut().write(backend, Role::Grad, &desc.name, &bytes).unwrap();
         }
     }
 }
@@ -76,11 +65,11 @@ fn steps_of(
         let mut comms = Comms::direct(comm);
         let mut graph = Run::of(&plan, &mut state, backend, &mut comms).capture().unwrap();
         for step in 0..case.steps {
-            give((case, &plan), &mut state, backend, &mut comms, step);
-            if slower && step == 2 {
-                state.set_lr(1e-4).unwrap();
-            }
             let mut run = Run::of(&plan, &mut state, backend, &mut comms);
+            give(case, &mut run, step);
+            if slower && step == 2 {
+                run.state_mut().set_lr(1e-4).unwrap();
+            }
             if replayed(step) {
                 run.replay(&graph).unwrap();
             } else {
@@ -91,7 +80,7 @@ fn steps_of(
         Run::of(&plan, &mut state, backend, &mut comms).settle(&mut graph).unwrap();
         let (step, skipped) = (state.step(), state.skipped());
         drop(graph);
-        let params = whole_params(&plan, &state, backend, &mut comms);
+        let params = whole_params(&mut Run::of(&plan, &mut state, backend, &mut comms));
         (params, step, skipped)
     })
 }
@@ -168,7 +157,7 @@ fn a_replayed_step_waits_for_nothing() {
         let (plan, mut state) = started(&case, comm, backend);
         let mut comms = Comms::direct(comm);
         let mut graph = Run::of(&plan, &mut state, backend, &mut comms).capture().unwrap();
-        give((&case, &plan), &mut state, backend, &mut comms, 0);
+        give(&case, &mut Run::of(&plan, &mut state, backend, &mut comms), 0);
         let (waits, calls) = (backend.waits(), comms.calls());
         for _ in 0..3 {
             Run::of(&plan, &mut state, backend, &mut comms).replay(&graph).unwrap();
@@ -215,8 +204,9 @@ fn what_cannot_be_recorded_is_refused_and_changes_nothing() {
             assert!(matches!(alone, PlanError::Topology { .. }), "{alone}");
             // The state goes on.
             for step in 0..u64::from(case.merge) {
-                push((&case, &plan), &mut state, backend, &mut comms, step);
-                Run::of(&plan, &mut state, backend, &mut comms).step().unwrap();
+                let mut run = Run::of(&plan, &mut state, backend, &mut comms);
+                push(&case, &mut run, step);
+                run.step().unwrap();
             }
             assert_eq!(state.step(), 1);
         });

@@ -49,7 +49,7 @@ fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
                     }
                     Run::of(&plan, &mut state, backend, &mut comms).step().unwrap();
                 }
-                whole_params(&plan, &state, backend, &mut comms)
+                whole_params(&mut Run::of(&plan, &mut state, backend, &mut comms))
             });
             for (rank, found) in found.iter().enumerate() {
                 assert!(*found == expected.params, "rank {rank}: {case:?}");
