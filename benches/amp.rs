@@ -10,7 +10,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use fusestep_amp::reference::grad_norm;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, State};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, RunAlone, State};
 use fusestep_tensor::Role;
 
 #[path = "support/memory.rs"]
@@ -47,7 +47,7 @@ impl Ready {
     }
 
     fn step(&mut self, backend: &CpuBackend) -> Option<f64> {
-        let report = self.plan.run(&mut self.state, backend);
+        let report = RunAlone::of(&self.plan, &mut self.state, backend).step_all();
         report.expect("a step of a valid plan").grad_norm
     }
 }

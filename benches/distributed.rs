@@ -10,7 +10,7 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use fusestep_collective::{Collectives, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
-use fusestep_planner::{Comms, FuseAllReduce, Planner, Topology};
+use fusestep_planner::{Comms, FuseAllReduce, Planner, Run, Topology};
 use fusestep_tensor::ParamDesc;
 
 #[path = "support/shapes.rs"]
@@ -76,16 +76,16 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
             comms.communicator().barrier().expect("all ranks come");
             let start = Instant::now();
             let mut ready = 0;
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             for (param, grad) in params.iter().zip(&grads).rev() {
                 ready += param.numel();
                 if let Timed::Exposed = timed {
                     let due = start + BACKWARD.mul_f64(ready as f64 / total as f64);
                     std::thread::sleep(due.saturating_duration_since(Instant::now()));
                 }
-                plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad)
-                    .expect("a gradient of the plan");
+                run.push_grad(&param.name, grad).expect("a gradient of the plan");
             }
-            let report = plan.step(&mut state, &backend, &mut comms).expect("equal calls");
+            let report = run.step().expect("equal calls");
             // The first round touches memory for the first time.
             if round > 0 {
                 exposed += Duration::from_nanos(report.exposed_ns);

@@ -14,8 +14,8 @@ use fusestep_collective::{Collectives, Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    Comms, FuseAllReduce, FuseReduceIntoUpdate, Plan, Planner, RunToSave, Shard, State, Topology,
-    ZeroStage,
+    Comms, FuseAllReduce, FuseReduceIntoUpdate, Plan, Planner, Run, RunToSave, Shard, State,
+    Topology, ZeroStage,
 };
 use fusestep_tensor::ParamDesc;
 
@@ -94,12 +94,11 @@ impl<'a> Rank<'a> {
     fn step(&mut self) {
         let (state, comms) = (&mut self.state, &mut self.comms);
         self.saves.poll(comms).expect("a save that goes well");
+        let mut run = Run::of(&self.plan, state, &self.backend, comms);
         for (name, grad) in &self.grads {
-            self.plan
-                .push_grad(state, &self.backend, comms, name, grad)
-                .expect("a gradient of the plan");
+            run.push_grad(name, grad).expect("a gradient of the plan");
         }
-        self.plan.step(state, &self.backend, comms).expect("equal calls");
+        run.step().expect("equal calls");
     }
 
     fn begin(&mut self) {

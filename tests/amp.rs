@@ -7,7 +7,7 @@ use fusestep_amp::{Finding, LossScale, ScalePolicy};
 use fusestep_checkpoint::{load_state, save_state};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Planner, RunAlone};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS};
 
@@ -61,7 +61,7 @@ fn the_norm_is_the_references_and_so_is_each_tensors() {
         let values: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
         all.push(values.into_iter().map(f64::from).collect::<Vec<_>>());
     }
-    let report = plan.run(&mut state, &backend).unwrap();
+    let report = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     let tensors: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
     let (expected, found) = (grad_norm(&tensors), report.grad_norm.unwrap());
     assert!((found / expected - 1.0).abs() < 1e-13, "expected {expected}, found {found}");
@@ -84,14 +84,14 @@ fn absent_parameters_are_no_part_of_the_norm() {
     }
     state.grad_mut::<f32>("tensor.1").unwrap().fill(f32::NAN);
     state.set_without_gradient("tensor.1").unwrap();
-    let report = plan.run(&mut state, &backend).unwrap();
+    let report = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     assert_eq!(report.grad_norm, Some(160f64.sqrt()));
     let reports = state.grad_reports(&backend).unwrap().unwrap();
     let norms: Vec<f64> = reports.iter().map(|report| report.norm).collect();
     assert_eq!(norms, [40f64.sqrt(), 0.0, 120f64.sqrt()]);
     // With its gradient the step is skipped, and nobody has missed anything.
     state.set_without_gradient("tensor.0").unwrap();
-    assert!(plan.run(&mut state, &backend).unwrap().skipped);
+    assert!(RunAlone::of(&plan, &mut state, &backend).step_all().unwrap().skipped);
     let reports = state.grad_reports(&backend).unwrap().unwrap();
     assert_eq!(reports.iter().map(|g| g.non_finite).collect::<Vec<_>>(), [0, 20, 0]);
     assert_eq!([reports[0].norm, reports[2].norm], [0.0, 120f64.sqrt()]);
@@ -99,7 +99,7 @@ fn absent_parameters_are_no_part_of_the_norm() {
     let steps = ["tensor.0", "tensor.1"].map(|name| state.step_of(name).unwrap());
     assert_eq!((steps, state.step()), ([1, 0], 1));
     state.grad_mut::<f32>("tensor.1").unwrap().fill(2.0);
-    let report = plan.run(&mut state, &backend).unwrap();
+    let report = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     assert_eq!((report.grad_norm, report.step), (Some(240f64.sqrt()), 2));
 }
 
@@ -110,7 +110,7 @@ fn all_empty_and_no_parameters_at_all_are_a_norm_of_0() {
         let plan = planner().with(ClipByGlobalNorm::new(1.0)).plan(&case.params).unwrap();
         let backend = cpu();
         let mut state = plan.allocate(&backend).unwrap();
-        let report = plan.run(&mut state, &backend).unwrap();
+        let report = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
         assert_eq!((report.grad_norm, report.skipped), (Some(0.0), false));
     }
 }
@@ -121,11 +121,11 @@ fn a_checkpoint_keeps_the_scale_and_its_counters() {
     let backend = cpu();
     let plan = planner().with(LossScaling::dynamic()).plan(&case.params).unwrap();
     let mut state = plan.allocate(&backend).unwrap();
-    plan.run(&mut state, &backend).unwrap();
+    RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     state.grad_mut::<f32>("tensor.0").unwrap().as_mut_slice()[3] = f32::INFINITY;
-    plan.run(&mut state, &backend).unwrap();
+    RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     state.grad_mut::<f32>("tensor.0").unwrap().as_mut_slice()[3] = 0.0;
-    plan.run(&mut state, &backend).unwrap();
+    RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     let folder = std::env::temp_dir().join(format!("fusestep-amp-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("state.safetensors");
@@ -138,7 +138,7 @@ fn a_checkpoint_keeps_the_scale_and_its_counters() {
     assert_eq!(loaded.loss_scale(), state.loss_scale());
     // The device's block is the restored one, too: the next bad step halves it again.
     loaded.grad_mut::<f32>("tensor.0").unwrap().as_mut_slice()[3] = f32::NAN;
-    let report = plan.run(&mut loaded, &backend).unwrap();
+    let report = RunAlone::of(&plan, &mut loaded, &backend).step_all().unwrap();
     assert_eq!((report.loss_scale, loaded.skipped()), (Some(16_384.0), 2));
     let fixed = planner().with(LossScaling::fixed(8.0)).plan(&case.params).unwrap();
     let mut other = fixed.allocate(&backend).unwrap();

@@ -9,7 +9,7 @@ use fusestep_launch::{
     Backend, BackendError, Buffer, Conclude, Launch, LaunchLimits, LaunchReport, Launches,
     MAX_SUMS, Memory, Reduce,
 };
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{Optimizer, Planner, RunAlone};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::Case;
 use proptest::prelude::*;
@@ -317,6 +317,6 @@ fn padding_stays_zero_over_steps() {
         state.grad_mut::<f32>(&param.name).unwrap().fill(0.5);
     }
     for _ in 0..3 {
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     }
 }

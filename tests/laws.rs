@@ -7,7 +7,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_launch::{LaunchLimits, WeightDecay};
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{Optimizer, Planner, RunAlone};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, check, element_rules, outcome};
 
@@ -105,7 +105,7 @@ fn the_first_step_of_momentum_is_that_of_sgd_whatever_the_dampening() {
                 state.write(&backend, role, &param.name, &bytes).unwrap();
             }
         }
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
         let names = case.params.iter().map(|param| &param.name);
         names.map(|n| state.param::<f32>(n).unwrap().to_vec()).collect::<Vec<_>>()
     };
@@ -126,7 +126,7 @@ fn learning_rate_0_leaves_parameters_as_they_are() {
         let param = state.view_mut::<f32>(Role::Param, "tensor.1");
         param.unwrap().fill(0.3);
         state.grad_mut::<f32>("tensor.1").unwrap().fill(5.0);
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
         let param = state.param::<f32>("tensor.1").unwrap();
         assert!(param.iter().all(|&p| p == 0.3), "{rule}");
     }
@@ -149,7 +149,7 @@ fn a_parameter_without_a_gradient_is_left_out(rule: Optimizer) {
         state.grad_mut::<f32>(name).unwrap().fill(0.5);
     }
     state.set_without_gradient("tensor.1").unwrap();
-    let report = plan.run(&mut state, &backend).unwrap();
+    let report = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     assert_eq!((report.without_gradient, report.elements), (1, 67));
     let kept = state.param::<f32>("tensor.1").unwrap();
     assert!(kept.iter().all(|&p| p == 1.0), "{rule}");
@@ -157,7 +157,7 @@ fn a_parameter_without_a_gradient_is_left_out(rule: Optimizer) {
     // Its next step is its first, with the first step's bias correction, dampening and initial sum:
     // the bits tensor.0 got one step before.
     let first = state.param::<f32>("tensor.0").unwrap()[0];
-    plan.run(&mut state, &backend).unwrap();
+    RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     assert_eq!(state.param::<f32>("tensor.1").unwrap()[7], first, "{rule}");
     assert_eq!((state.step_of("tensor.0"), state.step_of("tensor.1")), (Ok(2), Ok(1)));
 }
@@ -183,7 +183,7 @@ fn permuted_tensors_have_the_same_bits(rule: Optimizer) {
             state.write(&backend, Role::Param, &param.name, &case.param_bytes(index)).unwrap();
             state.write(&backend, Role::Grad, &param.name, &case.grad_bytes(index, 1)).unwrap();
         }
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(plan, &mut state, &backend).step_all().unwrap();
         let names = case.params.iter().map(|p| state.param::<f32>(&p.name).unwrap().to_vec());
         names.collect::<Vec<_>>()
     };

@@ -14,7 +14,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
     Comms, FuseAllReduce, GradientAccumulation, Optimizer, Plan, Planner, RankBytes, ReducedWhen,
-    Shard, Topology, ZeroStage,
+    Run, Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use fusestep_tensor_file::{TensorBytes, serialize};
@@ -112,10 +112,11 @@ fn measured(zero: ZeroStage, world: usize, reduced: Reduced) -> (i64, i64) {
             comms = comms.reducing_when_full();
         }
         let mut step = || {
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             for (param, gradient) in params.iter().zip(&gradients).rev() {
-                plan.push_grad(&mut state, &backend, &mut comms, &param.name, gradient).unwrap();
+                run.push_grad(&param.name, gradient).unwrap();
             }
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            run.step().unwrap();
             comms.communicator().barrier().unwrap();
             let seen = (HELD.load(Ordering::SeqCst), MOST.load(Ordering::SeqCst));
             comms.communicator().barrier().unwrap();
@@ -181,11 +182,12 @@ fn of_each_rank(
         let mut state = plan.allocate_on(&backend, &mut comm).unwrap();
         let mut comms = Comms::direct(&mut comm);
         for _ in 0..plan.micro_steps() {
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             for (param, numel) in plan.params().iter().zip(NUMELS).rev() {
                 let gradient = vec![0; 4 * numel as usize];
-                plan.push_grad(&mut state, &backend, &mut comms, &param.name, &gradient).unwrap();
+                run.push_grad(&param.name, &gradient).unwrap();
             }
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            run.step().unwrap();
         }
         drop(comms);
         (OWN.get() - before, plan)

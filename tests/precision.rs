@@ -11,7 +11,7 @@ use fusestep_launch::{
     StateDType, WeightDecay,
 };
 use fusestep_planner::{
-    ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, State, Tensors,
+    ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, State, Tensors,
 };
 use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16};
 use fusestep_tensor::{DType, Role};
@@ -119,7 +119,7 @@ fn run(case: &Case, plan: &Plan, state: &mut State, steps: std::ops::RangeInclus
             let bytes = case.grad_bytes(index, step);
             state.write(&cpu(), Role::Grad, &param.name, &bytes).unwrap();
         }
-        plan.run(state, &cpu()).unwrap();
+        RunAlone::of(plan, state, &cpu()).step_all().unwrap();
     }
 }
 
@@ -163,7 +163,7 @@ fn masters_take_updates_that_16_bits_alone_would_lose() {
             state.write(&cpu(), Role::Param, "tensor.0", &one.to_le_bytes().repeat(64)).unwrap();
             state.write(&cpu(), Role::Grad, "tensor.0", &grad.to_le_bytes().repeat(64)).unwrap();
             for _ in 0..5000 {
-                plan.run(&mut state, &cpu()).unwrap();
+                RunAlone::of(&plan, &mut state, &cpu()).step_all().unwrap();
             }
             read(&state, Role::Param, "tensor.0", 128) != one.to_le_bytes().repeat(64)
         };
@@ -184,7 +184,7 @@ fn random_rounding_moves_parameters_by_the_update_on_average() {
     state.view_mut::<bf16>(Role::Param, "tensor.0").unwrap().fill(bf16::ONE);
     state.grad_mut::<bf16>("tensor.0").unwrap().fill(bf16::from_f32(-0.5));
     for _ in 0..100 {
-        plan.run(&mut state, &cpu()).unwrap();
+        RunAlone::of(&plan, &mut state, &cpu()).step_all().unwrap();
     }
     let params: &[bf16] = state.param("tensor.0").unwrap();
     let mean = params.iter().map(|p| f64::from(p.to_f32())).sum::<f64>() / params.len() as f64;
@@ -251,7 +251,7 @@ fn a_parameter_written_through_a_view_reaches_its_master() {
     run(&case, &plan, &mut state, 1..=1);
     state.view_mut::<bf16>(Role::Param, "tensor.0").unwrap().fill(bf16::from_f32(2.0));
     state.grad_mut::<bf16>("tensor.0").unwrap().fill(bf16::ZERO);
-    plan.run(&mut state, &cpu()).unwrap();
+    RunAlone::of(&plan, &mut state, &cpu()).step_all().unwrap();
     let params: &[bf16] = state.param("tensor.0").unwrap();
     assert!(params.iter().all(|p| (p.to_f32() - 2.0).abs() < 0.05), "{params:?}");
 }
@@ -295,7 +295,9 @@ fn what_cannot_be_kept_is_refused_by_name() {
         Planner::new(Optimizer::Adam(adam())).precision(master).tensors(Tensors::Borrowed);
     let plan = borrowed.plan(&case.params[..1]).unwrap();
     let mut state = plan.allocate(&cpu()).unwrap();
-    let step = |state: &mut State| plan.run_borrowed(state, &mut LendsNothing(cpu()));
+    let step = |state: &mut State| {
+        RunAlone::of(&plan, state, &cpu()).step_borrowed(&mut LendsNothing(cpu()))
+    };
     let error = step(&mut state).unwrap_err();
     assert!(matches!(error, PlanError::BorrowedMaster { .. }), "{error}");
     assert!(error.to_string().contains("`tensor.0`"), "{error}");

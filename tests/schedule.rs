@@ -11,7 +11,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, LossScaling, Plan, PlanError, Planner, RunToLoad, RunToSave, Schedule, State, Topology,
+    Comms, LossScaling, Plan, PlanError, Planner, Run, RunAlone, RunToLoad, RunToSave, Schedule,
+    State, Topology,
 };
 use fusestep_schedule_free::ScheduleFree;
 use fusestep_tensor::{DType, Role};
@@ -97,7 +98,7 @@ fn step(plan: &Plan, state: &mut State, case: &Case, backend: &CpuBackend, numbe
         let bytes = case.grad_bytes(index, number);
         state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
     }
-    plan.run(state, backend).unwrap();
+    RunAlone::of(plan, state, backend).step_all().unwrap();
 }
 
 fn bits(state: &State, backend: &CpuBackend) -> Vec<u8> {
@@ -166,7 +167,7 @@ fn a_step_that_is_skipped_does_not_move_the_schedule() {
     let rate = state.lr();
     let infinite = f32::INFINITY.to_le_bytes().repeat(3);
     state.write(&backend, Role::Grad, "tensor.1", &infinite).unwrap();
-    assert!(plan.run(&mut state, &backend).unwrap().skipped);
+    assert!(RunAlone::of(&plan, &mut state, &backend).step_all().unwrap().skipped);
     assert_eq!(state.lr(), rate);
     step(&plan, &mut state, &case, &backend, 1);
     assert_eq!(state.lr(), 2.0 * rate);
@@ -252,9 +253,9 @@ fn ranks_of_other_schedules_are_told_so() {
         let schedule = Schedule::warmup(4 + topology.rank as u64);
         let planner = Planner::new(Adam::default().into()).schedule(schedule);
         let plan = planner.plan_for(&params, topology).unwrap();
-        let state = plan.allocate_on(&backend(), &mut comm).unwrap();
+        let mut state = plan.allocate_on(&backend(), &mut comm).unwrap();
         let mut comms = Comms::direct(&mut comm);
-        plan.handshake(&state, &backend(), &mut comms, &[])
+        Run::of(&plan, &mut state, &backend(), &mut comms).handshake(&[])
     });
     for outcome in outcomes.unwrap() {
         let error = outcome.unwrap().unwrap_err().to_string();

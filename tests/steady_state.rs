@@ -9,7 +9,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_launch::{Precision, Rounding, StateDType};
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, UpdateNorms};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, RunAlone, UpdateNorms};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, each_rule};
 
@@ -67,11 +67,12 @@ fn allocations(planner: &Planner, case: &Case, threads: usize) -> u64 {
     let plan = planner.plan(&case.params).unwrap();
     let backend = CpuBackend::new(NonZeroUsize::new(threads).unwrap());
     let mut state = plan.allocate(&backend).unwrap();
-    plan.run(&mut state, &backend).unwrap();
+    let mut run = RunAlone::of(&plan, &mut state, &backend);
+    run.step_all().unwrap();
     let mut round = || {
         let before = ALLOCATIONS.load(Ordering::Relaxed);
         for _ in 0..STEPS {
-            plan.run(&mut state, &backend).unwrap();
+            run.step_all().unwrap();
         }
         ALLOCATIONS.load(Ordering::Relaxed) - before
     };

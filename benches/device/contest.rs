@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use fusestep_cuda::{CudaBackend, DeviceTime};
 use fusestep_launch::{BackendError, Memory};
-use fusestep_planner::{Plan, PlanError, Planner, State, StepGraph};
+use fusestep_planner::{Plan, PlanError, Planner, RunAlone, State, StepGraph};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
 use crate::arguments::Arguments;
@@ -128,7 +128,7 @@ impl Ready {
                 state.write(backend, Role::Grad, &param.name, bytes)?;
             }
             if entrant.ways.contains(&Way::Graph) {
-                graphs.push(plan.capture(&mut state, backend)?);
+                graphs.push(RunAlone::of(&plan, &mut state, backend).capture()?);
             }
             states.push(state);
         }
@@ -143,8 +143,8 @@ impl Ready {
         self.done[index] += 1;
         let state = &mut self.states[index];
         match way {
-            Way::Arguments | Way::Resident => self.plan.enqueue(state, backend),
-            Way::Graph => self.plan.replay(state, backend, &self.graphs[index]),
+            Way::Arguments | Way::Resident => RunAlone::of(&self.plan, state, backend).enqueue(),
+            Way::Graph => RunAlone::of(&self.plan, state, backend).replay(&self.graphs[index]),
         }
     }
 
@@ -200,7 +200,7 @@ pub(crate) fn one_step(planner: Planner) -> Result<String, Box<dyn Error>> {
     let params = [ParamDesc::new("tensor", Shape::new([64])?, DType::F32)];
     let plan = planner.limits(backend.limits()).plan(&params)?;
     let mut state = plan.allocate(&backend)?;
-    plan.run(&mut state, &backend)?;
+    RunAlone::of(&plan, &mut state, &backend).step_all()?;
     backend.synchronize()?;
     let loaded = backend.loaded_entries().into_iter();
     let loaded: Vec<_> = loaded.map(|(entry, code)| format!("{entry} from {code}")).collect();

@@ -5,7 +5,7 @@ use std::ops::Range;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::Precision;
-use fusestep_planner::{Optimizer, Plan, Planner, State};
+use fusestep_planner::{Optimizer, Plan, Planner, RunAlone, State};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
 use crate::memory::{Ceiling, thread_counts};
@@ -38,7 +38,7 @@ impl Ready {
     }
 
     fn step(&mut self, backend: &CpuBackend) {
-        let report = self.plan.run(&mut self.state, backend);
+        let report = RunAlone::of(&self.plan, &mut self.state, backend).step_all();
         report.expect("a step of a valid plan");
     }
 

@@ -9,7 +9,7 @@ use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision};
 use fusestep_planner::{
     Averaged, Comms, Distributed, FuseReduceIntoUpdate, LocalSgd, Optimizer, Ownership, Plan,
-    Planner, ReducedWhen, State, Topology, UpdateInBackward, ZeroStage,
+    Planner, ReducedWhen, Run, Topology, UpdateInBackward, ZeroStage,
 };
 
 use crate::run::{Case, Measured, Mixed};
@@ -30,14 +30,15 @@ fn case(world: usize, zero: ZeroStage) -> Case {
 
 /// Asks for every layer before its forward and before its backward pass, as [`Plan::calls`] takes a
 /// program to do at stage 3 in every micro-step.
-fn gather_layers(plan: &Plan, state: &State, comms: &mut Comms<'_>) {
+fn gather_layers(run: &mut Run<'_, '_>) {
+    let plan = run.plan();
     let layer = |name: &str| name.rsplit_once('.').unwrap().0.to_owned();
     let names = || plan.params().iter().map(|param| param.name.as_str());
     let mut layers: Vec<String> = names().map(layer).collect();
     layers.dedup();
     for asked in layers.iter().chain(layers.iter().rev()) {
         let of_layer: Vec<&str> = names().filter(|name| layer(name) == *asked).collect();
-        drop(plan.gather(state, &backend(), comms, &of_layer).unwrap());
+        drop(run.gather(&of_layer).unwrap());
     }
 }
 
@@ -62,12 +63,13 @@ fn as_listed(case: &Case, planner: &Planner) {
         for step in 0..case.steps {
             let mut averaged = false;
             for micro_step in 0..u64::from(case.merge) {
+                let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
                 if case.zero == ZeroStage::Three {
-                    gather_layers(&plan, &state, &mut comms);
+                    gather_layers(&mut run);
                 }
                 let at = step * u64::from(case.merge) + micro_step;
-                push(case, &plan, (&mut state, &backend), &mut comms, at);
-                averaged |= plan.step(&mut state, &backend, &mut comms).unwrap().averaged;
+                push(case, &mut run, at);
+                averaged |= run.step().unwrap().averaged;
             }
             let now = (comms.calls(), comms.bytes_sent());
             let found = (now.0 - made.0, now.1 - made.1);
@@ -204,8 +206,9 @@ fn an_interval_that_follows_the_loss_asks_for_it_at_every_average() {
         let mut before = 0;
         for step in 0..case.steps {
             state.set_loss(1.0);
-            push(&case, &plan, (&mut state, &backend), &mut comms, step);
-            let report = plan.step(&mut state, &backend, &mut comms).unwrap();
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            push(&case, &mut run, step);
+            let report = run.step().unwrap();
             // The first step's loss is what later ones are compared with.
             let first = u64::from(step == 0);
             let (calls, _) = listed(&plan, report.averaged);

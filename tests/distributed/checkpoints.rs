@@ -8,7 +8,7 @@ use std::path::Path;
 use fusestep_checkpoint::{FolderLock, Manifest, load, save};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, PlanError, RunToLoad, RunToSave, Topology, ZeroStage};
+use fusestep_planner::{Comms, PlanError, Run, RunToLoad, RunToSave, Topology, ZeroStage};
 use fusestep_tensor::Role;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -30,19 +30,20 @@ fn part(case: &Case, folder: &Path, from: u64, to: u64) -> Vec<Vec<u8>> {
             }
         }
         for step in from..to {
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             for (param, desc) in plan.params().iter().enumerate() {
                 // Equal gradients on all ranks, so that their mean does not depend on how many
                 // there are.
                 if !case.lacks_gradient(0, step, param) {
                     let bytes = case.gradient(0, step, param);
-                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
+                    run.push_grad(&desc.name, &bytes).unwrap();
                 }
             }
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            run.step().unwrap();
         }
         let caller = BTreeMap::from([("at".to_owned(), to.to_string())]);
         save(RunToSave::of(&plan, &state, &backend), &mut comms, folder, caller).unwrap();
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     });
     let last = outcomes.unwrap().pop().unwrap();
     last.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -338,8 +339,9 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_keeps_the_old_checkpoint() {
         let mut state = plan.allocate(&backend).unwrap();
         load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
         let bytes = case.gradient(0, 1, 0);
-        plan.push_grad(&mut state, &backend, &mut comms, "layer0.weight0", &bytes).unwrap();
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+        run.push_grad("layer0.weight0", &bytes).unwrap();
+        run.step().unwrap();
         let saved = save(
             RunToSave::of(&plan, &state, &backend),
             &mut comms,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use fusestep_checkpoint::{Manifest, load, save};
 use fusestep_collective::{Collectives, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, CostModel, RunToLoad, RunToSave, Topology, ZeroStage};
+use fusestep_planner::{Comms, CostModel, Run, RunToLoad, RunToSave, Topology, ZeroStage};
 use fusestep_tensor::Role;
 use fusestep_testkit::each_rule;
 
@@ -80,12 +80,12 @@ fn one_group_saves_and_any_world_goes_on() {
             let values = case.first_values(param);
             state.write(&backend, Role::Param, &desc.name, &values).unwrap();
             let bytes = case.gradient(topology.rank, 0, param);
-            plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).push_grad(&desc.name, &bytes).unwrap();
         }
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
         save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), BTreeMap::new())
             .unwrap();
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     });
     let whole = whole.unwrap().pop().unwrap().unwrap();
     // Those of the first group, and the model's.
@@ -101,7 +101,7 @@ fn one_group_saves_and_any_world_goes_on() {
             let mut state = plan.allocate(&backend).unwrap();
             load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
             assert_eq!(state.step(), 1);
-            whole_params(&plan, &state, &backend, &mut comms)
+            whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
         });
         for found in found.unwrap() {
             assert!(found.unwrap() == whole, "{world} {group:?}");
@@ -162,7 +162,7 @@ fn groups_that_do_not_fit_are_refused() {
         let error = Comms::in_groups(&mut comm, NonZeroUsize::new(3).unwrap(), 0).unwrap_err();
         assert!(error.to_string().contains("multiple"), "{error}");
         let mut comms = Comms::direct(&mut comm);
-        let error = plan.step(&mut state, &backend, &mut comms).unwrap_err();
+        let error = Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap_err();
         error.to_string()
     });
     for error in errors.unwrap() {
@@ -203,11 +203,12 @@ fn one_step(
                 Absence::Stays => std::thread::sleep(4 * options.timeout),
             }
         }
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
         for (param, desc) in plan.params().iter().enumerate() {
             let bytes = case.gradient(topology.rank, 0, param);
-            plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes)?;
+            run.push_grad(&desc.name, &bytes)?;
         }
-        plan.step(&mut state, &backend, &mut comms).map(drop)
+        run.step().map(drop)
     });
     let ended = ended.unwrap().into_iter().enumerate();
     ended

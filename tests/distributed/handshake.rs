@@ -10,7 +10,7 @@ use fusestep_fused_sgd::{Nesterov, Sgd};
 use fusestep_launch::WeightDecay;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, GradientAccumulation, LocalSgd, LossScaling, PlanError,
-    Planner, State, Topology, ZeroStage,
+    Planner, Run, State, Topology, ZeroStage,
 };
 use fusestep_rmsprop::RmsProp;
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
@@ -37,7 +37,7 @@ fn outcomes(
         }
         let seed = caller[usize::from(odd)].to_owned();
         let mut comms = Comms::direct(&mut comm);
-        let done = plan.handshake(&state, &backend, &mut comms, &[("seed", seed)]);
+        let done = Run::of(&plan, &mut state, &backend, &mut comms).handshake(&[("seed", seed)]);
         // Nothing is broken off: ranks may say why they end, or go on to agree.
         let mut one = [1.0f64];
         comms
@@ -169,10 +169,11 @@ fn values_are_compared_by_hash() {
         let bytes = bytemuck::cast_slice(&values);
         state.write(&backend, Role::Param, "w", bytes).unwrap();
         let mut comms = Comms::direct(&mut comm);
-        let different = plan.compare_parameters(&state, &backend, &mut comms);
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+        let different = run.compare_parameters();
         let different = different.unwrap_err().to_string();
-        plan.broadcast_parameters(&mut state, &backend, &mut comms, 0).unwrap();
-        plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+        run.broadcast_parameters(0).unwrap();
+        run.handshake(&[]).unwrap();
         different
     });
     for different in ranks.unwrap() {
@@ -195,11 +196,11 @@ fn after_change_on_one(
         let mut state = plan.allocate(&backend).unwrap();
         state.set_step(3);
         let mut comms = Comms::direct(&mut comm);
-        plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+        Run::of(&plan, &mut state, &backend, &mut comms).handshake(&[]).unwrap();
         if plan.topology().rank == 1 {
             change(&mut state, &backend);
         }
-        let met = plan.handshake(&state, &backend, &mut comms, &[]);
+        let met = Run::of(&plan, &mut state, &backend, &mut comms).handshake(&[]);
         met.map_or_else(|error| error.to_string(), |()| "nothing".to_owned())
     });
     ranks.unwrap().into_iter().map(Result::unwrap).collect()
@@ -257,19 +258,22 @@ fn first_values_that_differ_are_named_at_zero_3_or_brought_from_one_rank() {
                 state.write(&backend, Role::Param, "b", &own(0)).unwrap();
                 state.write(&backend, Role::Param, "w", &own(rank)).unwrap();
                 let mut comms = Comms::in_groups(&mut comm, group, 0).unwrap();
-                let met = plan.handshake(&state, &backend, &mut comms, &[]).unwrap_err();
+                let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+                let met = run.handshake(&[]).unwrap_err();
                 // A program that has not met hears of it in the step.
                 for name in ["w", "b"] {
                     let grad = vec![0; 5 * dtype.len_bytes()];
-                    plan.push_grad(&mut state, &backend, &mut comms, name, &grad).unwrap();
+                    run.push_grad(name, &grad).unwrap();
                 }
-                let stepped = plan.step(&mut state, &backend, &mut comms).unwrap_err();
+                let stepped = run.step().unwrap_err();
                 let mut state = plan.allocate(&backend).unwrap();
                 state.write(&backend, Role::Param, "w", &own(rank)).unwrap();
-                plan.broadcast_parameters(&mut state, &backend, &mut comms, world - 1).unwrap();
-                plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+                let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+                run.broadcast_parameters(world - 1).unwrap();
+                run.handshake(&[]).unwrap();
                 assert_eq!(state.memory_bytes(), plan.memory_bytes());
-                let whole = plan.gather(&state, &backend, &mut comms, &["w", "b"]).unwrap();
+                let whole =
+                    Run::of(&plan, &mut state, &backend, &mut comms).gather(&["w", "b"]).unwrap();
                 assert!(whole.bytes(0) == own(world - 1));
                 assert!(whole.bytes(1).iter().all(|byte| *byte == 0));
                 [met.to_string(), stepped.to_string()]
@@ -294,10 +298,11 @@ fn what_one_rank_alone_writes_at_zero_3_is_named_by_the_next_step() {
             let rank = comm.rank();
             let mut comms = Comms::direct(&mut comm);
             let mut step = |state: &mut State| {
+                let mut run = Run::of(&plan, state, &backend, &mut comms);
                 for name in ["w", "b"] {
-                    plan.push_grad(state, &backend, &mut comms, name, &[0; 20]).unwrap();
+                    run.push_grad(name, &[0; 20]).unwrap();
                 }
-                plan.step(state, &backend, &mut comms)
+                run.step()
             };
             step(&mut state).unwrap();
             // By all ranks alike, and in another order.

@@ -12,8 +12,8 @@ use fusestep_launch::{Master, Precision, Rounding, StateDType};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseReduceIntoUpdate,
     GradientAccumulation, LocalSgd, LossScaling, Optimizer, Plan, PlanError, Planner, Reach,
-    ReducedWhen, RunToLoad, RunToSave, Shard, Tensors, Topology, UpdateInBackward, UpdateNorms,
-    Verdict, When, ZeroStage,
+    ReducedWhen, Run, RunAlone, RunToLoad, RunToSave, Shard, Tensors, Topology, UpdateInBackward,
+    UpdateNorms, Verdict, When, ZeroStage,
 };
 use fusestep_tensor::Role;
 use fusestep_testkit::each_rule;
@@ -144,15 +144,16 @@ fn in_own_order(case: &Case, planner: &Planner) -> Vec<Vec<Vec<u8>>> {
         };
         let mut state = start(case, &plan, &backend);
         let (rank, count) = (plan.topology().rank, plan.params().len());
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
         for step in 0..case.steps {
             for at in 0..count {
                 let param = (at * (rank + 1) + rank) % count;
                 let (name, bytes) = (&plan.params()[param].name, case.gradient(rank, step, param));
-                plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
+                run.push_grad(name, &bytes).unwrap();
             }
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            run.step().unwrap();
         }
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut run)
     })
 }
 
@@ -202,14 +203,16 @@ fn a_bucket_is_updated_by_the_call_that_gives_its_last_gradient() {
                     for param in (0..case.numels.len()).rev() {
                         let bytes = case.gradient(rank, 0, param);
                         let name = &plan.params()[param].name;
-                        plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
+                        Run::of(&plan, &mut state, &backend, &mut comms)
+                            .push_grad(name, &bytes)
+                            .unwrap();
                         let moved = moved(&case, &plan, &state);
                         seen.push(moved.into_iter().filter(|&moved| moved).count());
                     }
                     // A bucket has 2,000 elements: 6, 5 and 4 share one, which is full with 4; 3
                     // and 0 are longer, so 1 is alone; 2 is empty.
                     assert_eq!(seen, [0, 0, 3, 4, 4, 5, 6], "{case:?}, fused {fused}");
-                    plan.step(&mut state, &backend, &mut comms).unwrap();
+                    Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
                     assert_eq!(state.step(), 1);
                 });
             }
@@ -227,24 +230,24 @@ fn a_second_gradient_and_settings_between_are_refused_and_change_nothing() {
     let mut comms = Comms::direct(&mut solo);
     let mut state = start(&case, &plan, &backend);
     for step in 0..case.steps {
-        push(&case, &plan, (&mut state, &backend), &mut comms, step);
+        push(&case, &mut Run::of(&plan, &mut state, &backend, &mut comms), step);
         let (name, bytes) = (&plan.params()[0].name, case.gradient(0, step, 0));
-        let twice = plan.push_grad(&mut state, &backend, &mut comms, name, &bytes);
+        let twice = Run::of(&plan, &mut state, &backend, &mut comms).push_grad(name, &bytes);
         let name = name.clone();
         assert_eq!(twice, Err(PlanError::GradientTwice { name }));
         let refused = |what| PlanError::StepUnderWay { what, step: step + 1, updated: 6 };
         assert_eq!(state.set_lr(1.0), Err(refused("learning rate")));
         let other = Adam::default().into();
         assert_eq!(state.set_optimizer(other), Err(refused("optimizer")));
-        assert_eq!(plan.run(&mut state, &backend), Err(refused("run")));
-        let flushed = plan.flush(&mut state, &backend, &mut comms);
+        assert_eq!(RunAlone::of(&plan, &mut state, &backend).step_all(), Err(refused("run")));
+        let flushed = Run::of(&plan, &mut state, &backend, &mut comms).flush();
         assert_eq!(flushed, Err(refused("flush")));
         let saved = StateTensors::of(&state, &backend).map(|_| ());
         assert_eq!(saved, Err(refused("saving")));
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
     }
     state.set_lr(0.5).unwrap();
-    let found = whole_params(&plan, &state, &backend, &mut comms);
+    let found = whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms));
     assert!(found == expected[0].params);
 }
 
@@ -256,20 +259,21 @@ fn a_rank_that_fails_half_way_leaves_a_state_that_refuses_to_go_on() {
         let (backend, rank) = (backend(), plan.topology().rank);
         let mut state = start(&case, &plan, &backend);
         let mut comms = Comms::direct(comm);
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
         if rank == 1 {
             // Another call than the bucket's.
-            let error = plan.broadcast_parameters(&mut state, &backend, &mut comms, 0);
+            let error = run.broadcast_parameters(0);
             assert!(matches!(error, Err(PlanError::Collective(_))), "{error:?}");
             return;
         }
         let mut failed = None;
         for param in (0..case.numels.len()).rev() {
             let (name, bytes) = (&plan.params()[param].name, case.gradient(rank, 0, param));
-            let given = plan.push_grad(&mut state, &backend, &mut comms, name, &bytes);
+            let given = run.push_grad(name, &bytes);
             failed = failed.or(given.err());
         }
         assert!(matches!(failed, Some(PlanError::Collective(_))), "{failed:?}");
-        let step = plan.step(&mut state, &backend, &mut comms);
+        let step = run.step();
         assert_eq!(step, Err(PlanError::Poisoned { step: 1 }));
     });
 }
@@ -346,7 +350,7 @@ fn a_step_that_is_left_half_way_is_forgotten_when_a_checkpoint_is_loaded() {
             for param in (3..case.numels.len()).rev() {
                 let bytes = case.gradient(rank, 7, param);
                 let name = &plan.params()[param].name;
-                plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
+                Run::of(&plan, &mut state, &backend, &mut comms).push_grad(name, &bytes).unwrap();
             }
             let begun = moved(&case, &plan, &state);
             assert_eq!(begun.into_iter().filter(|&moved| moved).count(), 4);
@@ -356,11 +360,12 @@ fn a_step_that_is_left_half_way_is_forgotten_when_a_checkpoint_is_loaded() {
             assert!(matches!(saved, Err(PlanError::Conflict { .. })), "{saved:?}");
             load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
             assert!(moved(&case, &plan, &state).into_iter().all(|moved| !moved));
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             for step in 0..case.steps {
-                push(&case, &plan, (&mut state, &backend), &mut comms, step);
-                plan.step(&mut state, &backend, &mut comms).unwrap();
+                push(&case, &mut run, step);
+                run.step().unwrap();
             }
-            whole_params(&plan, &state, &backend, &mut comms)
+            whole_params(&mut run)
         });
         for (found, expected) in found.iter().zip(&expected) {
             assert!(*found == expected.params, "{case:?}");

@@ -7,7 +7,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision};
-use fusestep_planner::{Comms, Ownership, PlanError, Topology, ZeroStage};
+use fusestep_planner::{Comms, Ownership, PlanError, Run, Topology, ZeroStage};
 use fusestep_tensor::Role;
 use fusestep_testkit::each_rule;
 
@@ -217,18 +217,13 @@ fn with_streams_a_full_bucket_starts_before_the_last_gradient_is_given() {
         for param in (0..6).rev() {
             let bytes = case.gradient(rank, 0, param);
             let name = &plan.params()[param].name;
-            plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).push_grad(name, &bytes).unwrap();
             started.push(state.segments_started());
         }
-        let twice = plan.push_grad(
-            &mut state,
-            &backend,
-            &mut comms,
-            &plan.params()[0].name,
-            &case.gradient(rank, 0, 0),
-        );
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+        let twice = run.push_grad(&plan.params()[0].name, &case.gradient(rank, 0, 0));
         assert!(matches!(twice, Err(PlanError::GradientTwice { .. })));
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        run.step().unwrap();
         started
     });
     for started in outcomes.unwrap() {
@@ -270,8 +265,9 @@ fn parameters_of_one_rank_come_to_all() {
                         .unwrap();
                 }
             }
-            plan.broadcast_parameters(&mut state, &backend, &mut comms, 1).unwrap();
-            whole_params(&plan, &state, &backend, &mut comms)
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            run.broadcast_parameters(1).unwrap();
+            whole_params(&mut run)
         });
         let expected: Vec<Vec<u8>> =
             (0..case.numels.len()).map(|param| case.first_values(param)).collect();
@@ -319,20 +315,22 @@ fn buckets_that_are_through_give_their_memory_to_those_that_come() {
             }
             let mut peaks = Vec::new();
             for step in 0..case.steps {
+                let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
                 for param in (0..16).rev() {
                     let bytes = case.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
-                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
+                    run.push_grad(name, &bytes).unwrap();
                     // A backward pass that takes longer than the calls.
-                    while !all && plan.take_reduced(&mut state, &backend).unwrap() > 0 {
+                    while !all && run.take_reduced().unwrap() > 0 {
                         std::thread::yield_now();
                     }
                 }
-                let report = plan.step(&mut state, &backend, &mut comms).unwrap();
+                let report = run.step().unwrap();
                 assert_eq!(state.memory_bytes(), plan.memory_bytes());
                 peaks.push(report.segment_peak_bytes);
             }
-            let params = crate::run::whole_params(&plan, &state, &backend, &mut comms);
+            let params =
+                crate::run::whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms));
             (peaks, params)
         });
         for outcome in peaks.unwrap() {

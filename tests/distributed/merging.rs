@@ -6,8 +6,8 @@ use fusestep_collective::{Communicator, Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Averaged, Comms, GradientAccumulation, LocalSgd, PlanError, Planner, ReducedWhen, Shard, State,
-    Topology, ZeroStage,
+    Averaged, Comms, GradientAccumulation, LocalSgd, PlanError, Planner, ReducedWhen, Run, Shard,
+    State, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -113,8 +113,9 @@ fn weights_that_ranks_do_not_share_are_refused_by_all_of_them() {
             let mut comms = Comms::direct(&mut comm);
             let mut state = plan.allocate(&backend).unwrap();
             state.set_weight(1.0 + rank as f64).unwrap();
-            plan.step(&mut state, &backend, &mut comms).unwrap();
-            let error = plan.step(&mut state, &backend, &mut comms);
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            run.step().unwrap();
+            let error = run.step();
             error.unwrap_err().to_string()
         });
         for error in outcomes.unwrap() {
@@ -149,12 +150,12 @@ fn updates(planner: Planner, dtype: DType, micro_steps: &[Option<(f32, f64)>]) -
                 DType::BF16 => half::bf16::from_f32(*value).to_le_bytes().repeat(3),
                 _ => value.to_le_bytes().repeat(3),
             };
-            plan.push_grad(&mut state, &backend, &mut comms, "w", &bytes).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).push_grad("w", &bytes).unwrap();
         }
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
         found.push(-read(&state));
     }
-    if plan.flush(&mut state, &backend, &mut comms).unwrap().update.is_some() {
+    if Run::of(&plan, &mut state, &backend, &mut comms).flush().unwrap().update.is_some() {
         found.push(-read(&state));
     }
     found
@@ -273,8 +274,9 @@ fn an_adaptive_interval_follows_the_mean_loss_on_all_ranks_alike() {
             }
             let grad = case.gradient(rank, step, 0);
             let name = &plan.params()[0].name;
-            plan.push_grad(&mut state, &backend, &mut comms, name, &grad).unwrap();
-            let report = plan.step(&mut state, &backend, &mut comms).unwrap();
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            run.push_grad(name, &grad).unwrap();
+            let report = run.step().unwrap();
             found.push((report.averaged, state.local_interval()));
         }
         found

@@ -10,7 +10,7 @@ use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, Interval, LocalSgd, ReducedWhen, RunToLoad, RunToSave, Topology, ZeroStage,
+    Comms, Interval, LocalSgd, ReducedWhen, Run, RunToLoad, RunToSave, Topology, ZeroStage,
 };
 use fusestep_tensor::Role;
 
@@ -52,17 +52,19 @@ fn part_with(
                 let rank = of(topology.rank, step);
                 if !case.lacks_gradient(rank, step, param) {
                     let bytes = case.gradient(rank, step, param);
-                    plan.push_grad(&mut state, &backend, &mut comms, &desc.name, &bytes).unwrap();
+                    Run::of(&plan, &mut state, &backend, &mut comms)
+                        .push_grad(&desc.name, &bytes)
+                        .unwrap();
                 }
             }
             state.set_loss(1.0 + step as f64 + topology.rank as f64);
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
         }
         if let Some(folder) = folder {
             save(RunToSave::of(&plan, &state, &backend), &mut comms, folder, BTreeMap::new())
                 .unwrap();
         }
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     });
     let outcomes = outcomes.unwrap().into_iter();
     outcomes

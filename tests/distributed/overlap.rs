@@ -7,7 +7,7 @@ use fusestep_collective::{Collectives, Communicator};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    Comms, FuseAllReduce, FuseReduceIntoUpdate, Plan, Planner, Shard, State, Topology,
+    Comms, FuseAllReduce, FuseReduceIntoUpdate, Plan, Planner, Run, Shard, State, Topology,
     UpdateInBackward, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
@@ -175,11 +175,11 @@ fn train(
                 started.push(state.segments_started());
             }
             let bytes = bytemuck::cast_slice(grad);
-            plan.push_grad(state, &backend, &mut comms, name, bytes).unwrap();
+            Run::of(&plan, state, &backend, &mut comms).push_grad(name, bytes).unwrap();
         });
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
     }
-    (whole_params(&plan, &state, &backend, &mut comms), started)
+    (whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms)), started)
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn time(
         let mut give = |state: &mut State, name: &str, grad: &[f32]| {
             if steps {
                 let bytes = bytemuck::cast_slice(grad);
-                plan.push_grad(state, &backend, &mut comms, name, bytes).unwrap();
+                Run::of(&plan, state, &backend, &mut comms).push_grad(name, bytes).unwrap();
             }
         };
         if computes {
@@ -252,7 +252,7 @@ fn time(
             }
         }
         if steps {
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
         }
         let mut slowest = [begun.elapsed().as_secs_f64()];
         let largest = fusestep_collective::ReduceOp::Max;

@@ -9,7 +9,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, CostModel, EventKind, FuseAllReduce, Optimizer, Planner, Shard, Topology, ZeroStage,
+    Comms, CostModel, EventKind, FuseAllReduce, Optimizer, Planner, Run, Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -55,10 +55,11 @@ fn line(
     for round in 0..=ROUNDS {
         comms.communicator().barrier().unwrap();
         let start = Instant::now();
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
         for (param, grad) in params.iter().zip(&grads).rev() {
-            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad).unwrap();
+            run.push_grad(&param.name, grad).unwrap();
         }
-        let report = plan.step(&mut state, &backend, &mut comms).unwrap();
+        let report = run.step().unwrap();
         // The first touches memory for the first time.
         if round > 0 {
             whole.push(start.elapsed().as_secs_f64());
@@ -104,14 +105,15 @@ fn peak(comm: &mut dyn Communicator, params: &[ParamDesc], cap_bytes: u64) -> St
     for _ in 0..5 {
         comms.communicator().barrier().unwrap();
         let mut seconds = 0.0;
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
         for (param, grad) in params.iter().zip(&grads).rev() {
             std::thread::sleep(std::time::Duration::from_nanos(12 * param.numel()));
             let start = Instant::now();
-            plan.push_grad(&mut state, &backend, &mut comms, &param.name, grad).unwrap();
+            run.push_grad(&param.name, grad).unwrap();
             seconds += start.elapsed().as_secs_f64();
         }
         let start = Instant::now();
-        let report = plan.step(&mut state, &backend, &mut comms).unwrap();
+        let report = run.step().unwrap();
         busy.push(seconds + start.elapsed().as_secs_f64());
         peaks.push(report.segment_peak_bytes as f64 / 1e9);
     }

@@ -8,7 +8,7 @@ use fusestep_collective::{
     run_ranks,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Plan, PlanError, State, Topology, ZeroStage};
+use fusestep_planner::{Comms, Plan, PlanError, Run, State, Topology, ZeroStage};
 use fusestep_tensor::Role;
 
 use crate::run::{Case, Mixed, whole_params};
@@ -54,11 +54,14 @@ fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>,
         for param in (0..case.numels.len()).rev() {
             let pending = match ahead.take() {
                 Some(pending) => pending,
-                None => plan.prefetch(&state, &backend, &mut comms, &[name(param)])?,
+                None => {
+                    Run::of(&plan, &mut state, &backend, &mut comms).prefetch(&[name(param)])?
+                }
             };
             let here = pending.wait(&state)?;
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             if param > 0 {
-                let pending = plan.prefetch(&state, &backend, &mut comms, &[name(param - 1)])?;
+                let pending = run.prefetch(&[name(param - 1)])?;
                 assert_eq!(pending.len_bytes() as u64, 4 * case.numels[param - 1]);
                 ahead = Some(pending);
             }
@@ -67,12 +70,12 @@ fn train_ahead(case: &Case, comm: &mut dyn Communicator) -> Result<Vec<Vec<u8>>,
             }
             if !case.lacks_gradient(rank, step, param) {
                 let gradient = case.gradient(rank, step, param);
-                plan.push_grad(&mut state, &backend, &mut comms, name(param), &gradient)?;
+                run.push_grad(name(param), &gradient)?;
             }
         }
-        plan.step(&mut state, &backend, &mut comms)?;
+        Run::of(&plan, &mut state, &backend, &mut comms).step()?;
     }
-    Ok(whole_params(&plan, &state, &backend, &mut comms))
+    Ok(whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms)))
 }
 
 #[test]
@@ -105,12 +108,13 @@ fn several_dtypes_come_in_one_go_and_other_stages_copy() {
         let case = Case { zero, streams: 1, mixed: Mixed::Yes, ..case(3) };
         let ranks = run_ranks(3, &Options::default(), |mut comm| {
             let backend = CpuBackend::new(NonZeroUsize::MIN);
-            let (plan, state) = start(&case, &comm, &backend);
+            let (plan, mut state) = start(&case, &comm, &backend);
             let mut comms = comms(&case, &mut comm).unwrap();
             let order = [5, 0, 4, 1, 2];
             let names: Vec<&str> = order.map(|at| plan.params()[at].name.as_str()).to_vec();
-            let first = plan.prefetch(&state, &backend, &mut comms, &names).unwrap();
-            let second = plan.prefetch(&state, &backend, &mut comms, &names[..1]);
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            let first = run.prefetch(&names).unwrap();
+            let second = run.prefetch(&names[..1]);
             // In another order than they were asked for.
             let second = second.unwrap().wait(&state).unwrap();
             let first = first.wait(&state).unwrap();
@@ -135,21 +139,24 @@ fn parameters_that_change_on_the_way_are_refused_and_the_stream_goes_on() {
             let (plan, mut state) = start(&case, &comm, &backend);
             let mut comms = comms(&case, &mut comm).unwrap();
             let name = plan.params()[0].name.as_str();
-            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            let pending = run.prefetch(&[name]);
             let gradient = case.gradient(0, 0, 0);
-            plan.push_grad(&mut state, &backend, &mut comms, name, &gradient).unwrap();
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            run.push_grad(name, &gradient).unwrap();
+            run.step().unwrap();
             let error = pending.unwrap().wait(&state).unwrap_err();
             assert!(matches!(error, PlanError::StaleParams { changes: 1 }), "{error}");
-            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            let pending = run.prefetch(&[name]);
             let other = plan.allocate(&backend).unwrap();
             let error = pending.unwrap().wait(&other).unwrap_err();
             assert!(matches!(error, PlanError::StaleParams { .. }), "{error}");
-            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            let pending = run.prefetch(&[name]);
             let found = pending.unwrap().wait(&state).unwrap();
-            let whole = plan.gather(&state, &backend, &mut comms, &[name]).unwrap();
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            let whole = run.gather(&[name]).unwrap();
             assert!(found.bytes(0) == whole.bytes(0));
-            let error = plan.prefetch(&state, &backend, &mut comms, &["none"]);
+            let error = run.prefetch(&["none"]);
             assert!(matches!(error.unwrap_err(), PlanError::UnknownName { .. }));
         });
         ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
@@ -161,17 +168,17 @@ fn parameters_given_up_on_their_way_close_the_stream_with_an_error_that_names_th
     let case = Case { streams: 1, ..case(3) };
     let errors = run_ranks(3, &Options::default(), |mut comm| {
         let backend = CpuBackend::new(NonZeroUsize::MIN);
-        let (plan, state) = start(&case, &comm, &backend);
+        let (plan, mut state) = start(&case, &comm, &backend);
         let rank = comm.rank();
         let mut comms = comms(&case, &mut comm).unwrap();
         let name = plan.params()[0].name.as_str();
-        let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+        let pending = Run::of(&plan, &mut state, &backend, &mut comms).prefetch(&[name]);
         match rank {
             1 => drop(pending.unwrap()),
             _ => drop(pending.unwrap().wait(&state)),
         }
         comms.communicator().barrier().unwrap();
-        let next = plan.prefetch(&state, &backend, &mut comms, &[name]);
+        let next = Run::of(&plan, &mut state, &backend, &mut comms).prefetch(&[name]);
         next.unwrap().wait(&state).unwrap_err().to_string()
     });
     for error in errors.unwrap() {
@@ -236,16 +243,17 @@ fn a_rank_whose_own_code_fails_while_parameters_are_on_their_way_ends_the_others
     let case = Case { streams: 1, ..case(3) };
     let errors = run_ranks(3, &Options::default(), |mut comm| {
         let backend = CpuBackend::new(NonZeroUsize::MIN);
-        let (plan, state) = start(&case, &comm, &backend);
+        let (plan, mut state) = start(&case, &comm, &backend);
         let rank = comm.rank();
         let mut comms = comms(&case, &mut comm).unwrap();
         let name = plan.params()[0].name.as_str();
         for round in 0.. {
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             if rank == 2 && round == 3 {
-                let _on_its_way = plan.prefetch(&state, &backend, &mut comms, &[name]);
+                let _on_its_way = run.prefetch(&[name]);
                 return "the model's own error".to_owned();
             }
-            let pending = plan.prefetch(&state, &backend, &mut comms, &[name]);
+            let pending = run.prefetch(&[name]);
             if let Err(error) = pending.and_then(|pending| pending.wait(&state)) {
                 return error.to_string();
             }

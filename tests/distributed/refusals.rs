@@ -6,7 +6,7 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_lion::Lion;
-use fusestep_planner::{Comms, Optimizer, PlanError, Topology, ZeroStage};
+use fusestep_planner::{Comms, Optimizer, PlanError, Run, Topology, ZeroStage};
 
 use crate::run::{Case, whole_params};
 use crate::train::{backend, on_ranks, push, start};
@@ -64,10 +64,11 @@ fn a_rule_of_other_scalars_or_tensors_is_an_error_and_changes_nothing() {
                             assert!(error.to_string().contains("plan anew"), "{error}");
                             assert_eq!(state.optimizer(), &rule);
                         }
-                        push(&case, &plan, (&mut state, &backend), &mut comms, step);
-                        plan.step(&mut state, &backend, &mut comms).unwrap();
+                        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+                        push(&case, &mut run, step);
+                        run.step().unwrap();
                     }
-                    whole_params(&plan, &state, &backend, &mut comms)
+                    whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
                 })
             };
             assert!(run(true) == run(false), "{text}");
@@ -88,11 +89,12 @@ fn a_rule_of_other_values_is_taken_up_by_all_ranks_alike() {
             if let Some(to) = to {
                 state.set_optimizer(to.into()).unwrap();
             }
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             for step in 0..4 {
-                push(&case, &plan, (&mut state, &backend), &mut comms, step);
-                plan.step(&mut state, &backend, &mut comms).unwrap();
+                push(&case, &mut run, step);
+                run.step().unwrap();
             }
-            whole_params(&plan, &state, &backend, &mut comms)
+            whole_params(&mut run)
         });
         ranks.into_iter().next_back().unwrap()
     };
@@ -123,10 +125,11 @@ fn weights_that_are_not_above_0_and_finite_are_refused_and_the_last_good_one_cou
                 };
                 assert_eq!(found.to_bits(), weight.to_bits());
             }
-            push(&case, &plan, (&mut state, &backend), &mut comms, step);
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            push(&case, &mut run, step);
+            run.step().unwrap();
         }
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     };
     assert!(run(&refused) == run(&[]));
 }
@@ -141,7 +144,7 @@ fn a_weight_behind_the_first_gradient_of_a_micro_step_is_refused_and_changes_not
         let mut state = start(&case, &plan, &backend);
         for step in 0..4 {
             state.set_weight(3.0 + step as f64).unwrap();
-            push(&case, &plan, (&mut state, &backend), &mut comms, step);
+            push(&case, &mut Run::of(&plan, &mut state, &backend, &mut comms), step);
             if tries {
                 let error = state.set_weight(9.0).unwrap_err();
                 assert_eq!(error, PlanError::WeightLate { given: 4 });
@@ -149,9 +152,9 @@ fn a_weight_behind_the_first_gradient_of_a_micro_step_is_refused_and_changes_not
                             when the micro-step begins";
                 assert!(error.to_string().ends_with(told), "{error}");
             }
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
         }
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     };
     assert!(run(true) == run(false));
 }

@@ -3,7 +3,8 @@
 use fusestep_fused_adam::Adam;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
-    ClipByGlobalNorm, FuseAllReduce, PlanError, Planner, Shard, Topology, Verdict, ZeroStage,
+    ClipByGlobalNorm, FuseAllReduce, PlanError, Planner, RunAlone, Shard, Topology, Verdict,
+    ZeroStage,
 };
 
 use crate::run::Case;
@@ -165,7 +166,7 @@ fn each_group_has_a_learning_rate_of_its_own() {
             let role = fusestep_tensor::Role::Grad;
             state.write(&backend, role, &desc.name, &grad).unwrap();
         }
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
         let read = |name: &str| bytemuck::cast_slice(state.param::<f32>(name).unwrap()).to_vec();
         plan.params().iter().map(|desc| read(&desc.name)).collect()
     };

@@ -8,8 +8,8 @@ use fusestep_fused_adam::Adam;
 use fusestep_launch::{Backend, Precision};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientAccumulation, LocalSgd,
-    LossScaling, Optimizer, Oversize, Ownership, Plan, Planner, ReducedWhen, Shard, StepReport,
-    Topology, UpdateNorms, ZeroStage,
+    LossScaling, Optimizer, Oversize, Ownership, Planner, ReducedWhen, Run, RunAlone, Shard,
+    StepReport, Topology, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
@@ -261,6 +261,7 @@ impl Case {
         for step in 0..self.steps * u64::from(self.merge) {
             // Ranks report gradients in different orders; calls must not follow them.
             let count = plan.params().len();
+            let mut run = Run::of(&plan, &mut state, backend, &mut comms);
             for at in 0..count {
                 let param = match rank % 2 {
                     0 => count - 1 - at,
@@ -269,10 +270,10 @@ impl Case {
                 if !self.lacks_gradient(rank, step, param) {
                     let bytes = self.gradient(rank, step, param);
                     let name = &plan.params()[param].name;
-                    plan.push_grad(&mut state, backend, &mut comms, name, &bytes).unwrap();
+                    run.push_grad(name, &bytes).unwrap();
                 }
             }
-            let report = plan.step(&mut state, backend, &mut comms).unwrap();
+            let report = run.step().unwrap();
             // A device keeps what it has once given.
             if report.update.is_some() && backend.host().is_some() {
                 assert_eq!(state.memory_bytes(), plan.memory_bytes(), "{self:?}");
@@ -283,10 +284,10 @@ impl Case {
             reports.extend(report.update);
         }
         if self.local_sgd.is_some() {
-            plan.average_now(&mut state, backend, &mut comms).unwrap();
+            Run::of(&plan, &mut state, backend, &mut comms).average_now().unwrap();
         }
         Outcome {
-            params: whole_params(&plan, &state, backend, &mut comms),
+            params: whole_params(&mut Run::of(&plan, &mut state, backend, &mut comms)),
             skipped: state.skipped(),
             reports,
             update_norms,
@@ -324,7 +325,7 @@ impl Case {
                     state.set_without_gradient(&desc.name).unwrap()
                 }
             }
-            reports.push(plan.run(&mut state, &backend).unwrap());
+            reports.push(RunAlone::of(&plan, &mut state, &backend).step_all().unwrap());
             update_norms.push(state.update_norms(&backend).unwrap());
         }
         let params = plan.params().iter().map(|desc| {
@@ -367,14 +368,9 @@ impl Case {
 }
 
 /// All parameters, gathered.
-pub(crate) fn whole_params(
-    plan: &Plan,
-    state: &fusestep_planner::State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-) -> Vec<Vec<u8>> {
-    let names: Vec<&str> = plan.params().iter().map(|param| param.name.as_str()).collect();
-    let gathered = plan.gather(state, backend, comms, &names).unwrap();
+pub(crate) fn whole_params(run: &mut Run<'_, '_>) -> Vec<Vec<u8>> {
+    let names: Vec<&str> = run.plan().params().iter().map(|param| param.name.as_str()).collect();
+    let gathered = run.gather(&names).unwrap();
     (0..names.len()).map(|at| gathered.bytes(at).to_vec()).collect()
 }
 

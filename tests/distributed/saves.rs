@@ -12,7 +12,9 @@ use fusestep_checkpoint::{
 };
 use fusestep_collective::{Communicator, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Plan, PlanError, RunToLoad, RunToSave, State, Topology, ZeroStage};
+use fusestep_planner::{
+    Comms, Plan, PlanError, Run, RunToLoad, RunToSave, State, Topology, ZeroStage,
+};
 use fusestep_tensor::Role;
 use fusestep_tensor_file::{Disk, FileKind, Files, Lock, Look};
 
@@ -41,16 +43,19 @@ impl<'a> Rank<'a> {
         Self { case, plan, backend, state, comms: Comms::direct(comm), steps: 0 }
     }
 
+    fn run(&mut self) -> Run<'_, 'a> {
+        Run::of(&self.plan, &mut self.state, &self.backend, &mut self.comms)
+    }
+
     /// One micro-step with gradients of this rank's own.
     fn step(&mut self) {
         let rank = self.comms.communicator().rank();
-        let (state, comms) = (&mut self.state, &mut self.comms);
-        for (param, desc) in self.plan.params().iter().enumerate() {
-            let bytes = self.case.gradient(rank, self.steps, param);
-            let pushed = self.plan.push_grad(state, &self.backend, comms, &desc.name, &bytes);
-            pushed.unwrap();
+        let (case, step) = (self.case, self.steps);
+        let mut run = self.run();
+        for (param, desc) in run.plan().params().iter().enumerate() {
+            run.push_grad(&desc.name, &case.gradient(rank, step, param)).unwrap();
         }
-        self.plan.step(state, &self.backend, comms).unwrap();
+        run.step().unwrap();
         self.steps += 1;
     }
 
@@ -85,7 +90,7 @@ impl<'a> Rank<'a> {
     }
 
     fn params(&mut self) -> Vec<Vec<u8>> {
-        whole_params(&self.plan, &self.state, &self.backend, &mut self.comms)
+        whole_params(&mut self.run())
     }
 
     fn poll(&mut self, saves: &mut Saves) -> Result<Option<Saved>, PlanError> {

@@ -10,8 +10,8 @@ use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Optimizer, Plan, Planner,
-    RunToLoad, RunToSave, Shard, State, StepReport, Topology, UpdateNorms, ZeroStage,
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, LocalSgd, Optimizer, Plan, Planner, Run,
+    RunAlone, RunToLoad, RunToSave, Shard, State, StepReport, Topology, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -103,29 +103,23 @@ fn assert_alike(found: &[Norms], expected: &[Norms], what: &str) {
     }
 }
 
-fn steps(
-    plan: &Plan,
-    state: &mut State,
-    backend: &CpuBackend,
-    comms: &mut Comms<'_>,
-    steps: std::ops::Range<u64>,
-) -> Vec<Norms> {
-    let rank = plan.topology().rank as u64;
+fn steps(run: &mut Run<'_, '_>, steps: std::ops::Range<u64>) -> Vec<Norms> {
+    let rank = run.plan().topology().rank as u64;
     let norms = steps.map(|step| {
         for param in 0..NUMELS.len() {
             let grad = bytes(param, [step, rank]);
-            plan.push_grad(state, backend, comms, &name(param), &grad).unwrap();
+            run.push_grad(&name(param), &grad).unwrap();
         }
-        let report = plan.step(state, backend, comms).unwrap();
+        let report = run.step().unwrap();
         norms_of(&report.update.unwrap())
     });
     norms.collect()
 }
 
-fn all(plan: &Plan, state: &State, backend: &CpuBackend, comms: &mut Comms<'_>) -> Vec<Vec<u8>> {
+fn all(run: &mut Run<'_, '_>) -> Vec<Vec<u8>> {
     let names: Vec<String> = (0..NUMELS.len()).map(name).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let gathered = plan.gather(state, backend, comms, &names).unwrap();
+    let gathered = run.gather(&names).unwrap();
     (0..names.len()).map(|at| gathered.bytes(at).to_vec()).collect()
 }
 
@@ -172,7 +166,7 @@ impl ByHand {
                 };
                 state.write(&backend, Role::Grad, &name(param), &grad).unwrap();
             }
-            let report = plan.run(&mut state, &backend).unwrap();
+            let report = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
             norms.push(norms_of(&report));
         }
         let read = |param: usize, rank: usize| {
@@ -224,8 +218,9 @@ fn slices_are_updated_by_their_ranks_and_count_once_in_the_norm() {
             let backend = CpuBackend::new(NonZeroUsize::MIN);
             let mut comms = Comms::with_streams(&mut comm, 1).unwrap();
             let mut state = start(&plan, &backend);
-            let found = steps(&plan, &mut state, &backend, &mut comms, 0..STEPS);
-            (all(&plan, &state, &backend, &mut comms), found)
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            let found = steps(&mut run, 0..STEPS);
+            (all(&mut run), found)
         });
         for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
             let (found, found_norms) = outcome.unwrap();
@@ -253,15 +248,16 @@ fn every_rank_has_slices_of_its_own_in_shard_groups_too_and_each_counts_once() {
                 let backend = CpuBackend::new(NonZeroUsize::MIN);
                 let mut comms = Comms::in_groups(&mut comm, group, streams).unwrap();
                 let mut state = start(&plan, &backend);
-                let mut found = steps(&plan, &mut state, &backend, &mut comms, 0..1);
+                let mut found = steps(&mut Run::of(&plan, &mut state, &backend, &mut comms), 0..1);
                 let caller = BTreeMap::new();
                 save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), caller)
                     .unwrap();
                 // The rest of the run goes on from what was saved.
                 let mut state = plan.allocate(&backend).unwrap();
                 load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
-                found.extend(steps(&plan, &mut state, &backend, &mut comms, 1..STEPS));
-                (all(&plan, &state, &backend, &mut comms), found)
+                let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+                found.extend(steps(&mut run, 1..STEPS));
+                (all(&mut run), found)
             });
             for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
                 let (found, found_norms) = outcome.unwrap();
@@ -288,8 +284,9 @@ fn a_tensor_that_is_split_trains_as_the_whole_one_under_rules_with_norms() {
                     let backend = CpuBackend::new(NonZeroUsize::MIN);
                     let mut comms = Comms::direct(&mut comm);
                     let mut state = start(&plan, &backend);
-                    let found = steps(&plan, &mut state, &backend, &mut comms, 0..STEPS);
-                    (all(&plan, &state, &backend, &mut comms), found)
+                    let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+                    let found = steps(&mut run, 0..STEPS);
+                    (all(&mut run), found)
                 });
                 for (rank, outcome) in outcomes.unwrap().into_iter().enumerate() {
                     let (found, found_norms) = outcome.unwrap();
@@ -312,13 +309,14 @@ fn slices_are_neither_broadcast_nor_averaged() {
         let rank = comm.rank();
         let mut comms = Comms::direct(&mut comm);
         let mut state = start(&plan, &backend);
-        plan.broadcast_parameters(&mut state, &backend, &mut comms, 1).unwrap();
-        let begun = all(&plan, &state, &backend, &mut comms);
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+        run.broadcast_parameters(1).unwrap();
+        let begun = all(&mut run);
         assert!((0..4).all(|param| begun[param] == first(param, rank)));
-        steps(&plan, &mut state, &backend, &mut comms, 0..1);
+        steps(&mut run, 0..1);
         let caller = BTreeMap::new();
         save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), caller).unwrap();
-        all(&plan, &state, &backend, &mut comms)
+        all(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     });
     let manifest = Manifest::read(folder.path()).unwrap();
     let out = tempfile::tempdir().unwrap();
@@ -343,15 +341,16 @@ fn slices_are_saved_for_their_ranks_and_resumed_by_as_many() {
             let backend = CpuBackend::new(NonZeroUsize::MIN);
             let mut comms = Comms::direct(&mut comm);
             let mut state = start(&plan, &backend);
-            steps(&plan, &mut state, &backend, &mut comms, 0..1);
+            steps(&mut Run::of(&plan, &mut state, &backend, &mut comms), 0..1);
             let caller = BTreeMap::new();
             save(RunToSave::of(&plan, &state, &backend), &mut comms, folder.path(), caller)
                 .unwrap();
-            steps(&plan, &mut state, &backend, &mut comms, 1..3);
+            steps(&mut Run::of(&plan, &mut state, &backend, &mut comms), 1..3);
             let mut again = plan.allocate(&backend).unwrap();
             load(RunToLoad::of(&plan, &mut again, &backend), folder.path()).unwrap();
-            steps(&plan, &mut again, &backend, &mut comms, 1..3);
-            all(&plan, &state, &backend, &mut comms) == all(&plan, &again, &backend, &mut comms)
+            steps(&mut Run::of(&plan, &mut again, &backend, &mut comms), 1..3);
+            all(&mut Run::of(&plan, &mut state, &backend, &mut comms))
+                == all(&mut Run::of(&plan, &mut again, &backend, &mut comms))
         });
         assert!(outcomes.unwrap().into_iter().all(Result::unwrap), "{zero:?}");
         let two = planner(zero).plan_for(&params(), Topology::new(0, 2).unwrap()).unwrap();

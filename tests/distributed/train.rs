@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use fusestep_collective::{Communicator, Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, MicroStepReport, Plan, Planner, State, Topology};
+use fusestep_planner::{Comms, MicroStepReport, Plan, Planner, Run, State, Topology};
 use fusestep_tensor::Role;
 
 use crate::run::{Case, whole_params};
@@ -66,20 +66,15 @@ pub(crate) fn start(case: &Case, plan: &Plan, backend: &CpuBackend) -> State {
 }
 
 /// Gives the gradients of one micro-step.
-pub(crate) fn push(
-    case: &Case,
-    plan: &Plan,
-    (state, backend): (&mut State, &CpuBackend),
-    comms: &mut Comms<'_>,
-    step: u64,
-) {
+pub(crate) fn push(case: &Case, run: &mut Run<'_, '_>, step: u64) {
+    let plan = run.plan();
     let rank = plan.topology().rank;
     for param in (0..plan.params().len()).rev() {
         if case.lacks_gradient(rank, step, param) {
             continue;
         }
         let (name, bytes) = (&plan.params()[param].name, case.gradient(rank, step, param));
-        plan.push_grad(state, backend, comms, name, &bytes).unwrap();
+        run.push_grad(name, &bytes).unwrap();
     }
 }
 
@@ -90,11 +85,12 @@ fn rank(case: &Case, planner: &Planner, comm: &mut dyn Communicator) -> Trained 
     let mut state = start(case, &plan, &backend);
     let (mut reports, mut scales) = (Vec::new(), Vec::new());
     for step in 0..case.steps * u64::from(case.merge) {
-        push(case, &plan, (&mut state, &backend), &mut comms, step);
-        reports.push(plan.step(&mut state, &backend, &mut comms).unwrap());
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+        push(case, &mut run, step);
+        reports.push(run.step().unwrap());
         scales.push(state.loss_scale().map(|scale| scale.scale()));
     }
-    let params = whole_params(&plan, &state, &backend, &mut comms);
+    let params = whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms));
     Trained {
         state: plan
             .params()

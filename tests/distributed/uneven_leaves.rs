@@ -7,7 +7,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, Distributed, Optimizer, Plan, Planner, State, Topology,
+    ClipByGlobalNorm, Comms, Distributed, Optimizer, Plan, Planner, Run, State, Topology,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -43,8 +43,9 @@ fn train(
     state.write(backend, Role::Param, "head", &first).unwrap();
     for step in 0..STEPS {
         let grad = values(step, own.clone());
-        plan.push_grad(&mut state, backend, comms, "head", &grad).unwrap();
-        plan.step(&mut state, backend, comms).unwrap();
+        let mut run = Run::of(plan, &mut state, backend, comms);
+        run.push_grad("head", &grad).unwrap();
+        run.step().unwrap();
     }
     state.param::<f32>("head").unwrap().to_vec()
 }

@@ -12,8 +12,8 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseReduceIntoUpdate,
-    GradientAccumulation, Optimizer, Plan, PlanError, Planner, RunToLoad, RunToSave, Shard, State,
-    Topology, UpdateNorms, ZeroStage,
+    GradientAccumulation, Optimizer, Plan, PlanError, Planner, Run, RunToLoad, RunToSave, Shard,
+    State, Topology, UpdateNorms, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
@@ -143,11 +143,12 @@ impl Case {
         for micro in
             steps.start * u64::from(self.micro_steps)..steps.end * u64::from(self.micro_steps)
         {
+            let mut run = Run::of(plan, state, backend, comms);
             for name in NAMES.iter().rev() {
                 let grad = values(micro, name, self.split.range(name, rank));
-                plan.push_grad(state, backend, comms, name, &grad).unwrap();
+                run.push_grad(name, &grad).unwrap();
             }
-            if let Some(report) = plan.step(state, backend, comms).unwrap().update {
+            if let Some(report) = run.step().unwrap().update {
                 norms.push([report.grad_norm.unwrap_or(0.0), report.update_norm.unwrap()]);
             }
         }
@@ -175,8 +176,8 @@ impl Case {
             let backend = CpuBackend::new(NonZeroUsize::MIN);
             let mut comms = Comms::direct(&mut comm);
             let mut state = self.start(&plan, &backend);
-            plan.broadcast_parameters(&mut state, &backend, &mut comms, 0).unwrap();
-            plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).broadcast_parameters(0).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).handshake(&[]).unwrap();
             let (run, half) = ((&plan, &mut state), STEPS / 2);
             let mut norms = self.step(run, &backend, &mut comms, 0..half);
             save(
@@ -188,9 +189,9 @@ impl Case {
             .unwrap();
             let mut state = plan.allocate(&backend).unwrap();
             load(RunToLoad::of(&plan, &mut state, &backend), folder.path()).unwrap();
-            plan.handshake(&state, &backend, &mut comms, &[]).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).handshake(&[]).unwrap();
             norms.extend(self.step((&plan, &mut state), &backend, &mut comms, half..STEPS));
-            let whole = plan.gather(&state, &backend, &mut comms, &NAMES).unwrap();
+            let whole = Run::of(&plan, &mut state, &backend, &mut comms).gather(&NAMES).unwrap();
             let floats = |at| {
                 let values = whole.bytes(at).as_chunks::<4>().0.iter();
                 values.map(|bytes| f32::from_le_bytes(*bytes)).collect()

@@ -1,7 +1,7 @@
 //! Gradients written through views into the arena are those that are pushed, bit for bit.
 
 use fusestep_planner::{
-    Comms, FuseReduceIntoUpdate, Plan, PlanError, ReducedWhen, State, Topology, ZeroStage,
+    Comms, FuseReduceIntoUpdate, Plan, PlanError, ReducedWhen, Run, State, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
@@ -76,16 +76,20 @@ fn run(case: &Case, viewed: Viewed, weighed: Weighed) -> Vec<Vec<Vec<u8>>> {
                 if viewed.is(step, param) {
                     write_view(&mut state, &desc.name, case, &bytes, param);
                     if viewed == Viewed::Given {
-                        plan.give_view(&mut state, &backend, &mut comms, &desc.name).unwrap();
+                        Run::of(&plan, &mut state, &backend, &mut comms)
+                            .give_view(&desc.name)
+                            .unwrap();
                     }
                 } else {
                     let name = &desc.name;
-                    plan.push_grad(&mut state, &backend, &mut comms, name, &bytes).unwrap();
+                    Run::of(&plan, &mut state, &backend, &mut comms)
+                        .push_grad(name, &bytes)
+                        .unwrap();
                 }
             }
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
         }
-        whole_params(&plan, &state, &backend, &mut comms)
+        whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
     })
 }
 
@@ -157,7 +161,7 @@ fn both_ways(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, case: &Case)
     let (backend, name) = (backend(), plan.params()[0].name.as_str());
     let bytes = case.gradient(0, 0, 0);
     state.grad_mut::<f32>(name).unwrap().fill(1.0);
-    let error = plan.push_grad(state, &backend, comms, name, &bytes);
+    let error = Run::of(plan, state, &backend, comms).push_grad(name, &bytes);
     assert!(matches!(error, Err(PlanError::GradientTwice { .. })));
     // A view may be asked for again: it is the same memory.
     let mut again = state.grad_mut::<f32>(name).unwrap();
@@ -165,15 +169,16 @@ fn both_ways(plan: &Plan, state: &mut State, comms: &mut Comms<'_>, case: &Case)
     drop(again);
     let other = plan.params()[1].name.as_str();
     let bytes = case.gradient(0, 0, 1);
-    plan.push_grad(state, &backend, comms, other, &bytes).unwrap();
+    Run::of(plan, state, &backend, comms).push_grad(other, &bytes).unwrap();
     let error = state.grad_mut::<f32>(other).unwrap_err();
     assert!(matches!(error, PlanError::GradientTwice { .. }));
-    let error = plan.give_view(state, &backend, comms, other);
+    let mut run = Run::of(plan, state, &backend, comms);
+    let error = run.give_view(other);
     assert!(matches!(error, Err(PlanError::GradientTwice { .. })));
-    plan.give_view(state, &backend, comms, name).unwrap();
-    let error = plan.give_view(state, &backend, comms, name);
+    run.give_view(name).unwrap();
+    let error = run.give_view(name);
     assert!(matches!(error, Err(PlanError::GradientTwice { .. })));
-    let error = plan.give_view(state, &backend, comms, "nobody");
+    let error = run.give_view("nobody");
     assert!(matches!(error, Err(PlanError::UnknownName { .. })));
 }
 
@@ -187,7 +192,7 @@ fn a_gradient_given_in_both_ways_is_refused() {
             let (plan, mut comms) = (plan.unwrap(), Comms::direct(comm));
             let mut state = start(&case, &plan, &backend);
             both_ways(&plan, &mut state, &mut comms, &case);
-            plan.step(&mut state, &backend, &mut comms).unwrap();
+            Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
             both_ways(&plan, &mut state, &mut comms, &case);
         });
     }
@@ -235,9 +240,9 @@ fn rows_that_are_added_or_left_out_have_the_same_bits_at_every_stage() {
                             let mut again = state.grad_mut::<f32>(&desc.name).unwrap();
                             assert!(again.as_mut_slice().iter().all(|&g| g == 0.0 || g == 0.5));
                         }
-                        plan.step(&mut state, &backend, &mut comms).unwrap();
+                        Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
                     }
-                    whole_params(&plan, &state, &backend, &mut comms)
+                    whole_params(&mut Run::of(&plan, &mut state, &backend, &mut comms))
                 });
                 for found in found {
                     assert!(found == *expected.get_or_insert_with(|| found.clone()), "{case:?}");

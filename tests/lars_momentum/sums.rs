@@ -8,7 +8,7 @@ use fusestep_elementwise::{Tensor, square_sum, step_tensor};
 use fusestep_launch::{
     GroupValues, HostCall, HostList, MAX_LISTS, Master, Outcome, Precision, UpdateRule,
 };
-use fusestep_planner::{ClipByGlobalNorm, Optimizer, Planner};
+use fusestep_planner::{ClipByGlobalNorm, Optimizer, Planner, RunAlone};
 use fusestep_simd::{Level, Pool};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::Case;
@@ -79,7 +79,7 @@ fn after_four_steps(
             }
             _ => {}
         }
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     }
     let mut found = Vec::new();
     for param in &case.params {

@@ -3,7 +3,7 @@
 use fusestep_fused_adam::Adam;
 use fusestep_launch::Backend;
 use fusestep_planner::{
-    ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, State, StepReport,
+    ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, RunAlone, State, StepReport,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, backends, check_bits, element_rules, outcome};
@@ -76,7 +76,7 @@ pub(crate) fn step(
         }
         state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
     }
-    plan.run(state, backend).unwrap()
+    RunAlone::of(plan, state, backend).step_all().unwrap()
 }
 
 /// All tensors but the gradients.

@@ -5,7 +5,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Backend, LaunchLimits, Master, Precision, Rounding, StateDType, tree_sum};
-use fusestep_planner::{LossScaling, Optimizer, Planner, State, StepReport, UpdateNorms};
+use fusestep_planner::{LossScaling, Optimizer, Planner, RunAlone, State, StepReport, UpdateNorms};
 use fusestep_simd::Level;
 use fusestep_simd::join_bf16;
 use fusestep_tensor::{DType, Role};
@@ -142,7 +142,7 @@ fn a_norm_is_that_of_what_changed() {
                         let bytes = case.grad_bytes(index, k);
                         state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
                     }
-                    let report = plan.run(&mut state, backend).unwrap();
+                    let report = RunAlone::of(&plan, &mut state, backend).step_all().unwrap();
                     let after = all_values(&case, &state, backend);
                     are_of_the_change(&state, backend, &report, (&before, &after), &name);
                     before = after;

@@ -5,7 +5,7 @@ use fusestep_lamb::reference as lamb;
 use fusestep_lars_momentum::reference as lars;
 use fusestep_launch::random_bits::{element_word, step_key, tensor_key};
 use fusestep_launch::{Format, Master, Rounding};
-use fusestep_planner::{Optimizer, Planner, State};
+use fusestep_planner::{Optimizer, Planner, RunAlone, State};
 use fusestep_simd::{join_bf16, narrow_bf16_at_random};
 use fusestep_tensor::{DType, Role, Trust};
 use fusestep_testkit::{Case, ElementState, reference_step, rules};
@@ -168,7 +168,7 @@ fn every_rule_in_every_format_stays_near_the_reference_for_1000_steps() {
             for step in 1..=BOUNDS[BOUNDS.len() - 1].0 {
                 let bytes = case.grad_bytes(0, step);
                 state.write(&cpu(), Role::Grad, "tensor.0", &bytes).unwrap();
-                plan.run(&mut state, &cpu()).unwrap();
+                RunAlone::of(&plan, &mut state, &cpu()).step_all().unwrap();
                 reference.step(step, &wide(&bytes, dtype));
                 let lists = std::iter::once(&reference.param).chain(&reference.state);
                 for (scales, list) in scales.iter_mut().zip(lists.clone()) {

@@ -1,7 +1,7 @@
 //! Every rule in every format.
 
 use fusestep_launch::{Master, Precision, Rounding, StateDType};
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, State};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, RunAlone, State};
 use fusestep_simd::{join_bf16, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, Gradients, check_at, check_bits, rules};
@@ -100,7 +100,7 @@ fn an_overflow_leaves_every_bit_of_parameters_masters_remainders_and_state() {
                     }
                     state.write(&cpu(), Role::Grad, &param.name, &bytes).unwrap();
                 }
-                let report = plan.run(&mut state, &cpu()).unwrap();
+                let report = RunAlone::of(&plan, &mut state, &cpu()).step_all().unwrap();
                 assert_eq!(report.skipped, infinite, "{rule}, {dtype}, {precision}: {report:?}");
                 snapshot(&state, &case)
             };
@@ -172,8 +172,8 @@ fn a_master_with_its_state_is_the_f32_rule_on_the_widened_gradients_bit_for_bit(
                     let bytes = widened(&bytes, dtype);
                     wide.write(&cpu(), Role::Grad, &param.name, &bytes).unwrap();
                 }
-                plan.run(&mut state, &cpu()).unwrap();
-                wide_plan.run(&mut wide, &cpu()).unwrap();
+                RunAlone::of(&plan, &mut state, &cpu()).step_all().unwrap();
+                RunAlone::of(&wide_plan, &mut wide, &cpu()).step_all().unwrap();
                 for param in &case.params {
                     same_values(&state, &wide, &param.name, dtype);
                 }

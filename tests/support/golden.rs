@@ -6,7 +6,7 @@ use std::path::Path;
 
 use bytemuck::pod_collect_to_vec;
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{Optimizer, Planner, RunAlone};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use safetensors::SafeTensors;
 
@@ -95,7 +95,7 @@ fn compare(
             let grad = bytes(&numbers(&format!("{name}.grad.{step}")));
             state.write(&backend, Role::Grad, name, &grad).unwrap();
         }
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     }
     for name in names {
         let first = numbers(&format!("{name}.param.0"));

@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use bytemuck::pod_collect_to_vec;
 use fusestep_cpu::CpuBackend;
 use fusestep_elementwise::Compute;
-use fusestep_planner::{Optimizer, Plan, Planner, State};
+use fusestep_planner::{Optimizer, Plan, Planner, RunAlone, State};
 use fusestep_tensor::{DType, Element, ParamDesc, Role, Shape};
 use fusestep_testkit::Case;
 use safetensors::SafeTensors;
@@ -41,7 +41,7 @@ impl Trained {
 
     pub(crate) fn step<T: Element>(&mut self, grad: &[T]) {
         self.state.grad_mut(NAME).unwrap().copy_from_slice(grad);
-        self.plan.run(&mut self.state, &self.backend).unwrap();
+        RunAlone::of(&self.plan, &mut self.state, &self.backend).step_all().unwrap();
     }
 
     pub(crate) fn list<T: Element>(&self, role: Role) -> &[T] {

@@ -1,6 +1,6 @@
 //! What holds for rules that take norms of whole tensors, LARS and LAMB, alike.
 
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{Optimizer, Planner, RunAlone};
 use fusestep_tensor::{DType, Role, Trust};
 use fusestep_testkit::{Case, EDGE_NUMELS, backends, check};
 
@@ -21,7 +21,7 @@ pub(crate) fn a_backend_counts_what_it_left_as_it_was(optimizer: Optimizer) {
             state.write(backend.as_ref(), Role::Grad, &param.name, &grad).unwrap();
         }
         for _ in 0..3 {
-            plan.run(&mut state, backend.as_ref()).unwrap();
+            RunAlone::of(&plan, &mut state, backend.as_ref()).step_all().unwrap();
         }
         assert_eq!(backend.take_skipped(), Ok(6), "{name}");
         assert_eq!(backend.take_skipped(), Ok(0), "{name}");

@@ -9,7 +9,7 @@ use fusestep_collective::Solo;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    Comms, LossScaling, MAX_STEPS, Plan, Planner, RunToLoad, RunToSave, State, Topology,
+    Comms, LossScaling, MAX_STEPS, Plan, Planner, Run, RunToLoad, RunToSave, State, Topology,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
@@ -29,7 +29,7 @@ fn start_at(scaling: LossScaling) -> (Plan, State, CpuBackend) {
 fn give(run: &mut (Plan, State, CpuBackend), comms: &mut Comms<'_>, name: &str, value: f32) {
     let (plan, state, backend) = run;
     let bytes: Vec<u8> = [value; 3].iter().flat_map(|x| x.to_le_bytes()).collect();
-    plan.push_grad(state, backend, comms, name, &bytes).unwrap();
+    Run::of(plan, state, backend, comms).push_grad(name, &bytes).unwrap();
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn skipped_steps_missed_steps_and_the_scale_come_back() {
             give(&mut run, &mut comms, "b", b);
         }
         let (plan, state, backend) = &mut run;
-        plan.step(state, backend, &mut comms).unwrap();
+        Run::of(plan, state, backend, &mut comms).step().unwrap();
     }
     let counts = |state: &State| {
         let scale = state.loss_scale().unwrap();
@@ -70,7 +70,7 @@ fn a_fixed_scale_stays_what_it_is_whatever_scale_a_run_was_saved_at() {
     let mut run = start();
     give(&mut run, &mut comms, "a", 1.0);
     let (plan, state, backend) = &mut run;
-    plan.step(state, backend, &mut comms).unwrap();
+    Run::of(plan, state, backend, &mut comms).step().unwrap();
     save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
     save_state(&state, backend, &file).unwrap();
     for of_file in [false, true] {
@@ -97,7 +97,7 @@ fn gradients_of_a_micro_step_under_way_are_not_lost_in_silence() {
         save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new());
     let error = saved.unwrap_err().to_string();
     assert!(error.contains("end the micro-step"), "{error}");
-    plan.step(state, backend, &mut comms).unwrap();
+    Run::of(plan, state, backend, &mut comms).step().unwrap();
     save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
 }
 
@@ -112,7 +112,7 @@ fn counts_that_no_reader_takes_are_not_saved() {
     for last in [true, false] {
         give(&mut run, &mut comms, "a", 1.0);
         let (plan, state, backend) = &mut run;
-        plan.step(state, backend, &mut comms).unwrap();
+        Run::of(plan, state, backend, &mut comms).step().unwrap();
         let saves = [
             save(RunToSave::of(&plan, state, backend), &mut comms, &path, BTreeMap::new()),
             save_state(&state, backend, &file),

@@ -11,7 +11,7 @@ use fusestep_collective::{Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_planner::{
-    Comms, Plan, PlanError, Planner, RunToLoad, RunToSave, Shard, State, Topology, ZeroStage,
+    Comms, Plan, PlanError, Planner, Run, RunToLoad, RunToSave, Shard, State, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{Files, TensorFile, serialize};
@@ -31,13 +31,13 @@ fn plan(topology: Topology) -> Plan {
 }
 
 /// One rank that has made so many steps.
-struct Run {
+struct Trained {
     plan: Plan,
     state: State,
     backend: CpuBackend,
 }
 
-impl Run {
+impl Trained {
     fn new(topology: Topology) -> Self {
         let plan = plan(topology);
         let backend = CpuBackend::new(NonZeroUsize::MIN);
@@ -46,12 +46,13 @@ impl Run {
     }
 
     fn step(&mut self, comms: &mut Comms<'_>) {
+        let mut run = Run::of(&self.plan, &mut self.state, &self.backend, comms);
         for (name, numel) in PARAMS {
             let bytes: Vec<u8> =
                 (0..numel).flat_map(|at| (at as f32 - 2.5).to_le_bytes()).collect();
-            self.plan.push_grad(&mut self.state, &self.backend, comms, name, &bytes).unwrap();
+            run.push_grad(name, &bytes).unwrap();
         }
-        self.plan.step(&mut self.state, &self.backend, comms).unwrap();
+        run.step().unwrap();
     }
 
     fn save(&self, comms: &mut Comms<'_>, folder: CheckpointFolder<'_>) -> Result<(), PlanError> {
@@ -68,7 +69,7 @@ impl Run {
 /// Two ranks make one more step than the checkpoint has and save; each rank's outcome.
 pub(crate) fn step_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> {
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
-        let mut run = Run::new(Topology::of(&comm));
+        let mut run = Trained::new(Topology::of(&comm));
         let mut comms = Comms::direct(&mut comm);
         if Manifest::read_if_any(folder).map_err(|error| error.to_string())?.is_some() {
             load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder)
@@ -89,7 +90,7 @@ pub(crate) fn held(folder: CheckpointFolder<'_>) -> (u64, Vec<u8>) {
 }
 
 pub(crate) fn loaded(folder: CheckpointFolder<'_>) -> Result<(u64, Vec<u8>), PlanError> {
-    let mut run = Run::new(Topology::new(0, 1).unwrap());
+    let mut run = Trained::new(Topology::new(0, 1).unwrap());
     load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder)?;
     Ok((run.state.step(), run.value()))
 }
@@ -159,7 +160,7 @@ fn another_programs_or_a_damaged_manifest_is_not_replaced() {
         let path = folder.path().join("manifest.json");
         fs::write(&path, text).unwrap();
         let outcomes = run_ranks(2, &Options::default(), |mut comm| {
-            let mut run = Run::new(Topology::of(&comm));
+            let mut run = Trained::new(Topology::of(&comm));
             let mut comms = Comms::direct(&mut comm);
             run.step(&mut comms);
             run.save(&mut comms, folder.path().into()).unwrap_err().to_string()
@@ -179,7 +180,7 @@ fn ranks_that_do_not_see_one_folder_are_told_so() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
         let topology = Topology::of(&comm);
-        let mut run = Run::new(topology);
+        let mut run = Trained::new(topology);
         let mut comms = Comms::direct(&mut comm);
         run.step(&mut comms);
         run.save(&mut comms, folders[topology.rank].path().into()).unwrap_err().to_string()
@@ -198,7 +199,7 @@ fn ranks_that_do_not_see_one_folder_are_told_so_behind_training() {
     let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
     let outcomes = run_ranks(2, &Options::default(), |mut comm| {
         let topology = Topology::of(&comm);
-        let mut run = Run::new(topology);
+        let mut run = Trained::new(topology);
         let mut comms = Comms::direct(&mut comm);
         run.step(&mut comms);
         let (mut saves, own) = (Saves::new(), folders[topology.rank].path());
@@ -336,7 +337,7 @@ fn saves_of_one_step_never_write_over_what_a_loss_of_power_brings_back() {
             disk.create_folder(Path::new("/run")).unwrap();
             disk.sync_folder(Path::new("/")).unwrap();
             let folder = CheckpointFolder::of(&disk, Path::new(FOLDER));
-            let mut run = Run::new(Topology::new(0, 1).unwrap());
+            let mut run = Trained::new(Topology::new(0, 1).unwrap());
             let mut rank = Solo::default();
             run.step(&mut Comms::direct(&mut rank));
             let save = || run.save(&mut Comms::direct(&mut Solo::default()), folder);

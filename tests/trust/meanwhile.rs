@@ -11,7 +11,7 @@ use fusestep_checkpoint::{CheckpointFolder, Manifest, load, save};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Comms, LocalSgd, Planner, RunToLoad, RunToSave, Topology};
+use fusestep_planner::{Comms, LocalSgd, Planner, Run, RunToLoad, RunToSave, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use fusestep_tensor_file::{FileKind, Files, Lock, Look};
 use fusestep_testkit::SimulatedDisk;
@@ -115,8 +115,9 @@ fn step_apart_and_save(folder: CheckpointFolder<'_>) -> Vec<Result<(), String>> 
         if Manifest::read_if_any(folder).unwrap().is_some() {
             load(RunToLoad::of(&plan, &mut state, &backend), folder).unwrap();
         }
-        plan.push_grad(&mut state, &backend, &mut comms, "a", &[1; 32]).unwrap();
-        plan.step(&mut state, &backend, &mut comms).unwrap();
+        let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+        run.push_grad("a", &[1; 32]).unwrap();
+        run.step().unwrap();
         save(RunToSave::of(&plan, &state, &backend), &mut comms, folder, BTreeMap::new())
             .map_err(|error| error.to_string())
     });

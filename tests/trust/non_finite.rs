@@ -12,7 +12,7 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_planner::{
-    Comms, Optimizer, Plan, PlanError, Planner, RunToLoad, RunToSave, Shard, State, Topology,
+    Comms, Optimizer, Plan, PlanError, Planner, Run, RunToLoad, RunToSave, Shard, State, Topology,
     ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
@@ -32,13 +32,13 @@ fn rules() -> [Optimizer; 2] {
     [Adam::default().into(), momentum.into()]
 }
 
-struct Run {
+struct Trained {
     plan: Plan,
     state: State,
     backend: CpuBackend,
 }
 
-impl Run {
+impl Trained {
     fn new(rule: Optimizer, (topology, zero): (Topology, ZeroStage)) -> Self {
         let desc = |name| ParamDesc::new(name, Shape::new([NUMEL as u64]).unwrap(), DType::F32);
         let planner = Planner::new(rule).with(Shard::new(zero));
@@ -55,18 +55,16 @@ impl Run {
 
     /// A step whose gradient of `w` has one value of these in each half.
     fn step(&mut self, comms: &mut Comms<'_>, value: f32) {
+        let mut run = Run::of(&self.plan, &mut self.state, &self.backend, comms);
         for name in ["w", "b"] {
             let mut gradient: Vec<f32> = (0..NUMEL).map(|at| at as f32 - 2.5).collect();
             if name == "w" {
                 (gradient[3], gradient[NUMEL - 3]) = (value, value);
             }
             let bytes: Vec<u8> = gradient.iter().flat_map(|g| g.to_le_bytes()).collect();
-            let (state, backend) = (&mut self.state, &self.backend);
-            let pushed = self.plan.push_grad(state, backend, comms, name, &bytes);
-            pushed.unwrap();
+            run.push_grad(name, &bytes).unwrap();
         }
-        let stepped = self.plan.step(&mut self.state, &self.backend, comms);
-        stepped.unwrap();
+        run.step().unwrap();
     }
 
     /// All values of this rank.
@@ -85,7 +83,7 @@ impl Run {
 
 /// A state file after one step of this gradient.
 fn saved(rule: Optimizer, value: f32, path: &Path) {
-    let mut run = Run::alone(rule);
+    let mut run = Trained::alone(rule);
     run.step(&mut Comms::direct(&mut Solo::default()), value);
     save_state(&run.state, &run.backend, path).unwrap();
 }
@@ -96,14 +94,14 @@ fn a_state_file_that_is_not_finite_is_gone_on_from_to_the_same_bits() {
     let path = folder.path().join("state");
     for rule in rules() {
         for value in GRADIENTS {
-            let mut one = Run::alone(rule);
+            let mut one = Trained::alone(rule);
             for _ in 0..2 {
                 one.step(&mut Comms::direct(&mut Solo::default()), value);
             }
-            let mut first = Run::alone(rule);
+            let mut first = Trained::alone(rule);
             first.step(&mut Comms::direct(&mut Solo::default()), value);
             save_state(&first.state, &first.backend, &path).unwrap();
-            let mut other = Run::alone(rule);
+            let mut other = Trained::alone(rule);
             load_state(&mut other.state, &other.backend, &path).unwrap();
             for name in ["w", "b"] {
                 let mut bytes = vec![0; 4 * NUMEL];
@@ -177,7 +175,7 @@ fn a_state_file_that_does_not_say_so_is_refused() {
         }
     };
     let load = || -> Result<_, PlanError> {
-        let mut run = Run::alone(rule);
+        let mut run = Trained::alone(rule);
         let before = run.values();
         let outcome = load_state(&mut run.state, &run.backend, &path);
         assert!(outcome.is_ok() || run.values() == before, "changed all the same");
@@ -223,7 +221,7 @@ fn ranks(
     folder: Option<&Path>,
 ) -> Vec<Vec<(String, Vec<u8>)>> {
     let outcomes = run_ranks(world, &Options::default(), |mut comm| {
-        let mut run = Run::new(Adam::default().into(), (Topology::of(&comm), zero));
+        let mut run = Trained::new(Adam::default().into(), (Topology::of(&comm), zero));
         let mut comms = Comms::direct(&mut comm);
         if let Some(folder) = folder.filter(|folder| folder.join("manifest.json").exists()) {
             load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder).unwrap();
@@ -298,7 +296,7 @@ fn a_checkpoint_that_does_not_say_so_is_refused_and_resharding_does_not_make_it_
     let manifest = Manifest::read(folder.path()).unwrap();
     manifest.reshard(folder.path(), resharded.path(), 1).unwrap();
     for folder in [folder.path(), resharded.path()] {
-        let mut run = Run::alone(Adam::default().into());
+        let mut run = Trained::alone(Adam::default().into());
         let loaded = load(RunToLoad::of(&run.plan, &mut run.state, &run.backend), folder);
         for error in [loaded.unwrap_err(), Manifest::verify(folder).unwrap_err()] {
             let error = error.to_string();

@@ -18,7 +18,8 @@ use fusestep_launch::{
     Backend, BackendError, Launch, LaunchReport, Objective, Reduce, WeightDecay,
 };
 use fusestep_planner::{
-    Comms, Lender, Optimizer, Plan, PlanError, Planner, RunToLoad, RunToSave, State, Tensors,
+    Comms, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, RunToLoad, RunToSave, State,
+    Tensors,
 };
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
@@ -46,7 +47,7 @@ fn saved_state(rule: Optimizer, path: &Path) {
         }
     }
     for _ in 0..2 {
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     }
     save_state(&state, &backend, path).unwrap();
 }
@@ -333,15 +334,19 @@ fn what_a_failed_step_was_to_leave_out_is_no_concern_of_the_step_behind_a_load()
     let backend = CpuBackend::new(NonZeroUsize::MIN);
     let mut state = plan.allocate(&backend).unwrap();
     save_state(&state, &backend, &path).unwrap();
+    let cpu = CpuBackend::new(NonZeroUsize::MIN);
     let lender = &mut FailsOnce(backend, false);
     state.set_without_gradient("b").unwrap();
-    plan.run_borrowed(&mut state, lender).unwrap_err();
+    RunAlone::of(&plan, &mut state, &cpu).step_borrowed(lender).unwrap_err();
     // As an adapter does before each step.
     state.set_without_gradient("b").unwrap();
-    let refused = plan.run_borrowed(&mut state, lender);
+    let refused = RunAlone::of(&plan, &mut state, &cpu).step_borrowed(lender);
     assert_eq!(refused.unwrap_err(), PlanError::Poisoned { step: 1 });
     load_state(&mut state, lender.backend(), &path).unwrap();
-    assert_eq!(plan.run_borrowed(&mut state, lender).unwrap().without_gradient, 0);
+    assert_eq!(
+        RunAlone::of(&plan, &mut state, &cpu).step_borrowed(lender).unwrap().without_gradient,
+        0
+    );
     assert_eq!(state.step_of("b").unwrap(), 1);
 }
 

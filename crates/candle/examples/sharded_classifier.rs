@@ -20,7 +20,8 @@ use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_lamb::Lamb;
 use fusestep_planner::{
-    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, Optimizer, Plan, Planner, State, Topology,
+    ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, Optimizer, Plan, Planner, Run, State,
+    Topology,
 };
 use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
@@ -127,12 +128,13 @@ impl Training {
         let vars = &self.vars;
         let report = group.with(|comm| -> Outcome<_> {
             let mut comms = Comms::direct(comm);
+            let mut run = Run::of(plan, state, backend, &mut comms);
             for (name, var) in vars {
                 let grad = grads.get(var).ok_or("a variable without a gradient")?;
                 let grad: Vec<f32> = grad.flatten_all()?.to_vec1()?;
-                plan.push_grad(state, backend, &mut comms, name, &bytes_of(&grad))?;
+                run.push_grad(name, &bytes_of(&grad))?;
             }
-            Ok(plan.step(state, backend, &mut comms)?)
+            Ok(run.step()?)
         })?;
         for (name, var) in &self.vars {
             let values = self.state.param::<f32>(name)?;
@@ -148,14 +150,14 @@ fn bytes_of(values: &[f32]) -> Vec<u8> {
 }
 
 /// What a run ends with: losses, gradient norms and the classifier's whole weight.
-struct Run {
+struct Trained {
     losses: Vec<f32>,
     norms: Vec<f64>,
     weight: Vec<f64>,
     step_ms: f64,
 }
 
-fn train(group: &Group) -> Outcome<Run> {
+fn train(group: &Group) -> Outcome<Trained> {
     let mut training = Training::new(group)?;
     let samples = Split::even(BATCH, group).range(group.rank());
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
@@ -171,7 +173,7 @@ fn train(group: &Group) -> Outcome<Run> {
     let step_ms = begun.elapsed().as_secs_f64() * 1e3 / STEPS as f64;
     let weight = group.all_gather(training.vars[0].1.as_tensor(), 0)?;
     let weight = weight.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?;
-    Ok(Run { losses, norms, weight, step_ms })
+    Ok(Trained { losses, norms, weight, step_ms })
 }
 
 /// The norm of a difference, relative to that of what is expected.

@@ -8,7 +8,7 @@ use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::AdamW;
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, WeightDecay};
-use fusestep_planner::{Optimizer as Rule, Planner};
+use fusestep_planner::{Optimizer as Rule, Planner, RunAlone};
 use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -87,7 +87,7 @@ fn the_adapter_has_the_bits_of_a_planned_state() {
             let mut view = state.grad_mut::<f32>(&param.name).unwrap();
             view.copy_from_slice(&values);
         }
-        plan.run(&mut state, &backend).unwrap();
+        RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     }
     let expected: Vec<Vec<u32>> = descs
         .iter()

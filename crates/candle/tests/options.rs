@@ -11,7 +11,7 @@ use fusestep_candle::{
     Schedule, StateDType, group,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, UpdateNorms};
+use fusestep_planner::{ClipByGlobalNorm, LossScaling, Planner, RunAlone, UpdateNorms};
 use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -117,7 +117,7 @@ fn planned(
             let grad = bytes(store.get(var).unwrap());
             state.write(&backend, Role::Grad, name, &grad).unwrap();
         }
-        let report = plan.run(&mut state, &backend).unwrap();
+        let report = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
         let each = state.update_norms(&backend).unwrap();
         norms = (report.grad_norm, report.update_norm, each);
     }

@@ -11,7 +11,7 @@ use fusestep_candle::{
     ParamsRmsProp, ParamsScheduleFree, ParamsSgd, Sgd, WeightDecay,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::Planner;
+use fusestep_planner::{Planner, RunAlone};
 use fusestep_tensor::{ParamDesc, Role, Shape};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -89,7 +89,7 @@ fn planned(params: &impl Params) -> Vec<Vec<u32>> {
             view.copy_from_slice(&values);
         }
         if step > 0 {
-            plan.run(&mut state, &backend).unwrap();
+            RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
         }
     }
     let bits = descs.iter().map(|param| {

@@ -5,7 +5,7 @@ use fusestep_collective::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Part, Plan, Reduced, Stage, State};
+use fusestep_planner::{Comms, Part, Plan, Reduced, Run, Stage, State};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
@@ -85,7 +85,7 @@ impl Work for Step<'_> {
     }
 
     fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
-        let report = self.plan.step(&mut self.state, self.backend, comms)?;
+        let report = Run::of(self.plan, &mut self.state, self.backend, comms).step()?;
         self.copied_bytes = self.copied_bytes.max(report.gradient_bytes_copied);
         Ok(())
     }

@@ -12,7 +12,9 @@ use clap::Args;
 use fusestep_checkpoint::{StateTensors, load_state};
 use fusestep_coalesce::zeroed_bytes;
 use fusestep_launch::Backend;
-use fusestep_planner::{GradReport, MAX_STEPS, Plan, PlanError, State, StepReport, Topology};
+use fusestep_planner::{
+    GradReport, MAX_STEPS, Plan, PlanError, RunAlone, State, StepReport, Topology,
+};
 use fusestep_tensor::{ParamDesc, Quoted, Role, counted};
 use fusestep_tensor_file::{
     Claim, Prepared, TensorBytes, TensorFile, Versions, check_writable_together,
@@ -179,7 +181,7 @@ fn run_steps(
         ..StepReport::default()
     };
     for _ in 0..args.steps {
-        last = plan.run(state, backend)?;
+        last = RunAlone::of(plan, state, backend).step_all()?;
     }
     backend.synchronize()?;
     let nanoseconds = start.elapsed().as_nanos() as f64;

@@ -24,7 +24,7 @@ use rand_chacha::ChaCha8Rng;
 
 use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::{compare_calls, own_settings};
-use self::run::Run;
+use self::run::Training;
 use self::tally::Tally;
 use crate::figures::Known;
 use crate::options::{BackendName, threads};
@@ -99,7 +99,7 @@ pub(crate) fn train(
     }
     let shadow = if compares(args, &plan) { Shadow::new(&vars, options.rule)? } else { None };
     let batches = args.epochs * task.samples_of_epoch().div_ceil(args.batch);
-    let mut run = Run {
+    let mut run = Training {
         args,
         options,
         names: params.iter().map(|param| param.name.as_str()).collect(),
@@ -145,7 +145,7 @@ fn progress_bar(shown: bool, batches: u64) -> ProgressBar {
 /// The gradients of a backward pass and the variables that have them; none without samples.
 type Grads = Option<(Vec<Var>, GradStore)>;
 
-impl Run<'_> {
+impl Training<'_> {
     /// The current parameters; at ZeRO stage 3 all ranks must call it together.
     fn vars(&mut self) -> anyhow::Result<Vec<Var>> {
         let gathered = self.session.gather(&self.names)?;
@@ -262,7 +262,7 @@ impl Run<'_> {
         }
         let (loss, grads) = self.gradients(own, share)?;
         // Where giving gradients makes the calls of a step, no other call may come between.
-        let calls_while_given = self.session.plan().calls_while_given(self.session.comms());
+        let calls_while_given = self.session.run().calls_while_given();
         let begun = Instant::now();
         if !calls_while_given {
             self.give(&grads)?;

@@ -16,7 +16,7 @@ use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::{
     Backend, BackendError, LaunchLimits, Memory, Objective, Precision, WeightDecay,
 };
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{Optimizer, Planner, RunAlone};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, element_rules};
 
@@ -57,7 +57,10 @@ fn limits_change_the_launches_and_not_the_bits() {
         let backend = cuda().with_limits(limits);
         let planner = Planner::new(Optimizer::Adam(Adam::default())).limits(limits);
         let plan = planner.plan(&case.params).unwrap();
-        plan.run(&mut plan.allocate(&backend).unwrap(), &backend).unwrap().launches
+        RunAlone::of(&plan, &mut plan.allocate(&backend).unwrap(), &backend)
+            .step_all()
+            .unwrap()
+            .launches
     };
     for (limits, expected) in
         [(LaunchLimits::default(), 1), (LaunchLimits::with_argument_bytes(4096), 8)]

@@ -13,7 +13,7 @@ use fusestep_launch::{
     ArgumentLayout, Backend, BackendError, GroupValues, HostRun, LaunchLimits, Memory,
     MultiTensorKernel, Precision, TensorList, UpdateRule,
 };
-use fusestep_planner::{Optimizer, Planner};
+use fusestep_planner::{Optimizer, Planner, RunAlone};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::Case;
 
@@ -225,7 +225,7 @@ fn alone_old_driver() {
     for param in &case.params {
         state.write(&backend, Role::Grad, &param.name, &[0; 4]).unwrap();
     }
-    let error = plan.run(&mut state, &backend).unwrap_err().to_string();
+    let error = RunAlone::of(&plan, &mut state, &backend).step_all().unwrap_err().to_string();
     assert!(
         error.contains("this device takes 32764; plan with the limits of the backend"),
         "{error}"

@@ -15,7 +15,7 @@ use fusestep_launch::{
     Backend, BackendError, Batchable, GroupValues, Launch, LaunchLimits, ListBuffer,
     MultiTensorKernel, Precision, UnitSums, UpdateSums, batches,
 };
-use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
+use fusestep_planner::{Optimizer, Planner, RunAlone, TableKind, UpdateNorms};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, Gradients, rules};
 
@@ -61,7 +61,7 @@ fn train(rule: Optimizer, way: WayOfStep, backend: &dyn Backend) -> (Vec<Vec<f64
     assert_eq!(plan.table(), TableKind::Resident);
     let mut state = allocate(&plan, &case, backend);
     let graph = match way {
-        WayOfStep::Replayed => Some(plan.capture(&mut state, backend).unwrap()),
+        WayOfStep::Replayed => Some(RunAlone::of(&plan, &mut state, backend).capture().unwrap()),
         _ => None,
     };
     let mut norms = Vec::new();
@@ -72,9 +72,11 @@ fn train(rule: Optimizer, way: WayOfStep, backend: &dyn Backend) -> (Vec<Vec<f64
             state.write(backend, Role::Grad, "tensor.1", &bytes).unwrap();
         }
         match (way, &graph) {
-            (WayOfStep::Replayed, Some(graph)) => plan.replay(&mut state, backend, graph).unwrap(),
-            (WayOfStep::Enqueued, _) => plan.enqueue(&mut state, backend).unwrap(),
-            _ => drop(plan.run(&mut state, backend).unwrap()),
+            (WayOfStep::Replayed, Some(graph)) => {
+                RunAlone::of(&plan, &mut state, backend).replay(graph).unwrap()
+            }
+            (WayOfStep::Enqueued, _) => RunAlone::of(&plan, &mut state, backend).enqueue().unwrap(),
+            _ => drop(RunAlone::of(&plan, &mut state, backend).step_all().unwrap()),
         }
         norms.push(state.update_norms(backend).unwrap().unwrap());
     }
@@ -227,7 +229,7 @@ fn arguments_have_no_entries_that_measure() {
     let says_why = notes.iter().any(|note| note.contains("resident, for pass `update_norms`"));
     assert!(says_why, "{notes:?}");
     let mut state = allocate(&plan, &case, &backend);
-    assert!(plan.run(&mut state, &backend).is_ok());
+    assert!(RunAlone::of(&plan, &mut state, &backend).step_all().is_ok());
 }
 
 const MUTANTS: [Mutant; 5] = [

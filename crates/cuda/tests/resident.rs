@@ -14,7 +14,7 @@ use fusestep_lars_momentum::{Lars, Trust};
 use fusestep_launch::{
     Backend, DeviceStream, LaunchLimits, Launches, Memory, Precision, Rounding, StateDType,
 };
-use fusestep_planner::{Comms, Optimizer, PlanError, Planner, TableKind};
+use fusestep_planner::{Comms, Optimizer, PlanError, Planner, Run, RunAlone, TableKind};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, EDGE_NUMELS, Gradients, outcome, rules};
 
@@ -59,7 +59,9 @@ fn any_number_of_tensors_is_one_launch_with_the_bits_of_the_host() {
             let found = outcome(&plan, &case, &backend);
             let host = planner().plan(&case.params).unwrap();
             assert!(found == outcome(&host, &case, &cpu()), "{count} tensors, {rule}");
-            let report = plan.run(&mut plan.allocate(&backend).unwrap(), &backend).unwrap();
+            let report = RunAlone::of(&plan, &mut plan.allocate(&backend).unwrap(), &backend)
+                .step_all()
+                .unwrap();
             // Rules that take norms have one for these besides.
             let normed = u64::from(matches!(rule, Optimizer::Lars(_)));
             assert_eq!(report.launches, u64::from(count > 0) * (2 + normed), "{count}, {rule}");
@@ -123,12 +125,12 @@ fn random_rounding_draws_the_same_in_a_graph() {
         let mut expected = allocate(&plan, &case, &host);
         let backend = cuda();
         let mut state = allocate(&plan, &case, &backend);
-        let graph = plan.capture(&mut state, &backend).unwrap();
+        let graph = RunAlone::of(&plan, &mut state, &backend).capture().unwrap();
         for step in 1..=4 {
             write_grads(&mut expected, &case, step, &host);
-            plan.run(&mut expected, &host).unwrap();
+            RunAlone::of(&plan, &mut expected, &host).step_all().unwrap();
             write_grads(&mut state, &case, step, &backend);
-            plan.replay(&mut state, &backend, &graph).unwrap();
+            RunAlone::of(&plan, &mut state, &backend).replay(&graph).unwrap();
             assert_eq!(state.step(), step, "no gradient is read, so every step counts");
         }
         let found = read_all(&state, &case, &backend);
@@ -153,7 +155,7 @@ fn absent_parameters_and_set_steps_build_the_tables_anew() {
                 if step == 5 {
                     state.set_step(40);
                 }
-                plan.enqueue(&mut state, backend).unwrap();
+                RunAlone::of(&plan, &mut state, backend).enqueue().unwrap();
             }
             state.settle(backend).unwrap();
             let steps = ["tensor.0", "tensor.1"].map(|name| state.step_of(name).unwrap());
@@ -173,30 +175,34 @@ fn what_cannot_be_recorded_is_refused() {
     let in_arguments = scaled(Planner::new(Adam::default().into())).plan(&case.params).unwrap();
     let mut state = allocate(&in_arguments, &case, &backend);
     let expected = "step: expected one that the device runs without the host, found that its \
-                    tables are in arguments; plan with resident tables, or use `run`";
-    let error = in_arguments.capture(&mut state, &backend).unwrap_err();
+                    tables are in arguments; plan with resident tables, or use `step_all`";
+    let error = RunAlone::of(&in_arguments, &mut state, &backend).capture().unwrap_err();
     assert_eq!(error.to_string(), expected);
-    let error = in_arguments.enqueue(&mut state, &backend).unwrap_err();
+    let error = RunAlone::of(&in_arguments, &mut state, &backend).enqueue().unwrap_err();
     assert_eq!(error.to_string(), expected);
 
     let planner = Planner::new(Adam::default().into()).table(TableKind::Resident);
     let plan = planner.plan(&case.params).unwrap();
     let mut state = allocate(&plan, &case, &backend);
-    let graph = plan.capture(&mut state, &backend).unwrap();
-    plan.replay(&mut state, &backend, &graph).unwrap();
+    let graph = RunAlone::of(&plan, &mut state, &backend).capture().unwrap();
+    RunAlone::of(&plan, &mut state, &backend).replay(&graph).unwrap();
     state.set_without_gradient("tensor.1").unwrap();
     let stale = PlanError::StaleGraph;
-    assert_eq!(plan.replay(&mut state, &backend, &graph).unwrap_err(), stale);
+    assert_eq!(RunAlone::of(&plan, &mut state, &backend).replay(&graph).unwrap_err(), stale);
     assert!(
-        plan.capture(&mut state, &backend).unwrap_err().to_string().contains("without gradient")
+        RunAlone::of(&plan, &mut state, &backend)
+            .capture()
+            .unwrap_err()
+            .to_string()
+            .contains("without gradient")
     );
-    plan.run(&mut state, &backend).unwrap();
-    assert_eq!(plan.replay(&mut state, &backend, &graph).unwrap_err(), stale);
+    RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
+    assert_eq!(RunAlone::of(&plan, &mut state, &backend).replay(&graph).unwrap_err(), stale);
     let mut other = allocate(&plan, &case, &backend);
-    assert_eq!(plan.replay(&mut other, &backend, &graph).unwrap_err(), stale);
+    assert_eq!(RunAlone::of(&plan, &mut other, &backend).replay(&graph).unwrap_err(), stale);
     let host = cpu();
     let mut on_host = allocate(&plan, &case, &host);
-    let error = plan.capture(&mut on_host, &host).unwrap_err();
+    let error = RunAlone::of(&plan, &mut on_host, &host).capture().unwrap_err();
     assert_eq!(
         error.to_string(),
         "cpu: launches cannot be recorded here; run the steps one by one"
@@ -204,7 +210,7 @@ fn what_cannot_be_recorded_is_refused() {
     // A recording that fails leaves the backend usable.
     let waits = backend.capture(&mut || backend.synchronize());
     assert!(waits.is_err());
-    plan.run(&mut state, &backend).unwrap();
+    RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
     assert_eq!(state.step(), 3);
 }
 
@@ -217,9 +223,9 @@ fn parameters_asked_for_before_an_enqueued_step_are_known_to_be_stale() {
     let mut state = allocate(&plan, &case, &backend);
     let mut solo = Solo::new();
     let mut comms = Comms::direct(&mut solo);
-    let ahead = plan.prefetch(&state, &backend, &mut comms, &["tensor.0"]).unwrap();
+    let ahead = Run::of(&plan, &mut state, &backend, &mut comms).prefetch(&["tensor.0"]).unwrap();
     write_grads(&mut state, &case, 1, &backend);
-    plan.enqueue(&mut state, &backend).unwrap();
+    RunAlone::of(&plan, &mut state, &backend).enqueue().unwrap();
     state.settle(&backend).unwrap();
     let stale = ahead.wait(&state).unwrap_err();
     assert!(matches!(stale, PlanError::StaleParams { changes: 1 }), "{stale}");
@@ -235,7 +241,7 @@ fn a_view_that_is_refused_leaves_its_gradient_as_not_given() {
     let mut comms = Comms::direct(&mut solo);
     let refused = state.grad_mut::<f32>("tensor.0").unwrap_err();
     assert!(matches!(refused, PlanError::NotOnHost { .. }), "{refused}");
-    plan.step(&mut state, &backend, &mut comms).unwrap();
+    Run::of(&plan, &mut state, &backend, &mut comms).step().unwrap();
     // What nobody has given is left out.
     assert_eq!(state.step_of("tensor.0").unwrap(), 0);
 }
@@ -247,10 +253,9 @@ fn a_graph_keeps_the_memory_that_it_runs_on() {
     let plan = planner.plan(&case.params).unwrap();
     let backend = cuda();
     let mut state = allocate(&plan, &case, &backend);
-    plan.run(&mut state, &backend).unwrap();
-    let graph = backend
-        .capture(&mut || plan.enqueue(&mut state, &backend).map_err(|error| panic!("{error}")))
-        .unwrap();
+    let mut run = RunAlone::of(&plan, &mut state, &backend);
+    run.step_all().unwrap();
+    let graph = backend.capture(&mut || run.enqueue().map_err(|error| panic!("{error}"))).unwrap();
     drop(state);
     backend.take_skipped().unwrap();
     drop(backend);

@@ -41,7 +41,7 @@ pub use fusestep_nadam::{self as nadam, NAdamTensors};
 pub use fusestep_planner::{
     self as planner, ClipByGlobalNorm, DeviceParams, Distributed, GatheredParams, GradMut,
     GradReport, Initial, LossScale, LossScaling, MicroStepReport, Note, Optimizer, Phase, Plan,
-    PlanError, Planner, Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
+    PlanError, Planner, Run, RunAlone, Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
 };
 #[cfg(feature = "rmsprop")]
 pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};

@@ -9,7 +9,8 @@ mod start;
 use fusestep_collective::Communicator;
 use fusestep_launch::Backend;
 use fusestep_planner::{
-    Comms, GradMut, Initial, Lender, MicroStepReport, Optimizer, Plan, PlanError, State, StepReport,
+    Comms, GradMut, Initial, Lender, MicroStepReport, Optimizer, Plan, PlanError, Run, State,
+    StepReport,
 };
 use fusestep_tensor::{DeviceSliceMut, Element, Role};
 
@@ -22,7 +23,7 @@ use crate::SharedBackend;
 /// Parameters and gradients are the session's own and are zero until they are written. All ranks
 /// make the same calls. Before their first common step ranks compare what decides their bits and,
 /// unless [`StepOptions::initial`](crate::StepOptions::initial) says otherwise, take over the
-/// parameters of rank 0. [`Plan`] and [`State`] stay public for programs that want more.
+/// parameters of rank 0. [`Session::run`] is for programs that want more.
 pub struct Session<'c> {
     /// Plan, calls and saves; dropped first, which completes the save in flight.
     saving: Saving<'c>,
@@ -102,6 +103,16 @@ impl<'c> Session<'c> {
         self.saving.comms.communicator()
     }
 
+    /// The run itself, for programs that want more than the session gives, such as
+    /// [`Run::prefetch`] or a recorded step ([`Run::capture`]).
+    ///
+    /// What the session does around a call is left to the program: ranks [meet](Session::meet)
+    /// before their first step, and a failure that others may not know of is [told](Session::fail).
+    pub fn run(&mut self) -> Run<'_, 'c> {
+        let Saving { plan, comms, .. } = &mut self.saving;
+        Run::of(plan, &mut self.state, self.backend.as_ref(), comms)
+    }
+
     /// Text of the first failure that other ranks may not know of.
     pub fn failure(&self) -> Option<&str> {
         self.saving.failed.as_deref()
@@ -119,10 +130,9 @@ impl<'c> Session<'c> {
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::WrongDType`], [`PlanError::LenBytes`].
     pub fn set_param<T: Element>(&mut self, name: &str, values: &[T]) -> Result<(), PlanError> {
-        self.attempt(|run| {
-            check_dtype::<T>(run.state, Role::Param, name)?;
-            run.state.write(run.backend, Role::Param, name, bytemuck::cast_slice(values))
-        })
+        let checked = check_dtype::<T>(&self.state, Role::Param, name);
+        self.saving.noted(checked)?;
+        self.write_param(name, bytemuck::cast_slice(values))
     }
 
     /// [`Session::set_param`] from bytes of the parameter's dtype.
@@ -130,7 +140,7 @@ impl<'c> Session<'c> {
     /// # Errors
     /// As [`State::write`].
     pub fn write_param(&mut self, name: &str, bytes: &[u8]) -> Result<(), PlanError> {
-        self.attempt(|run| run.state.write(run.backend, Role::Param, name, bytes))
+        self.saving.noted(self.state.write(self.backend.as_ref(), Role::Param, name, bytes))
     }
 
     /// A parameter that this rank has whole, which is any below ZeRO stage 3. Before ranks meet
@@ -173,32 +183,31 @@ impl<'c> Session<'c> {
     /// and updated, too, where the options say that backward passes allow it.
     ///
     /// # Errors
-    /// As [`Plan::push_grad`]; [`PlanError::WrongDType`].
+    /// As [`Run::push_grad`]; [`PlanError::WrongDType`].
     pub fn push_grad<T: Element>(&mut self, name: &str, grad: &[T]) -> Result<(), PlanError> {
         self.meet()?;
         self.attempt(|run| {
-            check_dtype::<T>(run.state, Role::Grad, name)?;
-            let bytes = bytemuck::cast_slice(grad);
-            run.plan.push_grad(run.state, run.backend, run.comms, name, bytes)
+            check_dtype::<T>(run.state(), Role::Grad, name)?;
+            run.push_grad(name, bytemuck::cast_slice(grad))
         })
     }
 
     /// [`Session::push_grad`] from bytes of the gradient's dtype.
     ///
     /// # Errors
-    /// As [`Plan::push_grad`].
+    /// As [`Run::push_grad`].
     pub fn push_grad_bytes(&mut self, name: &str, bytes: &[u8]) -> Result<(), PlanError> {
         self.meet()?;
-        self.attempt(|run| run.plan.push_grad(run.state, run.backend, run.comms, name, bytes))
+        self.attempt(|run| run.push_grad(name, bytes))
     }
 
     /// Marks a gradient as complete where its view lies ([`State::grad_mut`]); nothing is copied.
     ///
     /// # Errors
-    /// As [`Plan::give_view`].
+    /// As [`Run::give_view`].
     pub fn give_view(&mut self, name: &str) -> Result<(), PlanError> {
         self.meet()?;
-        self.attempt(|run| run.plan.give_view(run.state, run.backend, run.comms, name))
+        self.attempt(|run| run.give_view(name))
     }
 
     /// The factor to multiply the next loss with; 1 unless the loss is scaled.
@@ -221,7 +230,7 @@ impl<'c> Session<'c> {
         if self.state.rules().get(number) == Some(&rule) {
             return Ok(());
         }
-        self.attempt(|run| run.state.set_optimizer_of(number, rule))
+        self.saving.noted(self.state.set_optimizer_of(number, rule))
     }
 
     /// Compares settings of the program's own with the others', such as the seed of its data, when
@@ -231,7 +240,7 @@ impl<'c> Session<'c> {
     }
 
     /// Hears of a save that has failed, and lets ranks meet: what a step begins with. A program
-    /// calls it where giving gradients makes calls at once ([`Plan::calls_while_given`]) and an
+    /// calls it where giving gradients makes calls at once ([`Run::calls_while_given`]) and an
     /// error of a save is to come before them; [`Session::step`] does it otherwise.
     ///
     /// # Errors
@@ -249,18 +258,18 @@ impl<'c> Session<'c> {
     /// decides the bits of the run.
     ///
     /// # Errors
-    /// As [`Plan::step`]; as [`Plan::handshake`]; that of a save, before the step: call it again.
+    /// As [`Run::step`]; as [`Run::handshake`]; that of a save, before the step: call it again.
     pub fn step(&mut self) -> Result<MicroStepReport, PlanError> {
         let begun = std::mem::take(&mut self.begun);
         // Other ranks may be within calls of the step already, and saves are polled by calls of all
         // ranks.
-        let behind = !begun && self.plan().calls_while_given(self.comms());
+        let behind = !begun && self.run().calls_while_given();
         self.tell_of_save()?;
         if !begun && !behind {
             self.look_after_saves()?;
         }
         self.meet()?;
-        let report = self.attempt(|run| run.plan.step(run.state, run.backend, run.comms))?;
+        let report = self.attempt(|run| run.step())?;
         if behind {
             // The step is done: an error that is no step's waits for the next call.
             self.saving.untold = self.look_after_saves().err();
@@ -271,13 +280,13 @@ impl<'c> Session<'c> {
     /// One step on tensors that `lender` lends.
     ///
     /// # Errors
-    /// That of a save, before the step: call it again. As [`Plan::run_borrowed`].
+    /// That of a save, before the step: call it again. As [`RunAlone::step_borrowed`].
     ///
-    /// [`Plan::run_borrowed`]: fusestep_planner::Plan::run_borrowed
+    /// [`RunAlone::step_borrowed`]: fusestep_planner::RunAlone::step_borrowed
     pub fn step_borrowed(&mut self, lender: &mut dyn Lender) -> Result<StepReport, PlanError> {
         self.tell_of_save()?;
         self.look_after_saves()?;
-        self.attempt(|run| run.plan.run_borrowed(run.state, lender))
+        self.attempt(|run| run.alone().step_borrowed(lender))
     }
 
     /// Lets the f32 master of a lent parameter follow values that were written outside of a step,
@@ -286,7 +295,7 @@ impl<'c> Session<'c> {
     /// # Errors
     /// As [`State::follow_borrowed`](fusestep_planner::State::follow_borrowed).
     pub fn follow_borrowed(&mut self, name: &str, bytes: &[u8]) -> Result<(), PlanError> {
-        self.attempt(|run| run.state.follow_borrowed(run.backend, name, bytes))
+        self.saving.noted(self.state.follow_borrowed(self.backend.as_ref(), name, bytes))
     }
 
     /// Turns the values of a lent parameter into those for evaluation, in `bytes`.
@@ -301,42 +310,29 @@ impl<'c> Session<'c> {
     /// step compares.
     ///
     /// # Errors
-    /// As [`Plan::flush`]; as [`Plan::handshake`].
+    /// As [`Run::flush`]; as [`Run::handshake`].
     pub fn flush(&mut self) -> Result<MicroStepReport, PlanError> {
         self.begun = false;
         self.meet()?;
-        self.attempt(|run| run.plan.flush(run.state, run.backend, run.comms))
+        self.attempt(|run| run.flush())
     }
 
     /// Averages parameters, and state if the options say so, over all ranks, under LocalSGD.
     ///
     /// # Errors
-    /// As [`Plan::average_now`].
+    /// As [`Run::average_now`].
     pub fn average_now(&mut self) -> Result<(), PlanError> {
-        self.attempt(|run| run.plan.average_now(run.state, run.backend, run.comms))
+        self.attempt(|run| run.average_now())
     }
 
-    /// Does `work` with all that the planner asks for, and remembers a failure.
+    /// Does `work` with the run, and remembers a failure.
     fn attempt<R>(
         &mut self,
-        work: impl FnOnce(Parts<'_, 'c>) -> Result<R, PlanError>,
+        work: impl FnOnce(&mut Run<'_, 'c>) -> Result<R, PlanError>,
     ) -> Result<R, PlanError> {
-        let done = work(Parts {
-            plan: &self.saving.plan,
-            state: &mut self.state,
-            backend: self.backend.as_ref(),
-            comms: &mut self.saving.comms,
-        });
+        let done = work(&mut self.run());
         self.saving.noted(done)
     }
-}
-
-/// Parts of a session that the planner's functions take.
-struct Parts<'a, 'c> {
-    plan: &'a Plan,
-    state: &'a mut State,
-    backend: &'a dyn Backend,
-    comms: &'a mut Comms<'c>,
 }
 
 fn check_dtype<T: Element>(state: &State, role: Role, name: &str) -> Result<(), PlanError> {

@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{ClipByGlobalNorm, Plan, Planner};
+use fusestep_planner::{ClipByGlobalNorm, Plan, Planner, RunAlone};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 
 /// The parameters of three steps, with gradients that differ from element to element.
@@ -22,7 +22,7 @@ fn train(plan: &Plan, params: &[ParamDesc]) -> Result<Vec<f32>, Box<dyn Error>> 
                 *grad = ((at * step) % 13) as f32 - 6.0;
             }
         }
-        let report = plan.run(&mut state, &backend)?;
+        let report = RunAlone::of(plan, &mut state, &backend).step_all()?;
         println!("step {}: norm of all gradients {:?}", report.step, report.grad_norm);
     }
     let mut all = Vec::new();

@@ -224,7 +224,7 @@ pub enum PlanError {
     /// A step cannot be enqueued without waiting for it, or cannot be recorded.
     #[error(
         "step: expected one that the device runs without the host, found that {found}; plan with \
-         resident tables, or use `run`"
+         resident tables, or use `step_all`"
     )]
     NotCapturable { found: &'static str },
     /// A graph was recorded on tables that the state no longer uses.

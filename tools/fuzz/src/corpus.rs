@@ -10,7 +10,7 @@ use anyhow::Result;
 use fusestep_checkpoint::{Manifest, StateTensors, save};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_planner::{Comms, Planner, RunToSave, Shard, Topology, ZeroStage};
+use fusestep_planner::{Comms, Planner, RunAlone, RunToSave, Shard, Topology, ZeroStage};
 use fusestep_tensor::{DType, Role};
 use fusestep_tensor_file::serialize;
 use rand::{RngExt, SeedableRng};
@@ -95,7 +95,7 @@ fn state(first: u8) -> Result<StateTensors> {
         let bytes = vec![0x3c; desc.numel() as usize * desc.dtype.len_bytes()];
         state.write(&backend, Role::Grad, &desc.name, &bytes)?;
     }
-    plan.run(&mut state, &backend)?;
+    RunAlone::of(&plan, &mut state, &backend).step_all()?;
     Ok(StateTensors::of(&state, &backend)?)
 }
 

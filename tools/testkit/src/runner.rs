@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
 use fusestep_launch::{Backend, LaunchLimits, Precision};
-use fusestep_planner::{Optimizer, Plan, Planner};
+use fusestep_planner::{Optimizer, Plan, Planner, RunAlone};
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
 use half::{bf16, f16};
@@ -70,7 +70,7 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
             let bytes = case.grad_bytes(index, step);
             state.write(backend, Role::Grad, &param.name, &bytes).expect("the case's own gradient");
         }
-        let report = plan.run(&mut state, backend);
+        let report = RunAlone::of(plan, &mut state, backend).step_all();
         let report = report.expect("a step of a valid plan");
         if let Some(norm) = report.grad_norm {
             let scale = report.loss_scale.unwrap_or(1.0);

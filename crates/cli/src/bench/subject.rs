@@ -2,7 +2,7 @@
 
 use fusestep_coalesce::{CoalesceError, zeroed_bytes};
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Plan, State};
+use fusestep_planner::{Plan, RunAlone, State};
 use fusestep_tensor::{DType, ParamDesc, Role};
 use half::{bf16, f16};
 
@@ -29,13 +29,15 @@ impl<'a> Subject<'a> {
     }
 
     pub(crate) fn run(&mut self) -> anyhow::Result<()> {
-        self.plan.run(&mut self.state, self.backend)?;
+        RunAlone::of(self.plan, &mut self.state, self.backend).step_all()?;
         Ok(())
     }
 
     pub(crate) fn sample(&mut self) -> anyhow::Result<()> {
         let (plan, state, backend) = (self.plan, &mut self.state, self.backend);
-        self.timer.sample(|| plan.run(state, backend).map(drop)).map_err(Into::into)
+        self.timer
+            .sample(|| RunAlone::of(plan, state, backend).step_all().map(drop))
+            .map_err(Into::into)
     }
 }
 

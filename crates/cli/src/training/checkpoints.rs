@@ -9,7 +9,7 @@ use fusestep_checkpoint::Manifest;
 use fusestep_planner::PlanError;
 use fusestep_tensor::Quoted;
 
-use super::run::Run;
+use super::run::Training;
 use crate::output::warn_non_finite;
 use crate::places;
 use crate::train::args::{MOST_EPOCHS, TrainArgs};
@@ -44,7 +44,7 @@ pub(super) fn check_folder(folder: &Path, resume: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-impl Run<'_> {
+impl Training<'_> {
     /// Goes on from the checkpoint, if that is asked for; returns the position of the run in it.
     pub(super) fn resume(&mut self) -> anyhow::Result<Option<Position>> {
         let folder = self.args.checkpoint.as_ref();

@@ -9,7 +9,7 @@ use crate::shadow::Shadow;
 use crate::train::args::TrainArgs;
 
 /// A model being trained.
-pub(super) struct Run<'a> {
+pub(super) struct Training<'a> {
     pub(super) args: &'a TrainArgs,
     pub(super) options: &'a StepOptions,
     /// Names of the parameters, in the plan's order.

@@ -5,7 +5,7 @@ use std::time::Instant;
 use fusestep_planner::MicroStepReport;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::run::Run;
+use super::run::Training;
 use crate::options::name_of;
 use crate::train::summary::{Epoch, RankNumbers, TrainSummary};
 
@@ -16,7 +16,7 @@ pub(super) struct Begun {
     bytes: u64,
 }
 
-impl Run<'_> {
+impl Training<'_> {
     /// Begins to measure.
     pub(super) fn begin(&self) -> Begun {
         let comms = self.session.comms();

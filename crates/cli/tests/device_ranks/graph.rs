@@ -8,7 +8,9 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::Memory;
-use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, TableKind, Topology, ZeroStage};
+use fusestep_planner::{
+    Comms, Optimizer, Plan, PlanError, Run, RunAlone, State, TableKind, Topology, ZeroStage,
+};
 use fusestep_tensor::Role;
 
 use crate::counted::Counted;
@@ -28,35 +30,24 @@ fn started(case: &Case, comm: &dyn Communicator, backend: &Counted) -> (Plan, St
 }
 
 /// Pushes all gradients of a step.
-fn push(
-    (case, plan): (&Case, &Plan),
-    state: &mut State,
-    backend: &Counted,
-    comms: &mut Comms<'_>,
-    step: u64,
-) {
+fn push(case: &Case, run: &mut Run<'_, '_>, step: u64) {
+    let plan = run.plan();
     for (param, desc) in plan.params().iter().enumerate() {
         let bytes = case.gradient(plan.topology().rank, step, param);
-        plan.push_grad(state, backend, comms, &desc.name, &bytes).unwrap();
+        run.push_grad(&desc.name, &bytes).unwrap();
     }
 }
 
 /// Gives all gradients of a step, every second one through a view.
-fn give(
-    (case, plan): (&Case, &Plan),
-    state: &mut State,
-    backend: &Counted,
-    comms: &mut Comms<'_>,
-    step: u64,
-) {
-    let rank = plan.topology().rank;
+fn give(case: &Case, run: &mut Run<'_, '_>, step: u64) {
+    let (plan, backend) = (run.plan(), run.backend());
     for (param, desc) in plan.params().iter().enumerate() {
-        let bytes = case.gradient(rank, step, param);
+        let bytes = case.gradient(plan.topology().rank, step, param);
         if param % 2 == 0 {
-            plan.push_grad(state, backend, comms, &desc.name, &bytes).unwrap();
+            run.push_grad(&desc.name, &bytes).unwrap();
         } else {
-            state.grad_on_device(backend, &desc.name).unwrap();
-            state.write(backend, Role::Grad, &desc.name, &bytes).unwrap();
+            run.state_mut().grad_on_device(backend, &desc.name).unwrap();
+            run.state_mut().write(backend, Role::Grad, &desc.name, &bytes).unwrap();
         }
     }
 }
@@ -72,23 +63,24 @@ fn steps_of(
         let (plan, mut state) = started(case, comm, backend);
         assert_eq!(plan.table(), TableKind::Resident);
         let mut comms = Comms::direct(comm);
-        let mut graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
+        let mut graph = Run::of(&plan, &mut state, backend, &mut comms).capture().unwrap();
         for step in 0..case.steps {
-            give((case, &plan), &mut state, backend, &mut comms, step);
+            let mut run = Run::of(&plan, &mut state, backend, &mut comms);
+            give(case, &mut run, step);
             if slower && step == 2 {
-                state.set_lr(1e-4).unwrap();
+                run.state_mut().set_lr(1e-4).unwrap();
             }
             if replayed(step) {
-                plan.replay_on(&mut state, backend, &mut comms, &graph).unwrap();
+                run.replay(&graph).unwrap();
             } else {
-                plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
-                plan.step(&mut state, backend, &mut comms).unwrap();
+                run.settle(&mut graph).unwrap();
+                run.step().unwrap();
             }
         }
-        plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
+        Run::of(&plan, &mut state, backend, &mut comms).settle(&mut graph).unwrap();
         let (step, skipped) = (state.step(), state.skipped());
         drop(graph);
-        let params = whole_params(&plan, &state, backend, &mut comms);
+        let params = whole_params(&mut Run::of(&plan, &mut state, backend, &mut comms));
         (params, step, skipped)
     })
 }
@@ -164,14 +156,14 @@ fn a_replayed_step_waits_for_nothing() {
     on_each(world, |comm, backend| {
         let (plan, mut state) = started(&case, comm, backend);
         let mut comms = Comms::direct(comm);
-        let mut graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
-        give((&case, &plan), &mut state, backend, &mut comms, 0);
+        let mut graph = Run::of(&plan, &mut state, backend, &mut comms).capture().unwrap();
+        give(&case, &mut Run::of(&plan, &mut state, backend, &mut comms), 0);
         let (waits, calls) = (backend.waits(), comms.calls());
         for _ in 0..3 {
-            plan.replay_on(&mut state, backend, &mut comms, &graph).unwrap();
+            Run::of(&plan, &mut state, backend, &mut comms).replay(&graph).unwrap();
         }
         assert_eq!((backend.waits(), comms.calls()), (waits, calls));
-        plan.settle_on(&mut state, backend, &mut comms, &mut graph).unwrap();
+        Run::of(&plan, &mut state, backend, &mut comms).settle(&mut graph).unwrap();
         assert_eq!(state.step(), 3);
     });
 }
@@ -202,18 +194,19 @@ fn what_cannot_be_recorded_is_refused_and_changes_nothing() {
                 (Some(group), streams) => Comms::in_groups(comm, group, streams).unwrap(),
                 (None, streams) => Comms::with_streams(comm, streams).unwrap(),
             };
-            let refused = plan.capture_on(&mut state, backend, &mut comms);
+            let refused = Run::of(&plan, &mut state, backend, &mut comms).capture();
             let refused = refused.unwrap_err();
             assert!(
                 matches!(&refused, PlanError::NotCapturable { found: text } if *text == found),
                 "{refused}"
             );
-            let alone = plan.capture(&mut state, backend).unwrap_err();
+            let alone = RunAlone::of(&plan, &mut state, backend).capture().unwrap_err();
             assert!(matches!(alone, PlanError::Topology { .. }), "{alone}");
             // The state goes on.
             for step in 0..u64::from(case.merge) {
-                push((&case, &plan), &mut state, backend, &mut comms, step);
-                plan.step(&mut state, backend, &mut comms).unwrap();
+                let mut run = Run::of(&plan, &mut state, backend, &mut comms);
+                push(&case, &mut run, step);
+                run.step().unwrap();
             }
             assert_eq!(state.step(), 1);
         });

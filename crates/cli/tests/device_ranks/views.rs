@@ -5,7 +5,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::Memory;
-use fusestep_planner::{Comms, Optimizer, Plan, PlanError, State, Topology};
+use fusestep_planner::{Comms, Optimizer, Plan, PlanError, Run, State, Topology};
 use fusestep_tensor::Role;
 
 use crate::counted::Counted;
@@ -42,12 +42,14 @@ fn gradients_given_through_views_give_the_bits_of_those_that_are_pushed() {
                         state.write(backend, Role::Grad, &desc.name, &bytes).unwrap();
                         // Of some it is only known when the step is run.
                         if param % 3 > 0 {
-                            plan.give_view(&mut state, backend, &mut comms, &desc.name).unwrap();
+                            Run::of(&plan, &mut state, backend, &mut comms)
+                                .give_view(&desc.name)
+                                .unwrap();
                         }
                     }
-                    plan.step(&mut state, backend, &mut comms).unwrap();
+                    Run::of(&plan, &mut state, backend, &mut comms).step().unwrap();
                 }
-                whole_params(&plan, &state, backend, &mut comms)
+                whole_params(&mut Run::of(&plan, &mut state, backend, &mut comms))
             });
             for (rank, found) in found.iter().enumerate() {
                 assert!(*found == expected.params, "rank {rank}: {case:?}");
@@ -78,9 +80,9 @@ fn a_step_waits_for_a_device_at_its_end_and_only_to_report_a_norm() {
                 }
                 for desc in plan.params() {
                     state.grad_on_device(backend, &desc.name).unwrap();
-                    plan.give_view(&mut state, backend, &mut comms, &desc.name).unwrap();
+                    Run::of(&plan, &mut state, backend, &mut comms).give_view(&desc.name).unwrap();
                 }
-                plan.step(&mut state, backend, &mut comms).unwrap();
+                Run::of(&plan, &mut state, backend, &mut comms).step().unwrap();
             }
             let reports = if clip.is_some() && world > 1 { 3 } else { 0 };
             assert_eq!(backend.waits() - waits, reports, "{case:?}");
@@ -96,14 +98,14 @@ fn views_of_the_host_and_of_what_was_pushed_are_refused() {
         let mut comms = Comms::direct(comm);
         let name = plan.params()[0].name.as_str();
         let bytes = case.gradient(0, 0, 0);
-        plan.push_grad(&mut state, backend, &mut comms, name, &bytes).unwrap();
+        Run::of(&plan, &mut state, backend, &mut comms).push_grad(name, &bytes).unwrap();
         let error = state.grad_on_device(backend, name).unwrap_err();
         assert!(matches!(error, PlanError::GradientTwice { .. }), "{error}");
         let host = fusestep_cpu::CpuBackend::new(std::num::NonZeroUsize::MIN);
         let mut state = plan.allocate(&host).unwrap();
         let error = state.grad_on_device(&host, name).unwrap_err();
         assert!(matches!(error, PlanError::NotOnDevice { .. }), "{error}");
-        let gathered = plan.gather_on_device(&state, &host, &mut comms, &[name]);
+        let gathered = Run::of(&plan, &mut state, &host, &mut comms).gather_on_device(&[name]);
         let error = gathered.unwrap_err();
         assert!(matches!(error, PlanError::NotOnDevice { .. }), "{error}");
     });
@@ -119,17 +121,19 @@ fn parameters_are_gathered_on_the_device_bucket_by_bucket() {
                 let rank = comm.rank();
                 let (plan, mut state) = started(&case, comm, backend);
                 let mut comms = Comms::with_streams(comm, case.streams).unwrap();
+                let mut run = Run::of(&plan, &mut state, backend, &mut comms);
                 for (param, desc) in plan.params().iter().enumerate() {
                     let bytes = case.gradient(rank, 0, param);
-                    plan.push_grad(&mut state, backend, &mut comms, &desc.name, &bytes).unwrap();
+                    run.push_grad(&desc.name, &bytes).unwrap();
                 }
-                plan.step(&mut state, backend, &mut comms).unwrap();
+                run.step().unwrap();
                 let names: Vec<&str> = plan.params().iter().map(|p| p.name.as_str()).collect();
                 // Some in another order, again in memory that is there, and all.
                 for asked in [&[4, 0][..], &[5, 7], &[0, 1, 2, 3, 4, 5, 6, 7]] {
                     let names: Vec<&str> = asked.iter().map(|&at| names[at]).collect();
-                    let mut found =
-                        plan.gather_on_device(&state, backend, &mut comms, &names).unwrap();
+                    let mut found = Run::of(&plan, &mut state, backend, &mut comms)
+                        .gather_on_device(&names)
+                        .unwrap();
                     for (at, &param) in asked.iter().enumerate() {
                         let mut bytes = vec![0; expected[param].len()];
                         let slice = found.slice_mut(at).unwrap();

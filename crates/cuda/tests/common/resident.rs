@@ -3,8 +3,8 @@ use super::cpu;
 use fusestep_cuda::CudaBackend;
 use fusestep_launch::{Backend, Memory};
 use fusestep_planner::{
-    ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, RunImage,
-    ScalePolicy, State, TableKind,
+    ClipByGlobalNorm, LossScale, LossScaling, Optimizer, Plan, PlanError, Planner, RunAlone,
+    RunImage, ScalePolicy, State, TableKind,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, outcome};
@@ -76,7 +76,7 @@ pub(crate) fn train(
     let plan = planner.plan(&case.params).unwrap();
     let mut state = allocate(&plan, &case, backend);
     let graph = match way {
-        WayOfStep::Replayed => Some(plan.capture(&mut state, backend).unwrap()),
+        WayOfStep::Replayed => Some(RunAlone::of(&plan, &mut state, backend).capture().unwrap()),
         _ => None,
     };
     for step in 1..=8u64 {
@@ -87,9 +87,11 @@ pub(crate) fn train(
         }
         state.set_lr(0.01 / step as f64).unwrap();
         match (way, &graph) {
-            (WayOfStep::Replayed, Some(graph)) => plan.replay(&mut state, backend, graph).unwrap(),
-            (WayOfStep::Enqueued, _) => plan.enqueue(&mut state, backend).unwrap(),
-            _ => drop(plan.run(&mut state, backend).unwrap()),
+            (WayOfStep::Replayed, Some(graph)) => {
+                RunAlone::of(&plan, &mut state, backend).replay(graph).unwrap()
+            }
+            (WayOfStep::Enqueued, _) => RunAlone::of(&plan, &mut state, backend).enqueue().unwrap(),
+            _ => drop(RunAlone::of(&plan, &mut state, backend).step_all().unwrap()),
         }
     }
     if way != WayOfStep::Run {

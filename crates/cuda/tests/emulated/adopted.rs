@@ -8,7 +8,7 @@ use fusestep_cuda::{ContextHandle, CudaBackend, StreamHandle};
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{BackendError, Memory as _};
-use fusestep_planner::{ClipByGlobalNorm, Optimizer, Plan, Planner, State, TableKind};
+use fusestep_planner::{ClipByGlobalNorm, Optimizer, Plan, Planner, RunAlone, State, TableKind};
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, EDGE_NUMELS, outcome};
 
@@ -64,12 +64,12 @@ impl<'a> Begun<'a> {
         let name = case.params[0].name.clone();
         let grad = case.grad_bytes(0, 1);
         state.write(backend, Role::Grad, &name, &grad).unwrap();
-        plan.run(&mut state, backend).unwrap();
+        RunAlone::of(&plan, &mut state, backend).step_all().unwrap();
         Self { backend, plan, state, name }
     }
 
     fn enqueue(&mut self) {
-        self.plan.enqueue(&mut self.state, self.backend).unwrap();
+        RunAlone::of(&self.plan, &mut self.state, self.backend).enqueue().unwrap();
     }
 
     fn param(&self) -> Vec<u8> {
@@ -135,7 +135,7 @@ fn a_recording_cannot_wait_for_what_went_before_it() {
         let isolation = matches!(error, BackendError::Device { code: 905, .. });
         assert!(isolation, "{error}");
         // Nothing more is recorded then.
-        assert!(step.plan.enqueue(&mut step.state, step.backend).is_err());
+        assert!(RunAlone::of(&step.plan, &mut step.state, step.backend).enqueue().is_err());
     });
     let invalidated = sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
     assert_eq!(spoiled.unwrap_err(), invalidated);

@@ -10,7 +10,7 @@ use fusestep_launch::{
     Reduce,
 };
 use fusestep_planner::{
-    ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, State, Tensors,
+    ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, State, Tensors,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, outcome};
@@ -159,7 +159,7 @@ fn outcome_borrowed(
     let mut reported = Vec::new();
     for step in 1..=case.steps {
         lender.give_gradients(case, step);
-        let report = plan.run_borrowed(&mut state, &mut lender).unwrap();
+        let report = RunAlone::of(plan, &mut state, backend).step_borrowed(&mut lender).unwrap();
         if let Some(norm) = report.grad_norm {
             let values = [norm, report.non_finite as f64, 1.0, report.step as f64];
             reported.extend(values.iter().flat_map(|value| value.to_le_bytes()));
@@ -258,7 +258,7 @@ fn step_with(
     let before = lender.params.read(&lender.len_bytes);
     let instead = instead(&lender);
     lender.instead = Some((role, parameter, instead));
-    let error = plan.run_borrowed(&mut state, &mut lender).unwrap_err();
+    let error = RunAlone::of(&plan, &mut state, &backend).step_borrowed(&mut lender).unwrap_err();
     let after = lender.params.read(&lender.len_bytes);
     assert!(before == after, "{error}: something was written");
     let PlanError::Backend(error) = error else {
@@ -312,7 +312,7 @@ fn a_parameter_without_a_gradient_is_not_lent_and_keeps_its_bits() {
     lender.instead = Some((Role::Grad, 1, None));
     state.set_without_gradient_at(1);
     let before = lender.params.read(&lender.len_bytes);
-    let report = plan.run_borrowed(&mut state, &mut lender).unwrap();
+    let report = RunAlone::of(&plan, &mut state, &backend).step_borrowed(&mut lender).unwrap();
     backend.synchronize().unwrap();
     let after = lender.params.read(&lender.len_bytes);
     assert_eq!((report.elements, report.without_gradient), (105, 1));
@@ -334,7 +334,7 @@ fn a_step_on_an_adopted_stream_makes_no_host_wait() {
     lender.give_gradients(&case, 1);
     // The module is loaded, and the memory for addresses is there.
     let step = |state: &mut State, lender: &mut Framed<'_>| {
-        plan.run_borrowed(state, lender).unwrap();
+        RunAlone::of(&plan, state, &backend).step_borrowed(lender).unwrap();
     };
     step(&mut state, &mut lender);
     framework.synchronize();

@@ -1,7 +1,7 @@
 //! Whole parameters of many ranks.
 
 #[cfg(doc)]
-use fusestep_planner::Plan;
+use fusestep_planner::Run;
 use fusestep_planner::{DeviceParams, GatheredParams, PlanError};
 
 use super::Session;
@@ -11,20 +11,20 @@ impl Session<'_> {
     /// same. Ranks that have not met do so first, so that what they get is what they train.
     ///
     /// # Errors
-    /// As [`Plan::gather`]; as [`Plan::handshake`].
+    /// As [`Run::gather`]; as [`Run::handshake`].
     pub fn gather(&mut self, names: &[&str]) -> Result<GatheredParams, PlanError> {
         self.meet()?;
-        self.attempt(|run| run.plan.gather(run.state, run.backend, run.comms, names))
+        self.attempt(|run| run.gather(names))
     }
 
     /// [`Session::gather`] into memory of the device, without the host;
     /// [`Session::use_again`] takes it back once it has been read.
     ///
     /// # Errors
-    /// As [`Plan::gather_on_device`]; as [`Plan::handshake`].
+    /// As [`Run::gather_on_device`]; as [`Run::handshake`].
     pub fn gather_on_device(&mut self, names: &[&str]) -> Result<DeviceParams, PlanError> {
         self.meet()?;
-        self.attempt(|run| run.plan.gather_on_device(run.state, run.backend, run.comms, names))
+        self.attempt(|run| run.gather_on_device(names))
     }
 
     /// Keeps the memory of parameters that are no longer read, for those that are gathered next.
@@ -37,9 +37,9 @@ impl Session<'_> {
     /// same.
     ///
     /// # Errors
-    /// As [`Plan::gather_averages`]; as [`Plan::handshake`].
+    /// As [`Run::gather_averages`]; as [`Run::handshake`].
     pub fn gather_averages(&mut self, names: &[&str]) -> Result<GatheredParams, PlanError> {
         self.meet()?;
-        self.attempt(|run| run.plan.gather_averages(run.state, run.backend, run.comms, names))
+        self.attempt(|run| run.gather_averages(names))
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use fusestep_checkpoint::{Checkpoints, load_state};
 use fusestep_planner::{BorrowedParams, Initial, PlanError, RunToLoad, RunToSave};
 #[cfg(doc)]
-use fusestep_planner::{Plan, State};
+use fusestep_planner::{Run, State};
 
 use super::Session;
 use super::saving::Saving;
@@ -107,7 +107,7 @@ impl Session<'_> {
     /// of [`Session::finish_saves`].
     ///
     /// # Errors
-    /// As [`Checkpoints::begin`]; as [`Plan::handshake`]; that of the save before.
+    /// As [`Checkpoints::begin`]; as [`Run::handshake`]; that of the save before.
     /// # Cost
     /// One copy of what this rank saves; until the save before is complete, if it is not.
     pub fn begin_save(&mut self, folder: impl AsRef<Path>, steps: usize) -> Result<(), PlanError> {
@@ -159,7 +159,8 @@ impl Session<'_> {
     /// # Errors
     /// As [`load_state`]; nothing has changed then.
     pub fn load_state(&mut self, path: impl AsRef<Path>) -> Result<(), PlanError> {
-        self.attempt(|run| load_state(run.state, run.backend, path.as_ref()))?;
+        let loaded = load_state(&mut self.state, self.backend.as_ref(), path.as_ref());
+        self.saving.noted(loaded)?;
         self.meet_again();
         Ok(())
     }

@@ -3,7 +3,7 @@
 use fusestep_checkpoint::Checkpoints;
 use fusestep_collective::{Communicator, require_alone};
 #[cfg(doc)]
-use fusestep_planner::Plan;
+use fusestep_planner::Run;
 use fusestep_planner::{Comms, Initial, PlanError, Reach, State, Tensors, Topology};
 use fusestep_tensor::ParamDesc;
 
@@ -143,26 +143,26 @@ impl<'c> Session<'c> {
     /// Compares the settings that decide the bits of the run, without values.
     ///
     /// # Errors
-    /// As [`Plan::compare_settings`].
+    /// As [`Run::compare_settings`].
     pub fn compare_settings(&mut self) -> Result<(), PlanError> {
-        self.attempt(|run| run.plan.compare_settings(run.state, run.comms))
+        self.attempt(|run| run.compare_settings())
     }
 
     /// Compares parameters over all ranks by hash.
     ///
     /// # Errors
-    /// As [`Plan::compare_parameters`].
+    /// As [`Run::compare_parameters`].
     pub fn compare_parameters(&mut self) -> Result<(), PlanError> {
-        self.attempt(|run| run.plan.compare_parameters(run.state, run.backend, run.comms))
+        self.attempt(|run| run.compare_parameters())
     }
 
     /// Brings the parameters of rank `root` to all ranks, before the first step; those of rank 0
     /// come by themselves ([`StepOptions::initial`]).
     ///
     /// # Errors
-    /// As [`Plan::broadcast_parameters`].
+    /// As [`Run::broadcast_parameters`].
     pub fn broadcast_parameters(&mut self, root: usize) -> Result<(), PlanError> {
-        self.attempt(|run| run.plan.broadcast_parameters(run.state, run.backend, run.comms, root))?;
+        self.attempt(|run| run.broadcast_parameters(root))?;
         self.brings = Initial::OwnAndEqual;
         Ok(())
     }
@@ -192,7 +192,7 @@ impl<'c> Session<'c> {
     /// [`Session::meet_again`].
     ///
     /// # Errors
-    /// As [`Session::bring_first`]; as [`Plan::handshake`].
+    /// As [`Session::bring_first`]; as [`Run::handshake`].
     pub fn meet(&mut self) -> Result<(), PlanError> {
         if self.met {
             return Ok(());
@@ -200,7 +200,7 @@ impl<'c> Session<'c> {
         self.bring_first()?;
         let fields: Vec<_> =
             self.compared.iter().map(|(name, value)| (*name, value.clone())).collect();
-        self.attempt(|run| run.plan.handshake(run.state, run.backend, run.comms, &fields))?;
+        self.attempt(|run| run.handshake(&fields))?;
         self.met = true;
         Ok(())
     }

@@ -36,8 +36,8 @@ pub struct RankSummary {
     /// k-th step count 1 / k, rounded up.
     pub collectives: u64,
     /// Gathers of a layer's parameters among them, before its forward and before its backward pass
-    /// (stage 3). The caller makes them: one who asks [`Plan::gather`] for several layers at once,
-    /// or keeps them from forward to backward, makes fewer.
+    /// (stage 3). The caller makes them: one who asks [`crate::Run::gather`] for several layers at
+    /// once, or keeps them from forward to backward, makes fewer.
     pub layer_gathers: u64,
     /// Calls of a plan without passes, one for each tensor.
     pub naive_collectives: u64,

@@ -24,8 +24,28 @@ use crate::run::memory::units::InBackward;
 use crate::run::memory::update_sums::{UpdateReader, UpdateRows};
 use crate::run::memory::written::Written;
 
+impl Plan {
+    /// Allocates zeroed tensors on `backend`; parameters are zero until written.
+    ///
+    /// # Errors
+    /// [`PlanError::Backend`] if memory cannot be had, or the backend cannot do what a stage needs.
+    pub fn allocate(&self, backend: &dyn Backend) -> Result<State> {
+        allocate_from(self, backend, None)
+    }
+
+    /// Allocates as [`Plan::allocate`], with the communicator's memory for arenas that calls move.
+    ///
+    /// Ranks of one machine then see each other's arenas, and their calls need no copies.
+    ///
+    /// # Errors
+    /// As [`Plan::allocate`]; [`PlanError::Collective`] if the communicator has not so much memory.
+    pub fn allocate_on(&self, backend: &dyn Backend, comm: &mut dyn Communicator) -> Result<State> {
+        allocate_from(self, backend, Some(comm))
+    }
+}
+
 /// Implementation of [`Plan::allocate`] and [`Plan::allocate_on`].
-pub(crate) fn allocate_from<'a>(
+fn allocate_from<'a>(
     plan: &Plan,
     backend: &'a dyn Backend,
     comm: Option<&'a mut dyn Communicator>,

@@ -15,17 +15,14 @@ use crate::run::memory::device_params::DeviceParams;
 use crate::run::memory::evaluated::Values;
 use crate::run::memory::state::State;
 use crate::run::memory::storage::StorageState;
+use crate::run::run::Run;
 use crate::run::stages::gather;
 use crate::run::wanted;
 use crate::run::wanted::{Here, Wanted};
 
-pub(crate) fn gather_on_device(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    names: &[&str],
-) -> Result<DeviceParams> {
+pub(crate) fn gather_on_device(run: &mut Run<'_, '_>, names: &[&str]) -> Result<DeviceParams> {
+    let backend = run.backend;
+    let Run { plan, state, comms, .. } = run;
     let device = match plan.topology.world {
         1 => backend.device(),
         _ => comms.device_of(backend),

@@ -16,13 +16,15 @@ use crate::run::comms::bytes::CallKind;
 use crate::run::comms::calls::Comms;
 use crate::run::executor::Executor;
 use crate::run::memory::device;
+use crate::run::memory::segment_state::Given;
 use crate::run::memory::state;
 use crate::run::memory::state::State;
 use crate::run::report::StepReport;
+use crate::run::run::Run;
 use crate::run::stages::{device_trust, optimize, reduce};
-use crate::run::{rank_step, step};
+use crate::run::step;
 
-/// A step recorded by [`Plan::capture`]; keeps the memory that it runs on.
+/// A step recorded by [`RunAlone::capture`](crate::RunAlone::capture); keeps the memory that it runs on.
 #[derive(Debug)]
 pub struct StepGraph {
     graph: Box<dyn Graph>,
@@ -67,7 +69,7 @@ pub(crate) fn check(plan: &Plan, state: &State, call: AloneCall) -> Result<()> {
         return Ok(());
     }
     Err(PlanError::Topology {
-        expected: format!("a plan of one rank for `{}`", call.name()),
+        expected: format!("a plan of one rank for `RunAlone::{}`", call.name()),
         found: format!("{} ranks; use `{}`", plan.topology.world, call.of_ranks()),
     })
 }
@@ -92,9 +94,9 @@ impl AloneCall {
     /// Name of the call that takes its place in a plan of several ranks.
     fn of_ranks(self) -> &'static str {
         match self {
-            Self::Enqueue => "step",
-            Self::Capture => "capture_on",
-            Self::Replay => "replay_on",
+            Self::Enqueue => "Run::step",
+            Self::Capture => "Run::capture",
+            Self::Replay => "Run::replay",
         }
     }
 }
@@ -144,44 +146,41 @@ pub(crate) fn not_capturable(found: &'static str) -> PlanError {
     PlanError::NotCapturable { found }
 }
 
-/// A step recorded by [`Plan::capture_on`], of which every rank has one. It works on the
+/// A step recorded by [`Run::capture`], of which every rank has one. It works on the
 /// communicator's memory, which therefore outlives it:
 ///
 /// ```compile_fail,E0597
 /// # fn program(plan: fusestep_planner::Plan, mut state: fusestep_planner::State,
 /// #     backend: &dyn fusestep_launch::Backend) {
 /// use fusestep_collective::Solo;
-/// use fusestep_planner::Comms;
+/// use fusestep_planner::{Comms, Run};
 ///
 /// let graph;
 /// {
 ///     let mut comm = Solo::new();
 ///     let mut comms = Comms::direct(&mut comm);
-///     graph = plan.capture_on(&mut state, backend, &mut comms).unwrap();
+///     graph = Run::of(&plan, &mut state, backend, &mut comms).capture().unwrap();
 /// }
 /// drop(graph);
 /// # }
 /// ```
 #[derive(Debug)]
 pub struct RankGraph<'a> {
-    pub(crate) graph: StepGraph,
+    graph: StepGraph,
     /// Value that ranks add up, so that each knows that all have come so far.
     token: Box<dyn Buffer>,
     communicator: PhantomData<&'a ()>,
 }
 
-pub(crate) fn capture_on<'a>(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'a>,
-) -> Result<RankGraph<'a>> {
-    rank_step::check_comms(plan, state, comms)?;
-    state.check_between_steps("capture_on")?;
-    check_capturable(state)?;
-    if plan.topology.world > 1 {
-        check_recorded_calls(plan, state, backend, comms)?;
+pub(crate) fn capture<'c>(run: &mut Run<'_, 'c>) -> Result<RankGraph<'c>> {
+    run.check()?;
+    run.state.check_between_steps("capture")?;
+    check_capturable(run.state)?;
+    if run.plan.topology.world > 1 {
+        check_recorded_calls(run)?;
     }
+    let backend = run.backend;
+    let Run { plan, state, comms, .. } = run;
     let token = backend.allocate(size_of::<f64>())?;
     comms.set_plan(plan.hash());
     state.settle(backend)?;
@@ -195,7 +194,7 @@ pub(crate) fn capture_on<'a>(
             optimize::build_table(plan, state, stage, update, backend)
         })?;
     }
-    let calls = (plan.topology.world > 1).then_some(&mut *comms);
+    let calls = (plan.topology.world > 1).then_some(&mut **comms);
     let graph = record(plan, state, backend, calls);
     // Nothing has run: what counts as reduced is to be reduced still.
     state.arena.settle(keeps_segments(plan));
@@ -204,9 +203,31 @@ pub(crate) fn capture_on<'a>(
     Ok(RankGraph { graph: graph?, token, communicator: PhantomData })
 }
 
+pub(crate) fn replay(run: &mut Run<'_, '_>, graph: &RankGraph<'_>) -> Result<()> {
+    run.check()?;
+    run.state.check_between_steps("replay")?;
+    run.comms.check()?;
+    for param in 0..run.plan.params.len() {
+        if run.state.arena.now[param] == Given::Viewed {
+            run.state.take_view_back(run.backend, param)?;
+        }
+    }
+    run.state.arena.clear();
+    replay_recorded(run.state, run.backend, &graph.graph)
+}
+
+pub(crate) fn settle(run: &mut Run<'_, '_>, graph: &mut RankGraph<'_>) -> Result<()> {
+    run.check()?;
+    if run.plan.topology.world > 1 {
+        run.comms.set_plan(run.plan.hash());
+        graph.meet(run.backend, run.comms)?;
+    }
+    run.state.settle(run.backend)
+}
+
 impl RankGraph<'_> {
     /// Waits until all ranks have come so far.
-    pub(crate) fn meet(&mut self, backend: &dyn Backend, comms: &mut Comms<'_>) -> Result<()> {
+    fn meet(&mut self, backend: &dyn Backend, comms: &mut Comms<'_>) -> Result<()> {
         device::hand_over(backend, self.token.as_mut())?;
         let kind = CallKind::even(Operation::AllReduce(ReduceOp::Max), DType::F64);
         let all = 0..self.token.len_bytes();
@@ -217,19 +238,15 @@ impl RankGraph<'_> {
 }
 
 /// Refuses calls that a graph cannot have.
-fn check_recorded_calls(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &Comms<'_>,
-) -> Result<()> {
+fn check_recorded_calls(run: &Run<'_, '_>) -> Result<()> {
+    let Run { plan, state, backend, comms } = run;
     let against = if plan.micro_steps() > 1 {
         "it adds up micro-steps"
     } else if !plan.reduces() {
         "ranks update on their own, and average every few steps"
     } else if plan.shard_group < plan.topology.world {
         "shards lie in groups of ranks"
-    } else if comms.device_of(backend).is_none() {
+    } else if comms.device_of(*backend).is_none() {
         "its calls are made on the host"
     } else if state.norm.is_some() && state.exchange.norm_on_device.is_none()
         || plan.stages.contains(&Stage::Trust) && state.exchange.trust_on_device.is_none()

@@ -13,22 +13,49 @@ use crate::run::executor::Executor;
 use crate::run::memory::absorb::{Absorb, Addend, Divisor, absorb};
 use crate::run::memory::device;
 use crate::run::memory::segment_state::SegmentState;
-use crate::run::rank_step::RankStep;
 use crate::run::report::{MicroStepReport, StepReport};
+use crate::run::run::Run;
 use crate::run::stages::{average, give, reduce};
 use crate::run::step;
 use crate::run::units::update_rest;
 
-pub(crate) fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result<()> {
-    step.comms.set_plan(step.plan.hash());
-    if step.plan.reduces_each() {
-        let given_weight = step.state.arena.weight;
-        give::complete(step.plan, step.state, step.backend, Divisor(1.0))?;
-        reduce_and_add(step, given_weight)?;
+/// Ends a micro-step, and at the last one makes the update.
+pub(crate) fn step(run: &mut Run<'_, '_>) -> Result<MicroStepReport> {
+    run.check()?;
+    let weight = run.state.arena.weight.unwrap_or(1.0);
+    let last = run.state.arena.micro_steps + 1 == run.plan.micro_steps();
+    let done = if last {
+        let divisor = give::divisor(run.plan, run.state, weight);
+        update(run, divisor, Pending::MicroStep)
     } else {
-        give::add_views(step.plan, step.state, step.backend)?;
+        end_micro_step(run, weight).map(|()| MicroStepReport::default())
+    };
+    run.state.arena.weight = None;
+    run.state.or_poison(done)
+}
+
+/// Makes the update of the micro-steps that have ended, if there are any.
+pub(crate) fn flush(run: &mut Run<'_, '_>) -> Result<MicroStepReport> {
+    run.check()?;
+    run.state.check_between_steps("flush")?;
+    if run.state.arena.micro_steps == 0 {
+        return Ok(MicroStepReport::default());
     }
-    let arena = &mut step.state.arena;
+    let divisor = give::divisor(run.plan, run.state, 0.0);
+    let done = update(run, divisor, Pending::Nothing);
+    run.state.or_poison(done)
+}
+
+fn end_micro_step(run: &mut Run<'_, '_>, weight: f64) -> Result<()> {
+    run.comms.set_plan(run.plan.hash());
+    if run.plan.reduces_each() {
+        let given_weight = run.state.arena.weight;
+        give::complete(run.plan, run.state, run.backend, Divisor(1.0))?;
+        reduce_and_add(run, given_weight)?;
+    } else {
+        give::add_views(run.plan, run.state, run.backend)?;
+    }
+    let arena = &mut run.state.arena;
     arena.micro_steps += 1;
     arena.weights += weight;
     arena.forget_given();
@@ -37,37 +64,37 @@ pub(crate) fn end_micro_step(step: &mut RankStep<'_, '_>, weight: f64) -> Result
 }
 
 /// Reduces the gradients of one micro-step and adds them to the sums of all.
-fn reduce_and_add(step: &mut RankStep<'_, '_>, weight: Option<f64>) -> Result<()> {
-    if step.plan.reduces() {
-        reduce::reduce_all(step)?;
+fn reduce_and_add(run: &mut Run<'_, '_>, weight: Option<f64>) -> Result<()> {
+    if run.plan.reduces() {
+        reduce::reduce_all(run)?;
     }
-    let how = Absorb { first: step.state.arena.micro_steps == 0, weight, last: None };
-    each_reduced(step, how)?;
-    let mut bytes = step.state.arena.weights_hash.to_le_bytes().to_vec();
+    let how = Absorb { first: run.state.arena.micro_steps == 0, weight, last: None };
+    each_reduced(run, how)?;
+    let mut bytes = run.state.arena.weights_hash.to_le_bytes().to_vec();
     bytes.extend(weight.unwrap_or(1.0).to_le_bytes());
-    step.state.arena.weights_hash = xxhash_rust::xxh3::xxh3_64(&bytes);
-    if step.plan.reduces() {
-        let peak = step.state.arena.settle(keeps_segments(step.plan));
-        step.state.arena.seen_peak(peak);
+    run.state.arena.weights_hash = xxhash_rust::xxh3::xxh3_64(&bytes);
+    if run.plan.reduces() {
+        let peak = run.state.arena.settle(keeps_segments(run.plan));
+        run.state.arena.seen_peak(peak);
     }
     Ok(())
 }
 
 /// Adds the reduced gradients of this rank's shard to their sums, or puts what the sums come to
 /// in their place.
-fn each_reduced(step: &mut RankStep<'_, '_>, how: Absorb) -> Result<()> {
-    let backend = step.backend;
-    for (storage, spec) in step.plan.storages.iter().enumerate() {
+fn each_reduced(run: &mut Run<'_, '_>, how: Absorb) -> Result<()> {
+    let backend = run.backend;
+    for (storage, spec) in run.plan.storages.iter().enumerate() {
         let dtype = spec.grad_dtype();
         let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
-        let Some(mut sums) = step.state.arena.reduced_sums[storage].take() else {
+        let Some(mut sums) = run.state.arena.reduced_sums[storage].take() else {
             continue;
         };
         for part in &spec.shard {
             let numel = (part.elements.end - part.elements.start) as usize;
             let at = part.at as usize * sum_width;
             let Some(all) = sums.host_mut() else {
-                add_on_device(step, storage, part, sums.as_mut(), at, how)?;
+                add_on_device(run, storage, part, sums.as_mut(), at, how)?;
                 continue;
             };
             let sums = &mut all[at..at + numel * sum_width];
@@ -76,71 +103,66 @@ fn each_reduced(step: &mut RankStep<'_, '_>, how: Absorb) -> Result<()> {
             let own = own.bytes_mut();
             if how.last.is_some() {
                 absorb(dtype, own, Some(sums), None, how);
-                each_buffer(step, storage, part, |buffer, at, range| {
+                each_buffer(run, storage, part, |buffer, at, range| {
                     Ok(backend.write(buffer, at, &own[range])?)
                 })?;
             } else {
-                each_buffer(step, storage, part, |buffer, at, range| {
+                each_buffer(run, storage, part, |buffer, at, range| {
                     Ok(backend.read(buffer, at, &mut own[range])?)
                 })?;
                 absorb(dtype, &mut [], Some(sums), Some(own), how);
             }
-            step.state.arena.copied_bytes += own.len() as u64;
+            run.state.arena.copied_bytes += own.len() as u64;
         }
-        step.state.arena.reduced_sums[storage] = Some(sums);
+        run.state.arena.reduced_sums[storage] = Some(sums);
     }
     Ok(())
 }
 
-pub(crate) fn update(
-    step: &mut RankStep<'_, '_>,
-    divisor: Divisor,
-    pending: Pending,
-) -> Result<MicroStepReport> {
-    step.comms.set_plan(step.plan.hash());
-    if step.plan.reduces_each() {
+fn update(run: &mut Run<'_, '_>, divisor: Divisor, pending: Pending) -> Result<MicroStepReport> {
+    run.comms.set_plan(run.plan.hash());
+    if run.plan.reduces_each() {
         if pending == Pending::MicroStep {
-            let weight = step.state.arena.weight;
-            give::complete(step.plan, step.state, step.backend, Divisor(1.0))?;
-            reduce_and_add(step, weight)?;
+            let weight = run.state.arena.weight;
+            give::complete(run.plan, run.state, run.backend, Divisor(1.0))?;
+            reduce_and_add(run, weight)?;
         }
     } else {
-        give::complete(step.plan, step.state, step.backend, divisor)?;
-        if give::reduces_when_full(step.plan, step.comms) {
+        give::complete(run.plan, run.state, run.backend, divisor)?;
+        if give::reduces_when_full(run.plan, run.comms) {
             // Ranks that have given everything are in these calls already.
-            reduce::reduce_all(step)?;
+            reduce::reduce_all(run)?;
         }
     }
-    let report =
-        if step.plan.in_backward { update_rest(step)? } else { update_all(step, divisor)? };
-    let averaged = average::average_if_due(step)?;
-    step.comms.finish_on_device()?;
-    let peak = step.state.arena.settle(keeps_segments(step.plan));
-    step.state.arena.seen_peak(peak);
-    let micro_steps = step.state.arena.micro_steps + u32::from(pending == Pending::MicroStep);
-    step.state.arena.clear();
+    let report = if run.plan.in_backward { update_rest(run)? } else { update_all(run, divisor)? };
+    let averaged = average::average_if_due(run)?;
+    run.comms.finish_on_device()?;
+    let peak = run.state.arena.settle(keeps_segments(run.plan));
+    run.state.arena.seen_peak(peak);
+    let micro_steps = run.state.arena.micro_steps + u32::from(pending == Pending::MicroStep);
+    run.state.arena.clear();
     Ok(MicroStepReport {
         update: Some(report),
         dropped_micro_steps: if report.skipped { micro_steps } else { 0 },
         averaged,
-        exposed_ns: std::mem::take(&mut step.state.arena.exposed_ns),
-        segment_peak_bytes: std::mem::take(&mut step.state.arena.seen_peak_bytes),
-        gradient_bytes_copied: std::mem::take(&mut step.state.arena.copied_bytes),
+        exposed_ns: std::mem::take(&mut run.state.arena.exposed_ns),
+        segment_peak_bytes: std::mem::take(&mut run.state.arena.seen_peak_bytes),
+        gradient_bytes_copied: std::mem::take(&mut run.state.arena.copied_bytes),
     })
 }
 
-fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepReport> {
-    let given = reduce::agree_on_given(step)?;
-    if step.plan.reduces_each() {
+fn update_all(run: &mut Run<'_, '_>, divisor: Divisor) -> Result<StepReport> {
+    let given = reduce::agree_on_given(run)?;
+    if run.plan.reduces_each() {
         let how = Absorb { first: false, weight: None, last: Some(divisor) };
-        each_reduced(step, how)?;
+        each_reduced(run, how)?;
     }
     for (param, _) in given.iter().enumerate().filter(|(_, given)| **given == 0) {
-        step.state.set_without_gradient_at(param);
+        run.state.set_without_gradient_at(param);
     }
-    let mut executor = Executor::Backend(step.backend);
-    let comms_of_stages = (step.plan.topology.world > 1).then_some(&mut *step.comms);
-    let report = step::run_update(step.plan, step.state, &mut executor, comms_of_stages)?;
+    let mut executor = Executor::Backend(run.backend);
+    let comms_of_stages = (run.plan.topology.world > 1).then_some(&mut *run.comms);
+    let report = step::run_update(run.plan, run.state, &mut executor, comms_of_stages)?;
     Ok(StepReport {
         without_gradient: given.iter().filter(|&&given| given == 0).count() as u64,
         ..report
@@ -149,7 +171,7 @@ fn update_all(step: &mut RankStep<'_, '_>, divisor: Divisor) -> Result<StepRepor
 
 /// Gradients that have not been added yet when an update begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pending {
+enum Pending {
     /// The gradients of the last micro-step.
     MicroStep,
     /// Nothing: the update follows a micro-step that has ended.
@@ -159,18 +181,18 @@ pub(crate) enum Pending {
 /// Adds the reduced gradients of a part of this rank's shard to sums on a device that begin at a
 /// byte, or puts what these come to in their place.
 fn add_on_device(
-    step: &mut RankStep<'_, '_>,
+    run: &mut Run<'_, '_>,
     storage: usize,
     part: &Part,
     sums: &mut dyn Buffer,
     sums_at: usize,
     how: Absorb,
 ) -> Result<()> {
-    let device = device::of_sums(step.backend)?;
-    let dtype = step.plan.storages[storage].grad_dtype();
+    let device = device::of_sums(run.backend)?;
+    let dtype = run.plan.storages[storage].grad_dtype();
     let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
     let addend = if how.last.is_none() { Addend::Given } else { Addend::Missing };
-    each_buffer(step, storage, part, |buffer, place, range| {
+    each_buffer(run, storage, part, |buffer, place, range| {
         let done = how.on_device(addend, |what| {
             device.add_gradients(Accumulate {
                 dtype,
@@ -187,12 +209,12 @@ fn add_on_device(
 /// Does something with each buffer that has reduced gradients of a part of this rank's shard, the
 /// place in it, and which bytes of the part lie there.
 fn each_buffer(
-    step: &mut RankStep<'_, '_>,
+    run: &mut Run<'_, '_>,
     storage: usize,
     part: &Part,
     mut with: impl FnMut(&mut dyn Buffer, usize, Range<usize>) -> Result<()>,
 ) -> Result<()> {
-    let plan = step.plan;
+    let plan = run.plan;
     let spec = &plan.storages[storage];
     let width = spec.grad_dtype().len_bytes();
     let Some(list) = spec.list(Role::Grad) else {
@@ -209,7 +231,7 @@ fn each_buffer(
                 if segment.storage != storage || start >= end {
                     continue;
                 }
-                if let SegmentState::Here(Some(memory)) = &mut step.state.arena.segments[index] {
+                if let SegmentState::Here(Some(memory)) = &mut run.state.arena.segments[index] {
                     let place = (start - segment.elements.start) as usize * width;
                     let from = (start - part.elements.start) as usize * width;
                     let to = (end - part.elements.start) as usize * width;
@@ -219,6 +241,6 @@ fn each_buffer(
             return Ok(());
         }
     };
-    let buffer = step.state.storages[storage].lists[list].buffer.as_mut();
+    let buffer = run.state.storages[storage].lists[list].buffer.as_mut();
     with(buffer, at as usize * width, 0..numel * width)
 }

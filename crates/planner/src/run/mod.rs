@@ -1,6 +1,7 @@
 //! A plan that runs: its memory, the loop over its stages, and the calls between ranks.
 
 pub(crate) mod allocate;
+pub(crate) mod alone;
 pub(crate) mod comms;
 pub(crate) mod executor;
 pub(crate) mod gather_on_device;
@@ -10,11 +11,12 @@ pub(crate) mod masters;
 pub(crate) mod memory;
 pub(crate) mod micro_step;
 pub(crate) mod prefetch;
-pub(crate) mod rank_step;
 pub(crate) mod report;
-pub(crate) mod runs;
+#[expect(clippy::module_inception, reason = "`run/run.rs` is where one looks for `Run`")]
+pub(crate) mod run;
 pub(crate) mod stages;
 pub(crate) mod step;
 pub(crate) mod steps;
 pub(crate) mod units;
+pub(crate) mod values;
 pub(crate) mod wanted;

@@ -3,17 +3,15 @@
 use fusestep_collective::{
     Buffers, Call, CallContext, CollectiveError, Communicator, Operation, Pending,
 };
-use fusestep_launch::Backend;
 
 use crate::error::{PlanError, Result};
-use crate::plan::value::Plan;
-use crate::run::comms::calls::Comms;
 use crate::run::memory::evaluated::Values;
 use crate::run::memory::state::State;
+use crate::run::run::Run;
 use crate::run::stages::gather;
 use crate::run::stages::gather::GatheredParams;
 
-/// Parameters on their way, started by [`Plan::prefetch`].
+/// Parameters on their way, started by [`Run::prefetch`].
 ///
 /// Wait for every one: dropping it while its call is under way closes the stream that carries it,
 /// on all ranks, with an error that names this one.
@@ -32,13 +30,9 @@ enum Way {
     Stream(Pending<GatheredParams>),
 }
 
-pub(crate) fn prefetch(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    names: &[&str],
-) -> Result<PendingGather> {
+pub(crate) fn prefetch(run: &mut Run<'_, '_>, names: &[&str]) -> Result<PendingGather> {
+    let backend = run.backend;
+    let Run { plan, state, comms, .. } = run;
     state.check_plan(plan)?;
     let mut params = gather::own_parts(plan, state, backend, names, Values::Params)?;
     let len_bytes = params.len_bytes();

@@ -11,8 +11,8 @@ use crate::run::executor::Executor;
 use crate::run::masters;
 use crate::run::memory::state::State;
 use crate::run::memory::units::Begun;
-use crate::run::rank_step::RankStep;
 use crate::run::report::StepReport;
+use crate::run::run::Run;
 use crate::run::stages::{
     device_norm, device_trust, gather, launches, norm, optimize, reduce, trust, update_norms,
 };
@@ -23,12 +23,12 @@ pub(crate) fn run_stages(
     mut executor: Executor<'_>,
 ) -> Result<StepReport> {
     state.check_plan(plan)?;
-    state.check_between_steps("run")?;
+    state.check_between_steps("step_all")?;
     if plan.topology.world > 1 || plan.micro_steps() > 1 {
         return Err(PlanError::Topology {
-            expected: "a plan of one rank and one micro-step for `run`".to_owned(),
+            expected: "a plan of one rank and one micro-step for `step_all`".to_owned(),
             found: format!(
-                "{} and {}; use `step`",
+                "{} and {}; use `Run::step`",
                 counted(plan.topology.world as u64, "rank"),
                 counted(plan.micro_steps().into(), "micro-step"),
             ),
@@ -118,8 +118,8 @@ pub(crate) fn each_stage(
     }
     if let Some(comms) = comms {
         let backend = executor.backend();
-        let mut step = RankStep { plan, state, backend, comms };
-        update_norms::share(&mut step, skipped)?;
+        let mut run = Run { plan, state, backend, comms };
+        update_norms::share(&mut run, skipped)?;
     }
     Ok(())
 }
@@ -145,42 +145,42 @@ pub(crate) fn run_stage(
         (_, None) => Ok(LaunchReport::default()),
         (_, Some(comms)) => {
             let backend = executor.backend();
-            let step = &mut RankStep { plan, state, backend, comms };
-            run_stage_of_ranks(step, stage, update, skipped)
+            let run = &mut Run { plan, state, backend, comms };
+            run_stage_of_ranks(run, stage, update, skipped)
         }
     }
 }
 
 /// Runs a stage that takes other ranks.
 fn run_stage_of_ranks(
-    step: &mut RankStep<'_, '_>,
+    run: &mut Run<'_, '_>,
     stage: &Stage,
     update: usize,
     skipped: &mut bool,
 ) -> Result<LaunchReport> {
     match stage {
         // Devices that decide keep to themselves whether the step is skipped.
-        Stage::Norm(_) => *skipped = !device_norm::decide(step)? && norm::decide(step)?,
+        Stage::Norm(_) => *skipped = !device_norm::decide(run)? && norm::decide(run)?,
         // Reduced already, at the end of each micro-step.
-        Stage::Reduce(_) if step.plan.reduces_each() => {}
+        Stage::Reduce(_) if run.plan.reduces_each() => {}
         Stage::Reduce(reduce) => {
-            let segment = step.plan.buckets[reduce.bucket].segment;
+            let segment = run.plan.buckets[reduce.bucket].segment;
             // The first of its buckets reduces it whole.
-            if step.plan.segments[segment].buckets.start == reduce.bucket {
-                reduce::reduce_segment(step, segment)?;
+            if run.plan.segments[segment].buckets.start == reduce.bucket {
+                reduce::reduce_segment(run, segment)?;
             }
         }
         Stage::ReduceUpdate(optimize) => {
-            return reduce::reduce_and_update(step, optimize, update);
+            return reduce::reduce_and_update(run, optimize, update);
         }
         // After a skipped step nothing has changed.
         Stage::Trust | Stage::Gather(_) if *skipped => {}
         Stage::Trust => {
-            if !device_trust::sum_tensors(step)? {
-                trust::sum_tensors(step)?;
+            if !device_trust::sum_tensors(run)? {
+                trust::sum_tensors(run)?;
             }
         }
-        Stage::Gather(gather) => gather::bring(step, gather)?,
+        Stage::Gather(gather) => gather::bring(run, gather)?,
         // Gradients of earlier micro-steps are in the arena already; averages count steps, so they
         // follow once this one is counted; and updates need no other rank.
         Stage::Accumulate(_) | Stage::Average(_) | Stage::Optimize(_) => {}

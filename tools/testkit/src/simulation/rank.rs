@@ -7,7 +7,7 @@ use std::sync::Arc;
 use fusestep_checkpoint::{CheckpointFolder, Manifest, Saves, load, save};
 use fusestep_collective::Communicator;
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Plan, PlanError, RunToLoad, RunToSave, State, Topology};
+use fusestep_planner::{Comms, Plan, PlanError, Run, RunToLoad, RunToSave, State, Topology};
 use fusestep_tensor::Role;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -46,7 +46,12 @@ struct Rank<'a> {
     told: Told<'a>,
 }
 
-impl Rank<'_> {
+impl<'a> Rank<'a> {
+    /// The run of this rank.
+    fn run(&mut self) -> Run<'_, 'a> {
+        Run::of(self.plan, &mut self.state, &self.backend, &mut self.comms)
+    }
+
     /// Begins a save in the background, or saves and waits.
     fn save(&mut self, at: u64) -> Result<(), PlanError> {
         let path = Path::new(FOLDER);
@@ -89,8 +94,7 @@ impl Rank<'_> {
     fn hash(&mut self) -> Result<String, PlanError> {
         let params = self.plan.params().iter();
         let names: Vec<&str> = params.map(|param| param.name.as_str()).collect();
-        let (state, backend) = (&self.state, &self.backend);
-        let gathered = self.plan.gather(state, backend, &mut self.comms, &names)?;
+        let gathered = self.run().gather(&names)?;
         let mut hasher = Xxh3::new();
         for at in 0..names.len() {
             hasher.update(gathered.bytes(at));
@@ -154,24 +158,22 @@ fn resume(
 fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), PlanError> {
     let topology = rank.plan.topology();
     let said = [(AT, at.to_string())];
-    rank.plan.handshake(&rank.state, &rank.backend, &mut rank.comms, &said)?;
+    rank.run().handshake(&said)?;
     while at < scenario.micro_steps {
         rank.poll_saves()?;
-        let (state, backend, comms) = (&mut rank.state, &rank.backend, &mut rank.comms);
-        for (param, desc) in rank.plan.params().iter().enumerate().rev() {
-            let bytes = scenario.gradient(at, param, topology);
-            rank.plan.push_grad(state, backend, comms, &desc.name, &bytes)?;
+        let mut run = rank.run();
+        for (param, desc) in run.plan().params().iter().enumerate().rev() {
+            run.push_grad(&desc.name, &scenario.gradient(at, param, topology))?;
         }
-        rank.plan.step(state, backend, comms)?;
+        run.step()?;
         at += 1;
         if at.is_multiple_of(scenario.save_every) {
             rank.save(at)?;
         }
     }
-    let (state, backend, comms) = (&mut rank.state, &rank.backend, &mut rank.comms);
-    rank.plan.flush(state, backend, comms)?;
+    rank.run().flush()?;
     if scenario.averages() {
-        rank.plan.average_now(state, backend, comms)?;
+        rank.run().average_now()?;
     }
     rank.finish_saves()
 }

@@ -114,8 +114,8 @@ pub(super) const BUGS: &[Bug] = &[
     Bug {
         name: "ranks: averages come a step late",
         file: "crates/planner/src/run/stages/average.rs",
-        from: "step.state.since_average += 1;",
-        to: "step.state.since_average += u64::from(step.state.step() > 1);",
+        from: "run.state.since_average += 1;",
+        to: "run.state.since_average += u64::from(run.state.step() > 1);",
         tool: Tool::Test("fusestep-tests", "distributed", "averages"),
     },
     Bug {

@@ -1,5 +1,6 @@
 //! One run of a planner by hand, of the facade and through candle, on the same gradients.
 
+use fusestep_planner::Run;
 use std::num::NonZeroUsize;
 
 use candle_core::backprop::GradStore;
@@ -83,13 +84,13 @@ pub(super) fn by_hand(
     for step in 0..STEPS {
         for (index, (name, _)) in PARAMS.iter().enumerate().rev() {
             let bytes = bytes_of(&gradient(rank, step, index), dtype);
-            plan.push_grad(&mut state, &backend, &mut comms, name, &bytes)?;
+            Run::of(&plan, &mut state, &backend, &mut comms).push_grad(name, &bytes)?;
         }
         state.set_loss(loss(rank, step));
-        plan.step(&mut state, &backend, &mut comms)?;
+        Run::of(&plan, &mut state, &backend, &mut comms).step()?;
     }
     let names = PARAMS.map(|(name, _)| name);
-    let gathered = plan.gather(&state, &backend, &mut comms, &names)?;
+    let gathered = Run::of(&plan, &mut state, &backend, &mut comms).gather(&names)?;
     let bytes = (0..names.len()).map(|at| gathered.bytes(at).to_vec()).collect();
     Ok(Trained { plan: lines(&plan), bytes })
 }

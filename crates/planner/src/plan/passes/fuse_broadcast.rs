@@ -12,7 +12,7 @@ use crate::plan::value::Plan;
 /// It is for ZeRO stages 1 and 2 with whole tensors owned ([`Ownership::Tensors`]), where parts may
 /// differ so much in length that the all-gather which they have otherwise waits for the longest.
 /// With parts of equal length it refuses, and the all-gather stays. The same cap holds for
-/// [`crate::Plan::broadcast_parameters`].
+/// [`crate::Run::broadcast_parameters`].
 ///
 /// # Source
 /// PaddlePaddle, `sharding/utils.py` (`fuse_opt_broadcast_param_ops`), 2023: there in MB, 32 by

@@ -15,7 +15,7 @@ use crate::plan::value::Plan;
 /// gradients are given.
 ///
 /// The call that gives the last of them then reduces, updates and gathers the bucket at once.
-/// [`Plan::step`] does what is left.
+/// [`crate::Run::step`] does what is left.
 ///
 /// Of many ranks buckets are those of [`FuseAllReduce`], in whose order all ranks make their calls;
 /// a bucket in which a rank lacks a gradient waits for that rank's step. On one rank, and where

@@ -142,16 +142,16 @@ impl<'a> Comms<'a> {
     }
 
     /// Has segments reduced as soon as their last gradient is given where no stream does so, from
-    /// ZeRO stage 2 on: [`Plan::push_grad`] and [`Plan::give_view`] wait for the other ranks then,
+    /// ZeRO stage 2 on: [`Run::push_grad`] and [`Run::give_view`] wait for the other ranks then,
     /// and a rank has the memory of one segment in place of all.
     ///
-    /// From the first gradient of a micro-step until [`Plan::step`] ranks make no other calls
-    /// ([`Plan::calls_while_given`]).
+    /// From the first gradient of a micro-step until [`Run::step`] ranks make no other calls
+    /// ([`Run::calls_while_given`]).
     ///
-    /// [`Plan::calls_while_given`]: crate::Plan::calls_while_given
-    /// [`Plan::push_grad`]: crate::Plan::push_grad
-    /// [`Plan::give_view`]: crate::Plan::give_view
-    /// [`Plan::step`]: crate::Plan::step
+    /// [`Run::calls_while_given`]: crate::Run::calls_while_given
+    /// [`Run::push_grad`]: crate::Run::push_grad
+    /// [`Run::give_view`]: crate::Run::give_view
+    /// [`Run::step`]: crate::Run::step
     pub fn reducing_when_full(mut self) -> Self {
         self.when_full = true;
         self

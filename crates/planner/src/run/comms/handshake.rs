@@ -26,7 +26,7 @@ use crate::plan::value::Plan;
 use crate::run::comms::calls::Comms;
 use crate::run::comms::sums::{Scope, sum_over};
 use crate::run::memory::state::State;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 
 /// A field and this rank's value of it.
 pub(crate) type Field = (String, String);
@@ -186,7 +186,7 @@ impl Comms<'_> {
     /// which calls they make, before they make any.
     ///
     /// # Errors
-    /// As [`Plan::handshake`].
+    /// As [`Run::handshake`].
     pub fn compare(&mut self, fields: &[(&str, String)]) -> Result<()> {
         if self.world() == 1 {
             return Ok(());
@@ -295,15 +295,23 @@ pub(crate) fn take_compared(state: &mut State) -> u64 {
     hash.wrapping_add(state.written.take_hash())
 }
 
+/// Compares everything but values; a single rank has nobody to compare with.
+pub(crate) fn compare_settings(run: &mut Run<'_, '_>) -> Result<()> {
+    if run.plan.topology.world == 1 {
+        return Ok(());
+    }
+    compare(run.comms, &settings(run.plan, run.state))
+}
+
 /// Names the setting or the tensor in which ranks differ, on all ranks, if `is_alike` is false.
 /// Ranks may be alike then, too: a tensor that one rank has written twice may be equal on all.
-pub(crate) fn check_alike(step: &mut RankStep<'_, '_>, is_alike: bool) -> Result<()> {
+pub(crate) fn check_alike(run: &mut Run<'_, '_>, is_alike: bool) -> Result<()> {
     if is_alike {
         return Ok(());
     }
-    step.plan.compare_settings(step.state, step.comms)?;
-    let values = values(step.plan, step.state, step.backend, |role| role != Role::Grad)?;
-    compare(step.comms, &values)
+    compare_settings(run)?;
+    let values = values(run.plan, run.state, run.backend, |role| role != Role::Grad)?;
+    compare(run.comms, &values)
 }
 
 #[cfg(test)]

@@ -7,7 +7,8 @@ use fusestep_tensor::Element;
 /// In every micro-step its elements are zero until written, at every ZeRO stage and on one rank. So
 /// rows that a program adds to or leaves out have the same bits however ranks share out. A gradient
 /// written whole, by [`GradMut::copy_from_slice`] or [`GradMut::fill`], is not set to zero before.
-/// [`crate::Plan::run`] ends no micro-step: it leaves gradients as they are, for the next run too.
+/// [`crate::RunAlone::step_all`] ends no micro-step: it leaves gradients as they are, for the next
+/// step too.
 #[derive(Debug)]
 pub struct GradMut<'a, T: Element> {
     values: &'a mut [T],

@@ -224,7 +224,7 @@ impl State {
     ///
     /// The view is not set to zero: old values count until the whole gradient is written. The
     /// gradient counts as given in the micro-step under way, whose end follows `done` on the
-    /// device. [`crate::Plan::give_view`] says before that end that the gradient is complete.
+    /// device. [`crate::Run::give_view`] says before that end that the gradient is complete.
     ///
     /// [`DeviceOrder::Events`]: fusestep_tensor::DeviceOrder::Events
     ///

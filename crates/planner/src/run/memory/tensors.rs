@@ -43,7 +43,7 @@ impl State {
 
     /// A tensor on the host that this rank has whole, to be written. At the next step an f32 master
     /// takes over the values of a parameter that it does not round to. Ranks write the same through
-    /// it: steps compare what [`State::write`] has written, and [`crate::Plan::handshake`] all.
+    /// it: steps compare what [`State::write`] has written, and [`crate::Run::handshake`] all.
     ///
     /// # Errors
     /// As [`State::view`].
@@ -104,7 +104,7 @@ impl State {
 
     /// Copies a whole tensor from the host; of one that is shared out this rank keeps what it has,
     /// and all ranks write the same, or the next step names the tensor. Rank 0 may write parameters
-    /// alone that [`crate::Plan::broadcast_parameters`] brings to the others. With a parameter goes
+    /// alone that [`crate::Run::broadcast_parameters`] brings to the others. With a parameter goes
     /// its master, where it does not round to the values written.
     ///
     /// # Errors
@@ -112,7 +112,7 @@ impl State {
     /// [`PlanError::Backend`]; [`PlanError::Coalesce`] for memory that cannot be had.
     /// # Cost
     /// A hash of the bytes. At ZeRO stage 3 a parameter is also kept whole in host memory until the
-    /// next step, or until [`crate::Plan::broadcast_parameters`], which takes it from there.
+    /// next step, or until [`crate::Run::broadcast_parameters`], which takes it from there.
     pub fn write(
         &mut self,
         backend: &dyn Backend,
@@ -175,7 +175,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::write`]; [`PlanError::InShards`] if this rank has only a part of it; use
-    /// [`crate::Plan::gather`] for parameters.
+    /// [`crate::Run::gather`] for parameters.
     pub fn read(
         &self,
         backend: &dyn Backend,
@@ -268,7 +268,7 @@ impl State {
     ///
     /// # Errors
     /// As [`State::read`]; [`PlanError::InShards`] if this rank has only a part of what it takes;
-    /// use [`crate::Plan::gather_averages`].
+    /// use [`crate::Run::gather_averages`].
     pub fn read_average(&self, backend: &dyn Backend, name: &str, bytes: &mut [u8]) -> Result<()> {
         self.read(backend, Role::Param, name, bytes)?;
         self.average_borrowed(backend, name, bytes)

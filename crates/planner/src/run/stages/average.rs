@@ -13,76 +13,76 @@ use crate::run::masters;
 use crate::run::memory::absorb::narrowed;
 use crate::run::memory::state::State;
 use crate::run::memory::storage::StorageState;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::stages::gather::in_place;
 
-pub(crate) fn average_now(step: &mut RankStep<'_, '_>) -> Result<()> {
-    step.state.since_average = 0;
-    let Some(rule) = step.plan.averaging().filter(|_| step.plan.topology.world > 1) else {
+pub(crate) fn average_now(run: &mut Run<'_, '_>) -> Result<()> {
+    run.state.since_average = 0;
+    let Some(rule) = run.plan.averaging().filter(|_| run.plan.topology.world > 1) else {
         return Ok(());
     };
-    masters::follow_views(step.state);
-    step.state.params_version += 1;
+    masters::follow_views(run.state);
+    run.state.params_version += 1;
     let with_state = rule.averaged == Averaged::ParamsAndState;
-    let done = average_lists(step, with_state);
-    step.state.or_poison(done)
+    let done = average_lists(run, with_state);
+    run.state.or_poison(done)
 }
 
 /// Averages parameters across ranks, if an average is due; returns whether it has.
-pub(crate) fn average_if_due(step: &mut RankStep<'_, '_>) -> Result<bool> {
-    let Some(rule) = step.plan.averaging() else {
+pub(crate) fn average_if_due(run: &mut Run<'_, '_>) -> Result<bool> {
+    let Some(rule) = run.plan.averaging() else {
         return Ok(false);
     };
     let adapts = rule.interval == Interval::Adaptive;
-    if adapts && step.state.adapting.first.is_none() {
-        let loss = mean_loss(step.state, step.comms)?;
-        step.state.adapting.first = Some((loss, step.state.lr()));
+    if adapts && run.state.adapting.first.is_none() {
+        let loss = mean_loss(run.state, run.comms)?;
+        run.state.adapting.first = Some((loss, run.state.lr()));
     }
-    let now = LocalSgd { every: step.state.adapting.every.unwrap_or(rule.every), ..rule };
-    step.state.since_average += 1;
+    let now = LocalSgd { every: run.state.adapting.every.unwrap_or(rule.every), ..rule };
+    run.state.since_average += 1;
     // Skipped steps count, for other ranks may have taken theirs.
-    let taken = step.state.step() + step.state.skipped();
-    if !now.due(taken, step.state.since_average) {
+    let taken = run.state.step() + run.state.skipped();
+    if !now.due(taken, run.state.since_average) {
         return Ok(false);
     }
-    average_now(step)?;
-    if adapts && let Some((first_loss, first_lr)) = step.state.adapting.first {
-        let loss = mean_loss(step.state, step.comms)?;
-        let adapted = rule.adapted(first_loss, loss, first_lr, step.state.lr());
-        step.state.adapting.every = Some(adapted.every);
+    average_now(run)?;
+    if adapts && let Some((first_loss, first_lr)) = run.state.adapting.first {
+        let loss = mean_loss(run.state, run.comms)?;
+        let adapted = rule.adapted(first_loss, loss, first_lr, run.state.lr());
+        run.state.adapting.every = Some(adapted.every);
     }
-    step.state.adapting.loss = None;
+    run.state.adapting.loss = None;
     Ok(true)
 }
 
 /// Averages every list that [`LocalSgd`] asks for. Of a parameter with a 32-bit value that
 /// value is averaged, and the 16-bit one is derived from it: a mean of rounded values would
 /// forget what masters and residuals keep.
-fn average_lists(step: &mut RankStep<'_, '_>, with_state: bool) -> Result<()> {
-    for (storage, spec) in step.plan.storages.iter().enumerate() {
+fn average_lists(run: &mut Run<'_, '_>, with_state: bool) -> Result<()> {
+    for (storage, spec) in run.plan.storages.iter().enumerate() {
         if spec.distributed || spec.members.is_empty() {
             continue;
         }
-        let own = &mut step.state.storages[storage];
+        let own = &mut run.state.storages[storage];
         let list = |role| spec.list(role);
         match (list(Role::Param), list(Role::Master), list(Role::Remainder)) {
             (Some(param), Some(master), _) => {
-                average_list(own, step.backend, step.comms, master)?;
-                let masters = bytes_of(own, step.backend, master)?;
+                average_list(own, run.backend, run.comms, master)?;
+                let masters = bytes_of(own, run.backend, master)?;
                 let mut params = HostMemory::zeroed(own.lists[param].buffer.len_bytes())?;
                 round_masters(spec.param_dtype(), masters.bytes(), params.bytes_mut());
-                write_all(own, step.backend, param, params.bytes())?;
+                write_all(own, run.backend, param, params.bytes())?;
             }
             (Some(param), None, Some(residual)) => {
-                average_split(own, step.backend, step.comms, param, residual)?
+                average_split(own, run.backend, run.comms, param, residual)?
             }
-            (Some(param), None, None) => average_list(own, step.backend, step.comms, param)?,
+            (Some(param), None, None) => average_list(own, run.backend, run.comms, param)?,
             (None, ..) => {}
         }
         let kept = [Role::Master, Role::Remainder];
         for (index, list) in spec.lists.iter().enumerate() {
             if with_state && list.role.is_state() && !kept.contains(&list.role) {
-                average_list(own, step.backend, step.comms, index)?;
+                average_list(own, run.backend, run.comms, index)?;
             }
         }
     }

@@ -15,40 +15,40 @@ use crate::error::Result;
 use crate::plan::leaves::leaves_in;
 use crate::run::comms::bytes::CallKind;
 use crate::run::memory::exchange::DeviceNorm;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::stages::norm::leaf_squares;
 use crate::run::stages::{gather, reduce};
 
 /// Enqueues stage `norm` of several ranks on devices; returns whether the stage runs there.
-pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
-    let Some(device) = step.comms.device_of(step.backend) else {
+pub(crate) fn decide(run: &mut Run<'_, '_>) -> Result<bool> {
+    let Some(device) = run.comms.device_of(run.backend) else {
         return Ok(false);
     };
-    let Some(mut own) = step.state.exchange.norm_on_device.take() else {
+    let Some(mut own) = run.state.exchange.norm_on_device.take() else {
         return Ok(false);
     };
-    let done = fill_sums(step, device, &mut own);
-    if let (Ok(()), Some(norm)) = (&done, &mut step.state.norm) {
-        norm.conclude(step.backend, Some((own.partials.as_ref(), own.tensors.as_ref())))?;
+    let done = fill_sums(run, device, &mut own);
+    if let (Ok(()), Some(norm)) = (&done, &mut run.state.norm) {
+        norm.conclude(run.backend, Some((own.partials.as_ref(), own.tensors.as_ref())))?;
     }
-    step.state.exchange.norm_on_device = Some(own);
+    run.state.exchange.norm_on_device = Some(own);
     done.map(|()| true)
 }
 
 fn fill_sums(
-    step: &mut RankStep<'_, '_>,
+    run: &mut Run<'_, '_>,
     device: &dyn DeviceBackend,
     own: &mut DeviceNorm,
 ) -> Result<()> {
     device.zero(own.leaves.as_mut())?;
-    let reads = step.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
+    let reads = run.plan.norm_stage().map_or(&[][..], |norm| &norm.reads);
     for (index, read) in reads.iter().enumerate() {
-        reduce::with_gradients(step.plan, step.state, read.bucket, |state| {
+        reduce::with_gradients(run.plan, run.state, read.bucket, |state| {
             let batches = &state.schedule.norm[index];
-            let members = &step.plan.storages[read.storage].members;
+            let members = &run.plan.storages[read.storage].members;
             let leaves: Vec<_> = leaves_in(batches, members, &state.exchange.leaves).collect();
             for (batches, place) in in_runs(batches, &leaves) {
-                let Some(squares) = leaf_squares(step.plan, state, index, read, &batches) else {
+                let Some(squares) = leaf_squares(run.plan, state, index, read, &batches) else {
                     return Ok(());
                 };
                 device.leaf_squares_into(squares, own.leaves.as_mut(), place as u64)?;
@@ -58,7 +58,7 @@ fn fill_sums(
     }
     let kind = CallKind::even(Operation::AllReduce(ReduceOp::Sum), DType::F64);
     let all = 0..own.leaves.len_bytes();
-    gather::on_device(device, step.comms, &mut own.leaves, all, kind)?;
+    gather::on_device(device, run.comms, &mut own.leaves, all, kind)?;
     Ok(device.fold_leaves(FoldLeaves {
         leaves: own.leaves.as_ref(),
         index: None,

@@ -17,19 +17,19 @@ use crate::plan::value::Plan;
 use crate::run::comms::bytes::CallKind;
 use crate::run::memory::device_sums::{DeviceTrust, Leaves, OwnSums};
 use crate::run::memory::state::State;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::stages::{gather, launches, reduce};
 
 /// Enqueues stage `trust` on devices; returns whether the stage runs there.
-pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<bool> {
-    let Some(mut own) = step.state.exchange.trust_on_device.take() else {
+pub(crate) fn sum_tensors(run: &mut Run<'_, '_>) -> Result<bool> {
+    let Some(mut own) = run.state.exchange.trust_on_device.take() else {
         return Ok(false);
     };
     own.filled = false;
-    let device = step.comms.device_of(step.backend);
-    let done = device.map_or(Ok(()), |device| fill_sums(step, device, &mut own));
+    let device = run.comms.device_of(run.backend);
+    let done = device.map_or(Ok(()), |device| fill_sums(run, device, &mut own));
     let filled = own.filled;
-    step.state.exchange.trust_on_device = Some(own);
+    run.state.exchange.trust_on_device = Some(own);
     done.map(|()| filled)
 }
 
@@ -93,15 +93,15 @@ fn own_leaves(
 }
 
 fn fill_sums(
-    step: &mut RankStep<'_, '_>,
+    run: &mut Run<'_, '_>,
     device: &dyn DeviceBackend,
     own: &mut DeviceTrust,
 ) -> Result<()> {
     device.zero(own.rows.as_mut())?;
-    own_leaves(step.plan, step.state, device, own, Leaves::Sums)?;
+    own_leaves(run.plan, run.state, device, own, Leaves::Sums)?;
     let kind = CallKind::even(Operation::AllReduce(ReduceOp::Sum), DType::F64);
     let all = 0..own.rows.len_bytes();
-    gather::on_device(device, step.comms, &mut own.rows, all, kind)?;
+    gather::on_device(device, run.comms, &mut own.rows, all, kind)?;
     device.fold_leaves(FoldLeaves {
         leaves: own.rows.as_ref(),
         index: Some(own.index.as_ref()),

@@ -18,7 +18,7 @@ use crate::run::comms::calls::Comms;
 use crate::run::memory::device;
 use crate::run::memory::evaluated::{Beside, Values};
 use crate::run::memory::state::State;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::wanted::{Here, Wanted, asked_for, block_of};
 
 /// Whole parameters, for as long as this value lives.
@@ -55,13 +55,9 @@ impl GatheredParams {
     }
 }
 
-pub(crate) fn broadcast_parameters(
-    plan: &Plan,
-    state: &mut State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
-    root: usize,
-) -> Result<()> {
+pub(crate) fn broadcast_parameters(run: &mut Run<'_, '_>, root: usize) -> Result<()> {
+    let backend = run.backend;
+    let Run { plan, state, comms, .. } = run;
     state.check_plan(plan)?;
     comms.set_plan(plan.hash());
     let brought = params_to_bring(plan, state, comms, root)?;
@@ -129,23 +125,23 @@ fn params_to_bring(
 }
 
 /// Runs stage `gather`: brings each rank's part of a bucket to all ranks.
-pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<()> {
-    let bucket = &step.plan.buckets[gather.bucket];
-    let spec = &step.plan.storages[bucket.storage];
+pub(crate) fn bring(run: &mut Run<'_, '_>, gather: &Gather) -> Result<()> {
+    let bucket = &run.plan.buckets[gather.bucket];
+    let spec = &run.plan.storages[bucket.storage];
     let Some(index) = spec.list(Role::Param) else {
         return Ok(());
     };
     let dtype = spec.param_dtype();
     let width = dtype.len_bytes();
     let bytes = |range: &Range<u64>| range.start as usize * width..range.end as usize * width;
-    let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
-    let device = step.comms.device_of(step.backend).filter(|_| buffer.host().is_none());
+    let buffer = &mut run.state.storages[bucket.storage].lists[index].buffer;
+    let device = run.comms.device_of(run.backend).filter(|_| buffer.host().is_none());
     let mut call = |range, operation, counts: Option<Vec<usize>>| {
         if let Some(device) = device {
             let kind = CallKind { operation, dtype, counts };
-            return on_device(device, step.comms, &mut *buffer, bytes(range), kind);
+            return on_device(device, run.comms, &mut *buffer, bytes(range), kind);
         }
-        in_place(step.backend, step.comms, buffer.as_mut(), bytes(range), |comms, own| {
+        in_place(run.backend, run.comms, buffer.as_mut(), bytes(range), |comms, own| {
             comms.in_group(operation, dtype, counts.as_deref(), own)
         })
     };
@@ -162,18 +158,15 @@ pub(crate) fn bring(step: &mut RankStep<'_, '_>, gather: &Gather) -> Result<()> 
 
 /// Gathers parameters, or their averages.
 pub(crate) fn gather_values(
-    plan: &Plan,
-    state: &State,
-    backend: &dyn Backend,
-    comms: &mut Comms<'_>,
+    run: &mut Run<'_, '_>,
     names: &[&str],
     values: Values,
 ) -> Result<GatheredParams> {
-    let mut params = own_parts(plan, state, backend, names, values)?;
+    let mut params = own_parts(run.plan, run.state, run.backend, names, values)?;
     for buffer in &mut params.buffers {
         for (range, counts) in &buffer.calls {
             let bytes = &mut buffer.memory.bytes_mut()[range.clone()];
-            comms.in_group(Operation::AllGather, buffer.dtype, Some(counts), bytes)?;
+            run.comms.in_group(Operation::AllGather, buffer.dtype, Some(counts), bytes)?;
         }
     }
     Ok(params)

@@ -17,68 +17,68 @@ use crate::run::memory::absorb::{Absorb, Divisor};
 use crate::run::memory::segment_state::Given;
 use crate::run::memory::state::State;
 use crate::run::memory::storage::check_len;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::stages::reduce;
 use crate::run::units::update_ready;
 
-pub(crate) fn push_grad(step: &mut RankStep<'_, '_>, name: &str, bytes: &[u8]) -> Result<()> {
-    step.state.check_plan(step.plan)?;
-    let param = step.state.find(name)?;
-    let (storage, _) = step.state.places[param];
-    let dtype = step.plan.storages[storage].grad_dtype();
-    let len_bytes = step.plan.params[param].numel() as usize * dtype.len_bytes();
+pub(crate) fn push_grad(run: &mut Run<'_, '_>, name: &str, bytes: &[u8]) -> Result<()> {
+    run.state.check_plan(run.plan)?;
+    let param = run.state.find(name)?;
+    let (storage, _) = run.state.places[param];
+    let dtype = run.plan.storages[storage].grad_dtype();
+    let len_bytes = run.plan.params[param].numel() as usize * dtype.len_bytes();
     check_len(Role::Grad, name, len_bytes, bytes.len())?;
-    if step.state.arena.now[param] != Given::No {
+    if run.state.arena.now[param] != Given::No {
         return Err(PlanError::GradientTwice { name: name.to_owned() });
     }
-    let how = how_to_absorb(step.plan, step.state, param);
-    step.state.absorb(step.backend, param, Some(bytes), how)?;
-    step.state.arena.now[param] = Given::Pushed;
-    step.state.arena.given[param] += 1;
-    start_full(step, param)
+    let how = how_to_absorb(run.plan, run.state, param);
+    run.state.absorb(run.backend, param, Some(bytes), how)?;
+    run.state.arena.now[param] = Given::Pushed;
+    run.state.arena.given[param] += 1;
+    start_full(run, param)
 }
 
-pub(crate) fn give_view(step: &mut RankStep<'_, '_>, name: &str) -> Result<()> {
-    step.state.check_plan(step.plan)?;
-    let param = step.state.find(name)?;
-    if !step.state.arena.on_host && step.state.arena.now[param] == Given::Viewed {
-        step.state.take_view_back(step.backend, param)?;
-    } else if step.state.grad_view(param)?.is_none() {
-        return Err(step.state.not_on_host(Role::Grad, name));
+pub(crate) fn give_view(run: &mut Run<'_, '_>, name: &str) -> Result<()> {
+    run.state.check_plan(run.plan)?;
+    let param = run.state.find(name)?;
+    if !run.state.arena.on_host && run.state.arena.now[param] == Given::Viewed {
+        run.state.take_view_back(run.backend, param)?;
+    } else if run.state.grad_view(param)?.is_none() {
+        return Err(run.state.not_on_host(Role::Grad, name));
     }
-    if step.plan.micro_steps() > 1 {
+    if run.plan.micro_steps() > 1 {
         return Ok(());
     }
-    step.state.arena.now[param] = Given::Pushed;
-    step.state.arena.given[param] += 1;
-    start_full(step, param)
+    run.state.arena.now[param] = Given::Pushed;
+    run.state.arena.given[param] += 1;
+    start_full(run, param)
 }
 
 /// Counts a parameter's gradient in its segment and starts every segment that is full, or
 /// updates it if the plan does so in backward.
-fn start_full(step: &mut RankStep<'_, '_>, param: usize) -> Result<()> {
-    let segment = step.state.arena.regions[param].segment;
-    if let Some(segment) = segment.filter(|_| step.plan.params[param].numel() > 0) {
-        step.state.arena.ready.given(segment);
+fn start_full(run: &mut Run<'_, '_>, param: usize) -> Result<()> {
+    let segment = run.state.arena.regions[param].segment;
+    if let Some(segment) = segment.filter(|_| run.plan.params[param].numel() > 0) {
+        run.state.arena.ready.given(segment);
     }
-    let last = step.state.arena.micro_steps + 1 == step.plan.micro_steps();
-    if step.plan.in_backward {
-        let done = if last && step.plan.params[param].numel() > 0 {
-            update_ready(step, param)
+    let last = run.state.arena.micro_steps + 1 == run.plan.micro_steps();
+    if run.plan.in_backward {
+        let done = if last && run.plan.params[param].numel() > 0 {
+            update_ready(run, param)
         } else {
             Ok(())
         };
-        return step.state.or_poison(done);
+        return run.state.or_poison(done);
     }
-    let at_once = reduces_when_full(step.plan, step.comms);
-    let early = step.state.arena.starts_early && step.comms.has_streams() || at_once;
-    if early && (last || step.plan.reduces_each()) {
-        reduce::take_reduced(step.plan, step.state, step.backend)?;
-        while let Some(segment) = step.state.arena.ready.full() {
-            reduce::start_segment(step, segment)?;
+    let at_once = reduces_when_full(run.plan, run.comms);
+    let early = run.state.arena.starts_early && run.comms.has_streams() || at_once;
+    if early && (last || run.plan.reduces_each()) {
+        reduce::take_reduced(run.plan, run.state, run.backend)?;
+        while let Some(segment) = run.state.arena.ready.full() {
+            reduce::start_segment(run, segment)?;
         }
         if at_once {
-            reduce::take_reduced(step.plan, step.state, step.backend)?;
+            reduce::take_reduced(run.plan, run.state, run.backend)?;
         }
     }
     Ok(())

@@ -16,7 +16,7 @@ use crate::run::executor::Executor;
 use crate::run::memory::device;
 use crate::run::memory::exchange::Exchange;
 use crate::run::memory::state::State;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::stages::reduce;
 
 /// Runs the stage: one read of the gradients, then the control block.
@@ -52,28 +52,28 @@ pub(crate) fn run(
 
 /// Runs stage `norm` of several ranks on the host, over the gradients of all. Returns whether the
 /// step is skipped.
-pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
-    let mut squares = own_squares(step.plan, step.state, step.backend)?;
+pub(crate) fn decide(run: &mut Run<'_, '_>) -> Result<bool> {
+    let mut squares = own_squares(run.plan, run.state, run.backend)?;
     let mut elsewhere = 0;
-    let slices = if step.plan.reduces() {
-        share(&step.state.exchange, step.comms, &mut squares, 2)?
+    let slices = if run.plan.reduces() {
+        share(&run.state.exchange, run.comms, &mut squares, 2)?
     } else {
         // Every rank has gradients of its own; only that some are not finite is everybody's
         // business.
         let own: f64 = squares.iter().skip(1).step_by(2).sum();
         let mut all = [own];
-        sum_over(step.comms, &mut all, Scope::World)?;
+        sum_over(run.comms, &mut all, Scope::World)?;
         elsewhere = (all[0] - own) as u64;
         None
     };
-    let Some(norm) = &mut step.state.norm else {
+    let Some(norm) = &mut run.state.norm else {
         return Ok(false);
     };
     let mut partials = Vec::new();
-    let mut tensors = Vec::with_capacity(step.plan.params.len());
-    for param in 0..step.plan.params.len() {
+    let mut tensors = Vec::with_capacity(run.plan.params.len());
+    for param in 0..run.plan.params.len() {
         let first = partials.len() as u64;
-        let leaves = step.state.exchange.of_param(param, 2, &squares, slices.as_deref());
+        let leaves = run.state.exchange.of_param(param, 2, &squares, slices.as_deref());
         partials.extend(chunk_squares(&leaves));
         tensors.push(TensorPartials { first, count: partials.len() as u64 - first });
     }
@@ -82,11 +82,11 @@ pub(crate) fn decide(step: &mut RankStep<'_, '_>) -> Result<bool> {
         partials.push(SquareSum { sum: 0.0, non_finite: elsewhere });
     }
     let mut sums = vec![SquareSum::default(); tensors.len()];
-    let mut block = ControlBlock::read(step.backend, norm.control.as_ref())?;
+    let mut block = ControlBlock::read(run.backend, norm.control.as_ref())?;
     norm.rule.run_host(&partials, &tensors, &mut sums, &mut block);
-    block.write(step.backend, norm.control.as_mut())?;
-    let own = &sums[..step.plan.params.len()];
-    step.backend.write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
+    block.write(run.backend, norm.control.as_mut())?;
+    let own = &sums[..run.plan.params.len()];
+    run.backend.write(norm.sums.as_mut(), 0, bytemuck::cast_slice(own))?;
     Ok(block.found != 0)
 }
 

@@ -22,7 +22,7 @@ use crate::run::comms::segment_calls::SegmentCalls;
 use crate::run::memory::device;
 use crate::run::memory::segment_state::SegmentState;
 use crate::run::memory::state::State;
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::stages::launches;
 
 pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
@@ -61,27 +61,27 @@ pub(crate) fn is_through(state: &mut State, index: usize) -> Result<bool> {
 }
 
 /// Starts reducing a segment: on its stream, or at once, into the shard if the host has both.
-pub(crate) fn start_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
-    let calls = SegmentCalls::of(step.plan, index, result_of_reduce(step.plan));
-    let SegmentState::Here(Some(memory)) = step.state.arena.take(index) else {
-        return Err(step.state.poison());
+pub(crate) fn start_segment(run: &mut Run<'_, '_>, index: usize) -> Result<()> {
+    let calls = SegmentCalls::of(run.plan, index, result_of_reduce(run.plan));
+    let SegmentState::Here(Some(memory)) = run.state.arena.take(index) else {
+        return Err(run.state.poison());
     };
-    let memory = to_calls(step.backend, step.comms, memory)?;
-    let at_once = calls.fit_shard && !step.comms.has_streams();
-    let shard = at_once.then(|| shard_of(step.plan, step.state, index));
-    step.state.arena.segments[index] = match (memory.host(), shard.flatten()) {
+    let memory = to_calls(run.backend, run.comms, memory)?;
+    let at_once = calls.fit_shard && !run.comms.has_streams();
+    let shard = at_once.then(|| shard_of(run.plan, run.state, index));
+    run.state.arena.segments[index] = match (memory.host(), shard.flatten()) {
         (Some(bytes), Some(shard)) => {
-            let done = step.comms.reduce_into(&calls, bytes, shard);
-            step.state.or_poison(done)?;
-            step.state.arena.spare.push(memory);
+            let done = run.comms.reduce_into(&calls, bytes, shard);
+            run.state.or_poison(done)?;
+            run.state.arena.spare.push(memory);
             SegmentState::Through
         }
         _ => {
-            let started = step.comms.reduce(index, calls, memory);
-            step.state.or_poison(started)?
+            let started = run.comms.reduce(index, calls, memory);
+            run.state.or_poison(started)?
         }
     };
-    step.state.arena.ready.start();
+    run.state.arena.ready.start();
     Ok(())
 }
 
@@ -135,59 +135,59 @@ fn result_of_reduce(plan: &Plan) -> Reduced {
 }
 
 /// Reduces one segment, or waits until it is reduced, and puts it where updates read it.
-pub(crate) fn reduce_segment(step: &mut RankStep<'_, '_>, index: usize) -> Result<()> {
+pub(crate) fn reduce_segment(run: &mut Run<'_, '_>, index: usize) -> Result<()> {
     let start = Instant::now();
-    while let Some(next) = step.state.arena.ready.rest().filter(|&next| next <= index) {
-        start_segment(step, next)?;
+    while let Some(next) = run.state.arena.ready.rest().filter(|&next| next <= index) {
+        start_segment(run, next)?;
     }
-    let mut memory = match step.state.arena.take(index) {
+    let mut memory = match run.state.arena.take(index) {
         SegmentState::Here(Some(memory)) => memory,
         SegmentState::InFlight(pending) => pending.wait()?,
         SegmentState::Through => {
-            step.state.arena.segments[index] = SegmentState::Through;
+            run.state.arena.segments[index] = SegmentState::Through;
             return Ok(());
         }
-        SegmentState::Here(None) | SegmentState::Lost => return Err(step.state.poison()),
+        SegmentState::Here(None) | SegmentState::Lost => return Err(run.state.poison()),
     };
-    reduce_across(step, index, memory.as_mut())?;
-    step.state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
-    if !keeps_segments(step.plan) {
-        return to_shard(step.plan, step.state, step.backend, index, memory);
+    reduce_across(run, index, memory.as_mut())?;
+    run.state.arena.exposed_ns += start.elapsed().as_nanos() as u64;
+    if !keeps_segments(run.plan) {
+        return to_shard(run.plan, run.state, run.backend, index, memory);
     }
-    let memory = to_launches(step.backend, memory)?;
-    step.state.arena.segments[index] = SegmentState::Here(Some(memory));
+    let memory = to_launches(run.backend, memory)?;
+    run.state.arena.segments[index] = SegmentState::Here(Some(memory));
     Ok(())
 }
 
-pub(crate) fn reduce_all(step: &mut RankStep<'_, '_>) -> Result<()> {
-    for index in 0..step.plan.segments.len() {
-        reduce_segment(step, index)?;
+pub(crate) fn reduce_all(run: &mut Run<'_, '_>) -> Result<()> {
+    for index in 0..run.plan.segments.len() {
+        reduce_segment(run, index)?;
     }
     Ok(())
 }
 
 /// Takes the mean of the shard groups' results, in the order of groups.
-fn reduce_across(step: &mut RankStep<'_, '_>, index: usize, memory: &mut dyn Buffer) -> Result<()> {
-    if step.plan.shard_group == step.plan.topology.world {
+fn reduce_across(run: &mut Run<'_, '_>, index: usize, memory: &mut dyn Buffer) -> Result<()> {
+    if run.plan.shard_group == run.plan.topology.world {
         return Ok(());
     }
     if memory.host().is_none() {
         // Calls across groups are on another stream than those within, which they follow.
-        device::take_back(step.backend, memory)?;
-        device::hand_over(step.backend, memory)?;
+        device::take_back(run.backend, memory)?;
+        device::hand_over(run.backend, memory)?;
     }
-    let segment = &step.plan.segments[index];
-    let dtype = step.plan.storages[segment.storage].grad_dtype();
-    let rank = step.plan.shard_place().rank;
-    for bucket in &step.plan.buckets[segment.buckets.clone()] {
-        let own = match result_of_reduce(step.plan) {
+    let segment = &run.plan.segments[index];
+    let dtype = run.plan.storages[segment.storage].grad_dtype();
+    let rank = run.plan.shard_place().rank;
+    for bucket in &run.plan.buckets[segment.buckets.clone()] {
+        let own = match result_of_reduce(run.plan) {
             Reduced::Part => bucket.part(rank),
             Reduced::Whole => bucket.elements.clone(),
         };
         let place = |element: u64| (element - segment.elements.start) as usize;
         let range = place(own.start) * dtype.len_bytes()..place(own.end) * dtype.len_bytes();
         if let Some(bytes) = Bytes::of(memory, range) {
-            step.comms.across_groups(dtype, bytes)?;
+            run.comms.across_groups(dtype, bytes)?;
         }
     }
     Ok(())
@@ -222,16 +222,16 @@ fn to_shard(
 
 /// Returns for each parameter whether any rank has given a gradient. Fails on all ranks if their
 /// rules, parameters or weights of micro-steps differ.
-pub(crate) fn agree_on_given(step: &mut RankStep<'_, '_>) -> Result<Vec<u8>> {
-    let plan = step.plan;
-    let given = step.state.arena.given.iter();
+pub(crate) fn agree_on_given(run: &mut Run<'_, '_>) -> Result<Vec<u8>> {
+    let plan = run.plan;
+    let given = run.state.arena.given.iter();
     let mut given: Vec<u8> = given.map(|&given| u8::from(given > 0)).collect();
     if !plan.reduces() {
         return Ok(given);
     }
-    let values = [handshake::take_compared(step.state), step.state.arena.weights_hash];
-    let [alike, weights] = handshake::largest(step.comms, &mut given, values)?;
-    handshake::check_alike(step, alike)?;
+    let values = [handshake::take_compared(run.state), run.state.arena.weights_hash];
+    let [alike, weights] = handshake::largest(run.comms, &mut given, values)?;
+    handshake::check_alike(run, alike)?;
     if plan.reduces_each() && !weights {
         return Err(PlanError::Topology {
             expected: "the same weights of micro-steps on all ranks, since gradients are \
@@ -245,24 +245,24 @@ pub(crate) fn agree_on_given(step: &mut RankStep<'_, '_>) -> Result<Vec<u8>> {
 
 /// Reduces a bucket and updates this rank's part of it, everywhere, in one pass.
 pub(crate) fn reduce_and_update(
-    step: &mut RankStep<'_, '_>,
+    run: &mut Run<'_, '_>,
     stage: &Optimize,
     update: usize,
 ) -> Result<LaunchReport> {
     let Some(index) = stage.bucket else {
         return Ok(LaunchReport::default());
     };
-    let bucket = &step.plan.buckets[index];
-    let segment = &step.plan.segments[bucket.segment];
-    let spec = &step.plan.storages[bucket.storage];
+    let bucket = &run.plan.buckets[index];
+    let segment = &run.plan.segments[bucket.segment];
+    let spec = &run.plan.storages[bucket.storage];
     let grad = spec.grad_dtype();
-    let SegmentState::Here(Some(memory)) = step.state.arena.take(bucket.segment) else {
-        return Err(step.state.poison());
+    let SegmentState::Here(Some(memory)) = run.state.arena.take(bucket.segment) else {
+        return Err(run.state.poison());
     };
-    let replicated = step.plan.replicated(spec);
+    let replicated = run.plan.replicated(spec);
     let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
     for &index in &replicated {
-        let buffer = &mut step.state.storages[bucket.storage].lists[index].buffer;
+        let buffer = &mut run.state.storages[bucket.storage].lists[index].buffer;
         buffers.push(std::mem::replace(buffer, Box::new(Elsewhere)));
     }
     let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
@@ -279,9 +279,9 @@ pub(crate) fn reduce_and_update(
         replicas: replicas.collect(),
         counts: &bucket.counts(),
     };
-    let context = CallContext { plan_hash: step.plan.hash(), bucket: Some(index as u32) };
+    let context = CallContext { plan_hash: run.plan.hash(), bucket: Some(index as u32) };
     let mut outcome = Ok(LaunchReport::default());
-    let done = step.comms.reduce_update(call, context, &mut |mut memory| {
+    let done = run.comms.reduce_update(call, context, &mut |mut memory| {
         let lists = replicated.iter().zip(&mut memory.replicas);
         let mut lists: SmallVec<[_; MAX_LISTS]> =
             lists.map(|(&list, ranks)| Replicated { list, ranks }).collect();
@@ -291,14 +291,14 @@ pub(crate) fn reduce_and_update(
             grads: &memory.grads,
             lists: &mut lists,
         };
-        if let Some(launch) = launches::of_stage(step.plan, step.state, stage, update) {
-            let host = host_of(step.backend);
+        if let Some(launch) = launches::of_stage(run.plan, run.state, stage, update) {
+            let host = host_of(run.backend);
             outcome = host.and_then(|host| host.launch_reduced(launch, replicas));
         }
     });
-    step.state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
+    run.state.arena.segments[bucket.segment] = SegmentState::Here(Some(memory));
     for (&index, buffer) in replicated.iter().zip(buffers) {
-        step.state.storages[bucket.storage].lists[index].buffer = buffer;
+        run.state.storages[bucket.storage].lists[index].buffer = buffer;
     }
     done?;
     Ok(outcome?)

@@ -11,36 +11,36 @@ use fusestep_launch::{CHUNK_LEAVES, MAX_SUMS, tree_sum};
 
 use crate::error::Result;
 use crate::plan::leaves::{chunk, leaves_in, leaves_of};
-use crate::run::rank_step::RankStep;
+use crate::run::run::Run;
 use crate::run::stages::norm::share;
 use crate::run::stages::{launches, reduce};
 
 /// Stage `trust` on the host: the sums over whole tensors that a layer-wise rule needs.
-pub(crate) fn sum_tensors(step: &mut RankStep<'_, '_>) -> Result<()> {
-    let mut told = vec![0.0; step.state.exchange.count() * MAX_SUMS];
-    for index in 0..step.state.exchange.trust.len() {
-        let (stage, batches) = step.state.exchange.trust[index].clone();
+pub(crate) fn sum_tensors(run: &mut Run<'_, '_>) -> Result<()> {
+    let mut told = vec![0.0; run.state.exchange.count() * MAX_SUMS];
+    for index in 0..run.state.exchange.trust.len() {
+        let (stage, batches) = run.state.exchange.trust[index].clone();
         if batches.is_empty() {
             continue;
         }
-        let own = reduce::with_gradients(step.plan, step.state, stage.bucket, |state| {
+        let own = reduce::with_gradients(run.plan, run.state, stage.bucket, |state| {
             let records = batches.iter().flat_map(|batch| &batch.records);
             let count = records.map(|record| leaves_of(record.numel)).sum();
             let mut sums = vec![[0.0; MAX_SUMS]; count];
-            if let Some(launch) = launches::with_batches(step.plan, state, &stage, &batches) {
-                step.backend.leaf_sums(&launch, &mut sums)?;
+            if let Some(launch) = launches::with_batches(run.plan, state, &stage, &batches) {
+                run.backend.leaf_sums(&launch, &mut sums)?;
             }
             Ok(sums)
         })?;
-        let members = &step.plan.storages[stage.storage].members;
-        let places = leaves_in(&batches, members, &step.state.exchange.leaves);
+        let members = &run.plan.storages[stage.storage].members;
+        let places = leaves_in(&batches, members, &run.state.exchange.leaves);
         for (place, sums) in places.flatten().zip(own) {
             told[place * MAX_SUMS..(place + 1) * MAX_SUMS].copy_from_slice(&sums);
         }
     }
-    let slices = share(&step.state.exchange, step.comms, &mut told, MAX_SUMS)?;
-    let exchange = &step.state.exchange;
-    for storage in &mut step.state.storages {
+    let slices = share(&run.state.exchange, run.comms, &mut told, MAX_SUMS)?;
+    let exchange = &run.state.exchange;
+    for storage in &mut run.state.storages {
         let Some(sums) = &mut storage.tensor_sums else {
             continue;
         };

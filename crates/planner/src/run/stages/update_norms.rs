@@ -9,8 +9,8 @@ use crate::run::comms::calls::Comms;
 use crate::run::comms::sums::{Scope, sum_over};
 use crate::run::memory::state::State;
 use crate::run::memory::update_sums::{UpdateReader, UpdateRows, sum_of};
-use crate::run::rank_step::RankStep;
 use crate::run::report::StepReport;
+use crate::run::run::Run;
 
 /// Writes the norm of the step's changes to the step's `report`.
 pub(crate) fn report(
@@ -78,15 +78,15 @@ pub(crate) fn read_sums(
 }
 
 /// Adds up over ranks how far each parameter moved.
-pub(crate) fn share(step: &mut RankStep<'_, '_>, skipped: bool) -> Result<()> {
+pub(crate) fn share(run: &mut Run<'_, '_>, skipped: bool) -> Result<()> {
     // Taken out, so that the rest of the state can be read.
-    let Some(mut own) = step.state.update_reader.take() else {
+    let Some(mut own) = run.state.update_reader.take() else {
         return Ok(());
     };
-    let read = read_sums(step.state, step.backend, &mut own, skipped);
-    let sums = read.and_then(|()| sums_of_ranks(step.plan, step.comms, &own));
-    step.state.update_reader = Some(own);
-    step.state.exchange.update_sums = Some(sums?);
+    let read = read_sums(run.state, run.backend, &mut own, skipped);
+    let sums = read.and_then(|()| sums_of_ranks(run.plan, run.comms, &own));
+    run.state.update_reader = Some(own);
+    run.state.exchange.update_sums = Some(sums?);
     Ok(())
 }
 

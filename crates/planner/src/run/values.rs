@@ -1,23 +1,20 @@
-//! Methods for a whole run: comparing its ranks and gathering parameters.
+//! Methods of a run that compare, bring and gather values of all ranks.
 
-use fusestep_launch::Backend;
 use fusestep_tensor::Role;
 
-#[cfg(doc)]
-use crate::PlanError;
 use crate::error::Result;
-use crate::plan::value::Plan;
-use crate::run::comms::calls::Comms;
 use crate::run::comms::handshake;
 use crate::run::memory::device_params::DeviceParams;
 use crate::run::memory::evaluated::Values;
-use crate::run::memory::state::State;
 use crate::run::prefetch::PendingGather;
+use crate::run::run::Run;
 use crate::run::stages::gather;
 use crate::run::stages::gather::GatheredParams;
 use crate::run::{gather_on_device, prefetch};
+#[cfg(doc)]
+use crate::{PlanError, State};
 
-impl Plan {
+impl Run<'_, '_> {
     /// Compares what decides the bits of a run over all ranks: rules and all their settings,
     /// settings of parameters, passes, dtypes, steps and learning rates, by hash the parameters and
     /// the optimizer's tensors that all ranks hold alike, of those they share out what each has
@@ -29,32 +26,24 @@ impl Plan {
     /// [`PlanError::Collective`], [`PlanError::Backend`].
     /// # Cost
     /// One read of the parameters, and of the state that is not shared out; three small calls.
-    pub fn handshake(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        caller: &[(&str, String)],
-    ) -> Result<()> {
-        if self.topology.world == 1 {
+    pub fn handshake(&mut self, caller: &[(&str, String)]) -> Result<()> {
+        if self.plan.topology.world == 1 {
             return Ok(());
         }
-        let mut fields = handshake::settings(self, state);
+        let mut fields = handshake::settings(self.plan, self.state);
         fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
-        fields.extend(handshake::values(self, state, backend, |role| role != Role::Grad)?);
-        handshake::compare(comms, &fields)
+        let asked = |role| role != Role::Grad;
+        fields.extend(handshake::values(self.plan, self.state, self.backend, asked)?);
+        handshake::compare(self.comms, &fields)
     }
 
-    /// The part of [`Plan::handshake`] that needs no values: for ranks that are about to be given
+    /// The part of [`Run::handshake`] that needs no values: for ranks that are about to be given
     /// those of one of them.
     ///
     /// # Errors
-    /// As [`Plan::handshake`].
-    pub fn compare_settings(&self, state: &State, comms: &mut Comms<'_>) -> Result<()> {
-        if self.topology.world == 1 {
-            return Ok(());
-        }
-        handshake::compare(comms, &handshake::settings(self, state))
+    /// As [`Run::handshake`].
+    pub fn compare_settings(&mut self) -> Result<()> {
+        handshake::compare_settings(self)
     }
 
     /// Compares parameters over all ranks by hash: those that all hold alike, and at ZeRO stage 3
@@ -62,18 +51,14 @@ impl Plan {
     /// of a rank's own.
     ///
     /// # Errors
-    /// As [`Plan::handshake`].
-    pub fn compare_parameters(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-    ) -> Result<()> {
-        if self.topology.world == 1 {
+    /// As [`Run::handshake`].
+    pub fn compare_parameters(&mut self) -> Result<()> {
+        if self.plan.topology.world == 1 {
             return Ok(());
         }
-        let values = handshake::values(self, state, backend, |role| role == Role::Param)?;
-        handshake::compare(comms, &values)
+        let asked = |role| role == Role::Param;
+        let values = handshake::values(self.plan, self.state, self.backend, asked)?;
+        handshake::compare(self.comms, &values)
     }
 
     /// Brings the parameters of rank `root` to all ranks, before the first step: many in one call,
@@ -86,30 +71,18 @@ impl Plan {
     /// # Cost
     /// One broadcast of every storage that has a parameter to bring, and host memory for the
     /// largest of them, one at a time.
-    pub fn broadcast_parameters(
-        &self,
-        state: &mut State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        root: usize,
-    ) -> Result<()> {
-        gather::broadcast_parameters(self, state, backend, comms, root)
+    pub fn broadcast_parameters(&mut self, root: usize) -> Result<()> {
+        gather::broadcast_parameters(self, root)
     }
 
     /// Gathers parameters just before they are used; dropping the result frees its memory. At ZeRO
     /// stage 3 parameters come from all ranks, in one call for each bucket, and all ranks ask for
-    /// the same. At other stages they are copied. [`Self::prefetch`] asks ahead.
+    /// the same. At other stages they are copied. [`Run::prefetch`] asks ahead.
     ///
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
-    pub fn gather(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<GatheredParams> {
-        gather::gather_values(self, state, backend, comms, names, Values::Params)
+    pub fn gather(&mut self, names: &[&str]) -> Result<GatheredParams> {
+        gather::gather_values(self, names, Values::Params)
     }
 
     /// Values that a model is evaluated with, whole on every rank and at any ZeRO stage, for as
@@ -117,56 +90,38 @@ impl Plan {
     /// their state compute the elements. All ranks ask for the same.
     ///
     /// # Errors
-    /// As [`Plan::gather`].
-    pub fn gather_averages(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<GatheredParams> {
-        gather::gather_values(self, state, backend, comms, names, Values::Averages)
+    /// As [`Run::gather`].
+    pub fn gather_averages(&mut self, names: &[&str]) -> Result<GatheredParams> {
+        gather::gather_values(self, names, Values::Averages)
     }
 
-    /// Asks for parameters ahead of their use; they come while the caller goes on, if `comms` has
-    /// communication streams, else at once. All ranks ask for the same in one order, whatever
-    /// else they do in between.
+    /// Asks for parameters ahead of their use; they come while the caller goes on, if the run's
+    /// calls have communication streams, else at once. All ranks ask for the same in one order,
+    /// whatever else they do in between.
     ///
     /// This rank's part is copied before anything is sent, so nothing borrows the state: gradients
     /// can be given meanwhile. The values are those of this moment, the same bits as
-    /// [`Self::gather`]'s. Buckets and these calls have streams of their own: a rank may start
+    /// [`Run::gather`]'s. Buckets and these calls have streams of their own: a rank may start
     /// its buckets earlier or later than others do.
     ///
     /// # Errors
-    /// As [`Self::gather`]; [`PlanError::ForeignState`], [`PlanError::Poisoned`].
+    /// As [`Run::gather`]; [`PlanError::ForeignState`], [`PlanError::Poisoned`].
     /// # Cost
     /// The parameters' memory from now on; one more thread for each rank, started with the first
     /// call.
-    pub fn prefetch(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<PendingGather> {
-        prefetch::prefetch(self, state, backend, comms, names)
+    pub fn prefetch(&mut self, names: &[&str]) -> Result<PendingGather> {
+        prefetch::prefetch(self, names)
     }
 
-    /// [`Plan::gather`] into memory of the device, without the host: at ZeRO stage 3 what a forward
+    /// [`Run::gather`] into memory of the device, without the host: at ZeRO stage 3 what a forward
     /// or backward pass there reads. It returns when all of it is enqueued.
     ///
     /// # Errors
-    /// As [`Plan::gather`]; [`PlanError::NotOnDevice`] where the backend or the communicator works
+    /// As [`Run::gather`]; [`PlanError::NotOnDevice`] where the backend or the communicator works
     /// in host memory.
     /// # Cost
     /// One call for each bucket that has some of them; a copy of this rank's part.
-    pub fn gather_on_device(
-        &self,
-        state: &State,
-        backend: &dyn Backend,
-        comms: &mut Comms<'_>,
-        names: &[&str],
-    ) -> Result<DeviceParams> {
-        gather_on_device::gather_on_device(self, state, backend, comms, names)
+    pub fn gather_on_device(&mut self, names: &[&str]) -> Result<DeviceParams> {
+        gather_on_device::gather_on_device(self, names)
     }
 }
