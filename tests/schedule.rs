@@ -102,7 +102,7 @@ fn step(plan: &Plan, state: &mut State, case: &Case, backend: &CpuBackend, numbe
 }
 
 fn bits(state: &State, backend: &CpuBackend) -> Vec<u8> {
-    let tensors = StateTensors::of(&state, backend).unwrap().tensors;
+    let tensors = StateTensors::of(state, backend).unwrap().tensors;
     let mut all: Vec<u8> = tensors.iter().flat_map(|(_, t)| t.bytes.to_vec()).collect();
     all.extend(state.parameters_xxh3(backend).unwrap().unwrap().bytes());
     all

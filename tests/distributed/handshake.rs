@@ -213,7 +213,7 @@ fn state_that_one_rank_alone_has_loaded_is_named() {
     let loaded = |state: &mut State, backend: &CpuBackend| {
         let moment1 = [0.5f32; 5];
         state.write(backend, Role::Moment1, "w", bytemuck::cast_slice(&moment1)).unwrap();
-        save_state(&state, backend, &file).unwrap();
+        save_state(state, backend, &file).unwrap();
         state.write(backend, Role::Moment1, "w", &[0; 20]).unwrap();
         load_state(state, backend, &file).unwrap();
     };

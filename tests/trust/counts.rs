@@ -53,7 +53,7 @@ fn skipped_steps_missed_steps_and_the_scale_come_back() {
         (state.step(), state.skipped(), steps, scale)
     };
     let (plan, state, backend) = &run;
-    save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
+    save(RunToSave::of(plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
     let expected = counts(state);
     assert_eq!(expected, (2, 1, [2, 1], (32_768.0, 1, 0)));
     let (plan, mut state, backend) = start();
@@ -71,8 +71,8 @@ fn a_fixed_scale_stays_what_it_is_whatever_scale_a_run_was_saved_at() {
     give(&mut run, &mut comms, "a", 1.0);
     let (plan, state, backend) = &mut run;
     Run::of(plan, state, backend, &mut comms).step().unwrap();
-    save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
-    save_state(&state, backend, &file).unwrap();
+    save(RunToSave::of(plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
+    save_state(state, backend, &file).unwrap();
     for of_file in [false, true] {
         let (plan, mut state, backend) = start_at(LossScaling::fixed(1024.0));
         if of_file {
@@ -94,11 +94,11 @@ fn gradients_of_a_micro_step_under_way_are_not_lost_in_silence() {
     give(&mut run, &mut comms, "a", 1.0);
     let (plan, state, backend) = &mut run;
     let saved =
-        save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new());
+        save(RunToSave::of(plan, state, backend), &mut comms, folder.path(), BTreeMap::new());
     let error = saved.unwrap_err().to_string();
     assert!(error.contains("end the micro-step"), "{error}");
     Run::of(plan, state, backend, &mut comms).step().unwrap();
-    save(RunToSave::of(&plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
+    save(RunToSave::of(plan, state, backend), &mut comms, folder.path(), BTreeMap::new()).unwrap();
 }
 
 #[test]
@@ -114,8 +114,8 @@ fn counts_that_no_reader_takes_are_not_saved() {
         let (plan, state, backend) = &mut run;
         Run::of(plan, state, backend, &mut comms).step().unwrap();
         let saves = [
-            save(RunToSave::of(&plan, state, backend), &mut comms, &path, BTreeMap::new()),
-            save_state(&state, backend, &file),
+            save(RunToSave::of(plan, state, backend), &mut comms, &path, BTreeMap::new()),
+            save_state(state, backend, &file),
         ];
         for saved in saves {
             if last {

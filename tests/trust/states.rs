@@ -366,7 +366,7 @@ fn a_save_that_nobody_could_load_is_refused_and_names_the_tensor() {
         let (mut rank, texts) = (Solo::default(), BTreeMap::new());
         let mut comms = Comms::direct(&mut rank);
         let saved = save(RunToSave::of(&plan, state, &backend), &mut comms, &checkpoint, texts);
-        [save_state(&state, &backend, &file), saved]
+        [save_state(state, &backend, &file), saved]
     };
     for steps in [[0, 0], [3, 0]] {
         state.set_steps(steps.into_iter());

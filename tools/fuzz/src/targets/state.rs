@@ -57,7 +57,7 @@ fn tried(first: u8, file: &[u8]) -> Result<Outcome, anyhow::Error> {
     let path = folder.path().join("state");
     fs::write(&path, file)?;
     let written = |state: &State| -> Result<Vec<u8>, PlanError> {
-        let saved = StateTensors::of(&state, &backend)?;
+        let saved = StateTensors::of(state, &backend)?;
         Ok(serialize(&path, &saved.tensors, saved.metadata)?)
     };
     let before = written(&state)?;
