@@ -239,7 +239,7 @@ fn a_second_gradient_and_settings_between_are_refused_and_change_nothing() {
         assert_eq!(state.set_lr(1.0), Err(refused("learning rate")));
         let other = Adam::default().into();
         assert_eq!(state.set_optimizer(other), Err(refused("optimizer")));
-        assert_eq!(RunAlone::of(&plan, &mut state, &backend).step_all(), Err(refused("run")));
+        assert_eq!(RunAlone::of(&plan, &mut state, &backend).step_all(), Err(refused("step_all")));
         let flushed = Run::of(&plan, &mut state, &backend, &mut comms).flush();
         assert_eq!(flushed, Err(refused("flush")));
         let saved = StateTensors::of(&state, &backend).map(|_| ());

@@ -1,4 +1,4 @@
-//! The run that a session lends: the same steps as the session's, and what the session lacks.
+//! The run that a session gives: the same steps as the session's, and what the session lacks.
 
 use fusestep::{AdamW, Cpu, DType, Error, ParamDesc, Session, Shape};
 
@@ -20,11 +20,11 @@ fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Parameters after some steps of the session, or of the run that it lends.
-fn train(opt: &mut Session<'_>, rank: usize, lent: bool) -> Result<Vec<Vec<u8>>, Error> {
+/// Parameters after some steps of the session, or of the run that it gives.
+fn train(opt: &mut Session<'_>, rank: usize, of_run: bool) -> Result<Vec<Vec<u8>>, Error> {
     opt.meet()?;
     for step in 0..STEPS {
-        if lent {
+        if of_run {
             let mut run = opt.run();
             for (name, numel) in NUMELS {
                 run.push_grad(name, &bytes(&grad(rank, step, numel)))?;
@@ -45,13 +45,13 @@ fn train(opt: &mut Session<'_>, rank: usize, lent: bool) -> Result<Vec<Vec<u8>>,
 }
 
 #[test]
-fn a_lent_run_makes_the_session_s_steps() -> Result<(), Error> {
+fn the_run_of_a_session_makes_its_steps() -> Result<(), Error> {
     for (world, zero) in [(1, 0), (2, 1), (3, 3)] {
-        let run = |lent| {
+        let run = |of_run| {
             fusestep::threads(world, |comm| {
                 let rank = comm.rank();
                 let built = AdamW::new(1e-2).zero(zero).on(comm).build(&params(), Cpu::new());
-                train(&mut built?, rank, lent)
+                train(&mut built?, rank, of_run)
             })
         };
         assert!(run(true)? == run(false)?, "{world} {zero}");

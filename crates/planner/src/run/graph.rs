@@ -24,7 +24,7 @@ use crate::run::run::Run;
 use crate::run::stages::{device_trust, optimize, reduce};
 use crate::run::step;
 
-/// A step recorded by [`RunAlone::capture`](crate::RunAlone::capture); keeps the memory that it runs on.
+/// A step recorded by [`crate::RunAlone::capture`]; keeps the memory that it runs on.
 #[derive(Debug)]
 pub struct StepGraph {
     graph: Box<dyn Graph>,

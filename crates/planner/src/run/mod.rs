@@ -12,7 +12,6 @@ pub(crate) mod memory;
 pub(crate) mod micro_step;
 pub(crate) mod prefetch;
 pub(crate) mod report;
-#[expect(clippy::module_inception, reason = "`run/run.rs` is where one looks for `Run`")]
 pub(crate) mod run;
 pub(crate) mod stages;
 pub(crate) mod step;

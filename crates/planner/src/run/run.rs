@@ -1,5 +1,7 @@
 //! A run: a plan with its memory, its backend and its calls.
 
+#![expect(clippy::module_inception, reason = "a type is looked for in the file of its name")]
+
 use fusestep_launch::Backend;
 
 use crate::error::{PlanError, Result};
