@@ -1,6 +1,7 @@
-//! The gradients of ResNet-50 between two ranks: buckets beside one call per tensor, and calls
-//! beside a backward pass beside calls after it. The backward pass is simulated: gradients become
-//! ready evenly, element by element, and the time in between is slept.
+//! The gradients of ResNet-50 between two ranks: calls beside a backward pass beside calls after
+//! it, in buckets and one per tensor. The backward pass is simulated: gradients become ready
+//! evenly, element by element, and the time in between is slept. `fusestep bench --ranks` times
+//! calls alone.
 
 use std::hint::black_box;
 use std::num::NonZeroUsize;
@@ -21,8 +22,7 @@ mod timing;
 
 use timing::group;
 
-/// Ranks whose calls are timed; the second shows how well predictions carry over.
-const RANKS: [usize; 2] = [2, 4];
+const RANKS: usize = 2;
 
 /// Length of the simulated backward pass: what ResNet-50 takes on a small accelerator.
 const BACKWARD: Duration = Duration::from_millis(300);
@@ -45,18 +45,9 @@ const WAYS: [Way; 5] = [
     Way { name: "buckets_4_mib_overlapped", cap_bytes: Some(4 << 20), streams: 1 },
 ];
 
-/// What is timed.
-#[derive(Clone, Copy, Debug)]
-enum Timed {
-    /// Calls after a backward pass of no length.
-    Calls,
-    /// Calls that a backward pass of [`BACKWARD`] does not hide.
-    Exposed,
-}
-
-/// Time of `rounds` steps' calls on rank 0 of `ranks`.
-fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: u64) -> Duration {
-    let outcomes = run_ranks(ranks, &Options::default(), |mut comm| {
+/// Time of `rounds` steps' calls that the backward pass does not hide, on rank 0.
+fn time(params: &[ParamDesc], way: Way, rounds: u64) -> Duration {
+    let outcomes = run_ranks(RANKS, &Options::default(), |mut comm| {
         let rule = Sgd { momentum: 0.0, ..Sgd::default() };
         let mut planner = Planner::new(rule.into());
         if let Some(cap) = way.cap_bytes {
@@ -79,10 +70,8 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
             let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
             for (param, grad) in params.iter().zip(&grads).rev() {
                 ready += param.numel();
-                if let Timed::Exposed = timed {
-                    let due = start + BACKWARD.mul_f64(ready as f64 / total as f64);
-                    std::thread::sleep(due.saturating_duration_since(Instant::now()));
-                }
+                let due = start + BACKWARD.mul_f64(ready as f64 / total as f64);
+                std::thread::sleep(due.saturating_duration_since(Instant::now()));
                 run.push_grad(&param.name, grad).expect("a gradient of the plan");
             }
             let report = run.step().expect("equal calls");
@@ -100,21 +89,11 @@ fn time(params: &[ParamDesc], ranks: usize, (way, timed): (Way, Timed), rounds: 
 
 fn distributed(criterion: &mut Criterion) {
     let set = shapes::model("resnet50");
-    for ranks in RANKS {
-        let mut group = group(criterion, &format!("distributed_calls_of_{ranks}_ranks"));
-        group.sample_size(10);
-        for way in WAYS.into_iter().filter(|way| way.streams == 0) {
-            group.bench_function(way.name, |b| {
-                b.iter_custom(|rounds| time(&set.params, ranks, (way, Timed::Calls), rounds));
-            });
-        }
-        group.finish();
-    }
     let mut group = group(criterion, "distributed_exposed");
     group.sample_size(10);
     for way in WAYS {
         group.bench_function(way.name, |b| {
-            b.iter_custom(|rounds| time(&set.params, RANKS[0], (way, Timed::Exposed), rounds));
+            b.iter_custom(|rounds| time(&set.params, way, rounds));
         });
     }
     group.finish();

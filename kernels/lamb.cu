@@ -6,13 +6,13 @@
 //
 // You et al. 2020, Algorithm 2 (arXiv:1904.00962). Norms and step sizes are f64, elements
 // `Compute`; every operation is rounded once, in the order written, without contraction: the bits
-// are those of crates/lamb/src/cpu.rs. The moments are computed twice and written once, so that a
+// are those of crates/lamb/src/rule.rs. The moments are computed twice and written once, so that a
 // tensor that is skipped keeps every bit.
 #include "normed.cuh"
 
 namespace lamb {
 
-// Shared by all tensors; crates/lamb/src/device.rs: Scalars.
+// Shared by all tensors; crates/lamb/src/rule.rs: scalars.
 template <class T>
 struct Scalars {
     normed::Workspace workspace;
@@ -22,7 +22,7 @@ struct Scalars {
     T one_minus_beta2;
 };
 
-// What the direction takes; crates/lamb/src/device.rs: Direction.
+// What the direction takes; crates/lamb/src/rule.rs: step_scalars.
 template <class T>
 struct Direction {
     T scale;
@@ -30,7 +30,7 @@ struct Direction {
     T lambda;
 };
 
-// Of the tensors of one group at one step; crates/lamb/src/device.rs: StepScalars.
+// Of the tensors of one group at one step; crates/elementwise/src/normed_kernel.rs writes them.
 template <class T>
 struct StepScalars {
     double lr;
@@ -91,7 +91,7 @@ struct Rule {
     }
 };
 
-// Derives `step_scalars` of crates/lamb/src/config.rs. Hyper-parameters: lr, beta1, beta2, lambda,
+// Derives `step_scalars` of crates/lamb/src/rule.rs. Hyper-parameters: lr, beta1, beta2, lambda,
 // 1 if excluded tensors take the plain rate, eps.
 template <class T>
 struct Deriver {

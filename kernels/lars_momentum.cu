@@ -6,12 +6,12 @@
 //
 // You, Gitman & Ginsburg 2017 (arXiv:1708.03888), with lr inside of the velocity. Norms and rates
 // are f64, elements `Compute`; every operation is rounded once, in the order written, without
-// contraction: the bits are those of crates/lars-momentum/src/cpu.rs.
+// contraction: the bits are those of crates/lars-momentum/src/rule.rs.
 #include "normed.cuh"
 
 namespace lars_momentum {
 
-// Shared by all tensors; crates/lars-momentum/src/device.rs: RateScalars, Scalars.
+// Shared by all tensors; crates/lars-momentum/src/rule.rs: rate_scalars, scalars.
 template <class T>
 struct Scalars {
     normed::Workspace workspace;
@@ -22,7 +22,7 @@ struct Scalars {
     T rescale;
 };
 
-// Of the tensors of one group; crates/lars-momentum/src/device.rs: StepScalars.
+// Of the tensors of one group; crates/elementwise/src/normed_kernel.rs writes them.
 struct StepScalars {
     double lr;
     double lambda;
@@ -75,7 +75,7 @@ struct Rule {
     }
 };
 
-// Derives `step_scalars` of crates/lars-momentum/src/config.rs. Hyper-parameters: lr, lambda, 1 if
+// Derives `step_scalars` of crates/lars-momentum/src/rule.rs. Hyper-parameters: lr, lambda, 1 if
 // excluded tensors take the plain rate.
 template <class T>
 struct Deriver {

@@ -1,4 +1,4 @@
-"""Writes adagrad.safetensors, by PyTorch's Adagrad; pytorch.py says how."""
+"""Writes adagrad.safetensors, by PyTorch's Adagrad; common.py says how, and what lies in the file."""
 
 import torch
 from pytorch import write

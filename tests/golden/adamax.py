@@ -1,4 +1,4 @@
-"""Writes adamax.safetensors, by PyTorch's Adamax; pytorch.py says how."""
+"""Writes adamax.safetensors, by PyTorch's Adamax; common.py says how, and what lies in the file."""
 
 import torch
 from pytorch import write

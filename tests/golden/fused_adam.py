@@ -1,4 +1,4 @@
-"""Writes fused_adam.safetensors, by PyTorch's Adam and AdamW; pytorch.py says how."""
+"""Writes fused_adam.safetensors, by PyTorch's Adam and AdamW; common.py says how, and what lies in the file."""
 
 import torch
 from pytorch import write

@@ -1,4 +1,4 @@
-"""Writes nadam.safetensors, by PyTorch's NAdam; pytorch.py says how."""
+"""Writes nadam.safetensors, by PyTorch's NAdam; common.py says how, and what lies in the file."""
 
 import torch
 from pytorch import write

@@ -1,4 +1,4 @@
-"""Writes rmsprop.safetensors, by PyTorch's RMSprop; pytorch.py says how."""
+"""Writes rmsprop.safetensors, by PyTorch's RMSprop; common.py says how, and what lies in the file."""
 
 import torch
 from pytorch import write

@@ -1,24 +1,18 @@
 """Writes schedule.safetensors: learning rates of torch.optim.lr_scheduler, step by step.
 
-    python -m venv venv && venv/bin/pip install torch==2.15.0 safetensors==0.8.0 numpy
-    venv/bin/python tests/golden/schedule.py
-
-Metadata: `versions`, and for each case under `case.<name>` its schedule as fusestep writes it and the base rate, as JSON. Tensors,
+common.py says how, but this is of torch 2.15.0. A case's settings are its schedule as fusestep writes it and the base rate. Tensors,
 all f64:
 
     <case>.chained    the rate of update 0 ..= STEPS as the scheduler's own steps have it
     <case>.closed     the same by the class's closed form, where it has one and stands alone
 """
 
-import json
-import platform
 import warnings
-from pathlib import Path
 
 import numpy
 import safetensors
 import torch
-from safetensors.numpy import save_file
+from common import versions, write
 from torch.optim import lr_scheduler as torch_schedulers
 
 STEPS = 1000
@@ -67,10 +61,8 @@ CASES = {
 
 
 def main():
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "safetensors": safetensors.__version__}
-    print(versions)
     warnings.simplefilter("ignore")
-    tensors, metadata = {}, {"versions": json.dumps(versions)}
+    tensors, cases = {}, {}
     for name, (text, base, make) in CASES.items():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
         scheduler = make(optimizer)
@@ -84,10 +76,8 @@ def main():
         tensors[f"{name}.chained"] = numpy.array(chained)
         if closed:
             tensors[f"{name}.closed"] = numpy.array(closed)
-        metadata[f"case.{name}"] = json.dumps({"schedule": text, "base": base})
-    path = Path(__file__).with_suffix(".safetensors")
-    save_file(tensors, path, metadata)
-    print(f"{path.name}: {len(tensors)} tensors, {path.stat().st_size} bytes")
+        cases[name] = {"schedule": text, "base": base}
+    write(__file__, tensors, versions(torch, safetensors), cases)
 
 
 main()

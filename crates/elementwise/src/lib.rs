@@ -12,6 +12,9 @@ mod floats;
 mod format;
 mod norm;
 mod normed;
+mod normed_equation;
+mod normed_kernel;
+mod normed_slices;
 mod pairs;
 mod param_storage;
 mod parts;
@@ -33,6 +36,11 @@ pub use norm::{
     LEAF_ELEMENTS, NORM_CHUNK_ELEMENTS, NORM_LANES, chunk_square_sum, fold, square_sum,
 };
 pub use normed::{Cached, Tensor, step_tensor};
+pub use normed_equation::{
+    Directed, NormedEntries, NormedEquation, NormedRule, Norms, ParamAndDirection,
+    ParamAndGradient, Scalars, SummedChunk,
+};
+pub use normed_kernel::normed_kernel;
 pub use power::{Pair, integer_power};
 pub use run::{LANES, Update};
 pub use slices::{OwnHyper, SliceTensor, StepError, step_normed_slices, step_slices};

@@ -1,15 +1,12 @@
 #![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 
-mod config;
-mod cpu;
-pub mod device;
 pub mod reference;
+mod rule;
 mod slices;
 
-pub use config::Lars;
-pub use cpu::LarsKernel;
 pub use fusestep_elementwise::StepError;
 pub use fusestep_launch::Excluded;
 pub use fusestep_tensor::Trust;
+pub use rule::Lars;
 pub use slices::LarsTensors;

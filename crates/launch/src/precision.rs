@@ -285,30 +285,31 @@ impl Format {
     }
 }
 
-/// The device entry of a kernel for a [`Format`], without its argument suffix: the stem and the
-/// dtypes.
+/// The device entry of a kernel for a [`Format`], without its argument suffix: the stem, the part
+/// where a kernel has several, and the dtypes.
 ///
 /// ```
 /// # use fusestep_launch::{entry, Format, Precision};
 /// # use fusestep_tensor::DType;
 /// let format = Format::new("adamw", DType::BF16, Precision::default()).unwrap();
 /// assert_eq!(entry!("fused_adam", format), "fused_adam_bf16");
+/// assert_eq!(entry!("lamb", format, "_sums"), "lamb_sums_bf16");
 /// ```
 #[macro_export]
 macro_rules! entry {
-    ($stem:literal, $format:expr) => {
+    ($stem:literal, $format:expr $(, $part:literal)?) => {
         match $format.layout() {
-            $crate::Layout::F64 => concat!($stem, "_f64"),
-            $crate::Layout::F32 => concat!($stem, "_f32"),
-            $crate::Layout::F32State16 => concat!($stem, "_f32_s16"),
-            $crate::Layout::F16 => concat!($stem, "_f16"),
-            $crate::Layout::F16Master => concat!($stem, "_f16_m32"),
-            $crate::Layout::Bf16 => concat!($stem, "_bf16"),
-            $crate::Layout::Bf16Master => concat!($stem, "_bf16_m32"),
-            $crate::Layout::Bf16Remainder => concat!($stem, "_bf16_r16"),
-            $crate::Layout::Bf16State16 => concat!($stem, "_bf16_s16"),
-            $crate::Layout::Bf16MasterState16 => concat!($stem, "_bf16_m32_s16"),
-            $crate::Layout::Bf16RemainderState16 => concat!($stem, "_bf16_r16_s16"),
+            $crate::Layout::F64 => concat!($stem, $($part,)? "_f64"),
+            $crate::Layout::F32 => concat!($stem, $($part,)? "_f32"),
+            $crate::Layout::F32State16 => concat!($stem, $($part,)? "_f32_s16"),
+            $crate::Layout::F16 => concat!($stem, $($part,)? "_f16"),
+            $crate::Layout::F16Master => concat!($stem, $($part,)? "_f16_m32"),
+            $crate::Layout::Bf16 => concat!($stem, $($part,)? "_bf16"),
+            $crate::Layout::Bf16Master => concat!($stem, $($part,)? "_bf16_m32"),
+            $crate::Layout::Bf16Remainder => concat!($stem, $($part,)? "_bf16_r16"),
+            $crate::Layout::Bf16State16 => concat!($stem, $($part,)? "_bf16_s16"),
+            $crate::Layout::Bf16MasterState16 => concat!($stem, $($part,)? "_bf16_m32_s16"),
+            $crate::Layout::Bf16RemainderState16 => concat!($stem, $($part,)? "_bf16_r16_s16"),
         }
     };
 }

@@ -1,7 +1,6 @@
 //! `execute-ptx`: the PTX as shipped, run on the CPU instruction by instruction by the CUDA tests.
 
 mod counts;
-mod mutants;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -12,7 +11,7 @@ use fusestep_cuda_emulator::{Options, build};
 
 use crate::commands::{Program, built, cargo, must, named};
 use crate::emulate::{SUITE, split};
-use crate::{target_folder, workspace_root};
+use crate::{mutants, target_folder, workspace_root};
 
 /// Tests of a program, by parts of their names; none for all of them.
 type Tests = (&'static str, &'static [&'static str]);
@@ -49,8 +48,8 @@ struct Request {
     all: bool,
     /// What an element costs each entry, as a table, in place of the tests.
     counts: bool,
-    /// Broken PTX in place of the tests.
-    mutants: bool,
+    /// Broken PTX in place of the tests, and words in the names of mutants that are run.
+    mutants: Option<Vec<String>>,
     /// From which schedules are drawn; 0: warps in step.
     seed: Option<u64>,
 }
@@ -64,8 +63,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     build(&root.join("kernels"), &folder, &Options::default())?;
     let counts = target_folder().join("execute-ptx-counts.jsonl");
     let suite = Suite::build(&folder, &counts, request.seed)?;
-    if request.mutants {
-        return mutants::run(&suite, &root);
+    if let Some(words) = request.mutants {
+        return mutants::ptx::run(&suite, &root, &words);
     }
     if request.counts {
         return counts::of_an_element(&suite, &counts);
@@ -95,15 +94,18 @@ impl Request {
             match word.as_str() {
                 "--all" => request.all = true,
                 "--counts" => request.counts = true,
-                "--mutants" => request.mutants = true,
+                "--mutants" => request.mutants = Some(Vec::new()),
                 "--seed" => {
                     let seed = words.next().context("expected a number behind --seed")?;
                     request.seed = Some(seed.parse()?);
                 }
-                _ => bail!(
-                    "expected `execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST \
-                     ARGUMENTS]`, found `{word}`"
-                ),
+                word => match &mut request.mutants {
+                    Some(words) if !word.starts_with('-') => words.push(word.to_owned()),
+                    _ => bail!(
+                        "expected `execute-ptx [--all] [--seed N] [--counts] [--mutants \
+                         [WORD...]] [-- TEST ARGUMENTS]`, found `{word}`"
+                    ),
+                },
             }
         }
         Ok(request)
@@ -111,7 +113,7 @@ impl Request {
 }
 
 /// The CUDA tests with what makes them run on PTX.
-struct Suite {
+pub(crate) struct Suite {
     environment: Vec<(&'static str, OsString)>,
     programs: Vec<Program>,
 }
@@ -147,7 +149,7 @@ impl Suite {
     }
 
     /// Runs the one test of that name with another text in place of its module.
-    fn one_with(&self, program: &str, test: &str, text: &Path) -> Result<Output> {
+    pub(crate) fn one_with(&self, program: &str, test: &str, text: &Path) -> Result<Output> {
         let mut command = self.command(named(&self.programs, program)?);
         command.args([test, "--exact"]);
         command.env("FUSESTEP_PTX_INSTEAD", text);

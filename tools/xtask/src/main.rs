@@ -24,11 +24,11 @@ mod machine_code;
 mod mpi;
 mod mpi_bench;
 mod mpi_victims;
+mod mutants;
 mod nccl;
 mod nightly;
 mod package;
 mod parallel;
-mod planted;
 mod ptx;
 mod ptxas;
 mod python;
@@ -46,8 +46,8 @@ const USAGE: &str =
     the CUDA tests on it; needs no GPU
   cargo xtask candle-cuda [-- TEST ARGUMENTS]   candle's variables on the emulated CUDA device, \
     without candle's own kernels; needs no GPU and no nvcc
-  cargo xtask execute-ptx [--all] [--seed N] [--counts] [--mutants] [-- TEST ARGUMENTS]   run \
-    the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU
+  cargo xtask execute-ptx [--all] [--seed N] [--counts] [--mutants [WORD...]] [-- TEST ARGUMENTS]   \
+    run the CUDA tests on the PTX as shipped, instruction by instruction; needs no GPU
   cargo xtask waves   what the last blocks of a launch cost on an H100, for several lengths of \
     chunks; counts only
   cargo xtask benches   every command of benches that headers and pages name, each function once
@@ -93,6 +93,10 @@ fn dispatch(arguments: &[String]) -> Result<()> {
     let Some((name, rest)) = arguments.split_first() else {
         bail!("a command is missing; there are\n{USAGE}");
     };
+    if let Some("--help" | "-h") = rest.first().map(String::as_str) {
+        println!("{}", help_of(name)?);
+        return Ok(());
+    }
     find_target_folder()?;
     match name.as_str() {
         "help" | "--help" | "-h" => {
@@ -114,12 +118,25 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "simulate" => simulate::run(rest),
         "faults" => faults::run(rest),
         "fuzz" => fuzz::run(rest),
-        "planted" => planted::run(rest),
+        "planted" => mutants::planted::run(rest),
         "nightly" => nightly::run(rest),
         "package" => package::run(rest),
         "sanitize" => sanitize::run(rest),
         _ => bail!("`{name}` is no command; there are\n{USAGE}"),
     }
+}
+
+/// The lines of one command, and for those that run mutants what both do.
+fn help_of(name: &str) -> Result<String> {
+    let mut commands =
+        USAGE.split("\n  cargo xtask ").map(|text| text.trim_start_matches("  cargo xtask "));
+    let found = commands.find(|text| text.split_whitespace().next() == Some(name));
+    let found = found.with_context(|| format!("`{name}` is no command; there are\n{USAGE}"))?;
+    let more = match name {
+        "planted" | "execute-ptx" => format!("\n\n{}", mutants::HELP),
+        _ => String::new(),
+    };
+    Ok(format!("  cargo xtask {found}{more}"))
 }
 
 /// The folder of the workspace's `Cargo.toml`.

@@ -1,35 +1,30 @@
-//! What is broken, where, and who must see it.
+//! Mutants of the PTX, each with the test that must find it.
 
-/// Which of the instructions that fit are changed.
+use super::super::Mutant;
+
+/// Instructions that fit a mutant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Places {
+pub(super) enum Which {
+    /// All of them are changed.
     All,
-    /// The one of this number.
+    /// The one of this number is changed.
     One(usize),
 }
 
-/// What the tests must say.
+/// Instructions of one entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Expected {
-    Found,
-    /// No result can show it, for this reason.
-    Unseen(&'static str),
+pub(super) struct Place {
+    /// The entry.
+    pub(super) entry: &'static str,
+    /// The instructions among those that fit.
+    pub(super) which: Which,
+    /// The reason why no result can show the mutant, if none can.
+    pub(super) unseen: Option<&'static str>,
 }
 
-/// A change of the instructions of one opcode in one entry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Mutant {
-    /// What is broken.
-    pub(super) name: &'static str,
-    pub(super) entry: &'static str,
-    /// The text that is replaced, and by what; an empty text removes the whole instruction.
-    pub(super) from: &'static str,
-    pub(super) to: &'static str,
-    pub(super) places: Places,
-    /// The test that runs on it.
-    pub(super) test: &'static str,
-    pub(super) expected: Expected,
-}
+/// A change of the instructions of one opcode in one entry, under a test of `every_entry`. An empty
+/// text in place of an opcode removes the whole instruction.
+pub(super) type PtxMutant = Mutant<Place, &'static str>;
 
 const ADAM: &str = "fused_adam_f32";
 const LARS_SUMS: &str = "lars_momentum_sums_f32";
@@ -40,7 +35,7 @@ const HALF: &str = "fused_adam_bf16_m32_s16";
 const NORM: &str = "amp_norm_f32";
 const FINISH: &str = "amp_finish";
 const CHANGES: &str = "update_sums_f32";
-const RANKS: &str = "rank_order_f16";
+const RANKS: &str = "rank_order_f32";
 const FOLD: &str = "tensor_sums_fold";
 const PLACE: &str = "tensor_sums_place";
 
@@ -61,50 +56,48 @@ const fn mutant(
     from: &'static str,
     to: &'static str,
     test: &'static str,
-) -> Mutant {
-    Mutant { name, entry, from, to, places: Places::All, test, expected: Expected::Found }
+) -> PtxMutant {
+    let place = Place { entry, which: Which::All, unseen: None };
+    PtxMutant { name, place, from, to, finder: test }
 }
 
-const fn adam(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
+const fn adam(name: &'static str, from: &'static str, to: &'static str) -> PtxMutant {
     mutant(name, ADAM, from, to, ADAM_ALONE)
 }
 
-const fn lars(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
+const fn lars(name: &'static str, from: &'static str, to: &'static str) -> PtxMutant {
     mutant(name, LARS, from, to, NORMS_ALONE)
 }
 
-const fn lars_sums(name: &'static str, from: &'static str, to: &'static str) -> Mutant {
+const fn lars_sums(name: &'static str, from: &'static str, to: &'static str) -> PtxMutant {
     mutant(name, LARS_SUMS, from, to, NORMS_ALONE)
 }
 
-/// A change of single instructions, one after the other, and those of them that no result shows.
-pub(super) struct Each {
-    pub(super) mutant: Mutant,
-    pub(super) unseen: &'static [(usize, &'static str)],
+/// A mutant that no result can show, for this reason.
+const fn unseen(mutant: PtxMutant, why: &'static str) -> PtxMutant {
+    PtxMutant { place: Place { unseen: Some(why), ..mutant.place }, ..mutant }
 }
 
-const fn each(mutant: Mutant, unseen: &'static [(usize, &'static str)]) -> Each {
-    Each { mutant, unseen }
-}
-
-const fn barrier(entry: &'static str, test: &'static str) -> Mutant {
+const fn barrier(entry: &'static str, test: &'static str) -> PtxMutant {
     mutant("one barrier of the block removed", entry, "bar.sync", "", test)
 }
 
-pub(super) const EACH: [Each; 10] = [
-    each(barrier(LARS_SUMS, NORMS_ALONE), &[]),
-    each(barrier(LARS, NORMS_ALONE), &[]),
-    each(barrier(LAMB_SUMS, NORMS_ALONE), &[]),
-    each(barrier(LAMB, NORMS_ALONE), &[]),
-    each(barrier(NORM, ADAM_ALONE), &[]),
-    each(barrier(FINISH, MANY_ALONE), &[]),
-    each(barrier(CHANGES, CHANGES_ALONE), &[]),
-    each(adam("one end of a loop inverted", "setp.ge.u32", "setp.lt.u32"), &[]),
-    each(adam("one start of a loop inverted", "setp.lt.u32", "setp.ge.u32"), &[]),
-    each(adam("one question for a control block inverted", "setp.eq.s64", "setp.ne.s64"), &[]),
+/// Changes of single instructions, one after the other.
+pub(super) const EACH: [PtxMutant; 10] = [
+    barrier(LARS_SUMS, NORMS_ALONE),
+    barrier(LARS, NORMS_ALONE),
+    barrier(LAMB_SUMS, NORMS_ALONE),
+    barrier(LAMB, NORMS_ALONE),
+    barrier(NORM, ADAM_ALONE),
+    barrier(FINISH, MANY_ALONE),
+    barrier(CHANGES, CHANGES_ALONE),
+    adam("one end of a loop inverted", "setp.ge.u32", "setp.lt.u32"),
+    adam("one start of a loop inverted", "setp.lt.u32", "setp.ge.u32"),
+    adam("one question for a control block inverted", "setp.eq.s64", "setp.ne.s64"),
 ];
 
-pub(super) const MUTANTS: [Mutant; 41] = [
+/// Changes of all instructions of an opcode together.
+pub(super) const MUTANTS: [PtxMutant; 36] = [
     adam("products rounded to zero", "mul.rn.f32", "mul.rz.f32"),
     adam("sums rounded to zero", "add.rn.f32", "add.rz.f32"),
     adam("differences rounded up", "sub.rn.f32", "sub.rp.f32"),
@@ -114,13 +107,9 @@ pub(super) const MUTANTS: [Mutant; 41] = [
     adam("sums for products", "mul.rn.f32", "add.rn.f32"),
     adam("packs stored by halves", "st.global.v4.f32", "st.global.v2.f32"),
     adam("packs loaded by halves", "ld.global.v4.f32", "ld.global.v2.f32"),
-    adam("ends inverted", "setp.ge.u32", "setp.lt.u32"),
-    adam("starts inverted", "setp.lt.u32", "setp.ge.u32"),
     adam("comparisons of counts inverted", "setp.le.u32", "setp.gt.u32"),
     adam("approximate quotients", "div.rn.f32", "div.approx.f32"),
     adam("offsets of 32 bits", "shl.b64", "shl.b32"),
-    lars_sums("barriers of the block removed", "bar.sync", ""),
-    lars("barriers of the block removed", "bar.sync", ""),
     lars_sums("shared values stored as f32", "st.shared.f64", "st.shared.b32"),
     lars("packs stored by halves", "st.global.v4.f32", "st.global.v2.f32"),
     lars("packs loaded by halves", "ld.global.v4.f32", "ld.global.v2.f32"),
@@ -129,14 +118,11 @@ pub(super) const MUTANTS: [Mutant; 41] = [
     mutant("norms rounded down", LARS, "sqrt.rn.f64", "sqrt.rm.f64", LAST_BITS),
     mutant("rates rounded down", LARS, "div.rn.f64", "div.rm.f64", LAST_BITS),
     lars_sums("warps summed upwards", "shfl.sync.bfly", "shfl.sync.up"),
-    Mutant {
-        expected: Expected::Unseen(
-            "only lane 0 of a warp keeps its sum, and what it takes at each halving are lanes \
-             below the half, for which both modes name the same lane",
-        ),
-        ..lars_sums("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down")
-    },
-    mutant("barriers of the block removed", LAMB, "bar.sync", "", NORMS_ALONE),
+    unseen(
+        lars_sums("warps summed downwards", "shfl.sync.bfly", "shfl.sync.down"),
+        "only lane 0 of a warp keeps its sum, and what it takes at each halving are lanes below \
+         the half, for which both modes name the same lane",
+    ),
     mutant("quotients rounded up", LAMB, "div.rn.f32", "div.rp.f32", NORMS_ALONE),
     mutant("packs stored by halves", LAMB, "st.global.v4.f32", "st.global.v2.f32", NORMS_ALONE),
     mutant("sums rounded to zero", LAMB_SUMS, "add.rn.f64", "add.rz.f64", LAST_BITS),
@@ -157,5 +143,5 @@ pub(super) const MUTANTS: [Mutant; 41] = [
     mutant("leaves behind the last added", FOLD, "setp.le.u64", "setp.lt.u64", FOLD_ALONE),
     mutant("chunks added down", PLACE, "add.rn.f64", "add.rm.f64", PLACE_ALONE),
     mutant("nothing behind the first sums", PLACE, "st.global.f64", "", PLACE_ALONE),
-    mutant("sums rounded to zero", RANKS, "cvt.rn.f16.f32", "cvt.rz.f16.f32", RANKS_ALONE),
+    mutant("ranks' sums rounded to zero", RANKS, "add.rn.f32", "add.rz.f32", RANKS_ALONE),
 ];

@@ -1,225 +1,218 @@
 //! The bugs of ranks and of what they write, by what they break, and who finds each.
 
-use super::{Bug, Tool};
+use super::{Planted, Tool};
 
 /// In the order of what they break.
-pub(super) const BUGS: &[Bug] = &[
-    Bug {
+pub(super) const BUGS: &[Planted] = &[
+    Planted {
         name: "collective: the last line of a reduction is nobody's",
-        file: "crates/collective/src/sharing.rs",
+        place: "crates/collective/src/sharing.rs",
         from: "numel: len_bytes.div_ceil(LINE_BYTES)",
         to: "numel: len_bytes / LINE_BYTES",
-        tool: Tool::Test("fusestep-collective", "collective", "operations"),
+        finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
-    Bug {
+    Planted {
         name: "collective: what is left of a part after the first claims stays as it was",
-        file: "crates/collective/src/sharing.rs",
+        place: "crates/collective/src/sharing.rs",
         from: "end < part.len()",
         to: "end + self.claim_bytes < part.len()",
-        tool: Tool::Test("fusestep-collective", "collective", "claims"),
+        finder: Tool::Test("fusestep-collective", "collective", "claims"),
     },
-    Bug {
+    Planted {
         name: "collective: the mean of two ranks is their sum",
-        file: "crates/collective/src/rank_order.rs",
+        place: "crates/collective/src/rank_order.rs",
         from: "narrow::<T>(op, 2, result)",
         to: "narrow::<T>(op, 1, result)",
-        tool: Tool::Test("fusestep-collective", "collective", "operations"),
+        finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
-    Bug {
+    Planted {
         name: "collective: ranks are summed from the last to the first",
-        file: "crates/collective/src/rank_order.rs",
+        place: "crates/collective/src/rank_order.rs",
         from: r"for rank in 1..world_size {
         combine",
         to: r"for rank in (1..world_size).rev() {
         combine",
-        tool: Tool::Test("fusestep-collective", "collective", "operations"),
+        finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
-    Bug {
+    Planted {
         name: "collective: a broadcast comes from rank 0",
-        file: "crates/collective/src/movement.rs",
+        place: "crates/collective/src/movement.rs",
         from: r"Operation::Broadcast { root: from }
             | Operation::Scatter { root: from }",
         to: r"Operation::Broadcast { .. } => 0..1,
             Operation::Scatter { root: from }",
-        tool: Tool::Test("fusestep-collective", "collective", "operations"),
+        finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
-    Bug {
+    Planted {
         name: "collective: an all-gather in place leaves the next rank's block out",
-        file: "crates/collective/src/movement.rs",
+        place: "crates/collective/src/movement.rs",
         from: "take.from != rank || !keeps_own",
         to: "!keeps_own || (take.from != rank && take.from != rank + 1)",
-        tool: Tool::Test("fusestep-collective", "collective", "operations"),
+        finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
-    Bug {
+    Planted {
         name: "collective: the longer blocks are not the first ones",
-        file: "crates/collective/src/blocks.rs",
+        place: "crates/collective/src/blocks.rs",
         from: "rank * each + rank.min(more)",
         to: "rank * each",
-        tool: Tool::Test("fusestep-collective", "collective", "operations"),
+        finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
-    Bug {
+    Planted {
         name: "collective: calls that differ are not compared",
-        file: "crates/collective/src/thread/algorithms.rs",
+        place: "crates/collective/src/thread/algorithms.rs",
         from: r"Fingerprint::compare(world_size, |rank| &peers.header(rank).fingerprint)?;
 ",
         to: "",
-        tool: Tool::Test("fusestep-collective", "collective", "mismatches"),
+        finder: Tool::Test("fusestep-collective", "collective", "mismatches"),
     },
-    Bug {
+    Planted {
         name: "collective: the straggler is the first to come",
-        file: "crates/collective/src/thread/algorithms.rs",
+        place: "crates/collective/src/thread/algorithms.rs",
         from: "(0..world_size).max_by_key(|&rank| arrived(rank))",
         to: "(0..world_size).min_by_key(|&rank| arrived(rank))",
-        tool: Tool::Test("fusestep-collective", "collective", "straggler"),
+        finder: Tool::Test("fusestep-collective", "collective", "straggler"),
     },
-    Bug {
+    Planted {
         name: "collective: a message in place is overwritten before it is read",
-        file: "crates/collective/src/movement.rs",
+        place: "crates/collective/src/movement.rs",
         from: "Cow::Owned(buffer.to_vec())",
         to: "Cow::Owned(vec![0; buffer.len()])",
-        tool: Tool::Test("fusestep-collective", "collective", "operations"),
+        finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
-    Bug {
+    Planted {
         name: "ranks: other hyper-parameters are not noticed",
-        file: "crates/planner/src/run/comms/handshake.rs",
+        place: "crates/planner/src/run/comms/handshake.rs",
         from: "add(&of(&name), value);",
         to: "let _ = (name, value);",
-        tool: Tool::Test("fusestep-tests", "distributed", "handshake"),
+        finder: Tool::Test("fusestep-tests", "distributed", "handshake"),
     },
-    Bug {
+    Planted {
         name: "ranks: parts of a bucket are of ranks that have enough",
-        file: "crates/planner/src/plan/passes/buckets.rs",
+        place: "crates/planner/src/plan/passes/buckets.rs",
         from: "sum += wanted;",
         to: "sum += wanted / 2;",
-        tool: Tool::Test("fusestep-tests", "distributed", "plans"),
+        finder: Tool::Test("fusestep-tests", "distributed", "plans"),
     },
-    Bug {
+    Planted {
         name: "ranks: the last part of a bucket ends early",
-        file: "crates/planner/src/plan/passes/buckets.rs",
+        place: "crates/planner/src/plan/passes/buckets.rs",
         from: r"bucket.elements.end
             } else {
                 snap(",
         to: r"bucket.elements.end - 1
             } else {
                 snap(",
-        tool: Tool::Fuzz("plan"),
+        finder: Tool::Fuzz("plan"),
     },
-    Bug {
-        name: "ranks: a bucket begins one element late",
-        file: "crates/planner/src/plan/passes/buckets.rs",
-        from: "bucket.bounds = vec![bucket.elements.start];",
-        to: "bucket.bounds = vec![bucket.elements.start + 1];",
-        tool: Tool::Fuzz("plan"),
-    },
-    Bug {
+    Planted {
         name: "ranks: averages come a step late",
-        file: "crates/planner/src/run/stages/average.rs",
+        place: "crates/planner/src/run/stages/average.rs",
         from: "run.state.since_average += 1;",
         to: "run.state.since_average += u64::from(run.state.step() > 1);",
-        tool: Tool::Test("fusestep-tests", "distributed", "averages"),
+        finder: Tool::Test("fusestep-tests", "distributed", "averages"),
     },
-    Bug {
+    Planted {
         name: "save: the manifest is taken for durable while its files' folder is not",
-        file: "crates/tensor-file/src/prepared.rs",
+        place: "crates/tensor-file/src/prepared.rs",
         from: r#"// The rename itself is only durable once the folder is.
         self.files
             .sync_folder(&place::folder(&self.target))
             .map_err(io_error(&self.path, "sync its folder"))"#,
         to: "Ok(())",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "save: folders that are made are not durable",
-        file: "crates/checkpoint/src/generation.rs",
+        place: "crates/checkpoint/src/generation.rs",
         from: r"        sync(folder, or_this(above))?;
 ",
         to: r"        let _ = or_this(above);
 ",
-        tool: Tool::Test("fusestep-tests", "trust", "first_save_is_there"),
+        finder: Tool::Test("fusestep-tests", "trust", "first_save_is_there"),
     },
-    Bug {
+    Planted {
         name: "save: a manifest is built upon that a loss of power takes back",
-        file: "crates/checkpoint/src/generation.rs",
+        place: "crates/checkpoint/src/generation.rs",
         from: r"            sync(folder, folder.path)?;
 ",
         to: "",
-        tool: Tool::Test("fusestep-tests", "trust", "saves_of_one_step"),
+        finder: Tool::Test("fusestep-tests", "trust", "saves_of_one_step"),
     },
-    Bug {
+    Planted {
         name: "save: a mark may go before its shards",
-        file: "crates/checkpoint/src/generation.rs",
+        place: "crates/checkpoint/src/generation.rs",
         from: r" && sync(folder, &path).is_ok()",
         to: "",
-        tool: Tool::Test("fusestep-tests", "trust", "saves_of_one_step"),
+        finder: Tool::Test("fusestep-tests", "trust", "saves_of_one_step"),
     },
-    Bug {
+    Planted {
         name: "save: the old generation goes before the new one counts",
-        file: "crates/checkpoint/src/commits.rs",
+        place: "crates/checkpoint/src/commits.rs",
         from: r"    Prepared::bytes_in(folder.files, &path, &text)?.commit()?;
     let counts = Some(manifest.generation.as_str());
     generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());",
         to: r"    let counts = Some(manifest.generation.as_str());
     generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());
     Prepared::bytes_in(folder.files, &path, &text)?.commit()?;",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "save: the generation before stays for ever",
-        file: "crates/checkpoint/src/commits.rs",
+        place: "crates/checkpoint/src/commits.rs",
         from: r"    generation::remove_but(folder, &manifest.checkpoint, counts, previous.as_ref());
 ",
         to: r"    let _ = (generation::remove_but, counts);
     drop(previous);
 ",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "save: a second save of a step writes over the first",
-        file: "crates/checkpoint/src/generation.rs",
+        place: "crates/checkpoint/src/generation.rs",
         from: "if counts == Some(name.as_str()) || !found",
         to: "if !found",
-        tool: Tool::Test("fusestep-tests", "distributed", "saving_twice"),
+        finder: Tool::Test("fusestep-tests", "distributed", "saving_twice"),
     },
-    Bug {
+    Planted {
         name: "save: folders of other checkpoints are taken",
-        file: "crates/checkpoint/src/generation.rs",
+        place: "crates/checkpoint/src/generation.rs",
         from: "Some(mark) => mark.checkpoint == begun.checkpoint && begun.has(&self.name()),",
         to: "Some(_) => true,",
-        tool: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
+        finder: Tool::Test("fusestep-tests", "trust", "nothing_of_others"),
     },
-    Bug {
+    Planted {
         name: "save: generations that were not begun here are removed",
-        file: "crates/checkpoint/src/generation.rs",
+        place: "crates/checkpoint/src/generation.rs",
         from: "let mut names = begun.there(folder);",
         to: "let mut names = folder.files.list(folder.path).unwrap_or_default();",
-        tool: Tool::Test("fusestep-tests", "trust", "a_generation_of_a_copy"),
+        finder: Tool::Test("fusestep-tests", "trust", "a_generation_of_a_copy"),
     },
-    Bug {
+    Planted {
         name: "save: other ranks' files are not looked for",
-        file: "crates/checkpoint/src/commits.rs",
+        place: "crates/checkpoint/src/commits.rs",
         from: "let seen = manifest.check_shards_seen(folder);",
         to: "let seen: Result<(), PlanError> = Ok(());",
-        tool: Tool::Test("fusestep-tests", "trust", "rank_0_does_not_see"),
+        finder: Tool::Test("fusestep-tests", "trust", "rank_0_does_not_see"),
     },
-    Bug {
+    Planted {
         name: "save: an error of another rank is no error",
-        file: "crates/checkpoint/src/agree.rs",
+        place: "crates/checkpoint/src/agree.rs",
         from: r"on_outcome(comms, written.map(drop))?;
     let said",
         to: r"let _ = on_outcome(comms, written.map(drop));
     let said",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "save behind: parts go on before all ranks have done theirs",
-        file: "crates/checkpoint/src/saves.rs",
+        place: "crates/checkpoint/src/saves.rs",
         from: "own.flight.is_busy(comms, own.outcome.is_none())",
         to: "own.flight.is_busy(comms, false)",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "save behind: a save counts before its manifest is written",
-        file: "crates/checkpoint/src/saves.rs",
+        place: "crates/checkpoint/src/saves.rs",
         from: r"                self.flight = Some(own);
                 Ok(None)
 ",
@@ -228,116 +221,116 @@ pub(super) const BUGS: &[Bug] = &[
                 self.flight = Some(own);
                 Ok(said)
 ",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "save behind: nobody hears of an error of the last part",
-        file: "crates/checkpoint/src/flight.rs",
+        place: "crates/checkpoint/src/flight.rs",
         from: "agree::on_outcome(comms, outcome.map(drop))?;",
         to: "let _ = agree::on_outcome(comms, outcome.map(drop));",
-        tool: Tool::Test("fusestep-tests", "distributed", "an_error_behind"),
+        finder: Tool::Test("fusestep-tests", "distributed", "an_error_behind"),
     },
-    Bug {
+    Planted {
         name: "save behind: what was copied for the save before is written again",
-        file: "crates/planner/src/run/image/take.rs",
+        place: "crates/planner/src/run/image/take.rs",
         from: "*self = Self { bytes, ..Self::describe(run.plan, run.state)? };",
         to: r"if !bytes.is_empty() {
             self.bytes = bytes;
             return Ok(());
         }
         *self = Self { bytes, ..Self::describe(run.plan, run.state)? };",
-        tool: Tool::Test("fusestep-tests", "distributed", "the_checkpoint_before_counts"),
+        finder: Tool::Test("fusestep-tests", "distributed", "the_checkpoint_before_counts"),
     },
-    Bug {
+    Planted {
         name: "save: skipped steps are not saved",
-        file: "crates/checkpoint/src/flight.rs",
+        place: "crates/checkpoint/src/flight.rs",
         from: "skipped: counts.skipped,",
         to: "skipped: 0,",
-        tool: Tool::Test("fusestep-tests", "trust", "counts"),
+        finder: Tool::Test("fusestep-tests", "trust", "counts"),
     },
-    Bug {
+    Planted {
         name: "save: steps that a parameter has missed are not saved",
-        file: "crates/checkpoint/src/flight.rs",
+        place: "crates/checkpoint/src/flight.rs",
         from: "differs.then(|| (param.name.clone(), step))",
         to: "differs.then(|| (param.name.clone(), counts.step))",
-        tool: Tool::Test("fusestep-tests", "distributed", "goes_on"),
+        finder: Tool::Test("fusestep-tests", "distributed", "goes_on"),
     },
-    Bug {
+    Planted {
         name: "save: gradients of a micro-step under way are lost silently",
-        file: "crates/planner/src/run/image/take.rs",
+        place: "crates/planner/src/run/image/take.rs",
         from: "if state.arena.now.iter().all(|given| *given == Given::No) {",
         to: "if state.arena.now.iter().all(|given| *given == Given::No) || true {",
-        tool: Tool::Test("fusestep-tests", "trust", "counts"),
+        finder: Tool::Test("fusestep-tests", "trust", "counts"),
     },
-    Bug {
+    Planted {
         name: "save: counts that no reader takes are saved",
-        file: "crates/planner/src/run/memory/state.rs",
+        place: "crates/planner/src/run/memory/state.rs",
         from: "if found > MAX_STEPS {",
         to: "if found > 2 * MAX_STEPS {",
-        tool: Tool::Test("fusestep-tests", "trust", "counts"),
+        finder: Tool::Test("fusestep-tests", "trust", "counts"),
     },
-    Bug {
+    Planted {
         name: "commit: two files without a journal",
-        file: "crates/tensor-file/src/commit.rs",
+        place: "crates/tensor-file/src/commit.rs",
         from: ".and_then(|()| put_journal(files, &journal, Journal::new(moves.clone())));",
         to: ";",
-        tool: Tool::Faults,
+        finder: Tool::Faults,
     },
-    Bug {
+    Planted {
         name: "commit: after an error the first file is new",
-        file: "crates/tensor-file/src/commit.rs",
+        place: "crates/tensor-file/src/commit.rs",
         from: "let old = keep_old(files, &prepared);",
         to: "let old: Vec<Old> = prepared.iter().map(|_| Old::Nothing).collect();",
-        tool: Tool::Test("fusestep-tests", "trust", "an_error_anywhere"),
+        finder: Tool::Test("fusestep-tests", "trust", "an_error_anywhere"),
     },
-    Bug {
+    Planted {
         name: "commit: the journal is durable before what it names",
-        file: "crates/tensor-file/src/commit.rs",
+        place: "crates/tensor-file/src/commit.rs",
         from: r"    sync_folders(files, prepared.iter().map(|file| file.target.as_path()))?;
     Ok(moves)",
         to: "    Ok(moves)",
-        tool: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
+        finder: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
     },
-    Bug {
+    Planted {
         name: "commit: a damaged journal moves files",
-        file: "crates/tensor-file/src/journal.rs",
+        place: "crates/tensor-file/src/journal.rs",
         from: "journal.format == FORMAT && journal.xxh3 == sum_of(&journal.moves)",
         to: "journal.format == FORMAT",
-        tool: Tool::Test("fusestep-tests", "trust", "right_moves_under"),
+        finder: Tool::Test("fusestep-tests", "trust", "right_moves_under"),
     },
-    Bug {
+    Planted {
         name: "commit: an interrupted commit is not finished",
-        file: "crates/tensor-file/src/finish.rs",
+        place: "crates/tensor-file/src/finish.rs",
         from: r#"files.rename(&step.from, &step.to).map_err(io_error(&told, "replace"))?;"#,
         to: "let _ = told;",
-        tool: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
+        finder: Tool::Test("fusestep-tests", "trust", "loss_of_power"),
     },
-    Bug {
+    Planted {
         name: "commit: a writer that lives is taken for a dead one",
-        file: "crates/tensor-file/src/claim.rs",
+        place: "crates/tensor-file/src/claim.rs",
         from: "Ok(lock) => locks.push(lock),",
         to: "Ok(lock) => drop(lock),",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "commit: a journal is replayed over a later write",
-        file: "crates/tensor-file/src/finish.rs",
+        place: "crates/tensor-file/src/finish.rs",
         from: "Some(old) if !old.sum.is_of(files, &step.to, &look) => Found::Changed,",
         to: "Some(old) if !old.sum.is_of(files, &step.to, &look) => Found::Old,",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "commit: a step on the second file does not see the journal",
-        file: "crates/tensor-file/src/commit.rs",
+        place: "crates/tensor-file/src/commit.rs",
         from: "put_new(files, &pointer, &text)?;",
         to: "let _ = (&pointer, &text);",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "commit: what another program has written meanwhile is replaced",
-        file: "crates/tensor-file/src/commit.rs",
+        place: "crates/tensor-file/src/commit.rs",
         from: "if Some(look(claim.files(), &file.target)?) == claim.before(&file.target) {",
         to: "if look(claim.files(), &file.target).is_ok() {",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
 ];

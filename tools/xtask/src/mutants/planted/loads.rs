@@ -1,117 +1,117 @@
 //! The bugs of what is read and of what is handed to devices, by what they break, and who finds
 //! each.
 
-use super::{Bug, Tool};
+use super::{Planted, Tool};
 
 /// In the order of what they break.
-pub(super) const LOADS: &[Bug] = &[
-    Bug {
+pub(super) const LOADS: &[Planted] = &[
+    Planted {
         name: "resume: ranks go on from different checkpoints",
-        file: "crates/checkpoint/src/checkpoints.rs",
+        place: "crates/checkpoint/src/checkpoints.rs",
         from: "read, said)?;",
         to: "read, said.min(1).max(1))?;",
-        tool: Tool::Test("fusestep-tests", "distributed", "or_none_of_them_does"),
+        finder: Tool::Test("fusestep-tests", "distributed", "or_none_of_them_does"),
     },
-    Bug {
+    Planted {
         name: "resume: a manifest that cannot be read is taken for none",
-        file: "crates/checkpoint/src/place.rs",
+        place: "crates/checkpoint/src/place.rs",
         from: "Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),",
         to: "Err(error) if error.kind() != ErrorKind::InvalidData => Ok(None),",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "resume: counts are not restored",
-        file: "crates/planner/src/run/image/restore.rs",
+        place: "crates/planner/src/run/image/restore.rs",
         from: r"restore_counts(state, backend, counts)?;
 ",
         to: "let _ = restore_counts;",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "resume: a window that is open is forgotten",
-        file: "crates/planner/src/run/image/restore.rs",
+        place: "crates/planner/src/run/image/restore.rs",
         from: "restore_place(state, counts);",
         to: "let _ = restore_place;",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "resume: state is not restored",
-        file: "crates/planner/src/run/image/restore.rs",
+        place: "crates/planner/src/run/image/restore.rs",
         from: "None => state.write_all(backend, list.role, &desc.name, bytes)?,",
         to: r"None if list.role == Role::Param => {
                         state.write_all(backend, list.role, &desc.name, bytes)?;
                     }
                     None => {}",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "resume: a reader beside a saver gives up at once",
-        file: "crates/checkpoint/src/shards.rs",
+        place: "crates/checkpoint/src/shards.rs",
         from: "for _ in 0..MOST_TRIES {",
         to: "for _ in 0..MOST_TRIES - 100 {",
-        tool: Tool::Test("fusestep-tests", "trust", "begins_again"),
+        finder: Tool::Test("fusestep-tests", "trust", "begins_again"),
     },
-    Bug {
+    Planted {
         name: "load: ranges that overlap count",
-        file: "crates/checkpoint/src/shards.rs",
+        place: "crates/checkpoint/src/shards.rs",
         from: "if first != covered {",
         to: "if first > covered {",
-        tool: Tool::Test("fusestep-checkpoint", "lib", "covered"),
+        finder: Tool::Test("fusestep-checkpoint", "lib", "covered"),
     },
-    Bug {
+    Planted {
         name: "load: a hole at the end counts",
-        file: "crates/checkpoint/src/shards.rs",
+        place: "crates/checkpoint/src/shards.rs",
         from: "if covered == numel {",
         to: "if covered <= numel {",
-        tool: Tool::Test("fusestep-tests", "trust", "overlapping"),
+        finder: Tool::Test("fusestep-tests", "trust", "overlapping"),
     },
-    Bug {
+    Planted {
         name: "load: a shard's checksum is not compared",
-        file: "crates/checkpoint/src/shard_file.rs",
+        place: "crates/checkpoint/src/shard_file.rs",
         from: "if found == spec.xxh3 {",
         to: "if found == spec.xxh3 || !found.is_empty() {",
-        tool: Tool::Simulate,
+        finder: Tool::Simulate,
     },
-    Bug {
+    Planted {
         name: "load: a manifest may ask for any memory",
-        file: "crates/checkpoint/src/shards.rs",
+        place: "crates/checkpoint/src/shards.rs",
         from: "if needed.is_some_and(|needed| needed <= on_disk) {",
         to: "if needed.is_none_or(|needed| needed <= on_disk) || true {",
-        tool: Tool::Test("fusestep-tests", "distributed", "more_memory"),
+        finder: Tool::Test("fusestep-tests", "distributed", "more_memory"),
     },
-    Bug {
+    Planted {
         name: "load: a manifest's checksum is not compared",
-        file: "crates/checkpoint/src/manifest.rs",
+        place: "crates/checkpoint/src/manifest.rs",
         from: "if found != self.xxh3 {",
         to: "if found.is_empty() {",
-        tool: Tool::Test("fusestep-cli", "cli", "edited_manifests"),
+        finder: Tool::Test("fusestep-cli", "cli", "edited_manifests"),
     },
-    Bug {
+    Planted {
         name: "load: names in a manifest lead anywhere",
-        file: "crates/checkpoint/src/manifest.rs",
+        place: "crates/checkpoint/src/manifest.rs",
         from: r"has_length && !name.contains(['/', '\\']) && !name.starts_with('.')",
         to: "has_length",
-        tool: Tool::Test("fusestep-tests", "distributed", "without_a_checksum"),
+        finder: Tool::Test("fusestep-tests", "distributed", "without_a_checksum"),
     },
-    Bug {
+    Planted {
         name: "load: state of another rule is taken",
-        file: "crates/checkpoint/src/state_file.rs",
+        place: "crates/checkpoint/src/state_file.rs",
         from: "if expected == found || (found.is_none() && may_lack) {",
         to: "if expected == found || found.is_some() || may_lack {",
-        tool: Tool::Test("fusestep-tests", "trust", "another_rule"),
+        finder: Tool::Test("fusestep-tests", "trust", "another_rule"),
     },
-    Bug {
+    Planted {
         name: "load: a tensor's checksum is not compared",
-        file: "crates/checkpoint/src/state_sums.rs",
+        place: "crates/checkpoint/src/state_sums.rs",
         from: r"let (expected, found) = (text_of(file, &sum_key(name))?, checksum(bytes));
         if expected != found {",
         to: r"let (expected, found) = (text_of(file, &sum_key(name))?, checksum(bytes));
         if found.is_empty() {",
-        tool: Tool::Test("fusestep-tests", "trust", "every_flipped_bit"),
+        finder: Tool::Test("fusestep-tests", "trust", "every_flipped_bit"),
     },
-    Bug {
+    Planted {
         name: "load: what is refused has changed the state already",
-        file: "crates/checkpoint/src/state_file.rs",
+        place: "crates/checkpoint/src/state_file.rs",
         from: r"let mut counts = check(&image, &file)?;
 ",
         to: r"for param in &image.params {
@@ -122,81 +122,81 @@ pub(super) const LOADS: &[Bug] = &[
     }
     let mut counts = check(&image, &file)?;
 ",
-        tool: Tool::Fuzz("state"),
+        finder: Tool::Fuzz("state"),
     },
-    Bug {
+    Planted {
         name: "load: state may be negative where squares are added up",
-        file: "crates/checkpoint/src/values.rs",
+        place: "crates/checkpoint/src/values.rs",
         from: "|| (negative && *value < 0.0)",
         to: "|| (negative && value.is_nan())",
-        tool: Tool::Test("fusestep-tests", "trust", "impossible_values"),
+        finder: Tool::Test("fusestep-tests", "trust", "impossible_values"),
     },
-    Bug {
+    Planted {
         name: "load: steps without a limit",
-        file: "crates/checkpoint/src/state_file.rs",
+        place: "crates/checkpoint/src/state_file.rs",
         from: "text.parse().ok().filter(|&count| count <= MAX_STEPS)",
         to: "text.parse().ok().filter(|&count| count <= u64::MAX)",
-        tool: Tool::Test("fusestep-tests", "trust", "changed_counts"),
+        finder: Tool::Test("fusestep-tests", "trust", "changed_counts"),
     },
-    Bug {
+    Planted {
         name: "load: descriptions of any length",
-        file: "crates/tensor-file/src/header.rs",
+        place: "crates/tensor-file/src/header.rs",
         from: "*length > MAX_ENTRY_BYTES",
         to: "*length > usize::MAX - 1",
-        tool: Tool::Test("fusestep-tensor-file", "lib", "descriptions_are_bounded"),
+        finder: Tool::Test("fusestep-tensor-file", "lib", "descriptions_are_bounded"),
     },
-    Bug {
+    Planted {
         name: "load: names are printed as they are",
-        file: "crates/tensor/src/quoted.rs",
+        place: "crates/tensor/src/quoted.rs",
         from: "c.is_control() || direction ||",
         to: "direction ||",
-        tool: Tool::Test("fusestep-cli", "cli", "names_are_quoted"),
+        finder: Tool::Test("fusestep-cli", "cli", "names_are_quoted"),
     },
-    Bug {
+    Planted {
         name: "packing: a launch takes a record more than fits",
-        file: "crates/launch/src/batch.rs",
+        place: "crates/launch/src/batch.rs",
         from: r"bytes <= self.limits.argument_bytes
 ",
         to: r"bytes <= self.limits.argument_bytes + 24
 ",
-        tool: Tool::Fuzz("packing"),
+        finder: Tool::Fuzz("packing"),
     },
-    Bug {
+    Planted {
         name: "packing: a new launch knows the groups of the one before",
-        file: "crates/launch/src/batch.rs",
+        place: "crates/launch/src/batch.rs",
         from: r"        self.groups.clear();
 ",
         to: "",
-        tool: Tool::Fuzz("packing"),
+        finder: Tool::Fuzz("packing"),
     },
-    Bug {
+    Planted {
         name: "packing: chunks are counted from the tensor's start",
-        file: "crates/launch/src/batch.rs",
+        place: "crates/launch/src/batch.rs",
         from: "first_chunk: self.batch.chunks,",
         to: "first_chunk: 0,",
-        tool: Tool::Test("fusestep-launch", "lib", "batch"),
+        finder: Tool::Test("fusestep-launch", "lib", "batch"),
     },
-    Bug {
+    Planted {
         name: "packing: a last launch of one tensor is lost",
-        file: "crates/launch/src/batch.rs",
+        place: "crates/launch/src/batch.rs",
         from: "if !self.batch.records.is_empty() {",
         to: "if self.batch.records.len() > 1 {",
-        tool: Tool::Test("fusestep-launch", "lib", "batch"),
+        finder: Tool::Test("fusestep-launch", "lib", "batch"),
     },
-    Bug {
+    Planted {
         name: "packing: a launch has a chunk too many",
-        file: "crates/launch/src/batch.rs",
+        place: "crates/launch/src/batch.rs",
         from: ".min(chunks_left);",
         to: ".min(chunks_left + 1);",
-        tool: Tool::Test("fusestep-launch", "lib", "batch"),
+        finder: Tool::Test("fusestep-launch", "lib", "batch"),
     },
-    Bug {
+    Planted {
         name: "packing: tensors overlap where slots are padded",
-        file: "crates/coalesce/src/layout.rs",
+        place: "crates/coalesce/src/layout.rs",
         from: r".checked_next_multiple_of(slot)
 ",
         to: r".checked_next_multiple_of(slot.min(1))
 ",
-        tool: Tool::Test("fusestep-tests", "coalesce", ""),
+        finder: Tool::Test("fusestep-tests", "coalesce", ""),
     },
 ];

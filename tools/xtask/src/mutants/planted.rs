@@ -4,7 +4,6 @@
 mod bugs;
 mod loads;
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -14,24 +13,14 @@ use anyhow::{Context, Result, ensure};
 
 use self::bugs::BUGS;
 use self::loads::LOADS;
-use crate::{target_folder, workspace_root};
+use super::{End, Mutant, Target, failure};
+use crate::{mutants, target_folder, workspace_root};
 
-/// A change of one place that breaks a promise.
-struct Bug {
-    /// What is broken.
-    name: &'static str,
-    /// The file, from the workspace's root.
-    file: &'static str,
-    /// Text that stands there once.
-    from: &'static str,
-    /// What is put in its place.
-    to: &'static str,
-    /// Who finds it.
-    tool: Tool,
-}
+/// A bug of a file, which is named from the workspace's root and has the text once.
+type Planted = Mutant<&'static str, Tool>;
 
 /// What is run to find a bug.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tool {
     /// Tests of a package whose names contain a word: package, target, word.
     Test(&'static str, &'static str, &'static str),
@@ -72,7 +61,7 @@ impl Tool {
         }
     }
 
-    /// As it is called in the table.
+    /// The name in the report.
     fn name(self) -> String {
         match self {
             Self::Test(package, target, word) => format!("test {package} {target} {word}"),
@@ -83,18 +72,8 @@ impl Tool {
     }
 }
 
-/// How a tool has ended.
-#[derive(Debug, PartialEq)]
-enum End {
-    Content,
-    Found,
-    Unbuilt,
-    /// No test had the word in its name.
-    Nothing,
-}
-
 /// All of them, in the order of the page that lists them.
-fn bugs() -> impl Iterator<Item = &'static Bug> {
+fn bugs() -> impl Iterator<Item = &'static Planted> {
     BUGS.iter().chain(LOADS)
 }
 
@@ -102,53 +81,51 @@ fn bugs() -> impl Iterator<Item = &'static Bug> {
 pub(crate) fn run(words: &[String]) -> Result<()> {
     let copy = target_folder().join("planted");
     copy_sources(&copy)?;
-    let wanted = |bug: &&Bug| words.is_empty() || words.iter().any(|word| bug.name.contains(word));
-    let bugs: Vec<&Bug> = bugs().filter(wanted).collect();
-    ensure!(!bugs.is_empty(), "no bug is called {words:?}");
-    for bug in &bugs {
-        bug.text(&copy)?;
-    }
-    let tools: BTreeSet<Tool> = bugs.iter().map(|bug| bug.tool).collect();
-    for tool in tools {
-        let end = tried(&copy, tool)?;
-        ensure!(end == End::Content, "{} without a bug: {end:?}", tool.name());
-        println!("planted: {} is content without a bug", tool.name());
-    }
-    let mut survivors = Vec::new();
-    for bug in &bugs {
-        let (path, text) = (copy.join(bug.file), bug.text(&copy)?);
-        fs::write(&path, text.replacen(bug.from, bug.to, 1))?;
-        let begun = Instant::now();
-        let end = tried(&copy, bug.tool);
-        fs::write(&path, text)?;
-        let seconds = begun.elapsed().as_secs();
-        let (tool, end) = (bug.tool.name(), end?);
-        println!("planted: {} | {tool} | {end:?} | {seconds} s", bug.name);
-        if end != End::Found {
-            survivors.push(bug.name);
-        }
-    }
-    ensure!(
-        survivors.is_empty(),
-        "{} of {} were not found: {survivors:?}",
-        survivors.len(),
-        bugs.len()
-    );
-    println!("planted: all {} were found", bugs.len());
-    Ok(())
+    let bugs: Vec<Planted> = bugs().copied().collect();
+    mutants::run(&Sources { copy }, &bugs, words)
 }
 
-impl Bug {
+/// A copy of the sources.
+struct Sources {
+    copy: PathBuf,
+}
+
+impl Target for Sources {
+    type Place = &'static str;
+    type Finder = Tool;
+
+    // All of them build in the same folder.
+    const AT_A_TIME: Option<usize> = Some(1);
+
+    fn untouched(&self, bug: &Planted) -> Result<End> {
+        tried(&self.copy, bug.finder)
+    }
+
+    fn broken(&self, bug: &Planted) -> Result<End> {
+        let (path, text) = (self.copy.join(bug.place), bug.text(&self.copy)?);
+        fs::write(&path, text.replacen(bug.from, bug.to, 1))?;
+        let end = tried(&self.copy, bug.finder);
+        fs::write(&path, text)?;
+        end
+    }
+
+    fn told(&self, bug: &Planted) -> Result<[String; 2]> {
+        bug.text(&self.copy)?;
+        Ok([bug.place.to_owned(), bug.finder.name()])
+    }
+}
+
+impl Planted {
     /// The file's text, in which the place must be.
     fn text(&self, copy: &Path) -> Result<String> {
-        let text = fs::read_to_string(copy.join(self.file)).context(self.file)?;
+        let text = fs::read_to_string(copy.join(self.place)).context(self.place)?;
         let found = text.matches(self.from).count();
         ensure!(
             found == 1,
             "{}: {}: expected the place once, found it {found} times; bring \
-             tools/xtask/src/planted up to date",
+             tools/xtask/src/mutants/planted up to date",
             self.name,
-            self.file
+            self.place
         );
         Ok(text)
     }
@@ -176,22 +153,17 @@ fn tried(copy: &Path, tool: Tool) -> Result<End> {
         if begun.elapsed() > LIMIT {
             child.kill()?;
             child.wait()?;
-            return Ok(End::Found);
+            return Ok(End::Found("no end".to_owned()));
         }
         std::thread::sleep(Duration::from_millis(50));
     };
     let text = String::from_utf8_lossy(&fs::read(&output)?).into_owned();
-    if text.contains("could not compile") {
-        return Ok(End::Unbuilt);
-    }
-    if matches!(tool, Tool::Test(..)) && !text.contains("running ") {
-        return Ok(End::Unbuilt);
-    }
-    if !status.success() {
-        return Ok(End::Found);
-    }
-    let nothing = matches!(tool, Tool::Test(..)) && text.contains("running 0 tests");
-    Ok(if nothing { End::Nothing } else { End::Content })
+    Ok(match tool {
+        Tool::Test(..) => End::of_tests(status.success(), &text, failure),
+        _ if text.contains("could not compile") => End::Unbuilt,
+        _ if status.success() => End::Content,
+        _ => End::Found(failure(&text)),
+    })
 }
 
 /// Copies what git knows or would know, files that are the same left as they are so that little is
@@ -222,12 +194,12 @@ fn copy_sources(copy: &Path) -> Result<()> {
 mod tests {
     use std::fs;
 
-    use super::{Bug, Tool, bugs};
+    use super::{Planted, Tool, bugs};
     use crate::workspace_root;
 
     /// A bug's row of the page's table.
-    fn row(bug: &Bug) -> String {
-        let tool = match bug.tool {
+    fn row(bug: &Planted) -> String {
+        let tool = match bug.finder {
             Tool::Test(package, "lib", word) => {
                 format!("`cargo test -p {package} --lib {word}`")
             }
