@@ -5,12 +5,16 @@
 //! change how:
 //!
 //! ```text
-//! <!-- with: --epochs 1 -->   arguments that make the block's `train` and `bench` short, or its
-//!                             other commands where it has neither
-//! <!-- fails -->              each command ends with an error
-//! <!-- ends alike -->         all commands print the same last line
-//! <!-- printed -->            above a block `text`: lines that the block before it prints, in order
+//! <!-- with: --epochs 1 -->        arguments that make the block's `train` and `bench` short, or
+//!                                  its other commands where it has neither
+//! <!-- with bench: --rounds 1 -->  arguments for lines that begin so; the longest beginning counts
+//! <!-- fails -->                   each command ends with an error
+//! <!-- ends alike -->              all commands print the same last line
+//! <!-- printed -->                 above a block `text`: lines that the block before it prints
 //! ```
+//!
+//! Pages that name data/shapes find the models of that folder there, with small tensors; those that
+//! name params.safetensors and grads.safetensors find a small model's.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -21,6 +25,8 @@ use std::{env, fs, thread};
 mod fences;
 
 use fences::{Fence, fences, not_printed};
+use safetensors::tensor::{Dtype, TensorView, serialize};
+use serde_json::{Value, json};
 
 const FOLDERS: [&str; 2] = ["docs/start", "docs/guides"];
 
@@ -62,9 +68,7 @@ fn failures(page: &str, text: &str) -> Vec<String> {
         found.push(format!("{page}: expected a block that is run, found none"));
     }
     let folder = tempfile::tempdir().unwrap();
-    if text.contains("data/shapes/") {
-        copy_shapes(folder.path());
-    }
+    write_files(text, folder.path());
     let mut said = String::new();
     for block in &blocks {
         let place = format!("{page}:{}", block.line);
@@ -82,20 +86,39 @@ fn failures(page: &str, text: &str) -> Vec<String> {
     found
 }
 
-/// Shapes of models, which README names as they lie in a clone.
-fn copy_shapes(folder: &Path) {
-    let shapes = folder.join("data/shapes");
-    fs::create_dir_all(&shapes).unwrap();
-    for entry in fs::read_dir(root().join("data/shapes")).unwrap() {
-        let path = entry.unwrap().path();
-        fs::copy(&path, shapes.join(path.file_name().unwrap())).unwrap();
+/// Writes what a page's reader has in the folder.
+fn write_files(text: &str, folder: &Path) {
+    if text.contains("data/shapes/") {
+        let shapes = folder.join("data/shapes");
+        fs::create_dir_all(&shapes).unwrap();
+        for entry in fs::read_dir(root().join("data/shapes")).unwrap() {
+            let path = entry.unwrap().path();
+            let model: Vec<Value> = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            let model: Vec<Value> = model.into_iter().map(small).collect();
+            fs::write(shapes.join(path.file_name().unwrap()), json!(model).to_string()).unwrap();
+        }
     }
+    for (name, value) in [("params.safetensors", 1.0f32), ("grads.safetensors", 0.5)] {
+        if text.contains(name) {
+            let bytes: Vec<u8> = [value; 12].into_iter().flat_map(f32::to_le_bytes).collect();
+            let tensor = TensorView::new(Dtype::F32, vec![4, 3], &bytes).unwrap();
+            let file = serialize([("layer0.weight", tensor)], None).unwrap();
+            fs::write(folder.join(name), file).unwrap();
+        }
+    }
+}
+
+/// A tensor of a model, with no dimension above 16.
+fn small(mut tensor: Value) -> Value {
+    for dimension in tensor["shape"].as_array_mut().unwrap() {
+        *dimension = dimension.as_u64().unwrap().min(16).into();
+    }
+    tensor
 }
 
 /// Runs a block and returns what its commands print.
 fn outputs(block: &Fence, folder: &Path, place: &str, found: &mut Vec<String>) -> String {
-    let more = block.notes.iter().find_map(|note| note.strip_prefix("with:")).map(str::trim);
-    let commands = commands(&block.lines, more);
+    let commands = commands(&block.lines, &block.notes);
     if commands.is_empty() {
         found.push(format!("{place}: expected a command of fusestep, found none that is run"));
     }
@@ -121,17 +144,32 @@ fn outputs(block: &Fence, folder: &Path, place: &str, found: &mut Vec<String>) -
     said
 }
 
-/// The commands of a block that are run, with the arguments of its comment.
-fn commands(lines: &[&str], more: Option<&str>) -> Vec<String> {
+/// The commands of a block that are run, with the arguments of its comments.
+fn commands(lines: &[&str], notes: &[&str]) -> Vec<String> {
     let joined = lines.join("\n").replace("\\\n", " ").replace(FROM_SOURCES, "fusestep ");
     let ours: Vec<&str> = joined.lines().filter(|line| line.starts_with("fusestep ")).collect();
-    let Some(more) = more else { return ours.into_iter().map(str::to_owned).collect() };
-    let takes = |names: &[&str]| ours.iter().any(|line| names.contains(&works(line).1));
-    let long: &[&str] = &["train", "bench"];
-    let names = if takes(long) { long } else { &["plan", "step", "check"] };
-    let with = |line: &&str| match works(line) {
-        (end, name) if names.contains(&name) => format!("{} {more}{}", &line[..end], &line[end..]),
-        _ => (*line).to_owned(),
+    let mut more = Vec::new();
+    for note in notes.iter().filter_map(|note| note.strip_prefix("with")) {
+        let (begin, arguments) = note.split_once(':').expect("`with: ARGUMENTS`");
+        match begin.trim() {
+            "" => {
+                let takes = |name: &&&str| ours.iter().any(|line| works(line).1 == **name);
+                let long = ["train", "bench"].iter().filter(takes).count() > 0;
+                let names: &[&str] =
+                    if long { &["train", "bench"] } else { &["plan", "step", "check"] };
+                more.extend(names.iter().map(|name| (*name, arguments.trim())));
+            }
+            begin => more.push((begin, arguments.trim())),
+        }
+    }
+    more.sort_by_key(|(begin, _)| std::cmp::Reverse(begin.len()));
+    let with = |line: &&str| {
+        let (end, name) = works(line);
+        let typed = &line[end - name.len()..];
+        match more.iter().find(|(begin, _)| typed.starts_with(begin)) {
+            Some((_, arguments)) => format!("{} {arguments}{}", &line[..end], &line[end..]),
+            None => (*line).to_owned(),
+        }
     };
     ours.iter().map(with).collect()
 }
@@ -179,15 +217,20 @@ fn arguments_go_to_the_command_that_works() {
         "fusestep plan a.json",
     ];
     assert_eq!(
-        commands(&lines, Some("--epochs 1")),
+        commands(&lines, &["with: --epochs 1", "fails"]),
         [
             "fusestep train --epochs 1 --ranks 4  # as fusestep bench",
             "fusestep launch -n 2 -- fusestep train --epochs 1    --zero 2 > log",
             "fusestep plan a.json",
         ]
     );
-    assert_eq!(commands(&lines[4..], Some("--json")), ["fusestep plan --json a.json"]);
-    assert_eq!(commands(&lines[1..2], None), Vec::<String>::new());
+    assert_eq!(commands(&lines[4..], &["with: --json"]), ["fusestep plan --json a.json"]);
+    let notes = ["with train: --epochs 1", "with train --ranks: --epochs 2"];
+    assert_eq!(
+        commands(&lines[..1], &notes),
+        ["fusestep train --epochs 2 --ranks 4  # as fusestep bench"]
+    );
+    assert_eq!(commands(&lines[1..2], &[]), Vec::<String>::new());
 }
 
 #[test]

@@ -20,8 +20,8 @@ const FOLDERS: [&str; 2] = ["docs/start", "docs/guides"];
 const NO_PYTORCH: &str = "not run, as `cargo xtask python` has not put PyTorch there";
 
 /// Runs every block `rust run` with the dependencies of the block `toml` above it, and every block
-/// `python run` where PyTorch is. A block `text` below `<!-- printed -->` is what the program before
-/// it prints.
+/// `python run` where PyTorch is. A block `text` below `<!-- printed -->` has lines that the
+/// program before it prints.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     ensure!(arguments.is_empty(), "expected `pages`, found {arguments:?}");
     let root = workspace_root();
