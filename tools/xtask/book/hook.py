@@ -2,15 +2,22 @@
 
 Links that leave docs/ lead to the repository, and those to files that are not there are warnings,
 which `--strict` makes errors. Fences that a test runs, such as `sh run`, lose the second word.
-Headings have the anchors that GitHub gives them.
+Headings have the anchors that GitHub gives them. Code has its colours from a sheet of the book's own.
 """
 
 import logging
 import pathlib
 import re
 
+from mkdocs.structure.files import File
+from pygments.formatters import HtmlFormatter
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
+
+# Where the sheet lies, and the style of Pygments for each of the theme's modes.
+SHEET = "css/code.css"
+STYLES = {"light": "default", "dark": "github-dark"}
 
 log = logging.getLogger("mkdocs.hooks.book")
 
@@ -33,7 +40,17 @@ def on_config(config):
     config.repo_url = repository()
     config.repo_name = "Sources"
     config.mdx_configs["toc"]["slugify"] = anchor
+    config.extra_css.append(SHEET)
     return config
+
+
+def on_files(files, config):
+    sheets = (
+        HtmlFormatter(style=style).get_style_defs(f"[data-bs-theme={mode}] .codehilite")
+        for mode, style in STYLES.items()
+    )
+    files.append(File.generated(config, SHEET, content="\n".join(sheets)))
+    return files
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -15,10 +15,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let requirements = root.join("tools/xtask/book/requirements.txt");
     environment.install(&["-r".as_ref(), requirements.as_os_str()])?;
     let book = target_folder().join("book");
+    // Not with `--quiet`, with which warnings do not count.
     must(
         environment
             .python()
-            .args(["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"])
+            .args(["-m", "mkdocs", "build", "--strict", "--site-dir"])
             .arg(&book)
             .current_dir(root),
         "the book does not build",
