@@ -16,6 +16,8 @@ mod imports;
 mod lengths;
 #[path = "tidy/methods.rs"]
 mod methods;
+#[path = "tidy/prose.rs"]
+mod prose;
 #[path = "tidy/sentences.rs"]
 mod sentences;
 #[path = "tidy/snippets.rs"]
@@ -118,12 +120,34 @@ fn pages_tell_the_layers_counts_and_commands_of_the_code() {
             found.push(format!("docs/ARCHITECTURE.md: expected the command {command}, found none"));
         }
     }
-    let readme = read("README.md");
-    let pages = all.iter().filter(|path| path.starts_with("docs/") && path.ends_with(".md"));
-    for page in pages.filter(|page| !readme.contains(&format!("]({page})"))) {
-        found.push(format!("README.md: expected a link to {page}, found none"));
-    }
     assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+}
+
+#[test]
+fn readers_find_every_page() {
+    let (readme, overview) = (read("README.md"), read("docs/index.md"));
+    let all = files();
+    let pages = all.iter().filter_map(|path| path.strip_prefix("docs/"));
+    let mut found = Vec::new();
+    for page in pages.filter(|page| page.ends_with(".md") && *page != "index.md") {
+        if !overview.contains(&format!("]({page})")) {
+            found.push(format!("docs/index.md: expected a link to {page}, found none"));
+        }
+        // Guides are too many for README, which leads to the overview.
+        if !page.starts_with("guides/") && !readme.contains(&format!("](docs/{page})")) {
+            found.push(format!("README.md: expected a link to docs/{page}, found none"));
+        }
+    }
+    assert!(readme.contains("](docs/index.md)"), "README.md: expected a link to docs/index.md");
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+}
+
+#[test]
+fn pages_for_newcomers_have_short_sentences() {
+    require(&[".md"], |path, text| {
+        let for_newcomers = prose::FOLDERS.iter().any(|folder| path.starts_with(folder));
+        if for_newcomers { prose::violations(path, text) } else { Vec::new() }
+    });
 }
 
 #[test]
@@ -157,9 +181,14 @@ fn what_pages_name_is_there() {
 }
 
 #[test]
-fn code_on_the_first_page_runs() {
+fn code_on_the_first_pages_runs() {
     let sources = snippets::RUN.map(read);
-    let found = snippets::not_run("README.md", &read("README.md"), &sources);
+    let mut found = snippets::not_run("README.md", &read("README.md"), &sources);
+    for page in files().iter().filter(|path| path.starts_with("docs/start/")) {
+        let (text, mut sources) = (read(page), sources.to_vec());
+        sources.extend(snippets::programs(&text));
+        found.extend(snippets::not_run(page, &text, &sources));
+    }
     assert!(found.is_empty(), "\n{}\n", found.join("\n"));
 }
 

@@ -100,7 +100,7 @@ pub(crate) fn words(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The lines that do not stand between fences, numbered from 1.
-fn lines_of_prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
+pub(crate) fn lines_of_prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut fenced = false;
     text.lines().enumerate().filter_map(move |(at, line)| {
         let is_fence = line.trim_start().starts_with("```");

@@ -32,6 +32,13 @@ pub(crate) fn not_run(path: &str, page: &str, sources: &[String]) -> Vec<String>
     found
 }
 
+/// Programs of a page that `cargo xtask pages` runs.
+pub(crate) fn programs(page: &str) -> impl Iterator<Item = String> {
+    let blocks = blocks(page).into_iter();
+    let run = blocks.filter(|(_, language, _)| language.ends_with(" run"));
+    run.map(|(_, _, lines)| lines.join("\n"))
+}
+
 /// The blocks between fences: the number of the fence's line, the language, the lines.
 fn blocks(page: &str) -> Vec<(usize, &str, Vec<&str>)> {
     let mut found = Vec::new();

@@ -11,12 +11,15 @@ use serde_json::Value;
 
 mod arm;
 mod benches;
+mod book;
 mod bundle;
 mod candle_cuda;
 mod commands;
 mod emulate;
+mod environment;
 mod execute_ptx;
 mod faults;
+mod fences;
 mod folders;
 mod fuzz;
 mod gpu;
@@ -28,6 +31,7 @@ mod mutants;
 mod nccl;
 mod nightly;
 mod package;
+mod pages;
 mod parallel;
 mod ptx;
 mod ptxas;
@@ -73,6 +77,10 @@ const USAGE: &str =
     seeds, sanitizers, features, licences, mutants
   cargo xtask package [--candle VERSION | --semver]   pack every public crate as for a registry, \
     and run programs that depend on nothing but what was packed
+  cargo xtask pages   type the programs of README, docs/start and docs/guides into empty folders \
+    and run them; those in Python where `cargo xtask python` has put PyTorch
+  cargo xtask book   the pages of docs/ under one menu, into target/book, with links and anchors \
+    checked
   cargo xtask arm [--short] [-- TEST ARGUMENTS]   run the tests of loops and rules, and of what \
     puts them together, built for ARM on an emulated processor
   cargo xtask sanitize thread|address [-- TEST ARGUMENTS]   run the tests of what threads share \
@@ -121,6 +129,8 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "planted" => mutants::planted::run(rest),
         "nightly" => nightly::run(rest),
         "package" => package::run(rest),
+        "pages" => pages::run(rest),
+        "book" => book::run(rest),
         "sanitize" => sanitize::run(rest),
         _ => bail!("`{name}` is no command; there are\n{USAGE}"),
     }

@@ -3,11 +3,11 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
 use crate::commands::{cargo, must, python, succeed};
+use crate::environment::Environment;
 use crate::folders::copy;
 use crate::{target_folder, workspace_root};
 
@@ -18,6 +18,9 @@ const MATURIN: &str = "maturin==1.16.0";
 const SOURCES: &str = "crates/python/python/fusestep";
 
 const FAILED: &str = "a test of the Python package failed";
+
+/// The environment that has PyTorch and the wheel, below `target`.
+pub(crate) const BESIDE_PYTORCH: &str = "python/test";
 
 /// Tests the package: without PyTorch, or all of it in an environment of its own.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
@@ -81,7 +84,7 @@ fn bare() -> Result<()> {
 fn full(features: &[&str], arguments: &[&str]) -> Result<()> {
     let root = workspace_root();
     let built = Built::new(&[&["--features", "beside"], features].concat())?;
-    let environment = Environment::new("python/test")?;
+    let environment = Environment::new(BESIDE_PYTORCH)?;
     let tests = root.join("crates/python/tests");
     environment.install(&["-r".as_ref(), tests.join("requirements.txt").as_os_str()])?;
     let again = ["--force-reinstall", "--no-deps"].map(OsStr::new);
@@ -132,34 +135,6 @@ impl Built {
             succeed(&mut maturin)?;
         }
         Ok(Self { environment, wheel: newest(&out, "whl")?, sources: newest(&out, "gz")? })
-    }
-}
-
-/// An environment of the interpreter's own, below `target`.
-struct Environment(PathBuf);
-
-impl Environment {
-    fn new(folder: &str) -> Result<Self> {
-        let folder = target_folder().join(folder);
-        if !folder.join("bin/python").exists() {
-            succeed(python().args(["-m", "venv"]).arg(&folder))?;
-        }
-        Ok(Self(folder))
-    }
-
-    fn python(&self) -> Command {
-        let mut python = Command::new(self.0.join("bin/python"));
-        // A path of the caller's must not stand before what is installed here.
-        python.env_remove("PYTHONPATH");
-        python
-    }
-
-    fn install(&self, packages: &[&OsStr]) -> Result<()> {
-        let mut pip = self.python();
-        pip.args(["-m", "pip", "install", "--quiet"])
-            .arg("--disable-pip-version-check")
-            .args(packages);
-        succeed(&mut pip)
     }
 }
 
