@@ -153,8 +153,8 @@ fn commands(lines: &[&str], notes: &[&str]) -> Vec<String> {
         let (begin, arguments) = note.split_once(':').expect("`with: ARGUMENTS`");
         match begin.trim() {
             "" => {
-                let takes = |name: &&&str| ours.iter().any(|line| works(line).1 == **name);
-                let long = ["train", "bench"].iter().filter(takes).count() > 0;
+                let takes = |name: &str| ours.iter().any(|line| works(line).1 == name);
+                let long = takes("train") || takes("bench");
                 let names: &[&str] =
                     if long { &["train", "bench"] } else { &["plan", "step", "check"] };
                 more.extend(names.iter().map(|name| (*name, arguments.trim())));
