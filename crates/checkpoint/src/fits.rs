@@ -25,7 +25,11 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
     let rules = Rules(&image.rules);
     let own = &image.rules.first;
     if manifest.optimizer != *own {
-        return Err(refuse(folder, "optimizer", own, Quoted(&manifest.optimizer)));
+        let found = format!(
+            "{}, which it was saved with; go on with that, or begin in another folder",
+            Quoted(&manifest.optimizer)
+        );
+        return Err(refuse(folder, "optimizer", own, found));
     }
     if manifest.has_checksum() {
         check_rules(&rules, manifest, folder)?;
@@ -131,7 +135,12 @@ fn check_schedule(image: &RunImage, manifest: &Manifest, folder: &Path) -> Resul
         "`{}`, or one that is the same in the steps taken",
         Quoted(own.as_deref().unwrap_or(none))
     );
-    Err(refuse(folder, "schedule", &expected, format_args!("`{}`: {differs}", Quoted(found))))
+    Err(refuse(
+        folder,
+        "schedule",
+        &expected,
+        format_args!("`{}`, which it was saved with: {differs}", Quoted(found)),
+    ))
 }
 
 /// Tensors in which the plan and a checkpoint differ: name, expected, found.

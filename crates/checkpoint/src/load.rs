@@ -24,10 +24,10 @@ pub(crate) struct ReadRun {
 /// Goes on from a checkpoint, of however many ranks; returns the texts that were saved with it. All
 /// ranks call it. `Checkpoints::resume` also lets ranks agree on what they have read.
 ///
-/// A save in the middle of a merge window or under LocalSGD ([`crate::OpenRun`]) takes as many ranks
-/// as it was made on, at any ZeRO stage and with any buckets, unless all ranks were
-/// alike: at an average whose state is averaged too or empty, in a window whose gradients are
-/// reduced in every micro-step, or after [`Manifest::average`].
+/// A save in the middle of a merge window or under LocalSGD ([`crate::OpenRun`]) takes as many
+/// ranks as it was made on, at any ZeRO stage and with any buckets, unless all ranks were alike: at
+/// an average whose state is averaged too or empty, in a window whose gradients are reduced in
+/// every micro-step, or after [`Manifest::average`].
 ///
 /// # Errors
 /// [`PlanError::Checkpoint`] naming what is missing, damaged or of another model or optimizer.

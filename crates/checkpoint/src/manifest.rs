@@ -122,7 +122,12 @@ impl Manifest {
             let expected =
                 "a manifest, which is written last; without it a checkpoint is not complete";
             let path = folder.join(MANIFEST);
-            refuse(&path, "manifest", expected, "no such file")
+            let above = folder.path.parent().unwrap_or(folder.path).join(MANIFEST);
+            let found = match folder.files.kind(&above) {
+                Ok(_) => "no such file, but one in the folder above; give that folder",
+                Err(_) => "no such file",
+            };
+            refuse(&path, "manifest", expected, found)
         })
     }
 

@@ -12,7 +12,7 @@ use crate::manifest::Manifest;
 use crate::own_values::PROGRESS;
 use crate::refusal::refuse;
 use crate::values::WholeTensors;
-use crate::{CheckpointFolder, OpenRun, counts, values};
+use crate::{CheckpointFolder, OpenRun, counts};
 
 impl Manifest {
     /// Writes a checkpoint that holds the mean of all ranks, from which any number of ranks can
@@ -65,13 +65,13 @@ impl Manifest {
             // The mean may be infinite or NaN where the ranks' values are, or where it is too
             // large. Only values that their writers have noted may lead to a noted mean.
             let seen = keys.iter().all(|key| {
-                let count = values::non_finite(dtype, &tensors.whole[key]);
+                let count = dtype.non_finite(&tensors.whole[key]);
                 count == tensors.noted(key)
             });
             for key in &keys {
                 tensors.non_finite.remove(key);
             }
-            if seen && values::non_finite(dtype, &mean) > 0 {
+            if seen && dtype.non_finite(&mean) > 0 {
                 tensors.non_finite.insert(keys[0].clone(), 1);
             }
             for key in &keys[1..] {

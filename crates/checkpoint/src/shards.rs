@@ -244,7 +244,7 @@ impl Manifest {
                     bytes,
                     of_model: None,
                     non_finite: match tensors.non_finite.get(name) {
-                        Some(_) => values::non_finite(spec.dtype, bytes),
+                        Some(_) => spec.dtype.non_finite(bytes),
                         None => 0,
                     },
                 });

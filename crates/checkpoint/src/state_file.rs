@@ -139,7 +139,7 @@ pub fn load_state(state: &mut State, backend: &dyn Backend, path: &Path) -> Resu
     let scale = check_loss_scale(&image, &file)?;
     counts.skipped = scale.map_or(0, |found| found.skipped);
     let scale = scale.map(|found| found.scale);
-    state.restore(backend, &image, &counts, scale, |param, role| {
+    image.restore_state(state, backend, &counts, scale, |param, role| {
         file.bytes(&tensor_name(&image.params[param].name, role)).unwrap_or_default()
     })?;
     Ok(file.metadata().get(PARAMETERS).cloned())
@@ -195,9 +195,10 @@ fn check(image: &RunImage, file: &TensorFile) -> Result<RunCounts> {
         let extra = file.entries().keys().find(|name| !keeps(image, name));
         let name = extra.map_or("", String::as_str);
         let param = name.rsplit_once('@').map_or("", |(param, _)| param);
-        let found = match image.params.iter().any(|own| own.name == param) {
-            true => "one of a parameter whose rule and settings keep other tensors here",
-            false => "a tensor of no parameter given",
+        let found = if image.params.iter().any(|own| own.name == param) {
+            "one of a parameter whose rule and settings keep other tensors here"
+        } else {
+            "a tensor of no parameter given"
         };
         return Err(refuse(file.path(), name, "no such tensor", found));
     }

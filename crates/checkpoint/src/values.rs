@@ -46,7 +46,7 @@ pub(crate) fn check(role: Role, dtype: DType, bytes: &[u8], noted: u64) -> Resul
     if noted == 0 {
         return Ok(());
     }
-    let found = non_finite(dtype, bytes);
+    let found = dtype.non_finite(bytes);
     if found == noted {
         return Ok(());
     }
@@ -95,29 +95,7 @@ fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> {
 
 /// The number of a tensor's values that are infinite or NaN; 0 for roles that readers do not check.
 pub(crate) fn non_finite_of(role: Role, dtype: DType, bytes: &[u8]) -> u64 {
-    if is_checked(role) { non_finite(dtype, bytes) } else { 0 }
-}
-
-/// The number of values that are infinite or NaN.
-///
-/// # Cost
-/// One pass over the bytes, without a branch for each.
-pub(crate) fn non_finite(dtype: DType, bytes: &[u8]) -> u64 {
-    fn with<const N: usize>(bytes: &[u8], is: impl Fn([u8; N]) -> bool) -> u64 {
-        let (elements, _) = bytes.as_chunks::<N>();
-        elements.iter().map(|element| u64::from(is(*element))).sum()
-    }
-    // All bits of the exponent are set in what is not finite.
-    let of_16_bits = |exponent: u16| {
-        with(bytes, move |element| u16::from_le_bytes(element) & exponent == exponent)
-    };
-    match dtype {
-        DType::F32 => with(bytes, |element| !f32::from_le_bytes(element).is_finite()),
-        DType::F64 => with(bytes, |element| !f64::from_le_bytes(element).is_finite()),
-        DType::F16 => of_16_bits(0x7c00),
-        DType::BF16 => of_16_bits(0x7f80),
-        _ => 0,
-    }
+    if is_checked(role) { dtype.non_finite(bytes) } else { 0 }
 }
 
 /// Whole tensors of a checkpoint, by name.

@@ -20,8 +20,13 @@ pub(crate) struct LaunchArgs {
     /// to them, before they are killed; what ranks have started has as long from their end on
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_timeout)]
     patience: Duration,
-    /// The program and its arguments, behind `--`
-    #[arg(required = true, last = true, value_name = "PROGRAM")]
+    /// The program and its arguments; `--` before them is allowed
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM"
+    )]
     program: Vec<OsString>,
 }
 
@@ -40,7 +45,7 @@ pub(crate) fn require_first() -> anyhow::Result<()> {
 /// Starts all ranks and waits for them; the exit code is that of the first rank that fails.
 pub(crate) fn run(args: &LaunchArgs) -> anyhow::Result<()> {
     let Some((program, arguments)) = args.program.split_first() else {
-        bail!("expected a program behind `--`, found none");
+        bail!("launch: expected a program, found none");
     };
     let options = LaunchOptions {
         arguments: arguments.to_vec(),

@@ -85,6 +85,9 @@ pub(crate) fn refused(error: OptionError) -> anyhow::Error {
         OptionError::Conflict { first, second, why } => {
             anyhow!("{} and {}: {why}; remove one", flag_of(first), flag_of(second))
         }
+        OptionError::NoTrust { .. } => {
+            anyhow!("{}", error.to_string().replacen("trust_of", &flag_of("trust_of"), 1))
+        }
         OptionError::Unmatched { name, such_as, found, count } => {
             let error = OptionError::Unmatched { name, such_as, found, count }.to_string();
             anyhow!("{}", error.replacen(name, &flag_of(name), 1))

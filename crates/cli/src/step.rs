@@ -162,6 +162,7 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
     let prepared = prepare_files(args, &params, &model, &state, backend.as_ref())?;
     claim.commit(prepared.files)?;
+    warn_non_finite(&args.out, prepared.params_non_finite.iter().map(String::as_str));
     if let Some(path) = &args.state_out {
         warn_non_finite(path, prepared.non_finite.iter().map(String::as_str));
     }
@@ -320,7 +321,9 @@ fn params<'a>(
 /// All outputs, complete and beside their places.
 struct PreparedFiles {
     files: Vec<Prepared<'static>>,
-    /// Tensors of state with values that are not finite.
+    /// Parameters with values that are not finite.
+    params_non_finite: Vec<String>,
+    /// Tensors of state with such values.
     non_finite: Vec<String>,
 }
 
@@ -334,6 +337,9 @@ fn prepare_files(
     let metadata: HashMap<String, String> = input.metadata().clone();
     let read = |name: &str, bytes: &mut [u8]| state.read(backend, Role::Param, name, bytes);
     let trained = params(input, model, read)?;
+    let of_params = model.params.iter().zip(&trained);
+    let of_params = of_params.filter(|(param, (_, own))| param.dtype.non_finite(&own.bytes) > 0);
+    let params_non_finite = of_params.map(|(param, _)| param.name.clone()).collect();
     let mut files = vec![Prepared::tensors(&args.out, &trained, metadata.clone())?];
     drop(trained);
     if let Some(path) = &args.average_out {
@@ -347,5 +353,5 @@ fn prepare_files(
         non_finite.extend(state.non_finite().map(str::to_owned));
         files.push(Prepared::tensors(path, &state.tensors, state.metadata)?);
     }
-    Ok(PreparedFiles { files, non_finite })
+    Ok(PreparedFiles { files, params_non_finite, non_finite })
 }

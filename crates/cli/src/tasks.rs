@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use anyhow::ensure;
 use clap::{Args, ValueEnum};
 use fusestep_models::{Digits, Task, Text, Transformer};
-use fusestep_tensor::ParamDesc;
+use fusestep_tensor::{ParamDesc, Trust};
 
 use crate::options::whole;
 use crate::rules::{OptimizerArgs, Rule};
@@ -123,7 +123,10 @@ pub(crate) fn plain_rates(optimizer: &OptimizerArgs, model: Model, params: &mut 
     let of_momentum = Rule::value_variants().iter().find(|rule| rule.name() == "momentum");
     let momentum = of_momentum.expect("SGD with a velocity has this name");
     let share = rate(model, *momentum) / rate(model, optimizer.optimizer);
-    for param in params.iter_mut().filter(|param| param.weight_decay == Some(0.0)) {
+    let is_plain = |param: &&mut ParamDesc| {
+        param.weight_decay == Some(0.0) || param.trust == Some(Trust::Plain)
+    };
+    for param in params.iter_mut().filter(is_plain) {
         param.lr_scale *= share;
     }
 }

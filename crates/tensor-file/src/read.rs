@@ -82,6 +82,10 @@ impl TensorFile {
     pub fn read_in(files: &dyn Files, path: &Path) -> Result<Self, TensorFileError> {
         let not_a_file = |found| TensorFileError::NotAFile { path: path.to_owned(), found };
         match files.kind(path).map_err(io_error(path, "open"))? {
+            FileKind::Folder if files.kind(&path.join("manifest.json")).is_ok() => Err(not_a_file(
+                "a folder with a checkpoint; its parameters are model.safetensors in the folder \
+                 that manifest.json names",
+            )),
             FileKind::Folder => Err(not_a_file("a folder")),
             FileKind::Other => Err(not_a_file("a pipe, socket or device")),
             FileKind::File { .. } => {

@@ -44,6 +44,18 @@ pub enum OptionError {
         /// The number of parameters.
         count: usize,
     },
+    /// Trust ratios of parameters whose rules have none.
+    #[error(
+        "trust_of of `{found}`: expected parameters of a rule that scales by trust ratios (lars, \
+         lamb), found {rule}, which has none; leave it out",
+        found = Quoted(found)
+    )]
+    NoTrust {
+        /// Part of the parameters' names.
+        found: String,
+        /// Rule of the first of them.
+        rule: &'static str,
+    },
     /// A setting of many ranks where one trains alone.
     #[error(
         "{name} of {found}: expected an optimizer on ranks, found one that has joined none; build \

@@ -248,6 +248,27 @@ impl StepOptions {
                 parts.iter().try_for_each(|part| each("groups", part, &|_| {}))?;
             }
         }
+        self.check_trust(params)
+    }
+
+    /// Refuses trust ratios of parameters whose rules have none.
+    fn check_trust(&self, params: &[ParamDesc]) -> Result<(), OptionError> {
+        let named =
+            if self.trust_of.is_empty() { Vec::new() } else { self.names_of_groups(params) };
+        let rule_of = |param: &&ParamDesc| {
+            let group = named.iter().position(|names| names.contains(&param.name));
+            group.map_or(self.rule, |group| self.groups[group].rule)
+        };
+        for OfParams { pattern, .. } in &self.trust_of {
+            let matches = params.iter().filter(|param| param.name.contains(pattern.as_str()));
+            let mut rules = matches.map(|param| rule_of(&param));
+            let Some(first) = rules.next() else {
+                continue;
+            };
+            if !first.has_trust() && !rules.any(|rule| rule.has_trust()) {
+                return Err(OptionError::NoTrust { found: pattern.clone(), rule: first.name() });
+            }
+        }
         Ok(())
     }
 

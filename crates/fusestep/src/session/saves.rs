@@ -154,7 +154,8 @@ impl Session<'_> {
         self.saving.noted_by_all(begun)
     }
 
-    /// Reads a file that [`save_state`](fusestep_checkpoint::save_state) wrote: the rule's own tensors and the counts of steps.
+    /// Reads a file that [`save_state`](fusestep_checkpoint::save_state) wrote: the rule's own
+    /// tensors and the counts of steps.
     ///
     /// # Errors
     /// As [`load_state`]; nothing has changed then.

@@ -150,6 +150,12 @@ impl Optimizer {
         self.rule().objective()
     }
 
+    /// Whether the rule scales the step of each parameter by a ratio of norms, as LARS and LAMB do.
+    pub fn has_trust(&self) -> bool {
+        let kernel = self.rule().kernel(DType::F32, Precision::default());
+        kernel.is_ok_and(|kernel| kernel.normed().is_some())
+    }
+
     /// Checks every hyper-parameter.
     ///
     /// # Errors

@@ -6,7 +6,9 @@ use crate::plan::note::{Note, Verdict};
 use crate::plan::passes::broadcasts::place_broadcasts;
 use crate::plan::passes::buckets::cut;
 use crate::plan::passes::conflicts::check_conflicts;
+use crate::plan::passes::fuse_all_reduce::FuseAllReduce;
 use crate::plan::passes::pass::Pass;
+use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::passes::share_out::{explain_shards, share_out, split_updates_by_bucket};
 use crate::plan::passes::{norm, tables};
 use crate::plan::settings::TableKind;
@@ -113,6 +115,12 @@ pub(crate) fn rewrite<'p>(
 fn drop_unreduced(plan: &mut Plan) {
     if plan.reduces() {
         return;
+    }
+    let fused =
+        |note: &&mut Note| note.pass == FuseAllReduce::NAME && note.verdict == Verdict::Applied;
+    for note in plan.notes.iter_mut().filter(fused) {
+        note.verdict = Verdict::Skipped;
+        "ranks reduce no gradients".clone_into(&mut note.reason);
     }
     plan.segments.clear();
     plan.buckets.clear();

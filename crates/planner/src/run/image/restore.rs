@@ -63,33 +63,33 @@ impl RunToLoad<'_> {
     }
 }
 
-impl State {
-    /// Writes the tensors of its rules and its counts of steps from a file. `image` describes them,
+impl RunImage {
+    /// Writes a file's tensors of rules and counts of steps to the state that this image describes.
     /// `tensor` has the bytes of a parameter's list, and `scale` comes with the steps skipped so
     /// far, where both sides scale the loss.
     ///
     /// # Errors
     /// Errors of the backend; lengths that are not the tensors'.
-    pub fn restore<'t>(
-        &mut self,
+    pub fn restore_state<'t>(
+        &self,
+        state: &mut State,
         backend: &dyn Backend,
-        image: &RunImage,
         counts: &RunCounts,
         scale: Option<LossScale>,
         tensor: impl Fn(usize, Role) -> &'t [u8],
     ) -> Result<()> {
-        self.settle(backend)?;
-        for (param, desc) in image.params.iter().enumerate() {
+        state.settle(backend)?;
+        for (param, desc) in self.params.iter().enumerate() {
             for list in &desc.lists {
-                self.write(backend, list.role, &desc.name, tensor(param, list.role))?;
+                state.write(backend, list.role, &desc.name, tensor(param, list.role))?;
             }
         }
-        restore_steps(self, counts)?;
-        if let (Some(norm), Some(scale)) = (&mut self.norm, scale) {
+        restore_steps(state, counts)?;
+        if let (Some(norm), Some(scale)) = (&mut state.norm, scale) {
             norm.restore(backend, scale, counts.skipped)?;
         }
-        forget(self);
-        self.poisoned = None;
+        forget(state);
+        state.poisoned = None;
         Ok(())
     }
 }
