@@ -7,6 +7,7 @@ use fusestep_tensor::DType;
 
 use crate::refusal::refuse;
 use crate::shard_file::{InModel, TensorPart};
+use crate::values::SavedList;
 use crate::{CheckpointFolder, Result, counts, lists, own_values, values};
 
 /// A rank's part of a checkpoint at one moment. Later snapshots reuse its memory, so that only the
@@ -47,7 +48,12 @@ impl Snapshot {
         let key = |part: &PartImage| lists::key_of(image, part.param, part.list, rank);
         self.keys = image.parts.iter().map(key).collect();
         for (part, key) in image.parts.iter().zip(&self.keys) {
-            values::check_saved(image, part)
+            let List::Role(role) = part.list else {
+                continue;
+            };
+            let PartImage { param, dtype, .. } = *part;
+            let saved = SavedList { param, role, dtype, bytes: image.bytes(part) };
+            values::check_saved(image, saved)
                 .map_err(|(expected, found)| refuse(folder.path, key, expected, found))?;
         }
         self.counts = own_values::open_run(image).map(|_| Counts {

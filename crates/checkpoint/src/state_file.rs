@@ -23,8 +23,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use fusestep_amp::LossScale;
+use fusestep_coalesce::zeroed_bytes;
 use fusestep_launch::Backend;
-use fusestep_planner::{List, ListImage, MAX_STEPS, ParamImage, RunCounts, RunImage, State};
+use fusestep_planner::{ListImage, MAX_STEPS, ParamImage, RunCounts, RunImage, State};
 use fusestep_tensor::Quoted;
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 
@@ -35,6 +36,7 @@ use crate::state_sums::{
     FORMAT, FORMAT_KEY, PARAMETERS, VERSION, VERSION_KEY, check_format, check_values, is_old,
     sum_of,
 };
+use crate::values::SavedList;
 use crate::{Result, values};
 
 /// Metadata keys of the rule.
@@ -74,27 +76,28 @@ impl StateTensors {
     /// [`PlanError::Poisoned`]: fusestep_planner::PlanError::Poisoned
     /// [`PlanError::Unsettled`]: fusestep_planner::PlanError::Unsettled
     pub fn of(state: &State, backend: &dyn Backend) -> Result<Self> {
-        let mut image = RunImage::default();
-        image.take_state(state, backend)?;
+        let image = RunImage::describe_saved(state)?;
         let mut metadata = metadata_of(&image);
         let parameters = state.parameters_xxh3(backend)?;
         metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
-        let mut tensors = Vec::with_capacity(image.parts.len());
-        for part in &image.parts {
-            let List::Role(role) = part.list else {
-                continue;
-            };
-            let (param, bytes) = (&image.params[part.param], image.bytes(part));
-            let name = tensor_name(&param.name, role);
-            values::check_saved(&image, part)
-                .map_err(|(expected, found)| refuse(Path::new("state"), &name, expected, found))?;
-            metadata.insert(sum_key(&name), checksum(bytes));
-            let count = values::non_finite_of(role, part.dtype, bytes);
-            if count > 0 {
-                metadata.insert(non_finite_key(&name), count.to_string());
+        let mut tensors = Vec::new();
+        for (param, desc) in image.params.iter().enumerate() {
+            for &ListImage { role, dtype } in &desc.lists {
+                let mut bytes = zeroed_bytes(desc.shape.numel() as usize * dtype.len_bytes())?;
+                state.read(backend, role, &desc.name, &mut bytes)?;
+                let name = tensor_name(&desc.name, role);
+                let saved = SavedList { param, role, dtype, bytes: &bytes };
+                values::check_saved(&image, saved).map_err(|(expected, found)| {
+                    refuse(Path::new("state"), &name, expected, found)
+                })?;
+                metadata.insert(sum_key(&name), checksum(&bytes));
+                let count = values::non_finite_of(role, dtype, &bytes);
+                if count > 0 {
+                    metadata.insert(non_finite_key(&name), count.to_string());
+                }
+                let tensor = TensorBytes::of(dtype, &desc.shape, Cow::Owned(bytes));
+                tensors.push((name, tensor));
             }
-            let bytes = Cow::Owned(bytes.to_vec());
-            tensors.push((name, TensorBytes::of(part.dtype, &param.shape, bytes)));
         }
         let sum = sum_of(&metadata);
         metadata.insert(SUM.to_owned(), sum);

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use fusestep_planner::{List, PartImage, PlanError, RunImage};
+use fusestep_planner::{PlanError, RunImage};
 use fusestep_tensor::{DType, Quoted, Role};
 use fusestep_tensor_file::TensorFile;
 use half::{bf16, f16};
@@ -67,17 +67,23 @@ pub(crate) fn check_begun(role: Role, dtype: DType, bytes: &[u8]) -> Result<(), 
     }
 }
 
+/// A list's elements as they are saved.
+#[derive(Clone, Copy)]
+pub(crate) struct SavedList<'a> {
+    pub(crate) param: usize,
+    pub(crate) role: Role,
+    pub(crate) dtype: DType,
+    pub(crate) bytes: &'a [u8],
+}
+
 /// Refuses to save state that [`check_begun`] would refuse on loading.
-pub(crate) fn check_saved(image: &RunImage, part: &PartImage) -> Result<(), Refused> {
-    let List::Role(role) = part.list else {
-        return Ok(());
-    };
+pub(crate) fn check_saved(image: &RunImage, list: SavedList<'_>) -> Result<(), Refused> {
     // Averages over ranks bring state to ranks that have taken no step themselves.
-    let has_begun = image.counts.steps_of[part.param] > 0;
+    let has_begun = image.counts.steps_of[list.param] > 0;
     if has_begun || image.counts.step > 0 && image.averages {
         return Ok(());
     }
-    check_begun(role, part.dtype, image.bytes(part)).map_err(|(expected, found)| {
+    check_begun(list.role, list.dtype, list.bytes).map_err(|(expected, found)| {
         (expected, format!("{found}; set the steps that it has taken (`State::set_step`)"))
     })
 }

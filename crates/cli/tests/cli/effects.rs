@@ -45,6 +45,18 @@ fn flags_of_ranks_ask_for_ranks() {
 }
 
 #[test]
+fn a_trust_ratio_is_asked_of_a_rule_that_has_one() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let named = ["--trust-of", "a=plain"];
+    for command in [&["plan", text(&shapes)][..], &["bench", text(&shapes), "--rounds", "1"]] {
+        let command = [command, &named].concat();
+        let said = "--trust-of of `a`: expected parameters of a rule that scales by trust ratios";
+        refuses(&command, &[said, "found adamw, which has none"], &["--optimizer", "lars"]);
+    }
+}
+
+#[test]
 fn flags_of_several_ranks_are_refused_on_one() {
     let folder = Folder::new();
     let shapes = shapes(&folder);

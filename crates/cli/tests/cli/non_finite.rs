@@ -45,3 +45,18 @@ fn state_that_is_not_finite_is_told_of_and_gone_on_from() {
     assert!(verified.contains("all intact; `") && verified.contains("not finite"), "{verified}");
     train(&["2", "--resume"]);
 }
+
+#[test]
+fn parameters_that_are_not_finite_are_told_of() {
+    let folder = Folder::new();
+    let (params, grads, out) = (folder.path("p"), folder.path("g"), folder.path("out"));
+    write(&params, &[("w", vec![3e38; 3]), ("b", vec![1.0])]);
+    write(&grads, &[("w", vec![-1.0; 3]), ("b", vec![1.0])]);
+    let files = ["step", "--params", text(&params), "--grads", text(&grads), "--out", text(&out)];
+    let output = fusestep(&[&files[..], &["--lr", "3e38", "--weight-decay", "0"]].concat());
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{told}");
+    assert!(told.contains("`w` has values that are not finite"), "{told}");
+    let output = fusestep(&[&files[..], &["--lr", "1e-3"]].concat());
+    assert!(output.status.success() && output.stderr.is_empty());
+}

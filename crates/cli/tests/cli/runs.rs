@@ -243,6 +243,16 @@ fn processes_that_torchrun_has_started_find_each_other_and_other_engines_are_ref
 }
 
 #[test]
+fn a_program_is_launched_with_its_arguments_with_or_without_a_mark_before_it() {
+    let program = [env!("CARGO_BIN_EXE_fusestep"), "train", "--engine", "processes", "--json"];
+    for mark in [&["--"][..], &[]] {
+        let short = ["--epochs", "1"];
+        let told = ok(&[&["launch", "-n", "2"][..], mark, &program, &short].concat());
+        assert!(told.contains("\"ranks\":2"), "{told}");
+    }
+}
+
+#[test]
 fn a_launcher_within_another_is_named() {
     let start = ["launch", "-n", "2", "--"];
     let nested = [&start[..], &[env!("CARGO_BIN_EXE_fusestep")], &start, &["true"]].concat();

@@ -96,7 +96,7 @@ pub(crate) fn train(
     }
     if way != WayOfStep::Run {
         assert_eq!(state.step(), 0, "the host has not asked");
-        let error = RunImage::default().take_state(&state, backend).unwrap_err();
+        let error = RunImage::describe_saved(&state).unwrap_err();
         assert_eq!(error, PlanError::Unsettled { pending: 8 });
         state.settle(backend).unwrap();
     }

@@ -45,6 +45,21 @@ impl RunImage {
         })
     }
 
+    /// [`RunImage::describe_state`] of a state that can be saved.
+    ///
+    /// # Errors
+    /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::StepUnderWay`]; counts that
+    /// no reader takes.
+    pub fn describe_saved(state: &State) -> Result<Self> {
+        if let Some(step) = state.poisoned {
+            return Err(PlanError::Poisoned { step });
+        }
+        state.tables.check_settled()?;
+        state.check_between_steps("saving")?;
+        state.check_counts()?;
+        Self::describe_state(state)
+    }
+
     /// Describes the tensors that a state keeps for its rules, without their elements and without
     /// parameters.
     ///
@@ -105,38 +120,6 @@ impl RunImage {
                 (Source::Copied(own), _) => bytes.copy_from_slice(&own),
             }
             self.parts.push(part);
-        }
-        Ok(())
-    }
-
-    /// Replaces the image by one of the tensors that a state keeps for its rules, each whole.
-    ///
-    /// # Errors
-    /// [`PlanError::Poisoned`]; [`PlanError::Unsettled`]; [`PlanError::StepUnderWay`];
-    /// [`PlanError::InShards`]; [`PlanError::Backend`].
-    pub fn take_state(&mut self, state: &State, backend: &dyn Backend) -> Result<()> {
-        if let Some(step) = state.poisoned {
-            return Err(PlanError::Poisoned { step });
-        }
-        state.tables.check_settled()?;
-        state.check_between_steps("saving")?;
-        state.check_counts()?;
-        let bytes = std::mem::take(&mut self.bytes);
-        *self = Self { bytes, ..Self::describe_state(state)? };
-        let mut room = Room::default();
-        for (param, image) in self.params.iter().enumerate() {
-            for list in &image.lists {
-                let place = room.for_elements(image.shape.numel(), list.dtype);
-                let (list, dtype) = (List::Role(list.role), list.dtype);
-                self.parts.push(PartImage { param, list, dtype, first: 0, whole: false, place });
-            }
-        }
-        self.make_room(room.end)?;
-        for part in &self.parts {
-            if let List::Role(role) = part.list {
-                let bytes = &mut self.bytes[part.place.clone()];
-                state.read(backend, role, &self.params[part.param].name, bytes)?;
-            }
         }
         Ok(())
     }
