@@ -7,7 +7,8 @@ use std::path::Path;
 use fusestep::launch::LaunchLimits;
 use fusestep::planner::{Reach, Topology};
 use fusestep::{
-    AdamW, Alone, Cpu, DType, OptionError, ParamDesc, Row, Section, Shape, StepOptions, Visit,
+    AdamW, Alone, Cpu, DType, OptionError, OwnRule, ParamDesc, Row, Section, Shape, StepOptions,
+    Visit,
 };
 
 /// Sets one setting from a text.
@@ -234,8 +235,21 @@ fn patterns_reach_the_parameters_whose_names_contain_them() {
     let shape = || Shape::new([4]).expect("a shape");
     let mut params =
         ["a.weight", "a.bias", "b.bias"].map(|name| ParamDesc::new(name, shape(), DType::F32));
-    let options = with(&[["exclude", "bias"], ["lr_scale", "b.=0.5"], ["trust_of", "a.w=plain"]]);
+    let mut options =
+        with(&[["exclude", "bias"], ["lr_scale", "b.=0.5"], ["trust_of", "a.w=plain"]]);
+    let error = options.describe(&mut params).expect_err("a rule without trust ratios");
+    let expected = "trust_of of `a.w`: expected parameters of a rule that scales by trust ratios \
+                    (lars, lamb), found adamw, which has none; leave it out";
+    assert_eq!(error.to_string(), expected);
+    options.rule = fusestep::lamb::Lamb::default().into();
     options.describe(&mut params).expect("patterns of names");
+    // A group's rule counts for its own parameters.
+    options.rule = fusestep::fused_adam::Adam::default().into();
+    let group = OwnRule::containing(["a."], fusestep::lamb::Lamb::default());
+    let mut grouped = StepOptions { groups: vec![group], ..options.clone() };
+    grouped.describe(&mut params.clone()).expect("a group with trust ratios");
+    grouped.trust_of[0].pattern = "b.".to_owned();
+    grouped.describe(&mut params.clone()).expect_err("no parameter of the group");
     let decays = params.each_ref().map(|param| param.weight_decay);
     assert_eq!(decays, [None, Some(0.0), Some(0.0)]);
     assert_eq!(params.each_ref().map(|param| param.lr_scale), [1.0, 1.0, 0.5]);
