@@ -108,14 +108,13 @@ pub(crate) fn each_stage(
     mut comms: Option<&mut Comms<'_>>,
     report: &mut StepReport,
 ) -> Result<()> {
-    let (mut updates, mut skipped) = (0, false);
-    for stage in &plan.stages {
-        let comms = comms.as_deref_mut();
-        let done = run_stage(plan, state, executor, comms, stage, updates, &mut skipped)?;
+    let mut updates = 0;
+    let due = plan.stages.iter().map(|stage| {
+        let update = updates;
         updates += usize::from(stage.update().is_some());
-        report.launches += done.launches;
-        report.elements += done.elements;
-    }
+        Due { stage, update }
+    });
+    let skipped = run_due(plan, state, executor, comms.as_deref_mut(), due, report)?;
     if let Some(comms) = comms {
         let backend = executor.backend();
         let mut run = Run { plan, state, backend, comms };
@@ -124,9 +123,35 @@ pub(crate) fn each_stage(
     Ok(())
 }
 
+/// A stage that is due, and its number among those that update.
+pub(crate) struct Due<'p> {
+    pub(crate) stage: &'p Stage,
+    pub(crate) update: usize,
+}
+
+/// Runs stages in their order, of a whole update or of what can be updated in backward; returns
+/// whether all updates are skipped.
+pub(crate) fn run_due<'p>(
+    plan: &Plan,
+    state: &mut State,
+    executor: &mut Executor<'_>,
+    mut comms: Option<&mut Comms<'_>>,
+    due: impl Iterator<Item = Due<'p>>,
+    report: &mut StepReport,
+) -> Result<bool> {
+    let mut skipped = false;
+    for Due { stage, update } in due {
+        let comms = comms.as_deref_mut();
+        let done = run_stage(plan, state, executor, comms, stage, update, &mut skipped)?;
+        report.launches += done.launches;
+        report.elements += done.elements;
+    }
+    Ok(skipped)
+}
+
 /// Runs one stage, the `update`-th of those that update. Returns whether all updates are skipped,
 /// once that is known.
-pub(crate) fn run_stage(
+fn run_stage(
     plan: &Plan,
     state: &mut State,
     executor: &mut Executor<'_>,

@@ -19,6 +19,7 @@ use crate::run::report::StepReport;
 use crate::run::run::Run;
 use crate::run::stages::reduce;
 use crate::run::step;
+use crate::run::step::Due;
 
 /// Forgets a step that has begun or failed, once everything that it may have changed is loaded.
 pub(crate) fn forget(state: &mut State) {
@@ -124,15 +125,15 @@ fn update_unit(run: &mut Run<'_, '_>, index: usize) -> Result<()> {
 fn run_unit(run: &mut Run<'_, '_>, unit: &Unit) -> Result<()> {
     leave_out(run.plan, run.state, unit)?;
     let mut executor = Executor::Backend(run.backend);
-    for &(at, update) in &unit.stages {
-        let comms = (run.plan.topology.world > 1).then_some(&mut *run.comms);
-        // A step that may be skipped has all its gradients first, and is never here.
-        let (plan, state, stage) = (run.plan, &mut *run.state, &run.plan.stages[at]);
-        let done = step::run_stage(plan, state, &mut executor, comms, stage, update, &mut false)?;
-        if let Some(begun) = &mut run.state.in_backward.under_way {
-            begun.report.launches += done.launches;
-            begun.report.elements += done.elements;
-        }
+    let comms = (run.plan.topology.world > 1).then_some(&mut *run.comms);
+    let stages = unit.stages.iter();
+    let due = stages.map(|&(at, update)| Due { stage: &run.plan.stages[at], update });
+    let mut done = StepReport::default();
+    // A step that may be skipped has all its gradients first, and is never here.
+    step::run_due(run.plan, run.state, &mut executor, comms, due, &mut done)?;
+    if let Some(begun) = &mut run.state.in_backward.under_way {
+        begun.report.launches += done.launches;
+        begun.report.elements += done.elements;
     }
     Ok(())
 }
