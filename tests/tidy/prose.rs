@@ -3,7 +3,7 @@
 use crate::documents::lines_of_prose;
 
 /// Folders of pages for newcomers.
-pub(crate) const FOLDERS: [&str; 2] = ["docs/start/", "docs/guides/"];
+pub(crate) const FOLDERS: [&str; 3] = ["docs/start/", "docs/guides/", "docs/reference/"];
 
 const SENTENCE_WORDS: usize = 30;
 const PARAGRAPH_WORDS: usize = 90;

@@ -28,7 +28,7 @@ use fences::{Fence, fences, not_printed};
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use serde_json::{Value, json};
 
-const FOLDERS: [&str; 2] = ["docs/start", "docs/guides"];
+const FOLDERS: [&str; 3] = ["docs/start", "docs/guides", "docs/reference"];
 
 /// What pages write for the program in a clone.
 const FROM_SOURCES: &str = "cargo run --release -p fusestep-cli -- ";

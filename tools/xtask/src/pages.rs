@@ -14,7 +14,7 @@ use crate::{folders, python, target_folder, workspace_root};
 const CLONE: &str = "\"../fusestep/";
 
 /// Folders with pages whose programs run, beside README.
-const FOLDERS: [&str; 2] = ["docs/start", "docs/guides"];
+const FOLDERS: [&str; 3] = ["docs/start", "docs/guides", "docs/reference"];
 
 /// What a program prints that is not there.
 const NO_PYTORCH: &str = "not run, as `cargo xtask python` has not put PyTorch there";

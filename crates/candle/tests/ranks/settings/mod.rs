@@ -64,11 +64,7 @@ fn every_setting_acts_in_facade_and_candle_as_its_pass_does() {
         };
         // Rates of layers are a matter of LAMB, and masters and rounding one of 16 bits.
         let of_layers = name == "trust_of";
-        let rule: Optimizer = if of_layers {
-            fusestep::lamb::Lamb { lr: LR, ..Default::default() }.into()
-        } else {
-            fusestep::fused_adam::Adam { lr: LR, ..Default::default() }.into()
-        };
+        let rule = rule_of(of_layers);
         let narrow = ["master_weights", "state_dtype", "rounding", "rounding_seed"].contains(&name);
         let dtype = if narrow { DType::BF16 } else { DType::F32 };
         let settings = [beside, &[[name, value]]].concat();
@@ -102,18 +98,32 @@ fn every_setting_acts_in_facade_and_candle_as_its_pass_does() {
     }
 }
 
+/// LAMB, whose layers have rates of their own, or AdamW.
+fn rule_of(layers: bool) -> Optimizer {
+    if layers {
+        fusestep::lamb::Lamb { lr: LR, ..Default::default() }.into()
+    } else {
+        fusestep::fused_adam::Adam { lr: LR, ..Default::default() }.into()
+    }
+}
+
 #[test]
 fn every_setting_acts_on_one_rank_or_is_refused_by_name() {
     let mut rows = Told(Vec::new());
     StepOptions::default().each(&mut rows).expect("defaults");
-    let rule: Optimizer = fusestep::fused_adam::Adam { lr: LR, ..Default::default() }.into();
     for (name, alone) in rows.0 {
         // Rates of layers are a matter of LAMB; 16 bits are tried on ranks.
+        let of_layers = name == "trust_of";
+        let rule = rule_of(of_layers);
         let narrow = ["master_weights", "state_dtype", "rounding", "rounding_seed"].contains(&name);
         let Some(Case { value, beside, by_hand: change }) = case(name) else { continue };
         let dtype = if narrow { DType::BF16 } else { DType::F32 };
         let set = options(rule, &[beside, &[[name, value]]].concat());
-        let facade = in_facade(Builder::<kinds::AdamW>::new(LR), &set, dtype, None);
+        let facade = if of_layers {
+            in_facade(Builder::<kinds::Lamb>::new(LR), &set, dtype, None)
+        } else {
+            in_facade(Builder::<kinds::AdamW>::new(LR), &set, dtype, None)
+        };
         let candle = through_candle(rule, &set, dtype, None);
         let acts = match alone {
             Alone::Acts => true,
