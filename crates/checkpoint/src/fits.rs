@@ -135,12 +135,7 @@ fn check_schedule(image: &RunImage, manifest: &Manifest, folder: &Path) -> Resul
         "`{}`, or one that is the same in the steps taken",
         Quoted(own.as_deref().unwrap_or(none))
     );
-    Err(refuse(
-        folder,
-        "schedule",
-        &expected,
-        format_args!("`{}`, which it was saved with: {differs}", Quoted(found)),
-    ))
+    Err(refuse(folder, "schedule", &expected, format_args!("`{}`: {differs}", Quoted(found))))
 }
 
 /// Tensors in which the plan and a checkpoint differ: name, expected, found.
