@@ -99,9 +99,8 @@ impl Checkpoints {
         folder: &Path,
         check: impl FnOnce(&Path, &Texts) -> Result<T>,
     ) -> Result<Option<(T, Texts)>> {
-        comms.set_plan_hash(run.plan.hash());
         self.saves.finish(comms)?;
-        comms.set_plan_hash(run.plan.hash());
+        comms.set_plan(run.plan.hash());
         let read = read_any(&run, folder).and_then(|read| match read {
             Some(read) => {
                 let checked = check(folder, &read.manifest.caller)?;
@@ -150,7 +149,7 @@ impl Checkpoints {
         mut texts: Texts,
     ) -> Result<()> {
         self.saves.finish(comms)?;
-        comms.set_plan_hash(run.plan.hash());
+        comms.set_plan(run.plan.hash());
         self.own_folder(comms, folder)?;
         self.remembered.gather(comms, &mut texts)?;
         self.saves.begin(run, comms, folder, texts)

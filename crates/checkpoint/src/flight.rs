@@ -119,7 +119,7 @@ impl Flight {
         caller: BTreeMap<String, String>,
     ) -> Result<Self> {
         let plan_hash = run.plan.hash();
-        comms.set_plan_hash(plan_hash);
+        comms.set_plan(plan_hash);
         if Arc::get_mut(snapshot).is_none() {
             // The writer of a save that was given up still shares the old copy.
             *snapshot = Arc::default();
@@ -151,7 +151,7 @@ impl Flight {
 
     /// Whether any rank is still busy with its job. All ranks call it.
     pub(crate) fn is_busy(&self, comms: &mut Comms<'_>, own: bool) -> Result<bool> {
-        comms.set_plan_hash(self.plan_hash);
+        comms.set_plan(self.plan_hash);
         comms.on_any_rank(own)
     }
 
@@ -162,7 +162,7 @@ impl Flight {
         folder: CheckpointFolder<'_>,
         outcome: Outcome,
     ) -> Result<Next> {
-        comms.set_plan_hash(self.plan_hash);
+        comms.set_plan(self.plan_hash);
         match self.phase {
             Phase::Begin => {
                 let generation = agree::on_generation(comms, outcome.map(|done| done.begun))?;

@@ -21,12 +21,7 @@ pub(crate) struct LaunchArgs {
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_timeout)]
     patience: Duration,
     /// The program and its arguments; `--` before them is allowed
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "PROGRAM"
-    )]
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
 

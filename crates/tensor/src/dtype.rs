@@ -38,6 +38,18 @@ impl DType {
     /// Number of elements that are infinite or NaN, of little-endian bytes; 0 for integers. Bytes
     /// behind the last whole element are not read.
     ///
+    /// ```
+    /// use fusestep_tensor::DType;
+    ///
+    /// let [one, nan, infinite] = [1.0f32, f32::NAN, f32::NEG_INFINITY].map(f32::to_le_bytes);
+    /// assert_eq!(DType::F32.non_finite(&[one, nan, infinite].concat()), 2);
+    /// let [largest, infinite, nan] = [0x7bffu16, 0xfc00, 0x7e01].map(u16::to_le_bytes);
+    /// assert_eq!(DType::F16.non_finite(&[largest, infinite, nan].concat()), 2);
+    /// assert_eq!(DType::BF16.non_finite(&[largest, infinite, nan].concat()), 0);
+    /// assert_eq!(DType::BF16.non_finite(&0x7f80u16.to_le_bytes()), 1);
+    /// assert_eq!(DType::U16.non_finite(&infinite), 0);
+    /// ```
+    ///
     /// # Cost
     /// One pass over the bytes, without a branch for each.
     pub fn non_finite(self, bytes: &[u8]) -> u64 {

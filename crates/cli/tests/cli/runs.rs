@@ -250,6 +250,9 @@ fn a_program_is_launched_with_its_arguments_with_or_without_a_mark_before_it() {
         let told = ok(&[&["launch", "-n", "2"][..], mark, &program, &short].concat());
         assert!(told.contains("\"ranks\":2"), "{told}");
     }
+    // A flag that is misspelt is no program.
+    let error = refused(&["launch", "-n", "2", "--patiense", "3", "true"]);
+    assert!(error.contains("--patiense"), "{error}");
 }
 
 #[test]

@@ -237,7 +237,9 @@ impl<'a> Comms<'a> {
         }
     }
 
-    pub(crate) fn set_plan(&mut self, plan_hash: u64) {
+    /// Says to the calls that follow which plan they belong to, by its hash: ranks compare it in
+    /// each of them.
+    pub fn set_plan(&mut self, plan_hash: u64) {
         let context = CallContext { plan_hash, bucket: None };
         self.comm.set_context(context);
         if let Some(groups) = &mut self.groups {

@@ -7,12 +7,6 @@ use crate::error::Result;
 use crate::run::comms::calls::Comms;
 
 impl Comms<'_> {
-    /// Says to the calls that follow which plan they belong to, by its hash: ranks compare it in
-    /// each of them.
-    pub fn set_plan_hash(&mut self, plan_hash: u64) {
-        self.set_plan(plan_hash);
-    }
-
     /// Whether `own` is true on any rank. All ranks call it.
     ///
     /// # Errors
