@@ -51,7 +51,8 @@ struct Body {
     enum : int { PLACES = STATES > 0 ? STATES : 1, WORDS = (STATES + 2) / 2 };
 
     Param* param;
-    const Param* grad;
+    // The chunk's start in the list of gradients, which may be wider than the parameter.
+    multi_tensor::u64 grad;
     State* state[PLACES];
     Master* master;
     Update update;
@@ -60,9 +61,8 @@ struct Body {
 
     template <int WIDTH, int IN_FLIGHT>
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
-        // Read anew each time: kept over the loop, it costs registers.
-        const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
-        Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
+        Lanes<WIDTH, Param> p[IN_FLIGHT];
+        storage::Gradients<WIDTH, IN_FLIGHT, Param> g;
         Lanes<WIDTH, State> s[IN_FLIGHT][PLACES];
         Lanes<WIDTH, Master> b[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -70,7 +70,6 @@ struct Body {
             if constexpr (Format::READS_PARAM) {
                 p[i] = multi_tensor::load_lanes<WIDTH>(param + at);
             }
-            g[i] = multi_tensor::load_lanes<WIDTH>(grad + at);
             for (int list = 0; list < STATES; list++) {
                 s[i][list] = multi_tensor::load_lanes<WIDTH>(state[list] + at);
             }
@@ -78,6 +77,9 @@ struct Body {
                 b[i] = multi_tensor::load_lanes<WIDTH>(master + at);
             }
         }
+        // Read anew each time: kept over the loop, it costs registers.
+        const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
+        g.load(grad, first, stride, header.flags);
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
                 Compute value = Format::value(p[i].lane[lane], b[i].lane[lane]);
@@ -85,7 +87,7 @@ struct Body {
                 for (int list = 0; list < STATES; list++) {
                     own[list] = storage::widen(s[i][list].lane[lane]);
                 }
-                update.element(value, storage::widen(g[i].lane[lane]) * grad_factor, own);
+                update.element(value, g.value[i][lane] * grad_factor, own);
                 u32 words[WORDS] = {};
                 if constexpr (AT_RANDOM) {
                     for (int word = 0; word < WORDS; word++) {
@@ -132,14 +134,14 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     const Keyed step_scalars = table.step_scalars(record.group);
     Body<Format, STATES, Update, AT_RANDOM> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
-        multi_tensor::chunk_start<const Param>(record, 1, chunk),
+        record.address[1] + chunk.first_element * storage::grad_bytes<Param>(table.header().flags),
         {},
         nullptr,
         {table.scalars(), step_scalars.own, table.header().flags},
         table.header(),
         storage::draws_of<LISTS>(record, step_scalars, chunk),
     };
-    bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad);
+    bool packs = multi_tensor::takes_packs(body.param) && body.grad % 16 == 0;
     for (int list = 0; list < STATES; list++) {
         body.state[list] = multi_tensor::chunk_start<State>(record, list + 2, chunk);
         packs = packs && multi_tensor::takes_packs(body.state[list]);
@@ -154,10 +156,12 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     // and a second list of state take the registers of the second pack, both those of half a pack,
     // and step scalars of more than four values with them those of a quarter.
     constexpr int FITTING = storage::Width<Format>::FITTING;
-    constexpr int IN_FLIGHT = AT_RANDOM || STATES > 1 || FITTING > 4 ? 1 : 2;
+    // Eight elements with a remainder are two halves of packs, which take fewer registers at once.
+    constexpr bool HAS_HALVES = FITTING > 4 && Format::MASTER_LISTS > 0 && STATES < 2;
+    constexpr int IN_FLIGHT = AT_RANDOM || STATES > 1 || (FITTING > 4 && !HAS_HALVES) ? 1 : 2;
     constexpr bool IS_LARGE = STATES > 1 && sizeof(typename Update::StepScalars) > 4 * sizeof(typename Format::Compute);
     constexpr int MOST_AT_RANDOM = IS_LARGE ? 2 : STATES > 1 ? 4 : 8;
-    constexpr int WIDTH = AT_RANDOM && FITTING > MOST_AT_RANDOM ? MOST_AT_RANDOM : FITTING;
+    constexpr int WIDTH = AT_RANDOM && FITTING > MOST_AT_RANDOM ? MOST_AT_RANDOM : HAS_HALVES ? 4 : FITTING;
     const u32 done = packs ? multi_tensor::sweep<WIDTH, IN_FLIGHT>(body, 0, chunk.numel) : 0;
     multi_tensor::sweep<1, (AT_RANDOM || STATES > 1 ? 1 : 2)>(body, done, chunk.numel);
 }

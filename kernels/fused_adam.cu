@@ -80,7 +80,8 @@ struct Body {
     typedef typename Format::Compute Compute;
 
     Param* param;
-    const Param* grad;
+    // The chunk's start in the list of gradients, which may be wider than the parameter.
+    multi_tensor::u64 grad;
     State* moment1;
     State* moment2;
     State* max_moment2;
@@ -94,7 +95,8 @@ struct Body {
     __device__ __forceinline__ void visit(u32 first, u32 stride) const {
         // Read anew each time: kept over the loop, it costs the registers that f64 has not got.
         const Compute grad_factor = Compute(multi_tensor::grad_factor(header));
-        Lanes<WIDTH, Param> p[IN_FLIGHT], g[IN_FLIGHT];
+        Lanes<WIDTH, Param> p[IN_FLIGHT];
+        storage::Gradients<WIDTH, IN_FLIGHT, Param> g;
         Lanes<WIDTH, State> m[IN_FLIGHT], v[IN_FLIGHT], w[IN_FLIGHT];
         Lanes<WIDTH, Master> b[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) {
@@ -102,7 +104,6 @@ struct Body {
             if constexpr (Format::READS_PARAM) {
                 p[i] = multi_tensor::load_lanes<WIDTH>(param + at);
             }
-            g[i] = multi_tensor::load_lanes<WIDTH>(grad + at);
             m[i] = multi_tensor::load_lanes<WIDTH>(moment1 + at);
             v[i] = multi_tensor::load_lanes<WIDTH>(moment2 + at);
             if constexpr (SECOND == SecondMoment::largest) {
@@ -114,11 +115,12 @@ struct Body {
                 b[i] = multi_tensor::load_lanes<WIDTH>(master + at);
             }
         }
+        g.load(grad, first, stride, header.flags);
         for (int i = 0; i < IN_FLIGHT; i++) {
             for (int lane = 0; lane < WIDTH; lane++) {
                 Element<Compute> element = {Format::value(p[i].lane[lane], b[i].lane[lane]), storage::widen(m[i].lane[lane]), storage::widen(v[i].lane[lane]),
                                             storage::widen(w[i].lane[lane])};
-                update<Compute, SECOND>(element, storage::widen(g[i].lane[lane]) * grad_factor, scalars, step_scalars, header.flags);
+                update<Compute, SECOND>(element, g.value[i][lane] * grad_factor, scalars, step_scalars, header.flags);
                 u32 word0 = 0, word1 = 0;
                 if constexpr (AT_RANDOM) {
                     word0 = draws.word(first + i * stride + lane, 0);
@@ -164,7 +166,7 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     const multi_tensor::Chunk chunk = multi_tensor::chunk_of_block(table.header(), record);
     Body<Format, SECOND, AT_RANDOM> body = {
         multi_tensor::chunk_start<Param>(record, 0, chunk),
-        multi_tensor::chunk_start<const Param>(record, 1, chunk),
+        record.address[1] + chunk.first_element * storage::grad_bytes<Param>(table.header().flags),
         multi_tensor::chunk_start<State>(record, 2, chunk),
         multi_tensor::chunk_start<State>(record, 3, chunk),
         nullptr,
@@ -180,7 +182,7 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
     if constexpr (Format::MASTER_LISTS > 0) {
         body.master = multi_tensor::chunk_start<typename Format::Master>(record, LISTS - 1, chunk);
     }
-    const bool packs = multi_tensor::takes_packs(body.param) && multi_tensor::takes_packs(body.grad) &&
+    const bool packs = multi_tensor::takes_packs(body.param) && body.grad % 16 == 0 &&
                        multi_tensor::takes_packs(body.moment1) && multi_tensor::takes_packs(body.moment2) &&
                        multi_tensor::takes_packs(body.max_moment2) && multi_tensor::takes_packs(body.master);
     // One access per list is four or five packs in flight per thread already. A second would cost

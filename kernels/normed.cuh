@@ -87,10 +87,9 @@ struct Engine {
         return first_element(record, chunk) + unit * LEAF < record.numel;
     }
 
-    // An element as it is kept, of those lists that the sums read.
+    // An element as it is kept, of those lists that the sums read, but its gradient.
     struct Kept {
         Param param;
-        Param grad;
         State state[PLACES];
         Master master;
     };
@@ -105,7 +104,6 @@ struct Engine {
         if constexpr (Format::READS_PARAM) {
             kept.param = dialect::load(list_of<const Param>(record, 0) + element);
         }
-        kept.grad = dialect::load(list_of<const Param>(record, 1) + element);
         for (int list = 0; list < SUMMED; list++) {
             kept.state[list] = dialect::load(list_of<const State>(record, 2 + list) + element);
         }
@@ -115,10 +113,10 @@ struct Engine {
         return kept;
     }
 
-    __device__ __forceinline__ void add_kept(const Kept& kept, const typename Rule::StepScalars& step_scalars, Compute grad_factor, double (&sums)[SUMS]) const {
+    __device__ __forceinline__ void add_kept(const Kept& kept, Compute grad, const typename Rule::StepScalars& step_scalars, Compute grad_factor, double (&sums)[SUMS]) const {
         Compute element[Rule::READ];
         element[0] = Format::value(kept.param, kept.master);
-        element[1] = storage::widen(kept.grad);
+        element[1] = grad;
         for (int list = 0; list < SUMMED; list++) {
             element[2 + list] = storage::widen(kept.state[list]);
         }
@@ -148,13 +146,18 @@ struct Engine {
                 for (int i = 0; i < IN_FLIGHT; i++) {
                     loaded[i] = load_kept(record, element + (first + i) * LEAF_LANES);
                 }
+                storage::Gradients<1, IN_FLIGHT, Param> grads;
+                grads.load(record.address[1], element + first * LEAF_LANES, LEAF_LANES, table.header().flags);
                 for (int i = 0; i < IN_FLIGHT; i++) {
-                    add_kept(loaded[i], step_scalars, grad_factor, sums);
+                    add_kept(loaded[i], grads.value[i][0], step_scalars, grad_factor, sums);
                 }
             }
         } else {
             ROLLED for (; element < record.numel && element < end; element += LEAF_LANES) {
-                add_kept(load_kept(record, element), step_scalars, grad_factor, sums);
+                const Kept kept = load_kept(record, element);
+                storage::Gradients<1, 1, Param> grads;
+                grads.load(record.address[1], element, 0, table.header().flags);
+                add_kept(kept, grads.value[0][0], step_scalars, grad_factor, sums);
             }
         }
     }
@@ -286,23 +289,24 @@ struct Engine {
     // One visit of `WIDTH` neighbouring elements in all lists.
     template <int WIDTH>
     __device__ __forceinline__ void update_lanes(const Record& record, u64 at, const Shared& shared) const {
-        Lanes<WIDTH, Param> p, g;
+        Lanes<WIDTH, Param> p;
+        storage::Gradients<WIDTH, 1, Param> g;
         Lanes<WIDTH, State> s[STATES];
         Lanes<WIDTH, Master> b;
         if constexpr (Format::READS_PARAM) {
             p = multi_tensor::load_lanes<WIDTH>(list_of<const Param>(record, 0) + at);
         }
-        g = multi_tensor::load_lanes<WIDTH>(list_of<const Param>(record, 1) + at);
         for (int list = 0; list < STATES; list++) {
             s[list] = multi_tensor::load_lanes<WIDTH>(list_of<const State>(record, 2 + list) + at);
         }
         if constexpr (Format::MASTER_LISTS > 0) {
             b = multi_tensor::load_lanes<WIDTH>(list_of<const Master>(record, LISTS - 1) + at);
         }
+        g.load(record.address[1], at, 0, table.header().flags);
         for (int lane = 0; lane < WIDTH; lane++) {
             Compute element[Rule::VALUES];
             element[0] = Format::value(p.lane[lane], b.lane[lane]);
-            element[1] = storage::widen(g.lane[lane]) * shared.grad_factor;
+            element[1] = g.value[0][lane] * shared.grad_factor;
             for (int list = 0; list < STATES; list++) {
                 element[2 + list] = storage::widen(s[list].lane[lane]);
             }

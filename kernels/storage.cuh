@@ -10,6 +10,7 @@
 
 namespace storage {
 
+using multi_tensor::Lanes;
 using multi_tensor::u16;
 using multi_tensor::u32;
 using multi_tensor::u64;
@@ -17,7 +18,7 @@ using multi_tensor::u64;
 enum Bits : u32 { INFINITE = 0x7f800000, QUIET = 0x00400000 };
 
 // crates/launch/src/precision.rs.
-enum Flag : u32 { FLAG_STOCHASTIC = 1u << 31 };
+enum Flag : u32 { FLAG_STOCHASTIC = 1u << 31, FLAG_WIDE_GRADS = 1u << 29 };
 
 struct F16 {
     u16 bits;
@@ -65,6 +66,50 @@ __device__ __forceinline__ double widen(double value) { return value; }
 __device__ __forceinline__ float widen(F16 value) { return dialect::widen_f16(value.bits); }
 __device__ __forceinline__ float widen(HeldBF16 value) { return dialect::float_of(value.bits); }
 __device__ __forceinline__ float widen(BF16 value) { return dialect::float_of(u32(value.bits) << 16); }
+
+// Gradients of `COUNT` visits of `WIDTH` elements each, `stride` elements apart. Gradients of
+// 16-bit parameters are f32 if the flag says so. They are widened here, and so waited for: what
+// else a visit loads comes first.
+template <int WIDTH, int COUNT, class T, bool IS_NARROW = sizeof(T) == 2>
+struct Gradients {
+    T value[COUNT][WIDTH];
+
+    template <class Index>
+    __device__ __forceinline__ void load(u64 list, Index at, u32 stride, u32) {
+        load_as<T>(list, at, stride);
+    }
+
+    template <class From, class Index>
+    __device__ __forceinline__ void load_as(u64 list, Index at, u32 stride) {
+        Lanes<WIDTH, From> lanes[COUNT];
+        for (int i = 0; i < COUNT; i++) {
+            lanes[i] = multi_tensor::load_lanes<WIDTH>(reinterpret_cast<const From*>(list) + (at + i * stride));
+        }
+        for (int i = 0; i < COUNT; i++) {
+            for (int lane = 0; lane < WIDTH; lane++) {
+                value[i][lane] = widen(lanes[i].lane[lane]);
+            }
+        }
+    }
+};
+
+template <int WIDTH, int COUNT, class T>
+struct Gradients<WIDTH, COUNT, T, true> : Gradients<WIDTH, COUNT, float> {
+    template <class Index>
+    __device__ __forceinline__ void load(u64 list, Index at, u32 stride, u32 flags) {
+        if ((flags & FLAG_WIDE_GRADS) != 0) {
+            this->template load_as<float>(list, at, stride);
+        } else {
+            this->template load_as<T>(list, at, stride);
+        }
+    }
+};
+
+// Bytes of a gradient.
+template <class T>
+__device__ __forceinline__ u32 grad_bytes(u32 flags) {
+    return sizeof(T) == 2 && (flags & FLAG_WIDE_GRADS) != 0 ? u32(sizeof(float)) : u32(sizeof(T));
+}
 
 // `narrow` to nearest, ties to even; at random by the lower 16 bits of `draw` where something is
 // lost and nothing keeps it.

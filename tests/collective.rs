@@ -16,5 +16,7 @@ mod perturbed;
 mod scenarios;
 #[path = "collective/streams.rs"]
 mod streams;
+#[path = "collective/trees.rs"]
+mod trees;
 #[path = "collective/worlds.rs"]
 mod worlds;

@@ -14,6 +14,12 @@ mod groups;
 mod handshake;
 #[path = "distributed/in_backward.rs"]
 mod in_backward;
+#[path = "distributed/int8.rs"]
+mod int8;
+#[path = "distributed/lane_case.rs"]
+mod lane_case;
+#[path = "distributed/lanes.rs"]
+mod lanes;
 #[path = "distributed/laws.rs"]
 mod laws;
 #[path = "distributed/layerwise.rs"]
@@ -22,6 +28,8 @@ mod layerwise;
 mod many;
 #[path = "distributed/merging.rs"]
 mod merging;
+#[path = "distributed/open_lanes.rs"]
+mod open_lanes;
 #[path = "distributed/open_runs.rs"]
 mod open_runs;
 #[path = "distributed/overlap.rs"]
@@ -48,6 +56,8 @@ mod shards;
 mod slices;
 #[path = "distributed/stages.rs"]
 mod stages;
+#[path = "distributed/sums_in_f32.rs"]
+mod sums_in_f32;
 #[path = "distributed/told.rs"]
 mod told;
 #[path = "distributed/train.rs"]

@@ -5,9 +5,13 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use fusestep_fused_adam::{Adam, WeightDecay};
-use fusestep_launch::{ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, LaunchLimits};
+use fusestep_launch::{
+    ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, LaunchLimits, Precision,
+    StateDType,
+};
 use fusestep_planner::{
-    CoalesceGradients, FuseOptimizer, Optimizer, Plan, Planner, SizeClass, Stage, Verdict,
+    CoalesceGradients, FuseOptimizer, Optimizer, Plan, Planner, SizeClass, Stage, StorageSpec,
+    Verdict,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use serde::Deserialize;
@@ -101,6 +105,23 @@ fn gpt2_prints_with_two_groups() {
     };
     let plan = Planner::new(adam).limits(cut).plan(&params).unwrap();
     compare("gpt2_adam_cut_by_chunks", &plan);
+}
+
+#[test]
+fn gpt2_in_int8_says_what_stays_in_f32() {
+    let precision = Precision { state: StateDType::Int8, ..Precision::default() };
+    let planner = planner(ARGUMENT_BYTES_LARGE).precision(precision).keep_f32(["wte"]);
+    let plan = planner.plan(&model("gpt2")).unwrap();
+    compare("gpt2_adamw_int8", &plan);
+    assert_eq!((plan.storages().len(), plan.launches()), (2, 2));
+    // An element with codes moves 12 bytes of parameter and gradient, 4 of codes, half of a unit.
+    let coded: u64 = plan.storages().iter().filter(|s| s.lists.len() > 4).map(numel_of).sum();
+    let others = plan.elements() - coded;
+    assert_eq!(plan.traffic_bytes(), 28 * others + 16 * coded + coded / 2);
+}
+
+fn numel_of(storage: &StorageSpec) -> u64 {
+    storage.layout.tensor_numel()
 }
 
 #[test]

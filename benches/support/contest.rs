@@ -73,7 +73,7 @@ pub(crate) fn contest(
 ) {
     for set in [tiny_flat(), tiny(), model("resnet50"), model("gpt2")] {
         let kernel = rule.rule().kernel(DType::F32, Precision::default()).expect("an f32 kernel");
-        let bytes = kernel.traffic_bytes() * set.elements();
+        let bytes = kernel.traffic_bytes(set.elements());
         let mut group = group(criterion, &format!("{name}/{}", set.name));
         group.throughput(Throughput::Bytes(bytes));
         for threads in thread_counts() {

@@ -45,8 +45,8 @@ impl Ceiling {
     /// One pass, prefetching this many elements ahead.
     pub(crate) fn pass(&mut self, backend: &CpuBackend, prefetch_distance: usize) {
         let [read, written @ ..] = &mut self.arrays;
-        let written = written.each_mut().map(HostMemory::elements_mut);
+        let mut written = written.each_mut().map(HostMemory::elements_mut);
         let (pool, level) = (backend.pool(), backend.level());
-        stream(pool, level, prefetch_distance, read.elements(), written);
+        stream(pool, level, prefetch_distance, read.elements(), &mut written);
     }
 }

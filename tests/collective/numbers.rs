@@ -1,5 +1,7 @@
 //! Elements of every dtype, and their reduction one element at a time.
 
+use std::ops::Add;
+
 use fusestep_collective::ReduceOp;
 use fusestep_tensor::Element;
 use half::{bf16, f16};
@@ -36,6 +38,10 @@ macro_rules! float {
                 f64::from(self)
             }
             fn reduced(op: ReduceOp, ranks: &[Self]) -> Self {
+                if let ReduceOp::Tree(divisor) = op {
+                    let wide: Vec<$wide> = ranks.iter().map(|&x| <$wide>::from(x)).collect();
+                    return <$float>::from_wide_(tree(&wide) / divisor.value() as $wide);
+                }
                 let mut result = <$wide>::from(ranks[0]);
                 for &other in &ranks[1..] {
                     let other = <$wide>::from(other);
@@ -44,7 +50,7 @@ macro_rules! float {
                         ReduceOp::Prod => result * other,
                         ReduceOp::Max if other.is_nan() || other > result => other,
                         ReduceOp::Min if other.is_nan() || other < result => other,
-                        ReduceOp::Max | ReduceOp::Min => result,
+                        ReduceOp::Max | ReduceOp::Min | ReduceOp::Tree(_) => result,
                     };
                 }
                 if op == ReduceOp::Average {
@@ -54,6 +60,15 @@ macro_rules! float {
             }
         }
     };
+}
+
+/// `T(0, n)`, by its definition.
+fn tree<W: Copy + Add<Output = W>>(ranks: &[W]) -> W {
+    if let [one] = ranks {
+        return *one;
+    }
+    let middle = ranks.len().next_power_of_two() / 2;
+    tree(&ranks[..middle]) + tree(&ranks[middle..])
 }
 
 trait Rounded {
@@ -103,7 +118,7 @@ macro_rules! integer {
                     ReduceOp::Prod => result.wrapping_mul(other),
                     ReduceOp::Max => result.max(other),
                     ReduceOp::Min => result.min(other),
-                    ReduceOp::Average => panic!("integers have no average here"),
+                    ReduceOp::Average | ReduceOp::Tree(_) => panic!("integers have no average here"),
                 })
             }
         }
@@ -114,7 +129,7 @@ integer!(i32, i64, u16, u8);
 
 /// The reductions that a type has.
 pub(crate) fn ops<T: Number>() -> impl Iterator<Item = ReduceOp> {
-    ReduceOp::ALL.into_iter().filter(|op| T::FLOATING || *op != ReduceOp::Average)
+    ReduceOp::ALL.into_iter().filter(|op| T::FLOATING || !op.is_of_floats())
 }
 
 /// The reduction of all ranks' samples: the plain loop, itself compared with f64.
@@ -129,6 +144,10 @@ pub(crate) fn reduced<T: Number>(op: ReduceOp, ranks: usize, numel: usize) -> Ve
                 ReduceOp::Average => {
                     (values.clone().sum::<f64>() / ranks as f64, values.map(f64::abs).sum::<f64>())
                 }
+                ReduceOp::Tree(divisor) => (
+                    values.clone().sum::<f64>() / divisor.value(),
+                    values.map(f64::abs).sum::<f64>(),
+                ),
                 ReduceOp::Prod => (values.clone().product(), values.map(f64::abs).product::<f64>()),
                 ReduceOp::Max => (values.fold(f64::NEG_INFINITY, f64::max), 0.0),
                 ReduceOp::Min => (values.fold(f64::INFINITY, f64::min), 0.0),

@@ -1,6 +1,6 @@
 //! The calls that a plan lists are those that its steps make, and so are their bytes.
 
-use std::num::{NonZeroU64, NonZeroUsize};
+use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use fusestep_collective::Communicator;
 use fusestep_fused_adam::Adam;
@@ -8,8 +8,8 @@ use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision};
 use fusestep_planner::{
-    Averaged, Comms, Distributed, FuseReduceIntoUpdate, LocalSgd, Optimizer, Ownership, Plan,
-    Planner, ReducedWhen, Run, Topology, UpdateInBackward, ZeroStage,
+    Averaged, Comms, Distributed, FuseReduceIntoUpdate, Lanes, LocalSgd, Optimizer, Ownership,
+    Plan, Planner, ReduceDType, ReducedWhen, Run, Topology, UpdateInBackward, ZeroStage,
 };
 
 use crate::run::{Case, Measured, Mixed};
@@ -234,6 +234,60 @@ fn updates_in_backward_make_the_calls_that_are_listed() {
                 let in_backward = || case.planner().with(UpdateInBackward::default());
                 as_listed(&case, &in_backward());
                 as_listed(&case, &in_backward().with(FuseReduceIntoUpdate));
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_of_lanes_make_the_calls_that_are_listed() {
+    for world in 2..=4 {
+        for zero in &STAGES[..3] {
+            for (lanes, mixed) in [(4, Mixed::No), (6, Mixed::No), (8, Mixed::No), (4, Mixed::Yes)]
+            {
+                let case = Case { mixed, ..case(world, *zero) };
+                let planner = || case.planner().with(Lanes::new(NonZeroU32::new(lanes).unwrap()));
+                lanes_as_listed(&case, &planner());
+                lanes_as_listed(&case, &planner().with(FuseReduceIntoUpdate));
+            }
+        }
+    }
+}
+
+/// Requires that every update of lanes makes the calls that its plan lists.
+fn lanes_as_listed(case: &Case, planner: &Planner) {
+    on_ranks(case.world, |comm| {
+        let backend = backend();
+        let topology = Topology::of(comm);
+        let plan = planner.plan_for(&case.params(), topology).unwrap();
+        let mut comms = comms_of(case, comm);
+        let mut state = start(case, &plan, &backend);
+        for update in 0..case.steps {
+            let made = (comms.calls(), comms.bytes_sent());
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            loop {
+                let micro_batch = run.state().micro_batch().unwrap();
+                push(case, &mut run, update * 8 + micro_batch);
+                if run.step().unwrap().update.is_some() {
+                    break;
+                }
+            }
+            let found = (comms.calls() - made.0, comms.bytes_sent() - made.1);
+            assert_eq!(found, listed(&plan, false), "{update}, {topology:?}: {case:?}");
+        }
+    });
+}
+
+#[test]
+fn gradients_that_travel_in_sixteen_bits_are_sent_part_by_part() {
+    for world in 2..=4 {
+        for zero in STAGES {
+            for (merge, reduced) in [(1, ReducedWhen::PerWindow), (2, ReducedWhen::PerMicroStep)] {
+                for mixed in [Mixed::No, Mixed::Yes] {
+                    let reduce_dtype = ReduceDType::Bf16;
+                    let case = Case { merge, reduced, mixed, reduce_dtype, ..case(world, zero) };
+                    as_listed(&case, &case.planner());
+                }
             }
         }
     }

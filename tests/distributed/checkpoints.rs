@@ -83,7 +83,8 @@ fn a_run_saved_on_4_ranks_goes_on_exactly_on_1_2_4_and_5() {
     }
 }
 
-fn copy_all(from: &Path, to: &Path) {
+/// Copies what lies in a folder.
+pub(crate) fn copy_all(from: &Path, to: &Path) {
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
         let target = to.join(entry.file_name());

@@ -91,7 +91,8 @@ fn every_rule_and_world_gives_the_bits_of_reducing_and_updating_apart() {
 
 #[test]
 fn bf16_with_masters_residuals_and_rounding_at_random_gives_the_same_bits() {
-    let precision = |master, state, rounding| Precision { master, state, rounding };
+    let precision =
+        |master, state, rounding| Precision { master, state, rounding, ..Precision::default() };
     let nearest = Rounding::default();
     let random = Rounding::Stochastic { seed: 7 };
     for world in 2..=5 {
@@ -254,11 +255,7 @@ fn one_pass_costs_fewer_bytes_and_no_more_calls_whatever_the_shapes_ranks_and_st
     let precisions = [
         None,
         Some(Precision { master: Master::F32, ..Precision::default() }),
-        Some(Precision {
-            master: Master::None,
-            state: StateDType::Bf16,
-            rounding: Rounding::default(),
-        }),
+        Some(Precision { master: Master::None, state: StateDType::Bf16, ..Precision::default() }),
     ];
     for world in [2, 3, 4, 8, 64] {
         for (numels, rule) in shapes.iter().flat_map(|shape| {

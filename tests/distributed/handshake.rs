@@ -117,7 +117,7 @@ fn the_field_and_both_values_are_named_on_every_rank() {
     assert_differs(
         outcomes(&local(0), &local(7), ["1", "1"]),
         "local_sgd",
-        ["the first 0 steps", "the first 7 steps"],
+        ["parameters every 1 step", "the first 7 steps"],
     );
     let merged = || adam(0.1).with(GradientAccumulation::every(2.try_into().unwrap()));
     assert_differs(

@@ -101,7 +101,8 @@ fn micro_steps_and_absent_gradients_change_no_bit() {
 
 #[test]
 fn bf16_with_masters_and_rounding_at_random_changes_no_bit() {
-    let precision = |master, state, rounding| Precision { master, state, rounding };
+    let precision =
+        |master, state, rounding| Precision { master, state, rounding, ..Precision::default() };
     for world in 1..=3 {
         for precision in [
             precision(Master::F32, StateDType::Compute, Rounding::default()),

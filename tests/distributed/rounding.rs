@@ -20,7 +20,8 @@ fn case() -> Case {
 }
 
 fn at_random(seed: u64, master: Master, state: StateDType) -> Precision {
-    Precision { master, state, rounding: Rounding::Stochastic { seed } }
+    let rounding = Rounding::Stochastic { seed };
+    Precision { master, state, rounding, ..Precision::default() }
 }
 
 #[test]

@@ -5,12 +5,13 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use fusestep_collective::{Communicator, Options, Solo, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
-use fusestep_launch::{Backend, Precision};
+use fusestep_launch::{Backend, Precision, StateDType};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, FuseAllReduce, FuseBroadcast, GradientAccumulation, LocalSgd,
-    LossScaling, Optimizer, Oversize, Ownership, Planner, ReducedWhen, Run, RunAlone, Shard,
-    StepReport, Topology, UpdateNorms, ZeroStage,
+    LossScaling, Optimizer, Oversize, Ownership, Planner, ReduceDType, ReducedWhen, Run, RunAlone,
+    Shard, StepReport, Topology, UpdateNorms, ZeroStage,
 };
+use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
 
@@ -36,9 +37,13 @@ pub(crate) struct Case {
     pub(crate) measured: Measured,
     pub(crate) merge: u32,
     pub(crate) reduced: ReducedWhen,
+    /// Type in which gradients are added up and travel.
+    pub(crate) reduce_dtype: ReduceDType,
     /// Values are small integers over 16, whose sums are exact in any order.
     pub(crate) exact: Exact,
     pub(crate) local_sgd: Option<LocalSgd>,
+    /// How state of f32 parameters is kept.
+    pub(crate) state: StateDType,
     /// How 16-bit parameters and their state are kept.
     pub(crate) precision: Option<Precision>,
     pub(crate) steps: u64,
@@ -85,8 +90,10 @@ impl Default for Case {
             measured: Measured::No,
             merge: 1,
             reduced: ReducedWhen::PerWindow,
+            reduce_dtype: ReduceDType::Param,
             exact: Exact::No,
             local_sgd: None,
+            state: StateDType::Compute,
             precision: None,
             steps: 3,
             without_gradient: Vec::new(),
@@ -130,7 +137,9 @@ impl Case {
     }
 
     pub(crate) fn planner(&self) -> Planner {
-        let mut planner = Planner::new(self.rule);
+        let of_f32 = Precision { state: self.state, ..Precision::default() };
+        let planner = Planner::new(self.rule).precision(of_f32);
+        let mut planner = planner.reduce_dtype(self.reduce_dtype);
         if let Some(precision) = self.precision {
             planner = planner.precision_of(DType::BF16, precision);
         }
@@ -298,7 +307,8 @@ impl Case {
     /// naive plan: no code of the step of many ranks.
     pub(crate) fn by_hand(&self) -> Outcome {
         assert!(self.mixed == Mixed::No && self.merge == 1 && self.local_sgd.is_none());
-        let mut planner = Planner::new(self.rule).naive();
+        let of_f32 = Precision { state: self.state, ..Precision::default() };
+        let mut planner = Planner::new(self.rule).precision(of_f32).naive();
         if let Some(norm) = self.clip {
             planner = planner.with(ClipByGlobalNorm::new(norm));
         }
@@ -337,6 +347,15 @@ impl Case {
     }
 
     /// The mean of all ranks' gradients, of means of groups, and whether any rank has one.
+    /// A value as it travels between ranks.
+    fn sent(&self, value: f32) -> f32 {
+        match self.reduce_dtype {
+            ReduceDType::Bf16 => widen_bf16(narrow_bf16(value)),
+            ReduceDType::F16 => widen_f16(narrow_f16(value)),
+            ReduceDType::Param | ReduceDType::F32 => value,
+        }
+    }
+
     fn mean_gradient(&self, step: u64, param: usize) -> (Vec<f32>, bool) {
         let numel = self.numels[param] as usize;
         let (mut sum, mut means) = (vec![0.0f32; numel], vec![0.0f32; numel]);
@@ -349,7 +368,7 @@ impl Case {
                 any = true;
                 self.gradient(rank, step, param)
                     .chunks_exact(4)
-                    .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                    .map(|b| self.sent(f32::from_le_bytes(b.try_into().unwrap())))
                     .collect()
             };
             for (sum, grad) in sum.iter_mut().zip(grad) {

@@ -20,7 +20,8 @@ const RANDOM: Rounding = Rounding::Stochastic { seed: 3 };
 
 /// Every way to keep a parameter, and both widths of state.
 fn formats() -> Vec<(DType, Precision)> {
-    let of = |master, state, rounding| Precision { master, state, rounding };
+    let of =
+        |master, state, rounding| Precision { master, state, rounding, ..Precision::default() };
     let (own, state16) = (StateDType::Compute, StateDType::Bf16);
     vec![
         (DType::F64, Precision::default()),

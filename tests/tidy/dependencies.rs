@@ -22,7 +22,7 @@ enum Kind {
 /// planner do not know each other.
 const LAYERS: [&[&str]; 10] = [
     &["tensor", "simd", "schedule", "kernels", "cuda-emulator"],
-    &["launch", "tensor-file"],
+    &["launch", "tensor-file", "pictures"],
     &["elementwise", "coalesce"],
     &[
         "fused-adam",
@@ -49,7 +49,7 @@ const LAYERS: [&[&str]; 10] = [
 
 /// Packages from elsewhere that only some folders may name, in any kind of dependency; a trailing
 /// `*` stands for any rest.
-const ONLY_IN: [(&str, &[&str]); 11] = [
+const ONLY_IN: [(&str, &[&str]); 12] = [
     ("cust*", &["crates/cuda"]),
     ("mpi", &["crates/collective-mpi"]),
     ("nccl*", &["crates/collective-nccl"]),
@@ -60,6 +60,7 @@ const ONLY_IN: [(&str, &[&str]); 11] = [
     ("criterion", &["benches"]),
     ("clap", &["crates/cli"]),
     ("indicatif", &["crates/cli"]),
+    ("plotters*", &["crates/pictures"]),
     ("approx", &["tools/testkit", "tests"]),
 ];
 

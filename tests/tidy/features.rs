@@ -2,7 +2,7 @@
 //! the program that depends on it.
 
 /// Features that add items and change nothing that is there without them.
-const ADDITIVE: [(&str, &[&str]); 10] = [
+const ADDITIVE: [(&str, &[&str]); 11] = [
     ("bytemuck", &["derive"]),
     ("clap", &["derive"]),
     ("cust", &["bytemuck"]),
@@ -12,6 +12,7 @@ const ADDITIVE: [(&str, &[&str]); 10] = [
     ("pyo3", &["abi3-py39", "extension-module"]),
     ("rustix", &["fs", "mm", "param", "process", "system", "thread", "time"]),
     ("serde", &["derive"]),
+    ("plotters", &["line_series", "svg_backend"]),
     ("xxhash-rust", &["xxh3"]),
 ];
 

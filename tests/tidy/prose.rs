@@ -3,7 +3,8 @@
 use crate::documents::lines_of_prose;
 
 /// Folders of pages for newcomers.
-pub(crate) const FOLDERS: [&str; 3] = ["docs/start/", "docs/guides/", "docs/reference/"];
+pub(crate) const FOLDERS: [&str; 4] =
+    ["docs/start/", "docs/guides/", "docs/reference/", "docs/performance/"];
 
 const SENTENCE_WORDS: usize = 30;
 const PARAGRAPH_WORDS: usize = 90;
@@ -35,6 +36,31 @@ pub(crate) fn violations(path: &str, text: &str) -> Vec<String> {
         }
     }
     found
+}
+
+/// Lines of the first screen of README, which ends at its second part.
+const FIRST_SCREEN: &str = "\n## What it is\n";
+const FIRST_SCREEN_LINES: usize = 40;
+
+/// A first screen of README that has too many lines beside the code of its quickstarts.
+pub(crate) fn long_first_screen(path: &str, text: &str) -> Vec<String> {
+    if path != "README.md" {
+        return Vec::new();
+    }
+    let Some((screen, _)) = text.split_once(FIRST_SCREEN) else {
+        return vec![format!("{path}: expected the part {:?}", FIRST_SCREEN.trim())];
+    };
+    let mut in_quickstart = false;
+    let lines = screen.lines().filter(|line| {
+        let (begins, ends) = (line.starts_with("```diff"), *line == "```");
+        let was_in = in_quickstart;
+        in_quickstart = begins || (was_in && !ends);
+        !(begins || was_in || line.trim().is_empty())
+    });
+    let count = lines.count();
+    let most = format!("at most {FIRST_SCREEN_LINES} lines beside the quickstarts' code");
+    let is_long = count > FIRST_SCREEN_LINES;
+    is_long.then(|| format!("{path}: expected {most}, found {count}")).into_iter().collect()
 }
 
 /// Paragraphs and items of lists, each with the number of its first line. Headings, tables,
@@ -101,4 +127,18 @@ fn long_sentences_and_full_cells_are_found() {
     );
     let found = violations("a.md", &"Six words are in this one. ".repeat(16));
     assert_eq!(found, ["a.md:1: expected at most 90 words of a paragraph, found 96"]);
+}
+
+#[test]
+fn a_first_screen_is_counted_without_quickstarts() {
+    let page = |lines: usize| {
+        let text = "text\n\n".repeat(lines);
+        format!("{text}```diff\n+a\n b\n```\n## What it is\n{text}")
+    };
+    assert!(long_first_screen("README.md", &page(FIRST_SCREEN_LINES)).is_empty());
+    let found = long_first_screen("README.md", &page(FIRST_SCREEN_LINES + 1));
+    let expected = "README.md: expected at most 40 lines beside the quickstarts' code, found 41";
+    assert_eq!(found, [expected.to_owned()]);
+    assert_eq!(long_first_screen("README.md", "text").len(), 1);
+    assert!(long_first_screen("docs/README.md", "text").is_empty());
 }

@@ -39,6 +39,9 @@ pub(crate) const RULE: [&str; 8] = [
     "src/slices.rs",
 ];
 
+/// The entry for slices of a rule whose state can be kept in 8 bits.
+pub(crate) const CODED: &str = "src/coded.rs";
+
 /// What is missing for the kernel `kernels/<stem>.cu`; `exists` answers for a path, `docs` is the
 /// text of `docs/kernels.md`.
 pub(crate) fn violations(stem: &str, exists: &dyn Fn(&str) -> bool, docs: &str) -> Vec<String> {

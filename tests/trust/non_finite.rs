@@ -258,6 +258,8 @@ fn a_checkpoint_that_is_not_finite_is_gone_on_from_to_the_same_bits() {
                 let moments = ["w@moment1", "w@moment2"];
                 let expected = if value.is_nan() { &moments[..] } else { &moments[1..] };
                 assert_eq!(found.non_finite, expected, "{place:?} {value}");
+                let params = if value.is_nan() { &["w@param"][..] } else { &[] };
+                assert_eq!(found.params_non_finite, params, "{place:?} {value}");
                 let resharded = tempfile::tempdir().unwrap();
                 let manifest = found.manifest.reshard(folder.path(), resharded.path(), 3);
                 assert_eq!(manifest.unwrap().shards.len(), 4);

@@ -1,5 +1,6 @@
 //! The rule of Adagrad: settings, scalars, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{Compute, Equation, equation_rule};
 use fusestep_launch::{Domain, GroupValues, Objective, settings};
 
@@ -28,6 +29,8 @@ settings! {
 equation_rule!(Adagrad is "adagrad", with [Sum], 1, 3);
 
 impl Equation<1, 1, 3> for Adagrad {
+    const CODINGS: Option<[Coding; 1]> = Some([Coding::Root]);
+
     fn scalars(&self) -> [f64; 1] {
         [self.eps]
     }

@@ -1,5 +1,6 @@
 //! The rule of Adamax: settings, scalars, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{Compute, Equation, equation_rule, integer_power};
 use fusestep_launch::{Domain, GroupValues, Objective, settings};
 
@@ -28,6 +29,8 @@ settings! {
 equation_rule!(Adamax is "adamax", with [Moment1, MaxGrad], 4, 2);
 
 impl Equation<2, 4, 2> for Adamax {
+    const CODINGS: Option<[Coding; 2]> = Some([Coding::Signed, Coding::Positive]);
+
     fn scalars(&self) -> [f64; 4] {
         [self.beta1, 1.0 - self.beta1, self.beta2, self.eps]
     }

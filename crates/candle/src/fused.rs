@@ -7,7 +7,7 @@ use candle_core::{Tensor, Var, WithDType};
 use fusestep::{OptionError, Session};
 use fusestep_checkpoint::save_state;
 use fusestep_collective::Communicator;
-use fusestep_planner::{Plan, State, StepReport};
+use fusestep_planner::{Plan, State};
 use fusestep_tensor::{Element, Role};
 use half::bf16;
 
@@ -18,7 +18,7 @@ use crate::lend;
 use crate::lend::copy;
 use crate::memory::Memory;
 use crate::variables::Names;
-use crate::{AdapterError, Options, Params};
+use crate::{AdapterError, Options, Params, Report};
 
 /// An update rule on candle variables: one planned step over all of them, on one rank or many.
 ///
@@ -39,7 +39,6 @@ pub struct Fused<'c, P> {
     pub(crate) session: Session<'c>,
     /// Tensors that steps update; behind the session, whose state lies in their memory.
     pub(crate) tensors: Tensors,
-    pub(crate) report: Report,
 }
 
 /// Tensors that steps update.
@@ -54,61 +53,15 @@ pub(crate) enum Tensors {
     OnRanks { slices: BTreeSet<String> },
 }
 
-/// Report of the last step.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Report {
-    /// Steps run.
-    pub step: u64,
-    /// Launches issued.
-    pub launches: u64,
-    /// Elements updated.
-    pub elements: u64,
-    /// Variables that had no gradient and stayed as they were.
-    pub without_gradient: u64,
-    /// Gradients that had to be copied: not contiguous, or lying in a variable's own memory.
-    pub copied_gradients: u64,
-    /// Norm of all gradients, with the loss scale taken out; `None` unless [`Options`] clip or
-    /// scale.
-    pub grad_norm: Option<f64>,
-    /// Norm of what the step changed in all variables, ‖new − old‖; `None` unless [`Options`] ask
-    /// for it.
-    pub update_norm: Option<f64>,
-    /// Gradient elements that are infinite or NaN; counted where [`Options`] clip or scale.
-    pub non_finite: u64,
-    /// Whether the step was skipped because of them: no variable, no state and no step count has
-    /// changed.
-    pub skipped: bool,
-    /// Micro-steps whose gradients went with the skipped step: one, or all whose gradients were
-    /// added for it.
-    pub dropped_micro_steps: u32,
-}
-
-impl Report {
-    pub(crate) fn of(report: &StepReport, copied_gradients: u64) -> Self {
-        Self {
-            step: report.step,
-            launches: report.launches,
-            elements: report.elements,
-            without_gradient: report.without_gradient,
-            copied_gradients,
-            grad_norm: report.grad_norm,
-            update_norm: report.update_norm,
-            non_finite: report.non_finite,
-            skipped: report.skipped,
-            dropped_micro_steps: report.skipped.into(),
-        }
-    }
-}
-
-impl<P: Params> Fused<'_, P> {
+impl<'c, P: Params> Fused<'c, P> {
     /// The factor to multiply the next loss with before `backward`; 1 without
     /// [`Options::loss_scale`].
     pub fn loss_scale(&self) -> f64 {
         self.session.loss_scale()
     }
 
-    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD;
-    /// `backward_step` tells its own.
+    /// Tells the loss of the step under way, for its report and for an adaptive interval of
+    /// LocalSGD; `backward_step` tells its own to whom [`Fused::on_step`] has set.
     pub fn set_loss(&mut self, loss: f64) {
         self.session.set_loss(loss);
     }
@@ -120,6 +73,21 @@ impl<P: Params> Fused<'_, P> {
     /// As [`State::set_weight`].
     pub fn set_weight(&mut self, weight: f64) -> candle_core::Result<()> {
         let set = self.session.state_mut().set_weight(weight);
+        Ok(set.map_err(AdapterError::from)?)
+    }
+
+    /// The number, within the global batch of an update, of the micro-batch whose gradients this
+    /// rank gives next; `None` without [`Options::lanes`], and once it has given all of its own.
+    pub fn micro_batch(&self) -> Option<u64> {
+        self.session.state().micro_batch()
+    }
+
+    /// Says that the next update is of so many micro-batches only.
+    ///
+    /// # Errors
+    /// As [`State::set_micro_batches`].
+    pub fn set_micro_batches(&mut self, count: u64) -> candle_core::Result<()> {
+        let set = self.session.state_mut().set_micro_batches(count);
         Ok(set.map_err(AdapterError::from)?)
     }
 
@@ -166,9 +134,20 @@ impl<P: Params> Fused<'_, P> {
         self.session.plan()
     }
 
-    /// Report of the last update; launches and elements are this rank's.
+    /// Report of the last update; of zeros before the first one.
     pub fn report(&self) -> Report {
-        self.report
+        self.session.report().copied().unwrap_or_default()
+    }
+
+    /// Calls `hook` with the report of every update from here on ([`Session::on_step`]), before the
+    /// variables get what is new. [`Fused::on`] makes an optimizer without hook.
+    pub fn on_step(&mut self, hook: impl FnMut(&Report) + Send + 'c) {
+        self.session.on_step(hook);
+    }
+
+    /// Measures the seconds of every step's parts from here on ([`Session::time_steps`]).
+    pub fn time_steps(&mut self) {
+        self.session.time_steps();
     }
 
     /// The optimizer's memory on this rank.

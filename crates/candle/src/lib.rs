@@ -22,12 +22,14 @@ mod step;
 mod variables;
 
 pub use error::AdapterError;
-pub use fused::{Fused, Report};
+pub use fused::Fused;
 #[cfg(feature = "rmsprop")]
 pub use fusestep::Centering;
 #[cfg(feature = "sgd")]
 pub use fusestep::Nesterov;
-pub use fusestep::{Figures, FiguresError, OptionError, OwnRule, StepOptions as Options};
+pub use fusestep::{
+    Figures, FiguresError, OptionError, OwnRule, Report, StageSeconds, StepOptions as Options,
+};
 pub use fusestep_collective::{Communicator, Solo};
 pub use fusestep_launch::{
     Excluded, Master, Objective, Precision, Rounding, StateDType, WeightDecay,

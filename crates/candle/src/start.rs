@@ -13,7 +13,7 @@ use crate::group::GroupRules;
 use crate::memory::Memory;
 use crate::slices::with_slices;
 use crate::variables::Variables;
-use crate::{AdapterError, Fused, IntoVariables, Options, Params, Report, memory};
+use crate::{AdapterError, Fused, IntoVariables, Options, Params, memory};
 
 impl<P: Params> Fused<'_, P> {
     /// An optimizer of these variables on the threads of rayon's pool, in which candle works, too.
@@ -114,7 +114,6 @@ impl<P: Params> Fused<'_, P> {
             options,
             session,
             tensors,
-            report: Report::default(),
         };
         optimizer.follow()?;
         Ok(optimizer)
@@ -169,7 +168,6 @@ impl<P: Params> Fused<'_, P> {
             session,
             tensors: Tensors::OnRanks { slices: options.distributed.iter().cloned().collect() },
             options,
-            report: Report::default(),
         };
         ranked.follow()?;
         if ranked.session.bring_first()? {

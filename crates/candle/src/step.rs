@@ -9,7 +9,7 @@ use fusestep_planner::{Interval, MicroStepReport, ZeroStage};
 use crate::fused::Tensors;
 use crate::gradients::Gradients;
 use crate::lend::{bytes_of, copy, write_in_place};
-use crate::{AdapterError, Fused, Params, Report, memory, slices};
+use crate::{AdapterError, Fused, Params, memory, slices};
 
 impl<P: Params> Fused<'_, P> {
     /// Updates from fewer micro-steps than asked for, at an epoch's end; nothing if there are none.
@@ -67,8 +67,8 @@ impl<P: Params> Fused<'_, P> {
                 self.session.state_mut().set_without_gradient_at(index);
             }
         }
-        let report = memory.step(&mut self.session, &self.vars, gradients)?;
-        self.report = Report::of(&report, gradients.copied);
+        self.session.count_copied(gradients.copied);
+        memory.step(&mut self.session, &self.vars, gradients)?;
         Ok(())
     }
 
@@ -82,8 +82,8 @@ impl<P: Params> Fused<'_, P> {
             let bytes = bytes_of(&storage, layout).map_err(AdapterError::from_candle)?;
             self.session.push_grad_bytes(name, bytes)?;
         }
+        self.session.count_copied(gradients.copied);
         let ended = self.session.step()?;
-        self.report.copied_gradients = gradients.copied;
         self.take_up(ended)
     }
 
@@ -100,14 +100,10 @@ impl<P: Params> Fused<'_, P> {
         Ok(self.session.begin_step()?)
     }
 
-    /// Reports an update and hands what is new to the variables.
+    /// Hands what an update has made to the variables.
     fn take_up(&mut self, ended: MicroStepReport) -> Result<(), AdapterError> {
         let Some(update) = ended.update else {
             return Ok(());
-        };
-        self.report = Report {
-            dropped_micro_steps: ended.dropped_micro_steps,
-            ..Report::of(&update, self.report.copied_gradients)
         };
         if update.skipped && !ended.averaged {
             return Ok(());
@@ -153,7 +149,10 @@ impl<P: Params> Optimizer for Fused<'_, P> {
     /// As [`Fused::step`].
     fn backward_step(&mut self, loss: &Tensor) -> candle_core::Result<()> {
         let grads = loss.backward()?;
-        if self.plan().averaging().is_some_and(|rule| rule.interval == Interval::Adaptive) {
+        let adapts = self.plan().averaging();
+        let adapts = adapts.is_some_and(|rule| rule.interval == Interval::Adaptive);
+        // A loss on a device is waited for, so nobody pays for what nobody hears.
+        if adapts || self.session.is_heard() {
             let scaled = loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
             self.set_loss(scaled / self.loss_scale());
         }

@@ -269,3 +269,23 @@ fn integer_variables_are_left_out_and_no_variable_at_all_is_refused() {
 fn the_quickstart_learns_before_and_after() {
     quickstart::main().unwrap();
 }
+
+#[test]
+fn a_hook_hears_of_every_update_and_of_the_loss_of_its_backward_step() {
+    let weight = Var::new(&[1.0f32, -2.0], &Device::Cpu).unwrap();
+    let mut optimizer = AdamW::new(vec![("w".to_owned(), weight.clone())], params()).unwrap();
+    assert_eq!(optimizer.report(), fusestep_candle::Report::default());
+    let loss = || weight.as_tensor().sqr().unwrap().sum_all().unwrap();
+    optimizer.backward_step(&loss()).unwrap();
+    // Nobody hears, so nobody has waited for the loss.
+    assert_eq!((optimizer.report().step, optimizer.report().loss), (1, None));
+    let (tell, told) = std::sync::mpsc::channel();
+    optimizer.on_step(move |report| tell.send(*report).unwrap());
+    optimizer.time_steps();
+    let expected = f64::from(loss().to_scalar::<f32>().unwrap());
+    optimizer.backward_step(&loss()).unwrap();
+    let report = told.try_recv().unwrap();
+    assert_eq!((report.step, report.loss, report.lr), (2, Some(expected), params().lr));
+    assert!(report.seconds.unwrap().update > 0.0, "{report:?}");
+    assert_eq!((report, told.try_recv().ok()), (optimizer.report(), None));
+}

@@ -148,6 +148,8 @@ impl Checkpoints {
         folder: &Path,
         mut texts: Texts,
     ) -> Result<()> {
+        #[cfg(feature = "tracing")]
+        let _span = tracing::info_span!(target: "fusestep", "save").entered();
         self.saves.finish(comms)?;
         comms.set_plan(run.plan.hash());
         self.own_folder(comms, folder)?;

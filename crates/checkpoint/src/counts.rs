@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use fusestep_planner::{RunCounts, RunImage};
+use fusestep_planner::{OpenLanes, RunCounts, RunImage};
 
 use crate::manifest::Manifest;
 
@@ -23,8 +23,11 @@ pub(crate) fn of_all(image: &RunImage, manifest: &Manifest) -> RunCounts {
     }
 }
 
-pub(crate) fn len_bytes(params: usize) -> usize {
-    8 * (FIXED_WORDS + 2 * params)
+/// Bytes of a rank's counts; weights of micro-batches lie behind them if a window of lanes has
+/// begun.
+pub(crate) fn len_bytes(params: usize, lanes: Option<&OpenLanes>) -> usize {
+    let weights = lanes.map_or(0, |lanes| lanes.all_micro_batches() as usize);
+    8 * (FIXED_WORDS + 2 * params + weights)
 }
 
 pub(crate) fn to_bytes(counts: &RunCounts) -> Vec<u8> {
@@ -49,12 +52,54 @@ pub(crate) fn to_bytes(counts: &RunCounts) -> Vec<u8> {
         counts.every.map_or(0, NonZeroU64::get),
     ];
     let words = fixed.iter().chain(&counts.steps_of).chain(&counts.given);
-    words.flat_map(|word| word.to_le_bytes()).collect()
+    let weights = counts.lanes.iter().flat_map(|lanes| &lanes.weights);
+    let words = words.copied().chain(weights.map(|weight| weight.to_bits()));
+    words.flat_map(u64::to_le_bytes).collect()
 }
 
-/// Reads counts from bytes; `None` if the bytes are not counts of `params` parameters.
-pub(crate) fn from_bytes(bytes: &[u8], params: usize) -> Option<RunCounts> {
-    if bytes.len() != len_bytes(params) {
+/// The counts of all ranks together in a window of lanes that has begun; `None` if the bytes are
+/// not these.
+pub(crate) fn of_lanes(all: &[&[u8]], params: usize, begun: &OpenLanes) -> Option<RunCounts> {
+    let mut together: Option<RunCounts> = None;
+    for bytes in all {
+        let mut own = from_bytes(bytes, params, Some(begun))?;
+        let Some(first) = &mut together else {
+            together = Some(own);
+            continue;
+        };
+        for (first, own) in first.given.iter_mut().zip(&mut own.given) {
+            *first = (*first).max(std::mem::take(own));
+        }
+        let given = vec![0; params];
+        let weights = own.lanes.take().map_or(Vec::new(), |lanes| lanes.weights);
+        if let Some(lanes) = &mut first.lanes {
+            lanes.weights.iter_mut().zip(weights).for_each(|(sum, weight)| *sum += weight);
+        }
+        let lasting = |of: &RunCounts| RunCounts {
+            given: given.clone(),
+            lanes: None,
+            weights: 0.0,
+            micro_steps: 0,
+            ..of.clone()
+        };
+        if lasting(first) != lasting(&own) {
+            return None;
+        }
+    }
+    let counts = together?;
+    let lanes = counts.lanes.as_ref()?;
+    let right = |weight: &f64| weight.is_finite() && *weight >= 0.0;
+    lanes.weights.iter().all(right).then_some(counts)
+}
+
+/// Reads counts from bytes; `None` if the bytes are not counts of `params` parameters, and of the
+/// window of lanes that has begun.
+pub(crate) fn from_bytes(
+    bytes: &[u8],
+    params: usize,
+    begun: Option<&OpenLanes>,
+) -> Option<RunCounts> {
+    if bytes.len() != len_bytes(params, begun) {
         return None;
     }
     let word = |bytes: &[u8]| Some(u64::from_le_bytes(bytes.try_into().ok()?));
@@ -62,6 +107,9 @@ pub(crate) fn from_bytes(bytes: &[u8], params: usize) -> Option<RunCounts> {
     let float = |at: usize| f64::from_bits(words[at]);
     let (good, bad) = (words[4].try_into().ok()?, words[5].try_into().ok()?);
     let (steps_of, given) = words[FIXED_WORDS..].split_at(params);
+    let (given, weights) = given.split_at(params);
+    let weights = weights.iter().map(|word| f64::from_bits(*word));
+    let lanes = begun.map(|begun| OpenLanes { weights: weights.collect(), ..begun.clone() });
     Some(RunCounts {
         step: words[0],
         skipped: words[1],
@@ -75,13 +123,14 @@ pub(crate) fn from_bytes(bytes: &[u8], params: usize) -> Option<RunCounts> {
         every: NonZeroU64::new(words[15]),
         steps_of: steps_of.to_vec(),
         given: given.to_vec(),
+        lanes,
     })
 }
 
 /// The counts of one rank, from bytes of any number of parameters.
 fn of_any(bytes: &[u8]) -> Option<RunCounts> {
     let words = bytes.len() / 8;
-    from_bytes(bytes, words.checked_sub(FIXED_WORDS)? / 2)
+    from_bytes(bytes, words.checked_sub(FIXED_WORDS)? / 2, None)
 }
 
 /// Counts that stand for all ranks, if ranks differ only in the gradients that each has given and

@@ -175,6 +175,9 @@ pub(crate) fn check_values(
             if progress.steps_of[param] == 0 && !averaged {
                 values::check_begun(role, dtype, tensors.bytes(&key))
                     .map_err(|(expected, found)| refuse(folder, &key, expected, found))?;
+            } else if progress.steps_of[param] > 0 {
+                values::check_taken(role, dtype, tensors.bytes(&key))
+                    .map_err(|(expected, found)| refuse(folder, &key, expected, found))?;
             }
         }
     }

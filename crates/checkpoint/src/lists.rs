@@ -15,6 +15,10 @@ pub(crate) fn key_of(image: &RunImage, param: usize, list: List, rank: usize) ->
     match list {
         List::Role(role) => key(image, param, role, rank),
         List::Sums => own_values::window_key(image, param, rank),
+        List::Lanes(part) => match &image.counts.lanes {
+            Some(lanes) => own_values::lanes_key(image, param, lanes, part),
+            None => String::new(),
+        },
     }
 }
 
@@ -45,7 +49,7 @@ pub(crate) fn tensors_of_checkpoint(
                 (true, None) => 0..image.topology.world,
             };
             for rank in ranks {
-                let shape = image.shape_on(rank, param).clone();
+                let shape = list.shape(image.shape_on(rank, param));
                 let spec = TensorSpec { dtype: list.dtype, shape };
                 tensors.insert(key(image, param, list.role, rank), spec);
             }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use fusestep_planner::{BorrowedParams, List, RunCounts, RunImage, RunToLoad};
 
 use crate::manifest::Manifest;
-use crate::own_values::window_key;
+use crate::own_values::{lanes_key, window_key};
 use crate::refusal::refuse;
 use crate::values::SavedTensors;
 use crate::{CheckpointFolder, Result, fits, lists, own_values, snapshot};
@@ -74,6 +74,10 @@ pub(crate) fn take_over(run: RunToLoad<'_>, read: ReadRun) -> Result<BTreeMap<St
     run.restore(&image, &counts, |param, list| match list {
         List::Role(role) => Some(tensors.bytes(&lists::key(&image, param, role, from))),
         List::Sums => tensors.whole.get(&window_key(&image, param, from)).map(Vec::as_slice),
+        List::Lanes(part) => {
+            let lanes = counts.lanes.as_ref()?;
+            tensors.whole.get(&lanes_key(&image, param, lanes, part)).map(Vec::as_slice)
+        }
     })?;
     Ok(manifest.caller)
 }

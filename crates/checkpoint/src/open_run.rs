@@ -1,12 +1,12 @@
 //! Parts of a run that belong to single ranks, as a manifest tells of them.
 
-use fusestep_planner::ReducedWhen;
+use fusestep_planner::{OpenLanes, ReducedWhen};
 use serde::{Deserialize, Serialize};
 
 /// Values of a checkpoint that belong to single ranks. If all ranks have the same values, any
 /// number of ranks can resume, and otherwise only as many. `Manifest::average` makes the values
 /// the same.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OpenRun {
     /// The number of ranks.
     pub ranks: usize,
@@ -14,6 +14,9 @@ pub struct OpenRun {
     pub window: Option<OpenWindow>,
     /// Steps between two averages as planned, if ranks average parameters.
     pub local_sgd: Option<u64>,
+    /// The window of lanes that has begun, with which any number of ranks can go on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lanes: Option<OpenLanes>,
     /// Parameters of which each rank has a slice of its own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub slices: Vec<String>,
@@ -26,7 +29,7 @@ impl OpenRun {
         every: Option<u64>,
         slices: Vec<String>,
     ) -> Self {
-        Self { ranks, window, local_sgd: every, slices }
+        Self { ranks, window, local_sgd: every, lanes: None, slices }
     }
 
     /// Steps between two averages as planned, if ranks average parameters.

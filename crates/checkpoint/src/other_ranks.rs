@@ -91,6 +91,11 @@ impl Manifest {
             let found = "nothing of the kind: any number of ranks can load it";
             return Err(refuse(folder, "average", expected, found));
         };
+        if open.lanes.is_some() {
+            let expected = "something that belongs to single ranks";
+            let found = "a window of lanes: any number of ranks goes on with it as it is";
+            return Err(refuse(folder, "average", expected, found));
+        }
         if let Some(name) = open.slices.first() {
             let expected = "values that ranks can share";
             return Err(refuse(folder, name, expected, "a slice of each rank's own"));

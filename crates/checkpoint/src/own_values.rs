@@ -4,6 +4,8 @@
 //! ```text
 //! <name>@window#<rank>   sums of a rank's own gradients, if ranks reduce once per window
 //! <name>@window          sums of gradients that ranks have reduced in every micro-step
+//! <name>@lanes<a>-<b>    sum of lanes a to b − 1 of a window that has begun
+//! <name>@lanes<a>+<n>    sum of the first n micro-batches of lane a
 //! @progress#<rank>       counts of a rank: 64-bit words, see `RunCounts`
 //! ```
 
@@ -11,7 +13,7 @@ use std::path::Path;
 
 #[cfg(doc)]
 use fusestep_planner::PlanError;
-use fusestep_planner::{MAX_STEPS, ReducedWhen, RunCounts, RunImage, Topology};
+use fusestep_planner::{MAX_STEPS, OpenLanes, ReducedWhen, RunCounts, RunImage, Topology};
 use fusestep_tensor::{DType, Shape, counted};
 
 use crate::manifest::{Manifest, TensorSpec};
@@ -26,7 +28,8 @@ pub(crate) const PROGRESS: &str = "@progress";
 /// The open accumulation, averages and slices, for which ranks have values of their own. `None` if
 /// the checkpoint is the same for any number of ranks.
 pub(crate) fn open_run(image: &RunImage) -> Option<OpenRun> {
-    let merge = image.accumulation.filter(|_| image.counts.micro_steps > 0);
+    let has_sums = image.counts.micro_steps > 0 && image.lanes.is_none();
+    let merge = image.accumulation.filter(|_| has_sums);
     let window = merge.map(|merge| OpenWindow {
         micro_steps: image.counts.micro_steps as u32,
         every: merge.every.get(),
@@ -34,8 +37,9 @@ pub(crate) fn open_run(image: &RunImage) -> Option<OpenRun> {
     });
     let every = image.averaging.map(|rule| rule.every.get());
     let slices = slices(image).map(str::to_owned).collect();
-    let open = OpenRun::new(image.topology.world, window, every, slices);
-    (open.window.is_some() || open.averages()).then_some(open)
+    let mut open = OpenRun::new(image.topology.world, window, every, slices);
+    open.lanes = image.counts.lanes.clone();
+    (open.window.is_some() || open.averages() || open.lanes.is_some()).then_some(open)
 }
 
 /// Parameters of which each rank has a slice of its own.
@@ -55,11 +59,16 @@ pub(crate) fn window_key(image: &RunImage, param: usize, rank: usize) -> String 
     }
 }
 
+/// Name of a part of a window of lanes in a checkpoint.
+pub(crate) fn lanes_key(image: &RunImage, param: usize, lanes: &OpenLanes, part: usize) -> String {
+    format!("{}@lanes{}", image.params[param].name, lanes.part_name(part))
+}
+
 /// Tensors that a checkpoint has beside parameters and state.
 pub(crate) fn open_tensors(image: &RunImage, open: &OpenRun) -> Result<Vec<(String, TensorSpec)>> {
     let mut tensors = Vec::new();
     for rank in 0..open.ranks {
-        let len_bytes = counts::len_bytes(image.params.len()) as u64;
+        let len_bytes = counts::len_bytes(image.params.len(), open.lanes.as_ref()) as u64;
         let spec = TensorSpec { dtype: DType::U8, shape: Shape::new([len_bytes])? };
         tensors.push((progress_key(rank), spec));
         if open.window.is_none() {
@@ -69,6 +78,14 @@ pub(crate) fn open_tensors(image: &RunImage, open: &OpenRun) -> Result<Vec<(Stri
             let shape = image.shape_on(rank, param).clone();
             let spec = TensorSpec { dtype: image.params[param].sums, shape };
             tensors.push((window_key(image, param, rank), spec));
+        }
+    }
+    if let Some(lanes) = &open.lanes {
+        for (param, desc) in image.params.iter().enumerate() {
+            for part in 0..lanes.parts() {
+                let spec = TensorSpec { dtype: desc.sums, shape: desc.shape.clone() };
+                tensors.push((lanes_key(image, param, lanes, part), spec));
+            }
         }
     }
     Ok(tensors)
@@ -95,6 +112,9 @@ pub(crate) fn check_open(image: &RunImage, manifest: &Manifest, folder: &Path) -
     if !(1..=manifest.tensors.len()).contains(&open.ranks) {
         let found = counted(open.ranks as u64, "rank");
         return Err(refuse(folder, "ranks", "at least 1, and counts of each", found));
+    }
+    if let Some(lanes) = &open.lanes {
+        check_lanes(image, lanes, folder)?;
     }
     let Some(window) = open.window else {
         return Ok(());
@@ -124,6 +144,27 @@ pub(crate) fn check_open(image: &RunImage, manifest: &Manifest, folder: &Path) -
     Err(refuse(folder, RunImage::ACCUMULATION, &expected, found))
 }
 
+/// Refuses a window of other lanes than the plan's, and one that is none.
+fn check_lanes(image: &RunImage, lanes: &OpenLanes, folder: &Path) -> Result<()> {
+    let text = |count: u64, of_lane: u64| {
+        format!("{} of {}", counted(count, "lane"), counted(of_lane, "micro-batch"))
+    };
+    let of_lane = image.accumulation.map_or(1, |rule| rule.every.get());
+    let expected = match image.lanes {
+        Some(own) => text(own.count.get().into(), of_lane.into()),
+        None => "no lanes".to_owned(),
+    };
+    let found = text(lanes.count.into(), lanes.of_lane.into());
+    if expected != found {
+        return Err(refuse(folder, RunImage::LANES, expected, found));
+    }
+    if lanes.is_valid() {
+        return Ok(());
+    }
+    let expected = "parts of one tree that do not overlap";
+    Err(refuse(folder, RunImage::LANES, expected, "others, so the manifest is damaged"))
+}
+
 /// The rank whose values this rank takes over: its own number, or 0 if another number of ranks has
 /// saved and all had the same values.
 ///
@@ -136,7 +177,8 @@ pub(crate) fn source_rank(
     folder: &Path,
 ) -> Result<usize> {
     let Topology { rank, world, .. } = image.topology;
-    let Some(open) = manifest.open.as_ref().filter(|open| open.ranks != world) else {
+    let open = manifest.open.as_ref().filter(|open| open.ranks != world && open.lanes.is_none());
+    let Some(open) = open else {
         return Ok(rank);
     };
     let different = match (open.slices.first(), slices(image).next()) {
@@ -183,9 +225,14 @@ pub(crate) fn counts(
     let key = progress_key(from);
     let bytes = |key: &str| whole.get(key).map_or(&[][..], Vec::as_slice);
     let params = image.params.len();
-    let right_len = |key: &str| bytes(key).len() == counts::len_bytes(params);
-    let progress = if open.ranks == image.topology.world {
-        counts::from_bytes(bytes(&key), params)
+    let lanes = open.lanes.as_ref();
+    let right_len = |key: &str| bytes(key).len() == counts::len_bytes(params, lanes);
+    let progress = if let Some(lanes) = lanes {
+        let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
+        let all: Vec<&[u8]> = keys.iter().map(|key| bytes(key)).collect();
+        counts::of_lanes(&all, params, lanes)
+    } else if open.ranks == image.topology.world {
+        counts::from_bytes(bytes(&key), params, None)
     } else {
         // Only all ranks together know which gradients were given.
         let keys: Vec<String> = (0..open.ranks).map(progress_key).collect();
@@ -193,9 +240,13 @@ pub(crate) fn counts(
         let right = keys.iter().all(|key| right_len(key));
         right.then(|| counts::together(&all).ok()).flatten()
     };
-    let micro_steps = open.window.map_or(0, |window| u64::from(window.micro_steps));
+    let micro_steps = match lanes {
+        Some(lanes) => lanes.all_micro_batches(),
+        None => open.window.map_or(0, |window| u64::from(window.micro_steps)),
+    };
     let right = |progress: &RunCounts| {
-        progress.micro_steps == micro_steps
+        (progress.micro_steps == micro_steps
+            || lanes.is_some() && progress.micro_steps < micro_steps)
             && progress.step <= MAX_STEPS
             && progress.skipped <= MAX_STEPS
             && progress.weights.is_finite()

@@ -150,6 +150,10 @@ pub(crate) fn read_shard(
         file.entries().keys().find(damaged).cloned()
     });
     let what = damaged.unwrap_or_else(|| "header".to_owned());
+    let found = format_args!(
+        "{found}; the file has changed since it was saved: put back a copy of it, or of the whole \
+         checkpoint"
+    );
     Err(refuse(path, &what, format_args!("checksum {}", Quoted(&spec.xxh3)), found))
 }
 

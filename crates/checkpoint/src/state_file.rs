@@ -82,8 +82,9 @@ impl StateTensors {
         metadata.extend(parameters.map(|sum| (PARAMETERS.to_owned(), sum)));
         let mut tensors = Vec::new();
         for (param, desc) in image.params.iter().enumerate() {
-            for &ListImage { role, dtype } in &desc.lists {
-                let mut bytes = zeroed_bytes(desc.shape.numel() as usize * dtype.len_bytes())?;
+            for list in &desc.lists {
+                let (ListImage { role, dtype }, shape) = (*list, list.shape(&desc.shape));
+                let mut bytes = zeroed_bytes(shape.numel() as usize * dtype.len_bytes())?;
                 state.read(backend, role, &desc.name, &mut bytes)?;
                 let name = tensor_name(&desc.name, role);
                 let saved = SavedList { param, role, dtype, bytes: &bytes };
@@ -95,7 +96,7 @@ impl StateTensors {
                 if count > 0 {
                     metadata.insert(non_finite_key(&name), count.to_string());
                 }
-                let tensor = TensorBytes::of(dtype, &desc.shape, Cow::Owned(bytes));
+                let tensor = TensorBytes::of(dtype, &shape, Cow::Owned(bytes));
                 tensors.push((name, tensor));
             }
         }
@@ -228,18 +229,17 @@ fn check(image: &RunImage, file: &TensorFile) -> Result<RunCounts> {
     Ok(counts)
 }
 
-/// Refuses state of parameters that have taken no step.
+/// Refuses state of parameters that have taken no step, and codes that no step leaves.
 fn check_begun(image: &RunImage, file: &TensorFile, counts: &RunCounts) -> Result<()> {
     // Averages over ranks bring state to ranks that have taken no step themselves.
-    if counts.step > 0 && image.averages {
-        return Ok(());
-    }
+    let averaged = counts.step > 0 && image.averages;
     let params = image.params.iter().zip(&counts.steps_of);
-    for (param, _) in params.filter(|(_, step)| **step == 0) {
+    for (param, &step) in params.filter(|(_, step)| **step > 0 || !averaged) {
+        let check = if step > 0 { values::check_taken } else { values::check_begun };
         for &ListImage { role, dtype } in &param.lists {
             let name = tensor_name(&param.name, role);
             let bytes = file.bytes(&name).unwrap_or_default();
-            values::check_begun(role, dtype, bytes)
+            check(role, dtype, bytes)
                 .map_err(|(expected, found)| refuse(file.path(), &name, expected, found))?;
         }
     }
@@ -323,11 +323,12 @@ fn step_key(param: &ParamImage) -> String {
 
 fn check_tensor(file: &TensorFile, param: &ParamImage, list: ListImage) -> Result<()> {
     let name = tensor_name(&param.name, list.role);
-    let expected = || format!("{} {}", list.dtype, param.shape);
+    let shape = list.shape(&param.shape);
+    let expected = || format!("{} {shape}", list.dtype);
     let Some(entry) = file.entries().get(&name) else {
         return Err(refuse(file.path(), &name, expected(), "no such tensor"));
     };
-    if entry.element_type() != Some(list.dtype) || entry.shape != param.shape {
+    if entry.element_type() != Some(list.dtype) || entry.shape != shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
         return Err(refuse(file.path(), &name, expected(), Quoted(&found)));
     }

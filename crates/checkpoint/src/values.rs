@@ -26,7 +26,12 @@ pub(crate) const CHECKED: [Role; 7] = [
 ];
 
 fn is_checked(role: Role) -> bool {
-    CHECKED.contains(&role)
+    CHECKED.contains(&role.unit_of().unwrap_or(role))
+}
+
+/// Whether a role's values are never negative.
+fn is_positive(role: Role) -> bool {
+    matches!(role, Role::Moment2 | Role::MaxMoment2 | Role::MaxGrad | Role::Sum)
 }
 
 /// Refuses values that no run produces: negative sums of squares, and values that are not finite.
@@ -35,7 +40,7 @@ pub(crate) fn check(role: Role, dtype: DType, bytes: &[u8], noted: u64) -> Resul
     if !is_checked(role) {
         return Ok(());
     }
-    let negative = matches!(role, Role::Moment2 | Role::MaxMoment2 | Role::MaxGrad | Role::Sum);
+    let negative = is_positive(role) || role.unit_of().is_some();
     let wrong = |value: &f64| (noted == 0 && !value.is_finite()) || (negative && *value < 0.0);
     let first = values(dtype, bytes).enumerate().find(|(_, value)| wrong(value));
     if let Some((at, value)) = first {
@@ -62,6 +67,20 @@ pub(crate) fn check_begun(role: Role, dtype: DType, bytes: &[u8]) -> Result<(), 
         Some((at, value)) => {
             let expected = "zeros, since no step has been taken".to_owned();
             Err((expected, format!("{value} at element {at}")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses codes that no step leaves: those of what is never negative are at least 1.
+pub(crate) fn check_taken(role: Role, dtype: DType, bytes: &[u8]) -> Result<(), Refused> {
+    if dtype != DType::U8 || !is_positive(role) {
+        return Ok(());
+    }
+    match bytes.iter().position(|code| *code == 0) {
+        Some(at) => {
+            let expected = "codes from 1 to 255, since a step has been taken".to_owned();
+            Err((expected, format!("0 at element {at}")))
         }
         None => Ok(()),
     }
@@ -94,6 +113,8 @@ fn values(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> {
         DType::F64 => |bytes| Some(f64::from_le_bytes(bytes.try_into().ok()?)),
         DType::F16 => |bytes| Some(f16::from_le_bytes(bytes.try_into().ok()?).to_f64()),
         DType::BF16 => |bytes| Some(bf16::from_le_bytes(bytes.try_into().ok()?).to_f64()),
+        // Codes: all that counts is which are 0.
+        DType::U8 => |bytes| bytes.first().map(|code| f64::from(*code)),
         _ => |_| None,
     };
     bytes.chunks_exact(dtype.len_bytes()).filter_map(value)

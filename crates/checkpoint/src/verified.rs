@@ -20,6 +20,8 @@ pub struct Verified {
     pub tensors: WholeTensors,
     /// Names of the state's tensors that have infinite or NaN values.
     pub non_finite: Vec<String>,
+    /// Names of the parameters that have such values.
+    pub params_non_finite: Vec<String>,
 }
 
 impl Manifest {
@@ -37,8 +39,12 @@ impl Manifest {
                 check_tensor(folder.path, &tensors, name, role, spec.dtype)?;
             }
         }
+        // Writers note state alone; parameters are told of as they are.
+        let params = manifest.tensors.iter().filter(|(name, _)| role_of(name).is_none());
+        let params = params.filter(|(name, spec)| spec.dtype.non_finite(tensors.bytes(name)) > 0);
+        let params_non_finite = params.map(|(name, _)| name.clone()).collect();
         let non_finite = tensors.non_finite.into_keys().collect();
-        Ok(Verified { manifest, tensors: tensors.whole, non_finite })
+        Ok(Verified { manifest, tensors: tensors.whole, non_finite, params_non_finite })
     }
 }
 
@@ -46,7 +52,7 @@ impl Manifest {
 fn role_of(tensor: &str) -> Option<Role> {
     let (_, suffix) = tensor.rsplit_once('@')?;
     let name = suffix.split_once('#').map_or(suffix, |(name, _)| name);
-    let mut checked = CHECKED.into_iter();
+    let mut checked = CHECKED.into_iter().flat_map(|role| [Some(role), role.units()]).flatten();
     checked.find(|role| role.name() == name)
 }
 

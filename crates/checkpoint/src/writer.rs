@@ -21,6 +21,12 @@ impl Writer {
     /// Begins a job. An earlier job is waited for first, and its outcome is lost.
     pub(crate) fn begin(&mut self, work: Work) -> Result<()> {
         let _ = self.wait();
+        // A child of the save's span, also on a thread of its own.
+        #[cfg(feature = "tracing")]
+        let work: Work = {
+            let span = tracing::info_span!(target: "fusestep", "write");
+            Box::new(move || span.in_scope(work))
+        };
         match self {
             Writer::Thread(thread) => {
                 let spawned = Builder::new().name("fusestep-save".to_owned()).spawn(work);

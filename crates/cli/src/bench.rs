@@ -18,7 +18,7 @@ use self::subject::Subject;
 use crate::ceiling::Ceiling;
 use crate::inputs::read_model;
 use crate::options::pool;
-use crate::output::{duration, show};
+use crate::output::{detail, duration, progress, show};
 use crate::peers::{self, CandlePair, CandleTimes};
 use crate::planning::planner;
 use crate::{bench_collective, bench_ranks};
@@ -94,7 +94,8 @@ fn bench_one(args: &BenchArgs, options: &StepOptions, params: &[ParamDesc]) -> a
     let mut ceiling = Ceiling::new(&backend, plan, plan.traffic_bytes())?;
     let pair = |Peer::Candle| CandlePair::new(params, rule, args.threads);
     let mut candle = args.peer.map(pair).transpose()?;
-    for _ in 0..args.rounds {
+    let bar = progress(args.rounds as u64, "rounds");
+    for round in 1..=args.rounds {
         // The step is timed as often as streams are, or the ceiling would have more tries at a
         // quiet moment.
         for stream in 0..PREFETCH_DISTANCES.len() {
@@ -106,7 +107,10 @@ fn bench_one(args: &BenchArgs, options: &StepOptions, params: &[ParamDesc]) -> a
         if let Some(candle) = &mut candle {
             candle.sample()?;
         }
+        bar.inc(1);
+        detail(&format!("round {round}: {} a step at best", duration(ours.timer.best)));
     }
+    bar.finish_and_clear();
 
     let traffic = plan.traffic_bytes();
     let (ceiling_prefetch_bytes, ceiling_gb_per_s) = ceiling.best();
@@ -140,10 +144,10 @@ impl std::fmt::Display for BenchSummary {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(
             f,
-            "{} on {}, {} elements of {}; {}, {}",
+            "{} on {}, {} of {}; {}, {}",
             self.optimizer,
             counted(self.parameters as u64, "parameter"),
-            self.elements,
+            counted(self.elements, "element"),
             self.dtype,
             counted(self.threads as u64, "thread"),
             self.simd
@@ -172,7 +176,7 @@ impl std::fmt::Display for BenchSummary {
             let faster = format!("{:.1} times faster", candle.times_faster_than_candle);
             row("ours in its place", candle.candle_adapter_ns_per_step, faster)?;
         }
-        writeln!(f, "share of ceiling: {:.3}", self.share_of_ceiling)
+        writeln!(f, "share of the memory bandwidth: {:.3}", self.share_of_ceiling)
     }
 }
 

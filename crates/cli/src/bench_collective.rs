@@ -5,7 +5,7 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 use fusestep_collective::{AllReduceRow, measure_all_reduce};
 use fusestep_simd::Level;
-use fusestep_tensor::counted;
+use fusestep_tensor::{counted, grouped};
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
@@ -21,7 +21,7 @@ pub(crate) struct CollectiveArgs {
         long,
         value_enum,
         conflicts_with_all = [
-            settings::GROUP, "OptimizerArgs", "RuleFlags", "PeerArgs", "peer", "dtype", "threads",
+            settings::GROUP, "optimizer", "excluded", "RuleFlags", "PeerArgs", "peer", "dtype", "threads",
             "rounds", "FiguresArgs"
         ]
     )]
@@ -116,8 +116,8 @@ pub(crate) fn run(
     );
     for row in &summary.rows {
         text += &format!(
-            "{:>12} B  {:>10}  best {:>10}  {:>7.2} GB/s  memory bandwidth {:>10}  share {:.3}\n",
-            row.len_bytes,
+            "{:>14} B  {:>10}  best {:>10}  {:>7.2} GB/s  memory bandwidth {:>10}  share {:.3}\n",
+            grouped(row.len_bytes),
             duration(row.seconds * 1e9),
             duration(row.best_seconds * 1e9),
             row.bytes_per_second / 1e9,

@@ -72,9 +72,9 @@ impl<'a> Step<'a> {
 impl Work for Step<'_> {
     /// Gives all gradients.
     fn prepare(&mut self) -> anyhow::Result<()> {
-        for param in self.plan.params() {
+        for (at, param) in self.plan.params().iter().enumerate() {
             let (state, name) = (&mut self.state, param.name.as_str());
-            match param.dtype {
+            match self.plan.grad_dtype(at) {
                 DType::F64 => state.grad_mut(name)?.fill(GRADIENT),
                 DType::F16 => state.grad_mut(name)?.fill(f16::from_f64(GRADIENT)),
                 DType::BF16 => state.grad_mut(name)?.fill(bf16::from_f64(GRADIENT)),

@@ -10,6 +10,7 @@ use fusestep_launch::LaunchLimits;
 use fusestep_planner::{Comms, Plan, Topology};
 use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{ParamDesc, Role, counted};
+use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::bench::args::{BenchArgs, dtypes};
@@ -17,7 +18,7 @@ use crate::bench::subject::Subject;
 use crate::bench_parts::{BucketCall, Step, Streamed, Work, calls_of, own_params};
 use crate::ceiling::Ceiling;
 use crate::options::name_of;
-use crate::output::{duration, show};
+use crate::output::{duration, progress, show};
 use crate::planning::{agreed, planner};
 use crate::timer::{MIN_SAMPLE_NS, Timer};
 
@@ -101,8 +102,10 @@ impl std::fmt::Display for Summary {
         }
         writeln!(
             f,
-            "{} bytes an element, {} bytes of gradients copied; share of ceiling: {:.3}",
-            self.bytes_per_element, self.gradient_bytes_copied, self.share_of_ceiling
+            "{} an element, {} of gradients copied; share of the memory bandwidth: {:.3}",
+            counted(self.bytes_per_element, "byte"),
+            counted(self.gradient_bytes_copied, "byte"),
+            self.share_of_ceiling
         )
     }
 }
@@ -185,6 +188,8 @@ fn measure(
     let mut comms = options.comms(comm)?;
     let [mut whole, mut reduced, mut updated, mut gathered] = [(); 4].map(|()| Timer::new());
     let mut streams = PREFETCH_DISTANCES.map(|_| Timer::new());
+    let is_first = topology.rank == 0;
+    let bar = if is_first { progress(args.rounds as u64, "rounds") } else { ProgressBar::hidden() };
     for _ in 0..args.rounds {
         // The step is timed as often as streams are, or the ceiling would have more tries at a
         // quiet moment.
@@ -196,7 +201,9 @@ fn measure(
         sample(&mut reduced, &mut comms, &mut reduce)?;
         sample(&mut updated, &mut comms, &mut update)?;
         sample(&mut gathered, &mut comms, &mut gather)?;
+        bar.inc(1);
     }
+    bar.finish_and_clear();
     let best = streams.iter().map(|timer| timer.best);
     let scale = bytes as f64 / stream.ceiling.len_bytes() as f64;
     let ceiling_ns = scale * best.fold(f64::INFINITY, f64::min);

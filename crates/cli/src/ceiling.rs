@@ -80,22 +80,14 @@ impl<'a> Ceiling<'a> {
 
     /// Streams once, at one prefetch distance.
     pub(crate) fn stream(&mut self, index: usize) {
-        match self.written.len() {
-            1 => self.stream_written::<1>(index),
-            2 => self.stream_written::<2>(index),
-            3 => self.stream_written::<3>(index),
-            4 => self.stream_written::<4>(index),
-            _ => self.stream_written::<MAX_WRITTEN>(index),
-        }
-    }
-
-    fn stream_written<const W: usize>(&mut self, index: usize) {
         let (pool, level) = (self.backend.pool(), self.backend.level());
         let read = self.read.elements::<f32>();
+        let writes = self.written.len();
         let mut lists = self.written.iter_mut();
-        let lists = std::array::from_fn::<_, W, _>(|_| lists.next());
-        let written = lists.map(|list| list.map_or(&mut [][..], HostMemory::elements_mut::<f32>));
-        stream(pool, level, PREFETCH_DISTANCES[index], read, written);
+        let mut written: [&mut [f32]; MAX_WRITTEN] = std::array::from_fn(|_| {
+            lists.next().map_or(&mut [][..], HostMemory::elements_mut::<f32>)
+        });
+        stream(pool, level, PREFETCH_DISTANCES[index], read, &mut written[..writes]);
     }
 
     /// The prefetch distance in bytes and the bandwidth of the best stream.

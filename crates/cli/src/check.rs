@@ -11,13 +11,13 @@ use fusestep_collective::{
 };
 use fusestep_planner::Topology;
 use fusestep_simd::Level;
-use fusestep_tensor::counted;
+use fusestep_tensor::{counted, grouped};
 use serde::Serialize;
 
 use crate::engine::{Engine, Ranks};
 use crate::figures::Kept;
 use crate::options::{name_of, threads};
-use crate::output::{duration, print, print_json};
+use crate::output::{duration, print, print_json, working};
 
 /// Folders in which Linux distributions and CUDA put shared libraries.
 const LIBRARY_FOLDERS: [&str; 5] = [
@@ -71,6 +71,7 @@ const TABLE: [u64; 5] = [1 << 10, 16 << 10, 256 << 10, 4 << 20, 32 << 20];
 
 /// Tests every collective and measures the all-reduce.
 fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
+    let measuring = working("trying and measuring every call");
     let found = engine.run(&args.ranks, |comm| {
         let right = self_test(comm)?;
         let rows = measure_all_reduce(comm, &TABLE, Level::detect())?;
@@ -84,9 +85,10 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
             rows,
             topology: Topology::of(comm),
         })
-    })?;
+    });
+    measuring.finish_and_clear();
     // Other ranks have nothing to say.
-    let Some(tested) = found else {
+    let Some(tested) = found? else {
         return Ok(());
     };
     let kept = Kept::so_far().map(|kept| {
@@ -105,8 +107,8 @@ fn collectives(engine: Engine, args: &CheckArgs) -> anyhow::Result<()> {
     for row in &tested.rows {
         let _ = writeln!(
             text,
-            "{:>12} B  {:>10}  {:>7.2} GB/s",
-            row.len_bytes,
+            "{:>14} B  {:>10}  {:>7.2} GB/s",
+            grouped(row.len_bytes),
             duration(row.seconds * 1e9),
             row.len_bytes as f64 / row.seconds / 1e9
         );
@@ -142,8 +144,10 @@ pub(crate) fn run(args: &CheckArgs) -> anyhow::Result<()> {
         return collectives(engine, args);
     }
     args.ranks.require_none("--engine")?;
+    let measuring = working("measuring this machine's memory and calls");
     let mut findings = vec![simd(), thread_count(), cuda(), mpi(), nccl()];
     findings.extend(figures());
+    measuring.finish_and_clear();
     if args.json {
         return print_json(&BTreeMap::from([("findings", findings)]));
     }

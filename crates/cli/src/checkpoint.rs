@@ -1,7 +1,7 @@
 //! `fusestep checkpoint`: the contents of a checkpoint, whether it is intact, and the same tensors
 //! in another number of files.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
@@ -10,8 +10,12 @@ use fusestep_tensor::{Quoted, counted};
 use serde::Serialize;
 
 use crate::options::whole;
-use crate::output::{non_finite, print, print_json};
+use crate::output::{non_finite, print, print_json, warn, working};
 use crate::places::{make_folder, require_beside};
+
+/// Texts of `train` that are the bits of a number, and their digits.
+const BITS: [&str; 2] = ["last_loss", "loss_sum"];
+const BITS_DIGITS: usize = 16;
 
 /// Flags of `checkpoint`.
 #[derive(Debug, Args)]
@@ -61,23 +65,30 @@ struct Verified {
     tensors: usize,
     shards: usize,
     bytes: usize,
-    /// Tensors of state with values that are infinite or NaN.
+    /// Tensors with values that are infinite or NaN.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     non_finite: Vec<String>,
 }
 
 pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
     match &args.action {
-        Action::Inspect(folder) => inspect(folder, &Manifest::read(&folder.folder)?),
+        Action::Inspect(folder) => {
+            inspect(folder, &Manifest::read(&folder.folder)?)?;
+            warn_of(&folder.folder);
+            Ok(())
+        }
         Action::Verify(folder) => {
-            let found = Manifest::verify(&folder.folder)?;
+            let reading = working("reading the checkpoint's files");
+            let found = Manifest::verify(&folder.folder);
+            reading.finish_and_clear();
+            let found = found?;
             let verified = Verified {
                 intact: true,
                 step: found.manifest.step,
                 tensors: found.tensors.len(),
                 shards: found.manifest.shards.len(),
                 bytes: found.tensors.values().map(Vec::len).sum(),
-                non_finite: found.non_finite,
+                non_finite: [found.params_non_finite, found.non_finite].concat(),
             };
             if folder.json {
                 print_json(&verified)
@@ -85,10 +96,10 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 let names = verified.non_finite.iter().map(String::as_str);
                 let told = non_finite(names).map_or_else(String::new, |told| format!("; {told}"));
                 print(&format!(
-                    "step {}: {} ({} bytes) in {}, all intact{told}\n",
+                    "step {}: {} ({}) in {}, all intact{told}\n",
                     verified.step,
                     counted(verified.tensors as u64, "tensor"),
-                    verified.bytes,
+                    counted(verified.bytes as u64, "byte"),
                     counted(verified.shards as u64, "file")
                 ))
             }
@@ -101,7 +112,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             let named = || format!("--out {}", out.display());
             ensure!(
                 std::fs::read_dir(out).with_context(named)?.next().is_none(),
-                "--out {}: expected an empty folder, found files",
+                "--out {}: expected an empty folder, found files; give another folder, or empty it",
                 out.display()
             );
             let (from, count) = (&folder.folder, *world);
@@ -134,10 +145,36 @@ fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
         counted(manifest.shards.len() as u64, "file"),
     );
     for (key, value) in &manifest.caller {
-        text += &format!("{} = {}\n", Quoted(key), Quoted(value));
+        text += &format!("{} = {}\n", Quoted(key), shown(key, value));
     }
     for (name, spec) in &manifest.tensors {
         text += &format!("{}: {} {}\n", Quoted(name), spec.dtype, spec.shape);
     }
     print(&text)
+}
+
+/// A text of the run that was saved, as a number where it is the bits of one.
+fn shown(key: &str, value: &str) -> String {
+    let bits = u64::from_str_radix(value, 16).ok().filter(|_| value.len() == BITS_DIGITS);
+    match bits.filter(|_| BITS.contains(&key)) {
+        Some(bits) => format!("{} (bits {value})", f64::from_bits(bits)),
+        None => Quoted(value).to_string(),
+    }
+}
+
+/// Tells of tensors that are not finite, and of files that are not intact.
+fn warn_of(folder: &Path) {
+    let reading = working("reading the checkpoint's files");
+    let found = Manifest::verify(folder);
+    reading.finish_and_clear();
+    match found {
+        Ok(found) => {
+            let names = found.params_non_finite.iter().chain(&found.non_finite);
+            let names = names.map(String::as_str);
+            if let Some(told) = non_finite(names) {
+                warn(&format!("warning: {}: {told}", folder.display()));
+            }
+        }
+        Err(error) => warn(&format!("warning: {error}")),
+    }
 }

@@ -26,6 +26,7 @@ use gpus::run as on_gpus;
 pub(crate) enum Engine {
     /// Ranks are threads of this process
     #[default]
+    #[value(alias = "threads")]
     Thread,
     /// Ranks are processes of this machine, on memory that they share; started by `fusestep
     /// launch`, torchrun or this command itself
@@ -56,10 +57,15 @@ pub(crate) struct Watch {
 impl Watch {
     /// Refuses flags that would do nothing, without those that `what` names.
     pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
+        let given = [
+            ("--timeout", self.timeout.is_some()),
+            ("--flight-recorder", self.flight_recorder.is_some()),
+        ];
+        let given: Vec<&str> = given.into_iter().filter(|of| of.1).map(|of| of.0).collect();
         ensure!(
-            self.timeout.is_none() && self.flight_recorder.is_none(),
-            "--timeout and --flight-recorder: expected {what} too, found no such flag; one rank \
-             waits for nobody"
+            given.is_empty(),
+            "{}: expected {what} too, found no such flag; one rank waits for nobody",
+            given.join(" and ")
         );
         Ok(())
     }
@@ -155,7 +161,8 @@ impl Ranks {
     pub(crate) fn require_none(&self, what: &str) -> anyhow::Result<()> {
         ensure!(
             self.ranks.is_none() && self.meet.is_none(),
-            "--ranks and --meet: expected {what} too, found none; ranks are those of collectives"
+            "{}: expected {what} too, found none; ranks are those of collectives",
+            if self.ranks.is_some() { "--ranks" } else { "--meet" }
         );
         self.watch.require_none(what)
     }
@@ -295,8 +302,9 @@ pub(crate) fn require_engine(engine: Option<Engine>, meets: bool) -> anyhow::Res
         finds_others,
         "{started}, and each would take itself for the whole; expected {works} (check, train, \
          bench), found {}; or start one process without the launcher, whose ranks are those of \
-         --ranks; or {ALONE_REMEDY}",
-        engine.map_or("none".to_owned(), name_of)
+         --ranks; or {ALONE_REMEDY}; or, if no launcher runs, `unset {}`",
+        engine.map_or("none".to_owned(), name_of),
+        started.variable
     );
     Ok(())
 }

@@ -205,7 +205,7 @@ fn of_threads(all: NonZeroUsize) -> anyhow::Result<Vec<ThreadFigures>> {
             let [read, first, second, third] =
                 std::array::from_fn(|_| lists.next().unwrap_or_default());
             let start = Instant::now();
-            stream(&pool, level, AHEAD, read, [first, second, third]);
+            stream(&pool, level, AHEAD, read, &mut [first, second, third]);
             best = best.min(start.elapsed().as_secs_f64());
         }
         let bytes_per_second = (STREAMED * BYTES_OF_ELEMENT) as f64 / best;

@@ -173,6 +173,18 @@ pub(crate) fn model_of(file: &TensorFile) -> anyhow::Result<Model> {
     Ok(Model { params, buffers })
 }
 
+/// The names of parameters' dtypes; without parameters, the dtype that they would have.
+pub(crate) fn dtype_names(params: &[ParamDesc], dtype: Option<DType>) -> String {
+    let mut names: Vec<&str> = params.iter().map(|param| param.dtype.name()).collect();
+    names.sort_unstable();
+    names.dedup();
+    if names.is_empty() {
+        dtype.unwrap_or(DType::F32).name().to_owned()
+    } else {
+        names.join(" and ")
+    }
+}
+
 /// Reads an element type that parameters can have.
 fn parameter_dtype(name: &str) -> Option<DType> {
     let found = name.parse().ok();
@@ -193,16 +205,14 @@ pub(crate) fn parse_shapes(path: &Path, text: &[u8], dtype: DType) -> anyhow::Re
     let entries = match std::str::from_utf8(text).ok().and_then(object_entries) {
         Some(entries) => shapes_of_map(path, entries)?,
         None => {
-            let parsed: Result<Vec<Object>, _> = serde_json::from_slice(text);
-            let parsed = parsed.map_err(|error| {
-                // The error's text quotes its input, of any length.
-                let (path, error) = (path.display(), error.to_string());
-                let error = Quoted(&error);
-                anyhow!(
-                    "{path}: expected [{{\"name\": …, \"shape\": […]}}, …] or {{\"name\": […], \
-                     …}}: {error}"
-                )
-            })?;
+            let parsed: Result<Vec<Object>, _> = match text.trim_ascii_start().first() {
+                // A map with a fault, which reads as no map.
+                Some(b'{') => {
+                    serde_json::from_slice::<BTreeMap<String, Vec<u64>>>(text).map(|_| Vec::new())
+                }
+                _ => serde_json::from_slice(text),
+            };
+            let parsed = parsed.map_err(|error| unlike_shapes(path, &error))?;
             parsed.into_iter().map(|Object(entry)| entry).collect()
         }
     };
@@ -214,7 +224,8 @@ pub(crate) fn parse_shapes(path: &Path, text: &[u8], dtype: DType) -> anyhow::Re
         let dtype = match &entry.dtype {
             Some(found) => parameter_dtype(found).with_context(|| {
                 format!(
-                    "{}: `{}`: expected f32, f64, f16 or bf16, found dtype `{}`",
+                    "{}: `{}`: expected f32, f64, f16 or bf16, found dtype `{}`; write one of them, \
+                     or leave the dtype out and give --dtype",
                     path.display(),
                     Quoted(&entry.name),
                     Quoted(found)
@@ -225,6 +236,20 @@ pub(crate) fn parse_shapes(path: &Path, text: &[u8], dtype: DType) -> anyhow::Re
         params.push(ParamDesc::new(entry.name, shape, dtype));
     }
     Ok(Shapes { params, takes_dtype })
+}
+
+/// A refusal of a text that holds no shapes, by its line.
+fn unlike_shapes(path: &Path, error: &serde_json::Error) -> anyhow::Error {
+    let (path, line) = (path.display(), error.line().max(1));
+    let expected = "expected [{\"name\": …, \"shape\": […]}, …] or {\"name\": […], …}";
+    if error.is_eof() {
+        return anyhow!(
+            "{path}:{line}: {expected}, found the end of the file in the middle of it; write the \
+             file again, whole"
+        );
+    }
+    // The error's text quotes its input, of any length.
+    anyhow!("{path}:{line}: {expected}: {}", Quoted(&error.to_string()))
 }
 
 /// The entries of a map of names to extents.

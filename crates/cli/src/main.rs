@@ -1,4 +1,5 @@
-//! The `fusestep` command: plan, step, train, launch, bench, checkpoint, check.
+//! The `fusestep` command: plan, step, train, launch, bench, verify, checkpoint, check,
+//! completions, man.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -8,10 +9,15 @@ mod bench_ranks;
 mod ceiling;
 mod check;
 mod checkpoint;
+mod command_line;
+mod config;
 mod engine;
 mod figures;
+mod headings;
+mod help;
 mod inputs;
 mod launch;
+mod manual;
 mod options;
 mod outcomes;
 mod output;
@@ -20,6 +26,7 @@ mod places;
 mod plan;
 mod planning;
 mod ranks;
+mod records;
 mod report;
 mod rule_flags;
 mod rules;
@@ -31,18 +38,23 @@ mod timer;
 mod train;
 mod training;
 mod values;
+mod verify;
 
-use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
 #[cfg(target_os = "linux")]
 use std::sync::{Arc, atomic::AtomicBool};
 use std::time::Duration;
 
-use clap::error::{ContextKind, ContextValue};
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 use fusestep_collective::{Carrier, started_together};
-use fusestep_tensor::{Quoted, escaped};
+use fusestep_collective_processes::says_first;
+use fusestep_tensor::escaped;
+
+use crate::command_line::{in_one_line, parse};
+use crate::config::ConfigArgs;
+use crate::output::Told;
+use crate::planning::in_words;
 
 /// The tail of a training step, fused: everything between the end of backward and the next forward.
 #[derive(Debug, Parser)]
@@ -50,6 +62,12 @@ use fusestep_tensor::{Quoted, escaped};
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    /// Print errors and the result alone
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = headings::OUTPUT)]
+    quiet: bool,
+    /// Print more on the way: times, and settings that are chosen
+    #[arg(short, long, global = true, help_heading = headings::OUTPUT)]
+    verbose: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -68,10 +86,40 @@ enum Command {
     Launch(launch::LaunchArgs),
     /// Time a step against the naive plan and the memory bandwidth of this machine
     Bench(bench::args::BenchArgs),
+    /// Compare the bits of steps of a model at several numbers of ranks and ZeRO stages
+    Verify(verify::args::VerifyArgs),
     /// Look into a checkpoint, verify it, or write it for another number of ranks
     Checkpoint(checkpoint::CheckpointArgs),
     /// Print what this machine offers and what is missing
     Check(check::CheckArgs),
+    /// Print a script by which a shell completes this command
+    Completions(manual::CompletionsArgs),
+    /// Print the manual page of this command, or of one of its subcommands
+    Man(manual::ManArgs),
+}
+
+impl Command {
+    /// Files of flags, of a command that takes them.
+    fn config(&self) -> Option<&ConfigArgs> {
+        match self {
+            Command::Plan(args) => Some(&args.config),
+            Command::Step(args) => Some(&args.config),
+            Command::Train(args) => Some(&args.config),
+            Command::Bench(args) => Some(&args.config),
+            _ => None,
+        }
+    }
+
+    /// Files of flags, to write into.
+    fn config_mut(&mut self) -> Option<&mut ConfigArgs> {
+        match self {
+            Command::Plan(args) => Some(&mut args.config),
+            Command::Step(args) => Some(&mut args.config),
+            Command::Train(args) => Some(&mut args.config),
+            Command::Bench(args) => Some(&mut args.config),
+            _ => None,
+        }
+    }
 }
 
 /// How long a rank of mpirun's stays once it has told its error. The job ends with the first
@@ -84,16 +132,18 @@ fn main() -> ExitCode {
     #[cfg(target_os = "linux")]
     let _ = outlive_file_size_limit();
     // Usage errors end here with exit code 2 and clap's own message.
-    let cli = parse();
-    match run(&cli.command) {
+    match parse().and_then(|cli| run(&cli)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // In one piece, since other ranks may write there, too; nobody is left to tell if it
             // cannot be written. Names and values may come from files, and must not be
             // obeyed by a terminal.
-            let error = in_one_line(format!("{error:#}"), std::env::args_os());
-            let line = format!("error: {}\n", escaped(&error));
-            let _ = std::io::stderr().write_all(line.as_bytes());
+            let error = in_one_line(in_words(&error), std::env::args_os());
+            // Ranks that have met name themselves, and each says its own.
+            if says_first(&error) {
+                let line = format!("error: {}\n", escaped(&error));
+                let _ = std::io::stderr().write_all(line.as_bytes());
+            }
             if started_together().is_some_and(|started| started.carrier == Carrier::Mpi) {
                 std::thread::sleep(LAST_WORDS);
             }
@@ -111,61 +161,13 @@ fn outlive_file_size_limit() -> std::io::Result<signal_hook::SigId> {
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, heard)
 }
 
-/// Reads the command line; ends the program where it asks for help or cannot be understood.
-fn parse() -> Cli {
-    let command = Cli::command().mut_subcommand("bench", bench::args::with_headings);
-    let command = command.mut_subcommand("train", train::args::with_own_rates);
-    let mut command = with_negative_numbers(command);
-    let matches = command.try_get_matches_from_mut(std::env::args_os());
-    let cli = matches.and_then(|matches| {
-        Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    let command = &cli.command;
+    output::tell(match (cli.quiet, cli.verbose) {
+        (true, _) => Told::Quiet,
+        (_, true) => Told::More,
+        _ => Told::Usual,
     });
-    cli.unwrap_or_else(|error| quoted(error).exit())
-}
-
-/// Takes `-1` for a flag's value, so that the flag can say what it expects.
-fn with_negative_numbers(command: clap::Command) -> clap::Command {
-    let command = command.mut_args(|arg| {
-        let takes_value = arg.get_action().takes_values() && !arg.is_positional();
-        if takes_value { arg.allow_negative_numbers(true) } else { arg }
-    });
-    command.mut_subcommands(with_negative_numbers)
-}
-
-/// An error that quotes typed text short, with nothing that a terminal would obey.
-fn quoted(mut error: clap::Error) -> clap::Error {
-    let quoted = |(kind, value): (ContextKind, &ContextValue)| match value {
-        ContextValue::String(text) => Some((kind, ContextValue::String(Quoted(text).to_string()))),
-        // Advice that repeats typed text.
-        ContextValue::StyledStrs(all) => {
-            let is_safe = |text: String| Quoted(&text).to_string() == text;
-            let safe = all.iter().all(|text| is_safe(text.to_string()));
-            (!safe).then_some((kind, ContextValue::None))
-        }
-        _ => None,
-    };
-    for (kind, value) in error.context().filter_map(quoted).collect::<Vec<_>>() {
-        error.insert(kind, value);
-    }
-    error
-}
-
-/// A message in which typed names break no line; lines of its own stay.
-fn in_one_line(mut message: String, typed: impl Iterator<Item = OsString>) -> String {
-    for argument in typed {
-        let argument = argument.to_string_lossy();
-        let value = argument.split_once('=').map_or("", |(_, value)| value);
-        for text in [&*argument, value] {
-            if text.contains(['\n', '\t']) && !text.trim().is_empty() {
-                let safe = text.replace('\n', "\\u{a}").replace('\t', "\\u{9}");
-                message = message.replace(text, &safe);
-            }
-        }
-    }
-    message
-}
-
-fn run(command: &Command) -> anyhow::Result<()> {
     if let Command::Launch(_) = command {
         launch::require_first()?;
     }
@@ -173,17 +175,28 @@ fn run(command: &Command) -> anyhow::Result<()> {
         Command::Bench(args) => (args.engine(), args.collective.ranks.meet()),
         Command::Check(args) => (args.engine, args.ranks.meet()),
         Command::Train(args) => (args.engine, false),
+        Command::Verify(args) => (Some(args.engine()), false),
         _ => (None, false),
     };
     engine::require_engine(engine, meets)?;
     options::require_threads_of_environment()?;
+    let config = command.config();
+    config.map_or(Ok(()), ConfigArgs::check)?;
+    run_command(command)?;
+    config.map_or(Ok(()), ConfigArgs::write)
+}
+
+fn run_command(command: &Command) -> anyhow::Result<()> {
     match command {
         Command::Plan(args) => plan::run(args),
         Command::Step(args) => step::run(args),
         Command::Train(args) => train::run(args),
         Command::Launch(args) => launch::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Verify(args) => verify::run(args),
         Command::Check(args) => check::run(args),
         Command::Checkpoint(args) => checkpoint::run(args),
+        Command::Completions(args) => manual::complete(args),
+        Command::Man(args) => manual::man(args),
     }
 }

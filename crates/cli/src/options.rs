@@ -140,8 +140,6 @@ fn cuda(_: u32, _: Option<usize>) -> anyhow::Result<SharedBackend> {
 /// A device, with the limit that was asked for, if the device has as much.
 #[cfg(feature = "cuda")]
 fn cuda(index: u32, argument_bytes: Option<usize>) -> anyhow::Result<SharedBackend> {
-    use fusestep_launch::Backend;
-
     let cuda = fusestep_cuda::CudaBackend::open(index)?;
     let most = fusestep_launch::Memory::limits(&cuda);
     let argument_bytes = argument_bytes.unwrap_or(most.argument_bytes);

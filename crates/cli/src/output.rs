@@ -3,10 +3,12 @@
 use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::Path;
+use std::sync::OnceLock;
 
 use anyhow::Context;
 use fusestep_tensor::{Quoted, escaped, escaped_json};
 use fusestep_tensor_file::{Prepared, commit_together};
+use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 /// Prints text, without characters that a terminal would obey, since names come from files. A
@@ -35,16 +37,91 @@ pub(crate) fn show(json: bool, result: &(impl Serialize + Display)) -> anyhow::R
     if json { print_json(result) } else { print(&result.to_string()) }
 }
 
-/// Prints a text on standard error, in one piece: ranks that are processes may print at once.
+/// Amount that a command tells beside its result.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Told {
+    /// Errors alone.
+    Quiet,
+    /// Errors, warnings, notes, plans and epochs.
+    #[default]
+    Usual,
+    /// All of these, and times and settings that are chosen on the way.
+    More,
+}
+
+/// The amount that the command line asks for, once it is read.
+static TOLD: OnceLock<Told> = OnceLock::new();
+
+/// Decides how much is told from here on.
+pub(crate) fn tell(told: Told) {
+    // A program reads its command line once.
+    let _ = TOLD.set(told);
+}
+
+/// Whether as much is told.
+pub(crate) fn tells(told: Told) -> bool {
+    TOLD.get().copied().unwrap_or_default() >= told
+}
+
+/// Whether this process is the first of those that a launcher has started, or alone.
+pub(crate) fn is_first_process() -> bool {
+    let rank = std::env::var("RANK").unwrap_or_default();
+    ["", "0"].contains(&rank.trim())
+}
+
+/// Prints a note on standard error, unless the user wants errors alone. Of ranks that are processes
+/// the first one does, as all have the same to say.
+pub(crate) fn note(text: &str) {
+    if tells(Told::Usual) && is_first_process() {
+        say(text);
+    }
+}
+
+/// Prints what `--verbose` asks for on standard error.
+pub(crate) fn detail(text: &str) {
+    if tells(Told::More) {
+        say(text);
+    }
+}
+
+/// A bar of so many parts on standard error, where that is a terminal.
+pub(crate) fn progress(parts: u64, what: &str) -> ProgressBar {
+    if !tells(Told::Usual) {
+        return ProgressBar::hidden();
+    }
+    let style =
+        ProgressStyle::with_template(&format!("{{bar:40}} {{pos}}/{{len}} {what}  {{msg}}"));
+    ProgressBar::new(parts).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// A sign of life on standard error, where that is a terminal, for work of unknown length.
+pub(crate) fn working(what: &'static str) -> ProgressBar {
+    if !tells(Told::Usual) {
+        return ProgressBar::hidden();
+    }
+    // Drawn once: a thread that turns it is more than the system may give.
+    let bar = ProgressBar::new_spinner().with_message(what);
+    bar.tick();
+    bar
+}
+
+/// Prints a warning on standard error, unless the user wants errors alone.
 pub(crate) fn warn(text: &str) {
+    if tells(Told::Usual) {
+        say(text);
+    }
+}
+
+/// Prints a text on standard error, in one piece: ranks that are processes may print at once.
+pub(crate) fn say(text: &str) {
     // If the text cannot be printed, nobody is there to be told.
-    let _ = std::io::stderr().write_all(format!("{text}\n").as_bytes());
+    let _ = std::io::stderr().write_all(escaped(&format!("{text}\n")).as_bytes());
 }
 
 /// Writes a page, all or nothing, and says so on standard error.
 pub(crate) fn write_page(path: &Path, page: &str) -> anyhow::Result<()> {
     commit_together(vec![Prepared::bytes(path, page.as_bytes())?])?;
-    eprintln!("wrote {}", path.display());
+    note(&format!("wrote {}", path.display()));
     Ok(())
 }
 

@@ -5,14 +5,14 @@ use std::fmt;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 use fusestep::{Section, StepOptions};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
 use fusestep_launch::Objective;
 use fusestep_planner::{Optimizer, Plan, Topology, html_page};
 use fusestep_simd::PREFETCH_DISTANCES;
-use fusestep_tensor::{DType, ParamDesc, Quoted, counted};
+use fusestep_tensor::{DType, ParamDesc, Quoted, counted, grouped};
 use fusestep_tensor_file::check_writable;
 use serde::{Deserialize, Serialize};
 
@@ -20,9 +20,10 @@ use crate::bench::args::BenchArgs;
 use crate::bench::subject::Subject;
 use crate::ceiling::Ceiling;
 use crate::options::pool;
-use crate::output::{duration, show, write_page};
+use crate::output::{duration, progress, show, write_page};
 use crate::places::require_apart;
 use crate::planning::planner;
+use chart::Measured;
 use worker::{Request, Shaped, Turn, Worker};
 
 mod candle;
@@ -116,8 +117,8 @@ pub(crate) fn run(
     let written = [("--report", args.peers.report.as_ref()), ("--svg", args.peers.svg.as_ref())];
     require_apart(("the model", args.model.as_ref()), &written)?;
     // A page that cannot be written is known before anything is timed and not after.
-    for path in [&args.peers.svg, &args.peers.report].into_iter().flatten() {
-        check_writable(path)?;
+    for (flag, path) in written.into_iter().filter_map(|(flag, path)| Some((flag, path?))) {
+        check_writable(path).context(flag)?;
     }
     let backend = CpuBackend::in_pool(pool(Some(args.threads()?))?);
     let plan = planner(options, params, Topology::SOLO, args.settings.limits())?.plan(params)?;
@@ -129,7 +130,7 @@ pub(crate) fn run(
     let burn = Worker::burn(&request, &mut absent);
     let mut workers: Vec<Worker> = python.into_iter().chain(burn).collect();
     let mut timed = Timed::all(&workers);
-    for _ in 0..args.rounds {
+    for _ in progress(args.rounds as u64, "rounds").wrap_iter(0..args.rounds) {
         for stream in 0..PREFETCH_DISTANCES.len() {
             ours.sample()?;
             ceiling.sample(stream);
@@ -178,11 +179,12 @@ pub(crate) fn run(
 
 /// Prints the times, and writes the page and the picture that were asked for.
 fn shown(args: &BenchArgs, summary: &PeerSummary, plan: &Plan) -> anyhow::Result<()> {
+    let measured = Measured::here();
     if let Some(path) = &args.peers.svg {
-        write_page(path, &chart::picture(summary))?;
+        write_page(path, &chart::picture(summary, &measured))?;
     }
     if let Some(path) = &args.peers.report {
-        let body = format!("{}{}", chart::section(summary), plan.to_html_fragment());
+        let body = format!("{}{}", chart::section(summary, &measured), plan.to_html_fragment());
         write_page(path, &html_page("fusestep bench --peers", &body))?;
     }
     show(args.json, summary)
@@ -266,7 +268,7 @@ impl fmt::Display for PeerSummary {
             "{} on {}, {} elements of f32; {}, {}",
             self.optimizer,
             counted(self.parameters as u64, "parameter"),
-            self.elements,
+            grouped(self.elements),
             counted(self.threads as u64, "thread"),
             self.simd
         )?;

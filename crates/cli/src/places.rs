@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{bail, ensure};
+use fusestep_tensor::Quoted;
 use fusestep_tensor_file::same_file;
 
 /// A flag, and the file that it names if it was given.
@@ -62,6 +63,24 @@ pub(crate) fn make_folder(flag: &str, folder: &Path) -> anyhow::Result<()> {
     bail!(
         "{flag} {}: expected a folder, or a place for a new one, found {found}; give another path",
         folder.display()
+    )
+}
+
+/// Requires that a file's folder is there.
+///
+/// # Errors
+/// The obstacle in its place, after the flag that gives the file.
+pub(crate) fn require_folder(flag: &str, file: &Path) -> anyhow::Result<()> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let Some(folder) = folder.filter(|folder| !folder.is_dir()) else {
+        return Ok(());
+    };
+    let found = obstacle(folder).unwrap_or_else(|| "no such folder".to_owned());
+    bail!(
+        "{flag} {}: expected a file in a folder that is there, found {found} at {}; make the folder, \
+         or give another path",
+        file.display(),
+        Quoted(&folder.display().to_string())
     )
 }
 

@@ -8,11 +8,12 @@ use fusestep_planner::{PlanSummary, RankSummary, Topology};
 use fusestep_tensor::{DType, Quoted};
 use serde::Serialize;
 
+use crate::config::ConfigArgs;
 use crate::figures::FiguresArgs;
 use crate::inputs::read_model;
 use crate::options::param_dtype;
-use crate::output::{print, print_json, write_page};
-use crate::places::require_apart;
+use crate::output::{detail, note, print, print_json, write_page};
+use crate::places::{require_apart, require_folder};
 use crate::planning::{chosen, planner_of};
 use crate::ranks::WorldArgs;
 use crate::rules::OptimizerArgs;
@@ -26,15 +27,17 @@ pub(crate) struct PlanArgs {
     model: PathBuf,
     #[command(flatten)]
     optimizer: OptimizerArgs,
+    /// Element type of shapes that state none [default: f32]
+    #[arg(long, value_parser = param_dtype())]
+    dtype: Option<DType>,
     #[command(flatten)]
     settings: Settings<settings::Plan>,
     #[command(flatten)]
     world: WorldArgs,
     #[command(flatten)]
     figures: FiguresArgs,
-    /// Element type of shapes that state none [default: f32]
-    #[arg(long, value_parser = param_dtype())]
-    dtype: Option<DType>,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
     /// Print the plan's numbers as one JSON object
     #[arg(long)]
     json: bool,
@@ -49,6 +52,9 @@ pub(crate) struct PlanArgs {
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let written = [("--html", args.html.as_ref()), ("--svg", args.svg.as_ref())];
     require_apart(("the model", Some(&args.model)), &written)?;
+    for (flag, path) in written {
+        path.map_or(Ok(()), |path| require_folder(flag, path))?;
+    }
     let mut model = read_model(&args.model, args.dtype)?;
     args.optimizer.require_excluded(args.settings.exclude())?;
     args.settings.require_several(args.world.world, "--world")?;
@@ -67,10 +73,13 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
             1 => ("1 tensor is".to_owned(), ""),
             count => (format!("{count} tensors are"), ", …"),
         };
-        eprintln!(
+        note(&format!(
             "note: {count} not floating point and so no parameters: {}{more}",
             Quoted(&model.buffers[0])
-        );
+        ));
+    }
+    for param in &model.params {
+        detail(&format!("{}: {} {}", Quoted(&param.name), param.dtype, param.shape));
     }
     let costs = of_ranks.then(|| args.world.cost_model(&options, &chosen)).transpose()?;
     if let Some(path) = &args.html {

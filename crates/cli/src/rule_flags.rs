@@ -8,6 +8,7 @@ use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, 
 use fusestep_launch::SettingValue;
 use fusestep_planner::{NamedRule, Optimizer};
 
+use crate::headings::RULE;
 use crate::options::whole;
 
 /// Number below which a default is printed with an exponent.
@@ -154,7 +155,7 @@ impl Flag {
     }
 
     fn arg(&self) -> Arg {
-        let arg = Arg::new(self.name).long(self.long).help(self.help());
+        let arg = Arg::new(self.name).long(self.long).help(self.help()).help_heading(RULE);
         match self.kind {
             Kind::Number => arg
                 .value_name(self.value_name)
@@ -187,6 +188,20 @@ impl Flag {
 
 fn number(value: f64) -> String {
     if value != 0.0 && value.abs() < SMALL { format!("{value:e}") } else { value.to_string() }
+}
+
+/// Hides flags that the rule of this name has not, and says of the others what they are to it.
+pub(crate) fn of_rule(command: Command, rule: &str) -> Command {
+    flags().iter().fold(command, |command, flag| {
+        let own = flag.rules.iter().find(|of| of.rule == rule);
+        command.mut_arg(flag.name, |arg| match own {
+            Some(own) => {
+                let default = own.default.map(|value| format!(" [default: {}]", number(value)));
+                arg.help(format!("{}{}", own.says, default.unwrap_or_default()))
+            }
+            None => arg.hide(true),
+        })
+    })
 }
 
 impl Args for RuleFlags {

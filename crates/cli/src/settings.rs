@@ -8,19 +8,16 @@ use anyhow::{anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, ValueParser};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id};
-use fusestep::{OptionError, PrecisionOf, Row, Section, StepOptions, Visit};
+use fusestep::{OptionError, Overlap, PrecisionOf, Row, Section, StepOptions, Visit, overlaps};
 use fusestep_launch::{LaunchLimits, Master, Precision, Rounding, StateDType};
 use fusestep_planner::Optimizer;
-use fusestep_tensor::{DType, ParamDesc};
+use fusestep_tensor::{DType, ParamDesc, Quoted};
 
-use crate::output::warn;
+use crate::output::note;
 use crate::planning::{flag_of, refused};
 
 /// The group of these flags, for flags that none of them goes with.
 pub(crate) const GROUP: &str = "Settings";
-
-/// Their heading in help.
-pub(crate) const HEADING: &str = "Settings of the step (docs/settings.md)";
 
 /// Flags of earlier versions: flag, its setting, and the value it stands for; without a value the
 /// flag is another name.
@@ -33,6 +30,12 @@ const EARLIER: [(&str, &str, Option<&str>); 7] = [
     ("merge-reduce-each", "reduced", Some("per_micro_step")),
     ("adaptive", "local_sgd_interval", Some("adaptive")),
 ];
+
+/// The setting that an earlier flag, which is no other name of it, stands for.
+pub(crate) fn stands_for(flag: &str) -> Option<&'static str> {
+    let mut earlier = EARLIER.iter().filter(|(.., value)| value.is_some());
+    earlier.find(|(name, ..)| *name == flag).map(|(_, setting, _)| *setting)
+}
 
 /// A subcommand, by the settings that have an effect in it.
 pub(crate) trait Subcommand {
@@ -62,6 +65,18 @@ impl Subcommand for Bench {
         // The parts of a step are calls of all ranks.
         let of_ranks = [Section::Shares, Section::Calls].contains(&section);
         Step::has(name, section) || (of_ranks && name != "shard_group")
+    }
+}
+
+/// Settings of steps whose bits are compared: those of all ranks, but for the stages, which are
+/// tried one after the other, and for sums of one micro-step, which go without lanes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Verify;
+
+impl Subcommand for Verify {
+    fn has(name: &str, section: Section) -> bool {
+        let of_sums = [Section::MicroSteps, Section::Backward].contains(&section);
+        (Bench::has(name, section) || of_sums) && !["zero", "reduced"].contains(&name)
     }
 }
 
@@ -114,22 +129,22 @@ impl<S: Subcommand> Settings<S> {
     ) -> anyhow::Result<StepOptions> {
         self.refused.clone().map_or(Ok(()), |error| Err(refused(error)))?;
         let mut options = StepOptions { rule, ..self.given.clone() };
-        options.exclude.retain(|pattern| {
-            let is_there = params.iter().any(|param| param.name.contains(pattern.as_str()));
-            if !is_there {
-                warn(&format!(
-                    "warning: --exclude `{pattern}`: expected a part of a parameter's name, found \
-                     it in none of {}",
-                    params.len()
-                ));
-            }
-            is_there
-        });
         options.describe(params).map_err(refused)?;
+        for Overlap { counts, yields, param, count } in overlaps(&options, params) {
+            let more = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
+            note(&format!(
+                "note: {} `{}` counts for `{}`{more}, and {} `{}` does not",
+                flag_of(counts.name),
+                counts.text,
+                Quoted(&param),
+                flag_of(yields.name),
+                yields.text
+            ));
+        }
         let asked = options.precision;
         if params.iter().any(|param| matches!(param.dtype, DType::F16 | DType::BF16)) {
             let rounding = match asked.state {
-                StateDType::Compute => Rounding::Nearest,
+                StateDType::Compute | StateDType::Int8 => Rounding::Nearest,
                 StateDType::Bf16 => asked.rounding,
             };
             let precision = Precision { master: Master::None, rounding, ..asked };
@@ -233,7 +248,7 @@ impl<S: Subcommand> Visit for Declared<S> {
         let arg = Arg::new(name)
             .long(name.replace('_', "-"))
             .value_name(name.to_uppercase())
-            .help_heading(HEADING)
+            .help_heading(row.section.heading())
             .help(says.to_owned());
         let arg = match row.choices.as_slice() {
             _ if row.is_switch => arg.action(ArgAction::SetTrue),
@@ -391,7 +406,7 @@ mod tests {
                 ("schedule", _) => "constant".to_owned(),
                 ("lr_scale" | "weight_decay_of", _) => "w=2".to_owned(),
                 ("trust_of", _) => "w=plain".to_owned(),
-                ("exclude" | "distributed", _) => "w".to_owned(),
+                ("exclude" | "distributed" | "keep_f32", _) => "w".to_owned(),
                 _ if row.is_switch => "true".to_owned(),
                 ("accumulate" | "zero" | "rounding_seed" | "local_sgd_begin", _) => "2".to_owned(),
                 _ => "4".to_owned(),

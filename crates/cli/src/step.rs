@@ -21,17 +21,21 @@ use fusestep_tensor_file::{
 };
 
 use self::summary::{Gradient, StepSummary, Update};
+use crate::config::ConfigArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::BackendArgs;
 use crate::options::whole;
-use crate::output::{print_json, warn_non_finite};
-use crate::places::{Place, require_apart};
+use crate::output::{print_json, progress, warn, warn_non_finite};
+use crate::places::{Place, require_apart, require_folder};
 use crate::planning::planner;
 use crate::rules::OptimizerArgs;
 use crate::settings::{self, Settings};
 
 /// Most steps of a run.
 const MOST_STEPS: u64 = 1_000_000_000;
+
+/// Parts in which the progress of a run is shown.
+const BLOCKS: usize = 100;
 
 /// Flags of `step`.
 #[derive(Debug, Args)]
@@ -42,6 +46,15 @@ pub(crate) struct StepArgs {
     /// Gradients (.safetensors): the parameters' names, shapes and dtypes
     #[arg(long, value_name = "FILE")]
     grads: PathBuf,
+    /// Steps to apply, each with the same gradients
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = whole::<usize, 0, MOST_STEPS>)]
+    steps: usize,
+    #[command(flatten)]
+    optimizer: OptimizerArgs,
+    #[command(flatten)]
+    settings: Settings<settings::Step>,
+    #[command(flatten)]
+    backend: BackendArgs,
     /// Optimizer state of an earlier run; without it the run starts at step 0
     #[arg(long, value_name = "FILE")]
     state: Option<PathBuf>,
@@ -52,11 +65,6 @@ pub(crate) struct StepArgs {
     /// another momentum, decay or clipping, other parameters excluded
     #[arg(long, requires = "state")]
     any_settings: bool,
-    #[command(flatten)]
-    optimizer: OptimizerArgs,
-    /// Steps to apply, each with the same gradients
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = whole::<usize, 0, MOST_STEPS>)]
-    steps: usize,
     /// File for the parameters; an existing file, or the file that a link leads to, is replaced
     /// once the new one is complete
     #[arg(long, value_name = "FILE")]
@@ -69,9 +77,7 @@ pub(crate) struct StepArgs {
     #[arg(long, value_name = "FILE")]
     average_out: Option<PathBuf>,
     #[command(flatten)]
-    settings: Settings<settings::Step>,
-    #[command(flatten)]
-    backend: BackendArgs,
+    pub(crate) config: ConfigArgs,
     /// Print what was done as one JSON object
     #[arg(long)]
     json: bool,
@@ -114,12 +120,15 @@ fn read(args: &StepArgs) -> impl Iterator<Item = &Path> {
 /// Keeps other steps from the outputs until they are written. Finishes outputs and inputs that an
 /// earlier step had committed before it was killed.
 fn claim(args: &StepArgs) -> anyhow::Result<Claim<'static>> {
+    for (flag, path) in outputs(args) {
+        path.map_or(Ok(()), |path| require_folder(flag, path))?;
+    }
     let outputs: Vec<&Path> = written(args).collect();
     // An output that cannot be written is refused before any work.
     check_writable_together(&outputs)?;
     let claim = Claim::with_inputs(&outputs, &read(args).collect::<Vec<_>>())?;
     for finished in claim.finished() {
-        eprintln!("{finished}");
+        warn(&finished.to_string());
     }
     Ok(claim)
 }
@@ -181,17 +190,24 @@ fn run_steps(
         loss_scale: state.loss_scale().map(|scale| scale.scale()),
         ..StepReport::default()
     };
-    for _ in 0..args.steps {
+    // In blocks, so that the bar takes nothing of a step's time.
+    let bar = progress(args.steps as u64, "steps");
+    let block = args.steps.div_ceil(BLOCKS).max(1);
+    for taken in 0..args.steps {
         last = RunAlone::of(plan, state, backend).step_all()?;
+        if (taken + 1).is_multiple_of(block) {
+            bar.inc(block as u64);
+        }
     }
+    bar.finish_and_clear();
     backend.synchronize()?;
     let nanoseconds = start.elapsed().as_nanos() as f64;
     let tensors_skipped = backend.take_skipped()?;
     if tensors_skipped > 0 {
-        eprintln!(
+        warn(&format!(
             "warning: tensors were left as they were {}: their norms or rates are not finite",
             counted(tensors_skipped, "time")
-        );
+        ));
     }
     let (reports, norms) = match args.steps {
         0 => (None, None),
@@ -268,7 +284,8 @@ fn check_gradients(model: &Model, params: &TensorFile, grads: &TensorFile) -> an
         };
         ensure!(
             entry.element_type() == Some(*dtype) && entry.shape == *shape,
-            "{path}: gradient of `{}`: expected {dtype} {} like the parameter, found {} {}",
+            "{path}: gradient of `{}`: expected {dtype} {} like the parameter, found {} {}; cast or \
+             reshape the gradient",
             Quoted(name),
             Quoted(&shape.to_string()),
             entry.dtype_name(),

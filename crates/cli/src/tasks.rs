@@ -131,10 +131,10 @@ pub(crate) fn plain_rates(optimizer: &OptimizerArgs, model: Model, params: &mut 
     }
 }
 
-/// All learning rates, for `--help`.
-pub(crate) fn help_on_rates() -> String {
+/// Learning rates of one rule or of all, for `--help`.
+pub(crate) fn help_on_rates(of: Option<Rule>) -> String {
     let mut text = String::from("Learning rates without --lr, of the digits and the transformer:");
-    for rule in Rule::value_variants() {
+    for rule in Rule::value_variants().iter().filter(|rule| of.is_none_or(|of| of == **rule)) {
         let [digits, transformer] =
             [Model::Digits, Model::Transformer].map(|model| rate(model, *rule));
         let _ = write!(text, "\n  {:<14}{digits:<8}{transformer}", rule.name());

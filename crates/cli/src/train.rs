@@ -3,14 +3,14 @@
 pub(crate) mod args;
 pub(crate) mod summary;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use fusestep_tensor_file::check_writable;
 
 use self::args::TrainArgs;
 use crate::engine::{Engine, Ranks};
 use crate::options::{require_candle_threads, start_compute_threads};
-use crate::output::{show, warn, write_page};
-use crate::places::require_beside;
+use crate::output::{is_first_process, show, warn, write_page};
+use crate::places::{require_beside, require_folder};
 use crate::report::report_page;
 use crate::tasks::{Model, plain_rates, rate};
 use crate::training::{self, Asked, Trained};
@@ -43,10 +43,14 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     plain_rates(&args.optimizer, args.task.model, &mut params);
     // A page that cannot be written is known before the training and not after.
     if let Some(path) = &args.report {
-        check_writable(path)?;
+        require_folder("--report", path)?;
+        check_writable(path).context("--report")?;
         if let Some(folder) = &args.checkpoint {
             require_beside("--report", path, "--checkpoint", folder)?;
         }
+    }
+    if is_first_process() {
+        args.records.check(args.report.as_ref(), args.checkpoint.as_ref(), args.resume)?;
     }
     args.backend.is_built()?;
     args.backend.require_threads(args.threads)?;
@@ -58,11 +62,11 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
         training::train(asked, task, comm)
     })?;
     // Other ranks have nothing to say.
-    let Some(Trained { summary, plan }) = trained else {
+    let Some(Trained { summary, plan, recorded }) = trained else {
         return Ok(());
     };
     if let Some(path) = &args.report {
-        write_page(path, &report_page(&summary, &plan))?;
+        write_page(path, &report_page(&summary, &plan, recorded.as_ref()))?;
     }
     // Guesses among equals have this loss.
     let guessed = (task.answers() as f64).ln();

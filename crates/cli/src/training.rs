@@ -2,6 +2,8 @@
 
 mod checkpoints;
 mod handshake;
+mod record;
+pub(crate) mod recorder;
 mod run;
 mod summary;
 mod tally;
@@ -15,20 +17,21 @@ use candle_core::backprop::GradStore;
 use fusestep::{Section, Session, StepOptions};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_models::Task;
-use fusestep_planner::{Plan, Topology};
-use fusestep_tensor::{DType, ParamDesc};
-use indicatif::{ProgressBar, ProgressStyle};
+use fusestep_planner::{MicroStepReport, Plan, Topology};
+use fusestep_tensor::{DType, ParamDesc, counted};
+use indicatif::ProgressBar;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
 use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::{compare_calls, own_settings};
+use self::recorder::{Recorded, Recorder};
 use self::run::Training;
 use self::tally::Tally;
 use crate::figures::Known;
 use crate::options::{BackendName, threads};
-use crate::output::print;
+use crate::output::{Told, detail, note, print, progress, tells};
 use crate::planning::{agreed, planner_of, told};
 use crate::shadow::Shadow;
 use crate::train::args::TrainArgs;
@@ -39,6 +42,8 @@ use crate::values::{candle_dtype, vars_of, with_bytes};
 pub(crate) struct Trained {
     pub(crate) summary: TrainSummary,
     pub(crate) plan: Plan,
+    /// The run and its curves, for a page.
+    pub(crate) recorded: Option<Recorded>,
 }
 
 /// The run that the command line asks for.
@@ -78,8 +83,9 @@ pub(crate) fn train(
     let planner = planner_of(&chosen, params, topology, backend.limits())?;
     let plan = planner.plan_for(params, topology)?;
     let options = &chosen.options;
-    if first && !args.json {
-        print(&format!("{}\n{plan}", task.describe()))?;
+    if first {
+        announce(args, task, &plan, batch_of(args, options))?;
+        detail(&format!("threads of each rank: {of_rank}"));
     }
     compare_calls(args, options, comm)?;
     if let Some(folder) = &args.checkpoint {
@@ -98,7 +104,8 @@ pub(crate) fn train(
         with_bytes(var, |bytes| Ok(session.write_param(&param.name, bytes)?))?;
     }
     let shadow = if compares(args, &plan) { Shadow::new(&vars, options.rule)? } else { None };
-    let batches = args.epochs * task.samples_of_epoch().div_ceil(args.batch);
+    let batch = batch_of(args, options);
+    let batches = args.epochs * task.samples_of_epoch().div_ceil(batch);
     let mut run = Training {
         args,
         options,
@@ -106,17 +113,25 @@ pub(crate) fn train(
         session,
         task,
         shadow,
-        bar: progress_bar(first, batches as u64),
+        bar: if first { progress(batches as u64, "batches") } else { ProgressBar::hidden() },
         tally: Tally::default(),
         compared: 0,
         resumed_epochs: None,
+        recorder: Recorder::default(),
         warned: false,
     };
     run.session.meet()?;
     let (history, last) = run.epochs()?;
     let summary = run.summary(history, last)?;
+    let recorded = run.recorded()?;
     drop(run);
-    Ok(Trained { summary, plan })
+    Ok(Trained { summary, plan, recorded })
+}
+
+/// Samples between two losses: a batch, or, with lanes, all batches of an update.
+fn batch_of(args: &TrainArgs, options: &StepOptions) -> usize {
+    let of_lane = options.lanes.map_or(1, |lanes| options.micro_batches() / u64::from(lanes));
+    args.batch.saturating_mul(of_lane as usize)
 }
 
 /// Settings under which a step does the same work.
@@ -132,14 +147,26 @@ fn compares(args: &TrainArgs, plan: &Plan) -> bool {
         && args.settings.changed_beyond(&SAME_WORK).is_none()
 }
 
-/// The progress of the whole run, shown by one rank.
-fn progress_bar(shown: bool, batches: u64) -> ProgressBar {
-    if !shown {
-        return ProgressBar::hidden();
+/// Says what will be trained and how, and how many micro-steps the last update of an epoch has,
+/// where these are fewer.
+fn announce(args: &TrainArgs, task: &dyn Task, plan: &Plan, batch: usize) -> anyhow::Result<()> {
+    if !args.json && tells(Told::Usual) {
+        print(&format!("{}\n{plan}", task.describe()))?;
     }
-    let bar = ProgressBar::new(batches);
-    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} batches  {msg}");
-    bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    let batches = task.samples_of_epoch().div_ceil(batch);
+    // With lanes a batch is an update, whose micro-batches are parts of it.
+    let micro_steps = if plan.lanes().is_some() { 1 } else { plan.micro_steps() as usize };
+    let rest = batches % micro_steps;
+    // With lanes an update is of all batches that it is given.
+    if rest > 0 && plan.lanes().is_none() {
+        note(&format!(
+            "note: the last update of each epoch has {}, not {micro_steps}: an epoch has {batches} \
+             batches, no multiple of {micro_steps}",
+            counted(rest as u64, "micro-step")
+        ));
+    }
+    detail(&format!("{batches} batches of {batch} an epoch"));
+    Ok(())
 }
 
 /// The gradients of a backward pass and the variables that have them; none without samples.
@@ -154,14 +181,26 @@ impl Training<'_> {
         Ok(vars_of(self.session.plan().params(), &gathered)?)
     }
 
+    /// [`Self::vars`] for a step, whose time counts as ours.
+    fn timed_vars(&mut self) -> anyhow::Result<Vec<Var>> {
+        let begun = Instant::now();
+        let vars = self.vars()?;
+        self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
+        Ok(vars)
+    }
+
     /// Trains; returns the epochs of this run, and the last one of all runs.
     fn epochs(&mut self) -> anyhow::Result<(Vec<Epoch>, Epoch)> {
-        let batch = self.args.batch;
+        let batch = batch_of(self.args, self.options);
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..self.task.samples()).collect();
         let mut history: Vec<Epoch> = Vec::new();
         let resumed = self.resume()?;
         self.resumed_epochs = resumed.map(|position| position.epochs);
+        if resumed.is_some() {
+            self.warn_of_resumed()?;
+        }
+        self.begin_records()?;
         let start = resumed.unwrap_or_default();
         let of_epoch = self.task.samples_of_epoch();
         let mut done = start.epochs * of_epoch.div_ceil(batch) + start.batches;
@@ -173,12 +212,16 @@ impl Training<'_> {
                 continue;
             }
             let last_loss = history.last().map_or(start.last_loss, |epoch| epoch.loss);
+            self.recorder.epoch = epoch;
             let mut at = Position { epochs: epoch - 1, last_loss, ..Position::default() };
             if epoch == start.epochs + 1 {
                 (at.batches, at.loss_sum) = (start.batches, start.loss_sum);
             }
             for positions in order[..of_epoch].chunks(batch).skip(at.batches) {
-                let loss = self.step(positions)?;
+                let loss = match self.options.lanes {
+                    Some(_) => self.window(positions)?,
+                    None => self.step(positions)?,
+                };
                 // All ranks see the same mean, so they give up together.
                 if !loss.is_finite() {
                     bail!(
@@ -208,16 +251,22 @@ impl Training<'_> {
     /// samples, tests the model and saves.
     fn end_epoch(&mut self, at: Position) -> anyhow::Result<Epoch> {
         let begun = self.begin();
-        let report = self.session.flush()?;
+        let report = match self.options.lanes {
+            // Windows of lanes end with the samples of an epoch.
+            Some(_) => Default::default(),
+            None => self.session.flush()?,
+        };
         if self.options.local_sgd.is_some() {
             self.session.average_now()?;
         }
         self.count_update(&report, &begun);
         self.count_batch(&begun);
+        self.record(&report)?;
         let ended = self.tested(at.loss_sum / self.task.samples_of_epoch() as f64)?;
+        self.record_epoch(ended);
         let told = format!("epoch {}: {ended}", at.epochs + 1);
         self.bar.set_message(told.clone());
-        if self.session.plan().topology().rank == 0 && !self.args.json {
+        if self.session.plan().topology().rank == 0 && !self.args.json && tells(Told::Usual) {
             self.bar.suspend(|| print(&format!("{told}\n")))?;
         }
         self.save(Position {
@@ -245,6 +294,7 @@ impl Training<'_> {
     fn step(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
         self.session.begin_step()?;
         self.warn();
+        self.begin_batch();
         let (whole, beside) = (self.begin(), self.candle_ns());
         let Topology { rank, world, .. } = self.session.plan().topology();
         let counts = even_counts(positions.len(), world);
@@ -260,7 +310,8 @@ impl Training<'_> {
         if self.session.plan().micro_steps() > 1 && positions.len() != batch {
             self.session.state_mut().set_weight(positions.len() as f64 / batch as f64)?;
         }
-        let (loss, grads) = self.gradients(own, share)?;
+        let vars = self.timed_vars()?;
+        let (loss, grads) = self.gradients(&vars, own, share)?;
         // Where giving gradients makes the calls of a step, no other call may come between.
         let calls_while_given = self.session.run().calls_while_given();
         let begun = Instant::now();
@@ -274,6 +325,7 @@ impl Training<'_> {
         self.session.communicator().all_reduce(&mut total, ReduceOp::Sum)?;
         let loss = total[0] / positions.len() as f64;
         self.session.set_loss(loss);
+        self.recorder.add_loss(loss, positions.len());
         let begun = self.begin();
         if calls_while_given {
             self.give(&grads)?;
@@ -282,7 +334,54 @@ impl Training<'_> {
         self.count_update(&report, &begun);
         self.count_batch(&whole);
         self.tally.batch_ns -= self.candle_ns() - beside;
+        self.record(&report)?;
         self.tally.tokens += positions.len() * self.task.tokens_of_sample();
+        self.compare_parameters()?;
+        Ok(loss)
+    }
+
+    /// Makes the update of a global batch, whose micro-batches follow from the samples alone, not
+    /// from the ranks that compute them; returns the mean loss over all of it.
+    fn window(&mut self, positions: &[usize]) -> anyhow::Result<f64> {
+        self.begin_batch();
+        let whole = self.begin();
+        let counts = even_counts(positions.len(), self.options.micro_batches() as usize);
+        let micro_batches = counts.iter().filter(|count| **count > 0).count();
+        let is_even = counts[..micro_batches].iter().all(|count| *count == counts[0]);
+        self.session.state_mut().set_micro_batches(micro_batches as u64)?;
+        // Once for all micro-batches: ranks with other numbers of them make the same calls.
+        let vars = self.timed_vars()?;
+        let mut losses = vec![0.0; counts.len()];
+        let mut report = MicroStepReport::default();
+        let mut is_over = false;
+        while !is_over {
+            self.session.begin_step()?;
+            self.warn();
+            let micro_batch = self.session.state().micro_batch().map(|number| number as usize);
+            // A rank without samples makes its step as well.
+            let count = micro_batch.map_or(1, |number| counts[number]);
+            if !is_even {
+                self.session.state_mut().set_weight(count as f64)?;
+            }
+            let mut begun = self.begin();
+            if let Some(number) = micro_batch {
+                let start: usize = counts[..number].iter().sum();
+                let (loss, grads) = self.gradients(&vars, &positions[start..start + count], 1.0)?;
+                losses[number] = loss * count as f64;
+                begun = self.begin();
+                self.give(&grads)?;
+            }
+            report = self.session.step()?;
+            is_over = report.update.is_some();
+            self.count_update(&report, &begun);
+        }
+        // Each is of one rank, and 0 on the others; their sum is in the order of micro-batches.
+        self.session.communicator().all_reduce(&mut losses, ReduceOp::Sum)?;
+        self.count_batch(&whole);
+        self.tally.tokens += positions.len() * self.task.tokens_of_sample();
+        let loss = losses.iter().sum::<f64>() / positions.len() as f64;
+        self.recorder.add_loss(loss, positions.len());
+        self.record(&report)?;
         self.compare_parameters()?;
         Ok(loss)
     }
@@ -306,20 +405,24 @@ impl Training<'_> {
 
     /// Makes one forward and backward pass over this rank's samples. Returns their mean loss, and
     /// the gradients of `share` times that loss. A rank without samples has no gradients.
-    fn gradients(&mut self, samples: &[usize], share: f64) -> anyhow::Result<(f64, Grads)> {
-        let begun = Instant::now();
-        let vars = self.vars()?;
-        self.tally.ours_ns += begun.elapsed().as_nanos() as f64;
+    fn gradients(
+        &mut self,
+        vars: &[Var],
+        samples: &[usize],
+        share: f64,
+    ) -> anyhow::Result<(f64, Grads)> {
         if samples.is_empty() {
             return Ok((0.0, None));
         }
-        let loss = self.task.loss(&vars, samples)?;
+        let begun = Instant::now();
+        let loss = self.task.loss(vars, samples)?;
         let scale = self.session.loss_scale();
         let grads = (&loss * (share * scale))?.backward()?;
+        self.recorder.model_seconds += begun.elapsed().as_secs_f64();
         if let Some(shadow) = &mut self.shadow {
-            shadow.step(&vars, &grads, self.session.state().lr())?;
+            shadow.step(vars, &grads, self.session.state().lr())?;
         }
-        Ok((f64::from(loss.to_scalar::<f32>()?), Some((vars, grads))))
+        Ok((f64::from(loss.to_scalar::<f32>()?), Some((vars.to_vec(), grads))))
     }
 
     /// Gives gradients to the plan, the last layer's first, as a backward pass finds them.

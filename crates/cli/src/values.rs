@@ -2,10 +2,12 @@
 
 use anyhow::bail;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
+use fusestep::Session;
 use fusestep_models::Task;
-use fusestep_planner::GatheredParams;
+use fusestep_planner::{GatheredParams, PlanError};
 use fusestep_tensor::{ParamDesc, Shape};
 use half::slice::HalfFloatSliceExt;
+use xxhash_rust::xxh3::Xxh3;
 
 /// The descriptors of a model's parameters, for a plan.
 pub(crate) fn descs(
@@ -17,6 +19,23 @@ pub(crate) fn descs(
         Ok(ParamDesc::new(name, Shape::new(dims)?, dtype))
     });
     descs.collect()
+}
+
+/// xxh3 of all parameters in name order; all ranks must call it together.
+///
+/// # Errors
+/// Calls that fail.
+pub(crate) fn params_hash(session: &mut Session<'_>) -> Result<String, PlanError> {
+    let params = session.plan().params().iter();
+    let mut names: Vec<String> = params.map(|param| param.name.clone()).collect();
+    names.sort_unstable();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let gathered = session.gather(&names)?;
+    let mut hasher = Xxh3::new();
+    for at in 0..names.len() {
+        hasher.update(gathered.bytes(at));
+    }
+    Ok(format!("{:016x}", hasher.digest()))
 }
 
 /// The element type as candle has it.

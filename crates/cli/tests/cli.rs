@@ -11,12 +11,16 @@ use serde_json::Value;
 
 #[path = "cli/checkpoints.rs"]
 mod checkpoints;
+#[path = "cli/config.rs"]
+mod config;
 #[path = "cli/counts.rs"]
 mod counts;
 #[path = "cli/effects.rs"]
 mod effects;
 #[path = "cli/figures.rs"]
 mod figures;
+#[path = "cli/lanes.rs"]
+mod lanes;
 #[path = "cli/launchers.rs"]
 mod launchers;
 #[path = "cli/learning.rs"]
@@ -38,12 +42,22 @@ mod numbers;
 mod precision;
 #[path = "cli/ranks.rs"]
 mod ranks;
+#[path = "cli/records.rs"]
+mod records;
+#[path = "cli/report.rs"]
+mod report;
 #[path = "cli/runs.rs"]
 mod runs;
+#[path = "cli/stumbles.rs"]
+mod stumbles;
+#[path = "cli/told.rs"]
+mod told;
 #[path = "cli/transformer.rs"]
 mod transformer;
 #[path = "cli/trust.rs"]
 mod trust;
+#[path = "cli/verify.rs"]
+mod verify;
 #[path = "cli/writers.rs"]
 mod writers;
 

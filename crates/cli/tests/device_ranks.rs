@@ -6,6 +6,11 @@
 mod counted;
 #[path = "device_ranks/graph.rs"]
 mod graph;
+#[path = "../../../tests/distributed/lane_case.rs"]
+#[expect(dead_code, reason = "the other suite has more to ask of lanes")]
+mod lane_case;
+#[path = "device_ranks/lanes.rs"]
+mod lanes;
 #[path = "device_ranks/laws.rs"]
 mod laws;
 #[path = "device_ranks/program.rs"]

@@ -82,6 +82,8 @@ fn names(dtype: DType, op: ReduceOp) -> Option<(ffi::MPI_Datatype, ffi::MPI_Op)>
             ReduceOp::Prod => ffi::RSMPI_PROD,
             ReduceOp::Max => ffi::RSMPI_MAX,
             ReduceOp::Min => ffi::RSMPI_MIN,
+            // Its order is this library's.
+            ReduceOp::Tree(_) => return None,
         };
         Some((dtype, op))
     }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use fusestep_collective::{
     Aborter, Begun, Blocks, Buffers, Call, CollectiveError, Communicator, DeviceCall, Engine,
-    Fingerprint, Membership, OnDevice, Operation, Pair, Place,
+    Fingerprint, Membership, OnDevice, Operation, Pair, Place, ReduceOp,
 };
 use fusestep_tensor::DeviceOrder;
 
@@ -126,6 +126,15 @@ impl Engine for Gpus {
     /// calls only.
     fn closed(&self) -> Option<CollectiveError> {
         self.closed.clone()
+    }
+
+    fn carries(&self, operation: Operation) -> Result<(), &'static str> {
+        match operation.reduce_op() {
+            Some(ReduceOp::Tree(_)) => Err("expected another way to reduce, found a tree, for \
+                                            which GPUs have no kernel; gather the elements and \
+                                            add them"),
+            _ => Ok(()),
+        }
     }
 
     fn on_device(&mut self) -> Option<&mut dyn OnDevice> {

@@ -83,5 +83,7 @@ fn code(op: ReduceOp) -> u32 {
         ReduceOp::Prod => 2,
         ReduceOp::Max => 3,
         ReduceOp::Min => 4,
+        // `Gpus::carries` refuses it.
+        ReduceOp::Tree(_) => u32::MAX,
     }
 }

@@ -204,6 +204,7 @@ pub(crate) fn names(dtype: DType, op: ReduceOp) -> Option<(c_int, c_int)> {
         ReduceOp::Max => 2,
         ReduceOp::Min => 3,
         ReduceOp::Average => 4,
+        ReduceOp::Tree(_) => return None,
     };
     Some((dtype, op))
 }

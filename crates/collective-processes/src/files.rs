@@ -67,7 +67,8 @@ fn maker(name: &str) -> Option<Maker> {
         None => Maker::Within,
         Some(process) => Maker::Process(process.parse().ok()?),
     };
-    let is_whole = words.next().is_none_or(|word| word == "2") && words.next().is_none();
+    let is_kind = |word: &str| word == "2" || word.starts_with("note-");
+    let is_whole = words.next().is_none_or(is_kind) && words.next().is_none();
     (is_sum && is_whole).then_some(maker)
 }
 

@@ -15,6 +15,8 @@ use crate::family::{END_TIME, Family};
 use crate::files::remove_leftovers;
 use crate::guard::{self, not_started};
 use crate::launched::{LaunchOptions, Launched};
+use crate::lines::{Led, Lines};
+use crate::once::take_met;
 use crate::starter::{self, STARTER};
 
 /// Time between two looks at the processes.
@@ -46,13 +48,17 @@ pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
     let guard = options.guard.as_deref().map(|program| guard::start(program, &session));
     let guard = guard.transpose()?;
     let mut job = Job { session, guard, ranks: Vec::new(), ended: Vec::new(), end_time: END_TIME };
+    let mut lines = Lines::default();
     for rank in 0..options.ranks {
-        let started = job.command(options, rank).spawn();
+        let mut command = job.command(options, rank);
+        let led = Led::of(&mut command, options, rank)?;
         let program = options.program.to_string_lossy();
-        job.ranks.push(started.map_err(|error| not_started(&program, &error))?);
+        let started = command.spawn().map_err(|error| not_started(&program, &error))?;
+        job.ranks.push(started);
         job.ended.push(None);
+        lines.pass_on(&mut job.ranks[rank], led)?;
     }
-    let mut failed = None;
+    let (mut failed, mut met) = (None, false);
     // The signal that is sent next to ranks that still run, and its time.
     let mut next: Option<(Instant, Signal)> = None;
     while !job.look()? {
@@ -64,6 +70,8 @@ pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
                 next = next.filter(|(earlier, _)| *earlier < limit).or(Some((limit, Signal::KILL)));
             }
         }
+        // Each rank leaves the note, after it was taken as well.
+        met |= take_met(&job.session);
         failed = failed.or_else(|| job.first_failed());
         if failed.is_some() {
             next = next.or_else(|| Some((Instant::now() + options.grace, Signal::TERM)));
@@ -76,7 +84,11 @@ pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
     }
     failed = failed.or_else(|| job.first_failed());
     let code = failed.and_then(|rank| job.ended[rank]).map_or(0, code_of);
-    Ok(Launched { code, failed })
+    met |= take_met(&job.session);
+    // Ends what ranks have left, so that nothing prints any more.
+    drop(job);
+    lines.finish();
+    Ok(Launched { code, failed, met })
 }
 
 /// The signals that are passed on. A handler for an ignored signal would end the ignoring in this

@@ -1,6 +1,7 @@
 //! Options and outcome of `launch`, on every system.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Program to start, its number of ranks, and times to wait when something fails.
@@ -23,6 +24,21 @@ pub struct LaunchOptions {
     /// first. If this process is killed, the guard ends all that the ranks have started. None by
     /// default; then processes that ranks have started outlive a launcher that SIGKILL ends.
     pub guard: Option<OsString>,
+    /// Beginning of lines that ranks print. None by default.
+    pub prefix: Prefix,
+    /// A folder that is there, in which each rank's output goes to a file `rank-N.log`; without a
+    /// prefix to that alone. None by default.
+    pub log_folder: Option<PathBuf>,
+}
+
+/// Beginning of the lines that ranks print.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Prefix {
+    /// None: ranks print for themselves, and lines may meet.
+    #[default]
+    None,
+    /// The rank, `[rank 3] `. Lines are passed on whole, each to the output that it was meant for.
+    Rank,
 }
 
 impl LaunchOptions {
@@ -35,6 +51,8 @@ impl LaunchOptions {
             grace: Duration::from_secs(2),
             patience: Duration::from_secs(10),
             guard: None,
+            prefix: Prefix::None,
+            log_folder: None,
         }
     }
 }
@@ -47,4 +65,6 @@ pub struct Launched {
     pub code: u8,
     /// The first rank that failed.
     pub failed: Option<usize>,
+    /// Whether the ranks have met by this engine. Programs may meet by other means.
+    pub met: bool,
 }

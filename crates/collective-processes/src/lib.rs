@@ -28,11 +28,15 @@ mod layout;
 #[cfg(target_os = "linux")]
 mod life;
 #[cfg(target_os = "linux")]
+mod lines;
+#[cfg(target_os = "linux")]
 mod made;
 #[cfg(target_os = "linux")]
 mod movement;
 #[cfg(target_os = "linux")]
 mod notifier;
+#[cfg(target_os = "linux")]
+mod once;
 #[cfg(target_os = "linux")]
 mod place;
 #[cfg(target_os = "linux")]
@@ -53,7 +57,7 @@ mod starter;
 mod task;
 
 #[cfg(not(target_os = "linux"))]
-pub use absent::{ProcessCommunicator, guard, launch};
+pub use absent::{ProcessCommunicator, guard, launch, says_first};
 #[cfg(target_os = "linux")]
 pub use communicator::ProcessCommunicator;
 pub use environment::{Rendezvous, launched_processes};
@@ -63,4 +67,6 @@ pub use fusestep_collective::Options as ProcessOptions;
 pub use guard::guard;
 #[cfg(target_os = "linux")]
 pub use launch::launch;
-pub use launched::{LaunchOptions, Launched};
+pub use launched::{LaunchOptions, Launched, Prefix};
+#[cfg(target_os = "linux")]
+pub use once::says_first;

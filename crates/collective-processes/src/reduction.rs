@@ -160,7 +160,7 @@ impl OnShared for Processes {
         }
         let rank = self.group.rank;
         let block = |dtype: DType| blocks.of_bytes(rank, dtype.len_bytes());
-        let grad_block = block(call.grad_dtype);
+        let grad_block = if call.grads.is_empty() { 0..0 } else { block(call.grad_dtype) };
         let Self { group, place, .. } = self;
         let ranks = place.ranks.clone();
         let met = group.round(place, &task, 0, |cards| {

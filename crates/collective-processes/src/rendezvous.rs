@@ -15,6 +15,7 @@ use crate::files::{Names, folders, remove_of_dead, segment_name, system};
 use crate::layout::{FAILED, LATE, MAGIC, PATH_BYTES, Process, SessionHead, put_bytes, take_bytes};
 use crate::life::Life;
 use crate::made::{creator, file, map_head};
+use crate::once::have_met;
 use crate::segment::Segment;
 use crate::session::{Session, SessionPlan, life_in, word_of};
 use crate::{ProcessError, Rendezvous};
@@ -41,6 +42,9 @@ pub(crate) fn join(place: &Rendezvous, timeout: Duration) -> Result<Session, Pro
         found.names.remove();
     }
     came?;
+    if place.rank == 0 {
+        have_met();
+    }
     let Found { segment, plan, .. } = found;
     Ok(Session::new(segment, plan, place.rank))
 }

@@ -9,6 +9,7 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use crate::family::END_TIME;
 use crate::life::Life;
+use crate::once::remove_notes;
 
 /// Variable that names the launcher's process; set by `fusestep launch`.
 pub(crate) const STARTER: &str = "FUSESTEP_STARTER";
@@ -65,6 +66,7 @@ fn end(starter: Life) {
         starter.process,
         std::process::id()
     ));
+    remove_notes();
     // The program may have something to save first.
     let _ = kill_process(getpid(), Signal::TERM);
     std::thread::sleep(END_TIME);

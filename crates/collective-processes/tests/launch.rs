@@ -94,7 +94,7 @@ fn survivors_have_time_to_name_the_dead() {
     let script = format!("TEST_HOW=kill exec {} a_rank --exact --nocapture", own.display());
     let options = LaunchOptions { grace: Duration::from_secs(10), ..shell(3, &script) };
     let begun = Instant::now();
-    let Launched { code, failed } = launch(&options).unwrap();
+    let Launched { code, failed, .. } = launch(&options).unwrap();
     assert_eq!((code, failed), (137, Some(1)));
     assert!(begun.elapsed() < Duration::from_secs(5), "they end by themselves");
     assert_eq!(start::left_behind(), Vec::<String>::new());
@@ -167,6 +167,9 @@ fn ranks_end_when_their_launcher_is_killed() {
     assert!(killed.elapsed() < Duration::from_secs(20), "{:?}: {told}", killed.elapsed());
     let named = format!("expected the launcher, process {process}, to look after this rank");
     assert!(told.contains(&named), "{told}");
+    let of_launcher = format!(".{process}.note-");
+    let left = start::left_behind();
+    assert!(!left.iter().any(|name| name.contains(&of_launcher)), "{left:?}");
 }
 
 /// A launcher of a shell script that the tests below send signals to.

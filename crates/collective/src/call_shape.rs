@@ -3,7 +3,7 @@
 use fusestep_tensor::DType;
 
 use crate::fingerprint::hash;
-use crate::{Blocks, CallContext, CollectiveError, Fingerprint, Operation, ReduceOp};
+use crate::{Blocks, CallContext, CollectiveError, Fingerprint, Operation};
 
 /// A [`Call`](crate::Call) without its memory: for engines whose buffers do not lie in host memory.
 #[derive(Clone, Copy, Debug)]
@@ -63,7 +63,8 @@ impl<'a> CallShape<'a> {
     pub fn blocks(&self, rank: usize, world_size: usize) -> Result<Blocks<'a>, CollectiveError> {
         let refuse = |reason: String| CollectiveError::refused(rank, self.operation.name(), reason);
         let floating = matches!(self.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
-        if let Some(reduce @ ReduceOp::Average) = self.operation.reduce_op()
+        if let Some(reduce) = self.operation.reduce_op()
+            && reduce.is_of_floats()
             && !floating
         {
             return Err(CollectiveError::Undefined {

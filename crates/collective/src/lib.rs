@@ -67,7 +67,7 @@ pub use launcher::{
 pub use measure::{AllReduceRow, Costs, Link, fit, measure, measure_all_reduce};
 pub use membership::Membership;
 pub use movement::{Movement, Pull, Share, Take};
-pub use operation::{Operation, ReduceOp};
+pub use operation::{Divisor, Operation, ReduceOp};
 pub use pair::Pair;
 pub use rank_order::{Ranks, reduce_in_rank_order, reduce_slices};
 pub use ranked::{CallOptions, Ranked};

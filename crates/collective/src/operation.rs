@@ -20,12 +20,84 @@ pub enum ReduceOp {
     Max,
     /// The smallest; NaN if any is NaN. Of equal values (0 and −0) the lowest rank's.
     Min,
+    /// The sum in one binary tree over the ranks, divided once; floating-point only.
+    ///
+    /// ```text
+    /// T(a, a+1) = xₐ        T(a, b) = T(a, m) + T(m, b)
+    /// ```
+    ///
+    /// `m − a` is the largest power of two below `b − a`. A rank that adds some of the elements
+    /// first, along the same tree, leaves the bits as they are. Of f16 and bf16 sum and quotient
+    /// are f32, and rounded once.
+    Tree(Divisor),
+}
+
+/// The number that a sum is divided by: a positive one, compared by its bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Divisor(u64);
+
+impl Divisor {
+    /// The divisor of sums that stay as they are.
+    pub const ONE: Self = Self(1.0f64.to_bits());
+
+    /// The divisor of this value.
+    pub const fn of(value: f64) -> Self {
+        Self(value.to_bits())
+    }
+
+    /// The value, which elements that are not f64 are divided by as an f32.
+    pub const fn value(self) -> f64 {
+        f64::from_bits(self.0)
+    }
+
+    /// The bits, as messages carry them.
+    pub(crate) const fn bits(self) -> u64 {
+        self.0
+    }
+
+    pub(crate) const fn of_bits(bits: u64) -> Self {
+        Self(bits)
+    }
 }
 
 impl ReduceOp {
-    /// All ways to reduce.
+    /// The ways to reduce that need no number.
     pub const ALL: [ReduceOp; 5] =
         [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
+
+    /// Whether integers cannot be reduced so.
+    pub const fn is_of_floats(self) -> bool {
+        matches!(self, ReduceOp::Average | ReduceOp::Tree(_))
+    }
+
+    /// The number of the way in messages.
+    pub(crate) const fn code(self) -> u64 {
+        match self {
+            ReduceOp::Sum => 0,
+            ReduceOp::Average => 1,
+            ReduceOp::Prod => 2,
+            ReduceOp::Max => 3,
+            ReduceOp::Min => 4,
+            ReduceOp::Tree(_) => 5,
+        }
+    }
+
+    /// The bits of the divisor in messages; 0 for a way that needs none.
+    pub(crate) const fn divisor_bits(self) -> u64 {
+        match self {
+            ReduceOp::Tree(divisor) => divisor.bits(),
+            _ => 0,
+        }
+    }
+
+    /// The way that [`Self::code`] and [`Self::divisor_bits`] were made of.
+    pub(crate) fn of_code(code: u64, divisor: u64) -> Option<Self> {
+        if code == 5 {
+            return Some(ReduceOp::Tree(Divisor::of_bits(divisor)));
+        }
+        ReduceOp::ALL.into_iter().find(|op| op.code() == code)
+    }
 
     /// The lower-case name.
     pub const fn name(self) -> &'static str {
@@ -35,13 +107,17 @@ impl ReduceOp {
             ReduceOp::Prod => "prod",
             ReduceOp::Max => "max",
             ReduceOp::Min => "min",
+            ReduceOp::Tree(_) => "tree",
         }
     }
 }
 
 impl fmt::Display for ReduceOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        match self {
+            ReduceOp::Tree(divisor) => write!(f, "tree / {}", divisor.value()),
+            _ => f.pad(self.name()),
+        }
     }
 }
 

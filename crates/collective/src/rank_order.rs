@@ -1,6 +1,7 @@
 //! Reduction of every element in rank order.
 
 mod number;
+mod tree;
 
 use std::ops::Range;
 
@@ -47,6 +48,7 @@ pub trait Ranks {
 /// ```text
 /// sum      ((x₀ + x₁) + x₂) + …            prod     ((x₀ · x₁) · x₂) · …
 /// average  sum / n                         max, min NaN if any is NaN; of equals the lowest rank's
+/// tree     ((x₀ + x₁) + (x₂ + x₃)) + …, divided once: [`ReduceOp::Tree`]
 /// ```
 ///
 /// Elements are reduced in their own type; f16 and bf16 are widened to f32, reduced there and
@@ -57,8 +59,8 @@ pub trait Ranks {
 /// # Shapes
 /// `len_bytes` is a multiple of the element's length. Inputs need no alignment.
 /// # Panics
-/// If `op` is [`ReduceOp::Average`] and `dtype` an integer; [`Call::blocks`](crate::Call::blocks)
-/// refuses that.
+/// If `op` is [`ReduceOp::Average`] or [`ReduceOp::Tree`] and `dtype` an integer;
+/// [`Call::blocks`](crate::Call::blocks) refuses that.
 /// # Cost
 /// Each input is read once and the result handed over once; nothing is allocated.
 // Never inlined, so that other crates share what this crate has compiled for the same ranks.
@@ -125,15 +127,17 @@ impl Ranks for Slices<'_> {
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
     let in_all = ranks.share_bytes().saturating_mul(ranks.world_size());
+    let asks = in_all > CACHED_BYTES && !fetches_by_itself(size_of::<T>());
+    let ahead = if asks { AHEAD_BYTES } else { 0 };
+    // Of up to three ranks the tree is their order.
+    if let (ReduceOp::Tree(divisor), 4..) = (op, ranks.world_size()) {
+        return tree::reduce::<T>(level, divisor, len_bytes, ranks, ahead);
+    }
     // The whole loop is compiled for the level: calls for parts of a line would take as long as the
     // whole line.
     level.run(
         #[inline(always)]
-        || {
-            let asks = in_all > CACHED_BYTES && !fetches_by_itself(size_of::<T>());
-            let ahead = if asks { AHEAD_BYTES } else { 0 };
-            reduce_bursts::<T>(op, len_bytes, ranks, ahead);
-        },
+        || reduce_bursts::<T>(op, len_bytes, ranks, ahead),
     );
 }
 
@@ -228,10 +232,13 @@ fn reduce_line<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut (impl R
 /// The result as it is stored.
 #[inline(always)]
 fn narrow<T: Number>(op: ReduceOp, world_size: usize, mut result: [T::Wide; LANES]) -> [T; LANES] {
-    if op == ReduceOp::Average {
-        for x in &mut result {
-            *x = x.divided(world_size);
-        }
+    let divisor = match op {
+        ReduceOp::Average => world_size as f64,
+        ReduceOp::Tree(divisor) => divisor.value(),
+        _ => return T::narrow(&result),
+    };
+    for x in &mut result {
+        *x = x.divided(divisor);
     }
     T::narrow(&result)
 }
@@ -260,7 +267,7 @@ fn combine<W: Arithmetic>(op: ReduceOp, result: &mut [W; LANES], input: [W; LANE
         };
     }
     match op {
-        ReduceOp::Sum | ReduceOp::Average => lanes!(plus),
+        ReduceOp::Sum | ReduceOp::Average | ReduceOp::Tree(_) => lanes!(plus),
         ReduceOp::Prod => lanes!(times),
         ReduceOp::Max => lanes!(max),
         ReduceOp::Min => lanes!(min),

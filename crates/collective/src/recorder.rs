@@ -8,7 +8,7 @@ use std::time::Instant;
 use fusestep_tensor::DType;
 use serde::Serialize;
 
-use crate::{CollectiveError, Fingerprint, ReduceOp};
+use crate::{CollectiveError, Divisor, Fingerprint, ReduceOp};
 
 /// The progress of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -67,6 +67,7 @@ struct Kept {
     /// 0 while running.
     ended_ns: u64,
     waited_ns: u64,
+    /// The root; of an operation without one the bits of its divisor, as an f32.
     root: u32,
     /// The straggler, or [`NOBODY`] if the engine cannot tell.
     straggler: u32,
@@ -164,8 +165,10 @@ impl FlightRecorder {
     }
 
     fn record(&self, number: u64, kept: &Kept) -> CallRecord {
-        let (operation, dtype, bucket) = Fingerprint::of_kind(kept.kind, kept.root as usize)
-            .expect("the word was made of a fingerprint");
+        let (root, divisor) = (kept.root as usize, f64::from(f32::from_bits(kept.root)));
+        let (operation, dtype, bucket) =
+            Fingerprint::of_kind(kept.kind, root, Divisor::of(divisor).bits())
+                .expect("the word was made of a fingerprint");
         let failure = self.failures.iter().find(|(failed, _)| *failed == number);
         CallRecord {
             sequence: kept.sequence,
@@ -217,7 +220,10 @@ impl FlightRecorder {
             started_ns,
             ended_ns: 0,
             waited_ns: 0,
-            root: rank_bits(fingerprint.operation.root()),
+            root: match (fingerprint.operation.root(), fingerprint.operation.reduce_op()) {
+                (None, Some(ReduceOp::Tree(divisor))) => (divisor.value() as f32).to_bits(),
+                (root, _) => rank_bits(root),
+            },
             straggler: NOBODY,
         });
         if let Some(mut mirror) = self.mirror() {
@@ -314,6 +320,7 @@ mod tests {
         Fingerprint {
             sequence,
             operation: match sequence % 3 {
+                0 if sequence > 5 => Operation::AllReduce(ReduceOp::Tree(Divisor::of(12.0))),
                 0 => Operation::AllReduce(ReduceOp::Max),
                 1 => Operation::Broadcast { root },
                 _ => Operation::Receive { from: root },

@@ -15,7 +15,8 @@ use crate::{
 pub struct ReduceUpdate<'a> {
     /// Type of the gradients' elements.
     pub grad_dtype: DType,
-    /// This rank's gradients, which every rank may read.
+    /// This rank's gradients, which every rank may read; empty on all ranks if only replicas are
+    /// worked on.
     pub grads: &'a [u8],
     /// This rank's replicas: parameters, and state that every rank keeps. Rank `i` alone reads and
     /// writes block `i` of everyone's.
@@ -41,7 +42,7 @@ pub type Replicas<'a> = SmallVec<[Replica<'a>; 4]>;
 pub struct RankMemory<'a> {
     /// The rank whose block it is.
     pub rank: usize,
-    /// The block in each rank's gradients, in rank order.
+    /// The block in each rank's gradients, in rank order; empty if the call has none.
     pub grads: OfRanks<&'a [u8]>,
     /// The block in each rank's copy of each replica, in rank order. All copies hold the same
     /// values.
@@ -68,7 +69,10 @@ impl<'a> ReduceUpdate<'a> {
             }
         };
         expect("counts", world_size, self.counts.len())?;
-        expect("bytes of gradients", numel * self.grad_dtype.len_bytes(), self.grads.len())?;
+        if !self.grads.is_empty() {
+            let expected = numel * self.grad_dtype.len_bytes();
+            expect("bytes of gradients", expected, self.grads.len())?;
+        }
         if self.replicas.len() > Self::MAX_REPLICAS {
             return Err(refuse(format!(
                 "expected at most {} replicas, found {}",
@@ -93,6 +97,9 @@ impl<'a> ReduceUpdate<'a> {
             lengths: Lengths::InPlace(self.grads.len()),
         };
         let mut fingerprint = shape.fingerprint(numel, sequence, context);
+        if self.grads.is_empty() {
+            fingerprint.counts_hash = hash(&[fingerprint.counts_hash as usize]);
+        }
         for replica in self.replicas.iter() {
             let mixed = [fingerprint.counts_hash as usize, replica.dtype as usize];
             fingerprint.counts_hash = hash(&mixed);

@@ -3,11 +3,13 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use fusestep_simd::Level;
 use smallvec::smallvec;
 
 use crate::{
-    Aborter, Begun, Blocks, Buffers, Call, CallOptions, CollectiveError, Engine, Membership,
-    OnShared, Operation, Pair, Place, RankMemory, Ranked, ReduceUpdate, Timeout,
+    Aborter, Begun, Blocks, Buffers, Call, CallOptions, CollectiveError, Divisor, Engine,
+    Membership, OnShared, Operation, Pair, Place, RankMemory, Ranked, ReduceOp, ReduceUpdate,
+    Timeout, reduce_slices,
 };
 
 /// The only rank of its world. Every call copies its input to its result, if they are apart, and
@@ -57,10 +59,26 @@ impl Engine for Alone {
         call: Call<'_>,
         _blocks: Blocks<'_>,
     ) -> Result<(), CollectiveError> {
-        if let Buffers::OutOfPlace { send, receive } = call.buffers
-            && !matches!(call.operation, Operation::Barrier)
+        if call.operation == Operation::Barrier {
+            return Ok(());
+        }
+        let result = match call.buffers {
+            Buffers::InPlace(bytes) => bytes,
+            Buffers::OutOfPlace { send, receive } => {
+                receive.copy_from_slice(send);
+                receive
+            }
+        };
+        // A mean of more than this rank's elements.
+        if let Some(op @ ReduceOp::Tree(divisor)) = call.operation.reduce_op()
+            && divisor != Divisor::ONE
         {
-            receive.copy_from_slice(send);
+            let mut block = [0; 4096];
+            for part in result.chunks_mut(block.len()) {
+                let block = &mut block[..part.len()];
+                block.copy_from_slice(part);
+                reduce_slices(Level::detect(), call.dtype, op, &[block], part);
+            }
         }
         Ok(())
     }

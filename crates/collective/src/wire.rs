@@ -4,7 +4,7 @@ use fusestep_tensor::DType;
 
 use crate::{CallContext, CollectiveError, Fingerprint, Operation, ReduceOp};
 
-const WORDS: usize = 6;
+const WORDS: usize = 7;
 
 impl Fingerprint {
     /// Bytes of a fingerprint in a message.
@@ -20,6 +20,7 @@ impl Fingerprint {
             self.numel,
             self.counts_hash,
             self.context.plan_hash,
+            self.divisor_bits(),
         ];
         let mut bytes = [0; Self::WIRE_BYTES];
         for (place, word) in bytes.chunks_exact_mut(size_of::<u64>()).zip(words) {
@@ -35,8 +36,9 @@ impl Fingerprint {
         for (word, place) in words.iter_mut().zip(bytes.as_chunks().0) {
             *word = u64::from_le_bytes(*place);
         }
-        let [sequence, kind, root, numel, counts_hash, plan_hash] = words;
-        let (operation, dtype, bucket) = Self::of_kind(kind, usize::try_from(root).ok()?)?;
+        let [sequence, kind, root, numel, counts_hash, plan_hash, divisor] = words;
+        let root = usize::try_from(root).ok()?;
+        let (operation, dtype, bucket) = Self::of_kind(kind, root, divisor)?;
         Some(Self {
             sequence,
             operation,
@@ -62,9 +64,14 @@ impl Fingerprint {
         all.ok_or_else(|| CollectiveError::engine(rank, self.operation.name(), reason))
     }
 
-    /// One word for the operation without its root, the dtype and the bucket.
+    /// The divisor of the reduction, as bits; 0 without one.
+    pub(crate) fn divisor_bits(&self) -> u64 {
+        self.operation.reduce_op().map_or(0, ReduceOp::divisor_bits)
+    }
+
+    /// One word for the operation without its root and divisor, the dtype and the bucket.
     pub(crate) fn kind(&self) -> u64 {
-        let reduce = self.operation.reduce_op().map_or(0, |op| op as u64);
+        let reduce = self.operation.reduce_op().map_or(0, ReduceOp::code);
         let bucket = self.context.bucket;
         self.operation.code() as u64
             | reduce << 8
@@ -74,10 +81,13 @@ impl Fingerprint {
     }
 
     /// Operation, dtype and bucket that [`Self::kind`] made the word of; `None` for any other word.
-    pub(crate) fn of_kind(word: u64, root: usize) -> Option<(Operation, DType, Option<u32>)> {
+    pub(crate) fn of_kind(
+        word: u64,
+        root: usize,
+        divisor: u64,
+    ) -> Option<(Operation, DType, Option<u32>)> {
         let byte = |at: u32| word >> (8 * at) & 0xff;
-        let reduce = |op: &ReduceOp| *op as u64 == byte(1);
-        let reduce = ReduceOp::ALL.into_iter().find(reduce)?;
+        let reduce = ReduceOp::of_code(byte(1), divisor)?;
         let dtype = |dtype: &DType| *dtype as u64 == byte(2);
         let bucket = match byte(3) {
             0 => None,
@@ -112,12 +122,14 @@ fn operation(code: u64, reduce: ReduceOp, root: usize) -> Option<Operation> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Divisor;
 
     #[test]
     fn fingerprints_come_back_as_they_went_and_differ_where_calls_do() {
         let mut seen = std::collections::HashSet::new();
         for kind in 0..13 {
-            for reduce in ReduceOp::ALL {
+            let tree = |divisor| ReduceOp::Tree(Divisor::of(divisor));
+            for reduce in ReduceOp::ALL.into_iter().chain([tree(1.0), tree(12.0)]) {
                 for dtype in DType::ALL {
                     for bucket in [None, Some(0), Some(u32::MAX)] {
                         let print = Fingerprint {
@@ -134,8 +146,8 @@ mod tests {
                 }
             }
         }
-        // Of thirteen operations three reduce, in five ways.
-        assert_eq!(seen.len(), (10 + 3 * 5) * 8 * 3);
+        // Of thirteen operations three reduce, in seven ways.
+        assert_eq!(seen.len(), (10 + 3 * 7) * 8 * 3);
     }
 
     #[test]

@@ -16,8 +16,8 @@ use std::sync::{Mutex, PoisonError};
 use fusestep_elementwise::{Cached, Tensor, step_tensor};
 use fusestep_launch::{
     BackendError, Buffer, Gate, HostCall, HostList, HostRun, HostSpans, Launch, LaunchReport,
-    ListBuffer, MAX_LISTS, MAX_SUMS, Memory, MultiTensorKernel, Outcome, SquareSum, TensorList,
-    TensorSums, UnitSums,
+    ListBuffer, MAX_LISTS, MAX_SUMS, Memory, MultiTensorKernel, Outcome, SquareSum, Stride,
+    TensorList, TensorSums, UnitSums,
 };
 use fusestep_simd::Pool;
 use fusestep_tensor::Role;
@@ -198,7 +198,7 @@ impl BorrowedPiece<'_> {
             match lend(list, own) {
                 None => std::mem::take(&mut self.lists[list]),
                 Some(borrowed) => {
-                    let taken = take_part(borrowed, own.dtype.len_bytes(), &self.whole);
+                    let taken = take_part(borrowed, own.stride(), &self.whole);
                     taken.unwrap_or_else(|(offset_bytes, len_bytes, found)| {
                         refused = Err(BackendError::OutOfBounds {
                             backend: self.call.backend,
@@ -336,11 +336,12 @@ fn take_bytes<'a>(list: &mut HostList<'a>, before: usize, len_bytes: usize) -> H
 #[inline]
 fn take_part<'a>(
     mut borrowed: HostList<'a>,
-    width: usize,
+    stride: Stride,
     whole: &Whole,
 ) -> Result<HostList<'a>, (usize, usize, usize)> {
     // Tensors lie in host memory, so their element counts fit a usize.
-    let (before, len_bytes) = (whole.first_element as usize * width, whole.numel as usize * width);
+    let before = stride.len_bytes(whole.first_element as usize);
+    let len_bytes = stride.len_bytes(whole.numel as usize);
     let found = borrowed.bytes().len();
     if (before, len_bytes) == (0, found) {
         return Ok(borrowed);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use fusestep_launch::{
     BackendError, Batch, Gate, LEAF_ELEMENTS, Launch, LeafSquares, MAX_LISTS, MAX_SUMS, Record,
-    SquareSum,
+    SquareSum, Stride,
 };
 use fusestep_simd::{Level, Pool, Split};
 
@@ -132,7 +132,7 @@ fn check_count<T>(batches: &[Batch], sums: &[T]) -> Result<(), BackendError> {
 struct Part<'a> {
     bytes: &'a [u8],
     start: u64,
-    width: usize,
+    stride: Stride,
 }
 
 impl<'a> Part<'a> {
@@ -141,22 +141,22 @@ impl<'a> Part<'a> {
     fn of(
         bytes: &'a [u8],
         first: u64,
-        width: usize,
+        stride: Stride,
         elements: &Range<u64>,
     ) -> Result<Self, BackendError> {
         Ok(Self {
-            bytes: &bytes[place(elements, first, width, bytes.len())?],
+            bytes: &bytes[place(elements, first, stride, bytes.len())?],
             start: elements.start,
-            width,
+            stride,
         })
     }
 
     fn leaf(&self, leaf: Leaf) -> &'a [u8] {
-        if self.width == 0 {
+        if self.bytes.is_empty() {
             return &[];
         }
-        let at = (leaf.element - self.start) as usize * self.width;
-        &self.bytes[at..][..leaf.numel as usize * self.width]
+        let at = (leaf.element - self.start) as usize;
+        &self.bytes[self.stride.place(at..at + leaf.numel as usize)]
     }
 }
 
@@ -174,7 +174,7 @@ pub(crate) fn leaf_squares(
     check_count(batches, sums)?;
     let bytes = list.buffer.host().ok_or(FOREIGN)?;
     let elements = covered(batches, offsets);
-    let list = Part::of(bytes, first, list.dtype().len_bytes(), &elements)?;
+    let list = Part::of(bytes, first, list.stride(), &elements)?;
     pool.run(LeafPieces {
         leaves: Leaves::new(batches, offsets),
         sums,
@@ -213,8 +213,7 @@ pub(crate) fn leaf_sums(
     let mut lists = [Part::default(); MAX_LISTS];
     for (index, (part, list)) in lists.iter_mut().zip(launch.lists.iter()).enumerate() {
         let bytes = list.buffer.host().ok_or(FOREIGN)?;
-        let width = list.dtype().len_bytes();
-        *part = Part::of(bytes, launch.first(index), width, &elements)?;
+        *part = Part::of(bytes, launch.first(index), list.stride(), &elements)?;
     }
     pool.run(LeafPieces {
         leaves: Leaves::new(batches, offsets),

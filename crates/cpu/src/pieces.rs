@@ -4,7 +4,7 @@
 use fusestep_elementwise::Tensor;
 use fusestep_launch::{
     BackendError, Batch, CHUNK_ELEMENTS, HostCall, HostList, HostRun, HostSpan, HostSpans, Launch,
-    MAX_LISTS, MultiTensorKernel, Places,
+    MAX_LISTS, MultiTensorKernel, Places, Stride,
 };
 use fusestep_simd::Split;
 
@@ -23,8 +23,8 @@ pub(crate) struct Pieces<'a> {
     places: Places<'a>,
     /// Each list's elements `first..end`.
     lists: [HostList<'a>; MAX_LISTS],
-    /// Bytes of one element of each list.
-    widths: [usize; MAX_LISTS],
+    /// The way in which elements lie in each list.
+    strides: [Stride; MAX_LISTS],
     first: u64,
     end: u64,
     /// Rows of sums for the chunks in `first..end`.
@@ -46,10 +46,10 @@ impl<'a> Pieces<'a> {
         // pool.
         let elements = covered(batches, offsets);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
-        let mut widths = [0; MAX_LISTS];
+        let mut strides = [Stride::default(); MAX_LISTS];
         let buffers = launch.lists.iter_mut().enumerate();
-        for ((list, width), (index, buffer)) in lists.iter_mut().zip(&mut widths).zip(buffers) {
-            *width = buffer.dtype().len_bytes();
+        for ((list, stride), (index, buffer)) in lists.iter_mut().zip(&mut strides).zip(buffers) {
+            *stride = buffer.stride();
             let first = firsts.get(index).copied().unwrap_or(0);
             *list = window(buffer, first, &elements)?;
         }
@@ -60,7 +60,7 @@ impl<'a> Pieces<'a> {
             batches,
             places: Places { offsets, members: launch.members },
             lists,
-            widths,
+            strides,
             first: elements.start,
             end: elements.end,
             sums,
@@ -71,9 +71,10 @@ impl<'a> Pieces<'a> {
     fn cut(mut self, at: u64) -> (Self, Self) {
         let at = at.clamp(self.first, self.end);
         let mut right_lists: [HostList<'a>; MAX_LISTS] = Default::default();
-        for ((list, right), width) in self.lists.iter_mut().zip(&mut right_lists).zip(self.widths) {
+        let rights = right_lists.iter_mut().zip(self.strides);
+        for (list, (right, stride)) in self.lists.iter_mut().zip(rights) {
             // The buffers' lengths fit a usize, and `at` lies within them.
-            let len_bytes = (at - self.first) as usize * width;
+            let len_bytes = stride.len_bytes((at - self.first) as usize);
             (*list, *right) = std::mem::take(list).split_at(len_bytes);
         }
         let offsets = self.places.offsets;
@@ -92,7 +93,7 @@ impl<'a> Pieces<'a> {
             call: self.call,
             batches: self.batches,
             places: self.places,
-            widths: self.widths,
+            strides: self.strides,
             end: self.end,
         };
         let left = Self { end: at, sums: left_sums, ..self };
@@ -123,8 +124,8 @@ impl Split for Pieces<'_> {
                 let (mut lists, mut sums) = (self.lists, sums);
                 for span in spans {
                     let mut own: [HostList<'_>; MAX_LISTS] = Default::default();
-                    for ((own, list), width) in own.iter_mut().zip(&mut lists).zip(self.widths) {
-                        *own = list.part(span.start * width..(span.start + span.numel) * width);
+                    for ((own, list), stride) in own.iter_mut().zip(&mut lists).zip(self.strides) {
+                        *own = list.part(stride.place(span.start..span.start + span.numel));
                     }
                     let HostSpan { numel, group, parameter, first_element, .. } = span;
                     let first = self.first + span.start as u64;

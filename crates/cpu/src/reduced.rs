@@ -12,10 +12,10 @@
 
 use std::ops::Range;
 
-use fusestep_collective::{Ranks, ReduceOp, reduce_in_rank_order};
+use fusestep_collective::{Divisor, Ranks, ReduceOp, reduce_in_rank_order};
 use fusestep_launch::{
     ACROSS_BYTES, AcrossRanks, BackendError, Batch, Gate, HostCall, HostList, HostRun, HostSpans,
-    Launch, MAX_LISTS, MultiTensorKernel, Places, Replicas,
+    Launch, MAX_LISTS, MultiTensorKernel, Places, Replicas, Stride,
 };
 use fusestep_simd::{Level, Split, StreamingCopies, streaming};
 use fusestep_tensor::{DType, Role};
@@ -50,10 +50,12 @@ pub(crate) struct ReducedPieces<'a> {
     /// Elements `first..end` of each list, this rank's parameters among them; the gradients are
     /// absent.
     lists: [HostList<'a>; MAX_LISTS],
-    /// Bytes of one element of each list.
-    widths: [usize; MAX_LISTS],
+    /// The way in which elements lie in each list.
+    strides: [Stride; MAX_LISTS],
     grad: usize,
     dtype: DType,
+    /// The way in which the ranks' gradients become one.
+    how: ReduceOp,
     /// Gradients of each rank, from `first` on.
     grads: SmallVec<[&'a [u8]; INLINE_RANKS]>,
     /// Replicas of the other ranks for each list, `first..end`.
@@ -84,14 +86,14 @@ impl<'a> ReducedPieces<'a> {
         let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
         let elements = covered(batches, offsets);
         let grad = position(kernel, Role::Grad)?;
-        let widths = widths(kernel);
-        let within = |len_bytes, width| place(&elements, replicas.first, width, len_bytes);
+        let strides = strides(kernel);
+        let within = |len_bytes, stride| place(&elements, replicas.first, stride, len_bytes);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
         let mut others: [SmallVec<_>; MAX_LISTS] = Default::default();
         for replicated in replicas.lists {
             let index = replicated.list;
             for (rank, bytes) in replicated.ranks.iter_mut().enumerate() {
-                let part = within(bytes.len(), widths[index])?;
+                let part = within(bytes.len(), strides[index])?;
                 let part = &mut bytes[part];
                 if rank == replicas.rank {
                     lists[index] = HostList::ReadWrite(part);
@@ -108,18 +110,22 @@ impl<'a> ReducedPieces<'a> {
         }
         let mut grads = SmallVec::new();
         for &bytes in replicas.grads {
-            grads.push(&bytes[within(bytes.len(), widths[grad])?]);
+            grads.push(&bytes[within(bytes.len(), strides[grad])?]);
         }
-        let len_bytes = (elements.end - elements.start) as usize * widths[0];
+        let len_bytes = strides[0].len_bytes((elements.end - elements.start) as usize);
         Ok(Some(Self {
             kernel,
             call,
             batches,
             places: Places { offsets, members: launch.members },
             lists,
-            widths,
+            strides,
             grad,
             dtype: kernel.lists()[grad].dtype,
+            how: match replicas.tree {
+                Some(divisor) => ReduceOp::Tree(Divisor::of(divisor)),
+                None => ReduceOp::Average,
+            },
             grads,
             others,
             is_streaming: len_bytes >= CACHED_BYTES,
@@ -139,17 +145,17 @@ impl Split for ReducedPieces<'_> {
         let at = at.clamp(self.first, self.end);
         let numel = (at - self.first) as usize;
         let mut right_lists: [HostList<'_>; MAX_LISTS] = Default::default();
-        for ((list, right), width) in self.lists.iter_mut().zip(&mut right_lists).zip(self.widths) {
-            (*list, *right) = std::mem::take(list).split_at(numel * width);
+        let strides = self.strides;
+        for ((list, right), stride) in self.lists.iter_mut().zip(&mut right_lists).zip(strides) {
+            (*list, *right) = std::mem::take(list).split_at(stride.len_bytes(numel));
         }
-        let at_grad = numel * self.widths[self.grad];
+        let at_grad = strides[self.grad].len_bytes(numel);
         let right_grads = self.grads.iter().map(|grads| &grads[at_grad..]).collect();
         let mut right_others: [SmallVec<_>; MAX_LISTS] = Default::default();
-        for ((others, rights), width) in
-            self.others.iter_mut().zip(&mut right_others).zip(self.widths)
-        {
+        let rights = right_others.iter_mut().zip(strides);
+        for (others, (rights, stride)) in self.others.iter_mut().zip(rights) {
             for other in others {
-                let (left, right) = std::mem::take(other).split_at_mut(numel * width);
+                let (left, right) = std::mem::take(other).split_at_mut(stride.len_bytes(numel));
                 *other = left;
                 rights.push(right);
             }
@@ -179,9 +185,10 @@ impl Split for ReducedPieces<'_> {
             let mut across = Across {
                 level: call.level,
                 dtype: self.dtype,
+                how: self.how,
                 grads: &self.grads,
                 others: &mut self.others,
-                widths: self.widths,
+                strides: self.strides,
                 grad: self.grad,
                 copies: self.is_streaming.then_some(copies),
                 averages: Averages([0; _]),
@@ -200,9 +207,10 @@ impl Split for ReducedPieces<'_> {
 struct Across<'a, 'b> {
     level: Level,
     dtype: DType,
+    how: ReduceOp,
     grads: &'a [&'b [u8]],
     others: &'a mut [SmallVec<[&'b mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
-    widths: [usize; MAX_LISTS],
+    strides: [Stride; MAX_LISTS],
     grad: usize,
     /// Copies past the caches, if replicas are written so.
     copies: Option<&'a StreamingCopies>,
@@ -211,16 +219,17 @@ struct Across<'a, 'b> {
 
 impl AcrossRanks for Across<'_, '_> {
     fn gradients(&mut self, elements: Range<usize>) -> &[u8] {
-        let width = self.widths[self.grad];
-        let averages = &mut self.averages.0[..elements.len() * width];
+        let stride = self.strides[self.grad];
+        let averages = &mut self.averages.0[..stride.len_bytes(elements.len())];
         let len_bytes = averages.len();
-        let mut block = Block { grads: self.grads, first: elements.start * width, averages };
-        reduce_in_rank_order(self.level, self.dtype, ReduceOp::Average, len_bytes, &mut block);
+        let mut block =
+            Block { grads: self.grads, first: stride.len_bytes(elements.start), averages };
+        reduce_in_rank_order(self.level, self.dtype, self.how, len_bytes, &mut block);
         block.averages
     }
 
     fn updated(&mut self, list: usize, start: usize, values: &[u8]) {
-        let start = start * self.widths[list];
+        let start = self.strides[list].len_bytes(start);
         for other in &mut self.others[list] {
             let other = &mut other[start..start + values.len()];
             match self.copies {
@@ -312,11 +321,11 @@ fn position(kernel: &dyn MultiTensorKernel, role: Role) -> Result<usize, Backend
     })
 }
 
-/// Bytes of one element of each list.
-fn widths(kernel: &dyn MultiTensorKernel) -> [usize; MAX_LISTS] {
-    let mut widths = [0; MAX_LISTS];
-    for (width, list) in widths.iter_mut().zip(kernel.lists()) {
-        *width = list.dtype.len_bytes();
+/// The way in which elements lie in each list.
+fn strides(kernel: &dyn MultiTensorKernel) -> [Stride; MAX_LISTS] {
+    let mut strides = [Stride::default(); MAX_LISTS];
+    for (stride, list) in strides.iter_mut().zip(kernel.lists()) {
+        *stride = list.stride();
     }
-    widths
+    strides
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use fusestep_launch::{Access, BackendError, Batch, HostList, ListBuffer};
+use fusestep_launch::{Access, BackendError, Batch, HostList, ListBuffer, Stride};
 
 use crate::errors::{FOREIGN, out_of_bounds};
 
@@ -27,17 +27,14 @@ pub(crate) fn covered(batches: &[Batch], offsets: &[u64]) -> Range<u64> {
 pub(crate) fn place(
     elements: &Range<u64>,
     first: u64,
-    width: usize,
+    stride: Stride,
     len_bytes: usize,
 ) -> Result<Range<usize>, BackendError> {
     let numel = elements.end - elements.start;
     if numel == 0 {
         return Ok(0..0);
     }
-    let bytes = |elements: u64| {
-        let bytes = elements.saturating_mul(width as u64);
-        usize::try_from(bytes).unwrap_or(usize::MAX)
-    };
+    let bytes = |elements: u64| usize::try_from(stride.bytes(elements)).unwrap_or(usize::MAX);
     let start = elements.start.wrapping_sub(first);
     let end = start.saturating_add(numel);
     if bytes(end) > len_bytes {
@@ -55,8 +52,7 @@ pub(crate) fn window<'a>(
     first: u64,
     elements: &Range<u64>,
 ) -> Result<HostList<'a>, BackendError> {
-    let width = list.dtype().len_bytes();
-    let bytes = place(elements, first, width, list.buffer.len_bytes())?;
+    let bytes = place(elements, first, list.stride(), list.buffer.len_bytes())?;
     Ok(match list.access() {
         Access::Read => HostList::Read(&list.buffer.host().ok_or(FOREIGN)?[bytes]),
         Access::ReadWrite | Access::Write => {
@@ -68,6 +64,7 @@ pub(crate) fn window<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use fusestep_tensor::{DType, Role};
 
     #[test]
     fn memory_may_begin_before_behind_or_within_what_is_asked_for() {
@@ -80,7 +77,8 @@ mod tests {
             (4..8, 5, Err((usize::MAX, 16))),
             (4..15, 4, Err((0, 44))),
         ] {
-            let found = place(&elements, first, 4, 40);
+            let stride = Stride::of(Role::Param, DType::F32);
+            let found = place(&elements, first, stride, 40);
             let expected = expected.map_err(|(at, len)| out_of_bounds(at, len, 40));
             assert_eq!(found, expected, "{elements:?} from {first}");
         }

@@ -82,6 +82,7 @@ impl Rank {
         let (backend, lists) = (&self.backend, &mut self.lists);
         comm.reduce_update(call, &mut |mut memory| {
             let replicas = Replicas {
+                tree: None,
                 rank: memory.rank,
                 first: firsts[0],
                 grads: &memory.grads,

@@ -122,6 +122,7 @@ impl Case {
         };
         comm.reduce_update(call, &mut |mut memory| {
             let replicas = Replicas {
+                tree: None,
                 rank: memory.rank,
                 first: elements.start,
                 grads: &memory.grads,
@@ -275,6 +276,7 @@ fn elements_between_those_of_the_batches_stay_as_they_are() {
     let mut lists = storage.buffers();
     let grads: &[u8] = &storage.lists[1];
     let replicas = Replicas {
+        tree: None,
         rank: 0,
         first: 0,
         grads: &[grads, grads],
@@ -303,6 +305,7 @@ fn what_has_no_place_in_one_pass_is_refused() {
         let mut launch = storage.launch(&batches, &mut lists, &[]);
         launch.update_sums = sums.then_some(UpdateSums { rows: rows.as_mut(), firsts: &[0, 1] });
         let replicas = Replicas {
+            tree: None,
             rank,
             first,
             grads: &[&storage.lists[1]],
@@ -329,7 +332,8 @@ fn lists_that_are_missing_are_counted_in_the_error() {
     let whole = lists.len();
     lists.pop();
     let launch = storage.launch(&batches, &mut lists, &[]);
-    let replicas = Replicas { rank: 0, first: 0, grads: &[&storage.lists[1]], lists: &mut [] };
+    let grads: &[&[u8]] = &[&storage.lists[1]];
+    let replicas = Replicas { tree: None, rank: 0, first: 0, grads, lists: &mut [] };
     let error = backend(1).launch_reduced(launch, replicas).unwrap_err().to_string();
     let counts = format!("expected {whole} lists of tensors, found {}", whole - 1);
     assert!(error.contains(&counts), "{error}");

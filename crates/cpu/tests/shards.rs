@@ -14,8 +14,8 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{
-    BackendError, CHUNK_ELEMENTS, CHUNK_LEAVES, ControlBlock, HostCall, LEAF_ELEMENTS, Launches,
-    LeafSquares, ListBuffer, MAX_LISTS, MAX_SUMS, Master, Precision, Rounding, SquareSum,
+    BackendError, CHUNK_ELEMENTS, CHUNK_LEAVES, ControlBlock, GradDType, HostCall, LEAF_ELEMENTS,
+    Launches, LeafSquares, ListBuffer, MAX_LISTS, MAX_SUMS, Master, Precision, Rounding, SquareSum,
     StateDType, TensorSums, UnitSums, UpdateRule, UpdateSums, tree_sum,
 };
 use fusestep_simd::Level;
@@ -26,7 +26,12 @@ const NUMELS: [u64; 9] = [5, 1024, 0, 70_001, 1, 140_000, 1023, 131_073, 2049];
 
 const F32: (DType, Precision) = (
     DType::F32,
-    Precision { master: Master::None, state: StateDType::Compute, rounding: Rounding::Nearest },
+    Precision {
+        master: Master::None,
+        state: StateDType::Compute,
+        rounding: Rounding::Nearest,
+        grad: GradDType::Param,
+    },
 );
 
 fn bf16(master: Master, rounding: Rounding) -> (DType, Precision) {

@@ -10,7 +10,9 @@ use fusestep_launch::BackendError;
 use crate::backend::CudaBackend;
 use crate::event::{Event, EventUse};
 use crate::handles::{ContextHandle, StreamHandle};
-use crate::session::{Session, WorkStream, check_capability, read_info, start, unavailable};
+use crate::session::{
+    Session, WorkStream, check_capability, primary_context, read_info, start, unavailable,
+};
 use crate::status::{check, wrapped};
 
 impl CudaBackend {
@@ -58,6 +60,21 @@ impl CudaBackend {
                 Err(error)
             }
         }
+    }
+
+    /// [`CudaBackend::adopt`] in the primary context of device `ordinal`, for a program that has
+    /// the framework's stream and not its context.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::adopt`]; as [`CudaBackend::open`].
+    /// # Safety
+    /// As [`CudaBackend::adopt`].
+    pub unsafe fn adopt_on(ordinal: u32, stream: StreamHandle) -> Result<Self, BackendError> {
+        start()?;
+        // A device has one of it, which is retained here until the adoption has retained it, too.
+        let primary = primary_context(&read_info(ordinal)?)?;
+        // SAFETY: a context of this driver, and the caller's stream.
+        unsafe { Self::adopt(ContextHandle(primary.as_raw().cast()), stream) }
     }
 
     /// Lets work that is enqueued here from now on wait for the work that is on `stream` by now.

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use fusestep_launch::{BackendError, Buffer, CONTROL_BYTES, Launch, LaunchLimits, MAX_LISTS};
 
 use crate::buffer::{Allocation, DeviceBuffer};
+use crate::host_copy::{self, HostCopy, Spare};
 use crate::kernels::Kernels;
 use crate::loaded_entry::EntryCode;
 use crate::session::Session;
@@ -29,6 +30,8 @@ pub struct CudaBackend {
     recorded: Mutex<Option<Vec<Arc<Allocation>>>>,
     /// Addresses of tensors that a framework lends, for the launch under way; kept for its memory.
     pub(crate) borrowed: Mutex<Vec<u64>>,
+    /// Host memory for copies that are waited for later.
+    pub(crate) spare: Spare,
     pub(crate) limits: LaunchLimits,
 }
 
@@ -53,6 +56,7 @@ impl CudaBackend {
             kernels: Arc::new(Mutex::new(Kernels::new(&session))),
             recorded: Mutex::new(None),
             borrowed: Mutex::default(),
+            spare: Spare::default(),
             session,
             limits,
         }
@@ -140,6 +144,21 @@ impl CudaBackend {
             });
         }
         self.address(control)
+    }
+
+    /// Begins to copy the first `len_bytes` bytes of a buffer to the host, behind what is enqueued
+    /// here by now. The host goes on; [`HostCopy::wait`] waits for the copy and for nothing behind.
+    ///
+    /// # Errors
+    /// As [`fusestep_launch::Memory::read`].
+    /// # Cost
+    /// Memory that the device writes to, kept for the next call of this length.
+    pub fn begin_read(
+        &self,
+        buffer: &dyn Buffer,
+        len_bytes: usize,
+    ) -> Result<HostCopy, BackendError> {
+        host_copy::begin(&self.session, &self.spare, buffer, len_bytes)
     }
 
     /// The entries that were launched until now, each with the code that the driver was handed. An

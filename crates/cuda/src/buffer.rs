@@ -201,7 +201,7 @@ impl DeviceBuffer {
     }
 
     /// The addresses of `len_bytes` bytes from `offset_bytes` on.
-    fn range(
+    pub(crate) fn range(
         &self,
         offset_bytes: usize,
         len_bytes: usize,

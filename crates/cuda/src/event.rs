@@ -58,6 +58,13 @@ impl Event {
         self.session.call(holding, |_| unsafe { sys::cuStreamWaitEvent(stream, self.event, 0) })
     }
 
+    /// Waits until the event has been reached.
+    pub(crate) fn wait(&self) -> Result<()> {
+        let waiting = || "waiting for an event".to_owned();
+        // SAFETY: the event lives as long as `self`.
+        self.session.call(waiting, |_| unsafe { sys::cuEventSynchronize(self.event) })
+    }
+
     /// The driver's handle of the event.
     pub(crate) fn handle(&self) -> u64 {
         self.event as u64

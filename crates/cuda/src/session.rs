@@ -42,9 +42,7 @@ impl Session {
         start()?;
         let info = read_info(ordinal)?;
         check_capability(&info)?;
-        let opening = || format!("opening device {ordinal}");
-        let device = wrapped(Device::get_device(ordinal), opening)?;
-        let context = wrapped(Context::new(device), opening)?;
+        let context = primary_context(&info)?;
         let stream =
             wrapped(Stream::new(StreamFlags::DEFAULT, None), || "creating a stream".to_owned())?;
         Ok(Self::new(WorkStream::Own(stream), context, info))
@@ -109,6 +107,13 @@ pub(crate) fn start() -> Result<()> {
         status as i32,
         describe(status)
     )))
+}
+
+/// The primary context of a device, current on the calling thread.
+pub(crate) fn primary_context(info: &DeviceInfo) -> Result<Context, BackendError> {
+    let opening = || format!("opening device {}", info.ordinal);
+    let device = wrapped(Device::get_device(info.ordinal), opening)?;
+    wrapped(Context::new(device), opening)
 }
 
 /// Refuses a device that does not run the PTX.

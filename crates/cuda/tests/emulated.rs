@@ -9,6 +9,8 @@ mod borrowed;
 mod common;
 #[path = "emulated/framework.rs"]
 mod framework;
+#[path = "emulated/lanes.rs"]
+mod lanes;
 
 use common::{Places, TINY, cpu, cuda, formats, same_bits, same_bits_at, step_at};
 use fusestep_cuda::CudaBackend;

@@ -15,7 +15,7 @@ mod tensor_sums;
 use std::collections::BTreeSet;
 
 use common::resident::scaled;
-use common::{Places, TINY, cpu, cuda, formats, step_at};
+use common::{Places, TINY, cpu, cuda, formats, step_at, wide_formats};
 use fusestep_cuda::CudaBackend;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
@@ -105,6 +105,17 @@ fn entries_with_tables_in_arguments_give_the_bits_of_the_host() {
 }
 
 #[test]
+fn gradients_in_f32_give_the_bits_of_the_host() {
+    for (dtype, precision) in wide_formats() {
+        let case = case_of(dtype);
+        for rule in rule_of_each_kernel() {
+            let way = |planner: Planner| in_arguments(scaled(planner.precision(precision)));
+            same_bits_of(&cuda(), rule, &way, &case);
+        }
+    }
+}
+
+#[test]
 fn entries_with_resident_tables_give_the_bits_of_the_host() {
     same_bits_of_all(&cuda(), &rule_of_each_kernel(), &resident);
 }
@@ -145,6 +156,19 @@ fn adam_in_16_bits_alone_gives_the_bits_of_the_host() {
     let way = |planner: Planner| resident(scaled(planner.precision(precision)));
     for rule in rules().into_iter().take(2) {
         same_bits_of(&cuda(), rule, &way, &case_of(DType::BF16));
+    }
+}
+
+#[test]
+fn adam_with_gradients_in_f32_alone_gives_the_bits_of_the_host() {
+    let rule = rules()[0];
+    for (dtype, precision) in wide_formats() {
+        // Addresses that every, and that no pack fits.
+        for places in [Places::whole(&[0, 2200], 2150), Places::whole(&[1, 2203], 2150)] {
+            let step =
+                |backend: &dyn Backend| step_at(backend, rule.rule(), places, (dtype, precision));
+            assert!(step(&cuda()) == step(&cpu()), "{rule} {dtype} {precision}");
+        }
     }
 }
 

@@ -15,7 +15,8 @@ use crate::parts::part;
 use crate::tally::Tally;
 
 /// The work around the parts of one call.
-pub(crate) struct Around<'a, 'b, C: Compute, K: ParamStorage<C>> {
+pub(crate) struct Around<'a, 'b, C: Compute, K: ParamStorage<C>, G = <K as ParamStorage<C>>::Param>
+{
     /// Whether there is no such work: no other ranks and no sums.
     pub(crate) is_alone: bool,
     /// Most elements that are updated at a time.
@@ -24,26 +25,26 @@ pub(crate) struct Around<'a, 'b, C: Compute, K: ParamStorage<C>> {
     /// lists. It is 0 where the processor does better by itself: asking for a line as it is read
     /// costs next to nothing.
     pub(crate) ahead_bytes: usize,
-    grads: Gradients<'a, 'b, K::Param>,
+    grads: Gradients<'a, 'b, G>,
     tally: Option<Tally<'b, C, K>>,
 }
 
 /// The gradients of a call.
-enum Gradients<'a, 'b, P> {
+enum Gradients<'a, 'b, G> {
     /// Gradients in a list.
-    Here(&'a [P]),
+    Here(&'a [G]),
     /// Gradients of all ranks, to be averaged.
     Ranks(&'b mut (dyn AcrossRanks + 'a)),
 }
 
-impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
+impl<'a, 'b, C: Compute, K: ParamStorage<C>, G: Pod> Around<'a, 'b, C, K, G> {
     #[inline(never)]
     pub(crate) fn of(
         call: HostCall<'b>,
         list: Option<&mut HostList<'a>>,
         across: Option<&'b mut (dyn AcrossRanks + 'a)>,
     ) -> Self {
-        let bytes = size_of::<K::Param>();
+        let bytes = size_of::<K::Param>().max(size_of::<G>());
         let is_tallied = call.changes.is_some() || call.squares.is_some();
         // In place: a tally is kilobytes, and most calls have none.
         let mut around = Self {
@@ -81,7 +82,7 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
         elements: Range<usize>,
         param: &[K::Param],
         master: &[K::Master],
-    ) -> &[K::Param] {
+    ) -> &[G] {
         match self.grads {
             Gradients::Here(list) if self.is_alone => part(list, &elements),
             _ => self.begin(elements, param, master),
@@ -89,12 +90,7 @@ impl<'a, 'b, C: Compute, K: ParamStorage<C>> Around<'a, 'b, C, K> {
     }
 
     #[inline(never)]
-    fn begin(
-        &mut self,
-        elements: Range<usize>,
-        param: &[K::Param],
-        master: &[K::Master],
-    ) -> &[K::Param] {
+    fn begin(&mut self, elements: Range<usize>, param: &[K::Param], master: &[K::Master]) -> &[G] {
         if let Some(tally) = &mut self.tally {
             tally.before(param, master);
         }

@@ -96,7 +96,7 @@ fn leaf_sums<C: Compute, K: ParamStorage<C>, const SIDE: usize>(
 /// # Cost
 /// One read of the chunk.
 pub fn grad_chunk_sum<C: Compute>(level: Level, format: Format, grad: &[u8]) -> f64 {
-    C::visit(format, Gradient { level, grad })
+    C::visit(format.of_gradients(), Gradient { level, grad })
 }
 
 /// A chunk of a gradient before its format is known to the compiler.

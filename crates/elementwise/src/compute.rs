@@ -124,4 +124,6 @@ pub struct Converted<'a, 'b> {
     pub(crate) update: &'b dyn Fn(HostRun<'_, '_>),
     /// The lists, and the places of the tensors in them.
     pub(crate) run: HostRun<'a, 'b>,
+    /// Whether gradients are of the type that is computed in, whatever parameters are.
+    pub(crate) has_wide_gradients: bool,
 }

@@ -1,10 +1,14 @@
-//! Updates at the portable level, whose formats are converted on the way.
+//! Updates at the portable level, and of gradients wider than their parameters: formats are
+//! converted on the way.
 //!
 //! A loop that is compiled for each rule and each format at every level is most of a build and most
 //! of a program. Processors without vectors worth the name are few, so at their level a rule's loop
 //! is compiled for values alone. A few hundred elements at a time are widened, updated and narrowed
 //! in the nearest cache, by code that all rules share. Widening is exact and narrowing rounds as
 //! elsewhere, so the bits do not change.
+//!
+//! Gradients of another type than their parameters go the same way at every level: few runs have
+//! them, and the memory is what they wait for.
 
 use fusestep_launch::{HostCall, HostList, HostRun, HostSpans, MAX_LISTS};
 
@@ -30,11 +34,30 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
     type Output = ();
 
     fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) {
-        let Self { roles, step_scalar_bytes, update, run } = self;
+        if self.has_wide_gradients {
+            self.run_over::<C, K, C, S, R>();
+        } else {
+            self.run_over::<C, K, K::Param, S, R>();
+        }
+    }
+}
+
+impl Converted<'_, '_> {
+    /// Runs the update over parameters kept as `K`, gradients as `G`, state as `S`, and rounding as
+    /// `R`.
+    fn run_over<C, K, G, S, R>(self)
+    where
+        C: Compute,
+        K: ParamStorage<C>,
+        G: Storage<C>,
+        S: Storage<C>,
+        R: Rounding,
+    {
+        let Self { roles, step_scalar_bytes, update, run, .. } = self;
         let call = run.call;
         let mut lists = run.lists.iter_mut();
         let param = HostList::take_mut::<K::Param>(&mut lists);
-        let mut around = Around::<C, K>::of(call, lists.next(), run.across);
+        let mut around = Around::<C, K, G>::of(call, lists.next(), run.across);
         let mut state: [&mut [S]; ROLES] = Default::default();
         let state = &mut state[..roles];
         state.fill_with(|| HostList::take_mut(&mut lists));
@@ -54,7 +77,7 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
                 let param = &mut param[elements.clone()];
                 let master = &mut master[elements.clone()];
                 let grad = around.before(elements.clone(), param, master);
-                values.widen::<K>(param, master, grad);
+                values.widen::<K, G>(param, master, grad);
                 for (values, list) in values.state.iter_mut().zip(&*state) {
                     widen(values, &list[elements.clone()]);
                 }
@@ -78,11 +101,11 @@ impl<C: Compute> FormatVisitor<C> for Converted<'_, '_> {
 }
 
 impl<C: Compute> Values<C> {
-    fn widen<K: ParamStorage<C>>(
+    fn widen<K: ParamStorage<C>, G: Storage<C>>(
         &mut self,
         param: &[K::Param],
         master: &[K::Master],
-        grad: &[K::Param],
+        grad: &[G],
     ) {
         for (value, (&param, &master)) in self.param.iter_mut().zip(param.iter().zip(master)) {
             *value = K::widen(param, master);

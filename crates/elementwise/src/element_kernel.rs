@@ -8,7 +8,12 @@ use fusestep_launch::{
 };
 use fusestep_tensor::{DType, Role};
 
-use crate::{Compute, padded_bytes, read_values, write_padded};
+use crate::coded::run_coded;
+use crate::{Compute, Update, padded_bytes, read_values, run_format, write_padded};
+
+/// State that a rule without codes can have.
+pub(crate) const NO_CODES: &str =
+    "f32 or bf16, since the rule keeps nothing that int8 codes stand for";
 
 /// Names of a rule's device entries for one format.
 #[derive(Clone, Copy, Debug)]
@@ -50,8 +55,60 @@ pub trait ElementRule<const SCALARS: usize, const STEP_SCALARS: usize>:
     /// them.
     fn hyper_parameters_of_step_scalars(&self) -> Vec<f64>;
 
-    /// Updates tensors on the host: [`crate::run_format`] with the update of one element.
-    fn run<T: Compute>(&self, scalars: [T; SCALARS], format: Format, run: HostRun<'_, '_>);
+    /// Hands over the update of one element.
+    fn with_update<T: Compute, V: UpdateVisitor<T>>(
+        &self,
+        scalars: [T; SCALARS],
+        visitor: V,
+    ) -> V::Output;
+}
+
+/// Code that is compiled for every update that a rule may have by its settings.
+pub trait UpdateVisitor<T: Compute> {
+    /// The result of the code.
+    type Output;
+
+    /// Runs for an update with `N` lists of state.
+    fn visit<U: Update<T, N>, const N: usize>(self, update: U) -> Self::Output;
+}
+
+/// Whether the state of an update can be kept in codes.
+struct IsCodable;
+
+impl UpdateVisitor<f32> for IsCodable {
+    type Output = bool;
+
+    fn visit<U: Update<f32, N>, const N: usize>(self, _: U) -> bool {
+        U::CODINGS.is_some()
+    }
+}
+
+/// Tensors with state in codes that an update is to run over on the host.
+struct CodedRun<'a, 'b> {
+    format: Format,
+    run: HostRun<'a, 'b>,
+}
+
+impl UpdateVisitor<f32> for CodedRun<'_, '_> {
+    type Output = ();
+
+    fn visit<U: Update<f32, N>, const N: usize>(self, update: U) {
+        run_coded::<U, N>(update, self.format, self.run);
+    }
+}
+
+/// Tensors that an update is to run over on the host.
+struct Run<'a, 'b> {
+    format: Format,
+    run: HostRun<'a, 'b>,
+}
+
+impl<T: Compute> UpdateVisitor<T> for Run<'_, '_> {
+    type Output = ();
+
+    fn visit<U: Update<T, N>, const N: usize>(self, update: U) {
+        run_format::<T, U, N>(&update, self.format, self.run);
+    }
 }
 
 /// The kernel of a rule, with all arithmetic in f64 for parameters of f64 and else in f32.
@@ -69,10 +126,56 @@ where
     rule.validate()?;
     check_width(rule, dtype)?;
     let format = Format::new(rule.name(), dtype, precision)?;
-    Ok(match dtype {
-        DType::F64 => Box::new(ElementKernel::<R, f64, SCALARS, STEP_SCALARS>::new(*rule, format)),
-        _ => Box::new(ElementKernel::<R, f32, SCALARS, STEP_SCALARS>::new(*rule, format)),
+    if format.is_coded() {
+        let is_codable = rule.with_update::<f32, _>([0.0; SCALARS], IsCodable);
+        if !is_codable || rule.state().is_empty() {
+            return Err(RuleError::Precision {
+                rule: rule.name(),
+                what: "state",
+                dtype,
+                expected: NO_CODES,
+                found: precision.state.name(),
+            });
+        }
+    }
+    Ok(match (dtype, format.is_coded()) {
+        (DType::F64, _) => ElementKernel::<R, f64, SCALARS, STEP_SCALARS>::boxed(
+            *rule,
+            format,
+            run_values::<R, f64, _, _>,
+        ),
+        (_, false) => ElementKernel::<R, f32, SCALARS, STEP_SCALARS>::boxed(
+            *rule,
+            format,
+            run_values::<R, f32, _, _>,
+        ),
+        (_, true) => ElementKernel::<R, f32, SCALARS, STEP_SCALARS>::boxed(
+            *rule,
+            format,
+            run_codes::<R, _, _>,
+        ),
     })
+}
+
+fn run_values<R, T, const SCALARS: usize, const STEP_SCALARS: usize>(
+    rule: &R,
+    format: Format,
+    run: HostRun<'_, '_>,
+) where
+    R: ElementRule<SCALARS, STEP_SCALARS>,
+    T: Compute,
+{
+    rule.with_update::<T, _>(read_values(run.call.scalars), Run { format, run });
+}
+
+fn run_codes<R, const SCALARS: usize, const STEP_SCALARS: usize>(
+    rule: &R,
+    format: Format,
+    run: HostRun<'_, '_>,
+) where
+    R: ElementRule<SCALARS, STEP_SCALARS>,
+{
+    rule.with_update::<f32, _>(read_values(run.call.scalars), CodedRun { format, run });
 }
 
 /// A rule with all arithmetic in `T`, for tensors kept in any format that is computed in `T`.
@@ -80,16 +183,24 @@ struct ElementKernel<R, T, const SCALARS: usize, const STEP_SCALARS: usize> {
     rule: R,
     format: Format,
     lists: Vec<TensorList>,
+    run: RunHost<R>,
     compute: PhantomData<T>,
 }
+
+/// Updates of tensors on the host by a rule.
+type RunHost<R> = fn(&R, Format, HostRun<'_, '_>);
 
 impl<R, T, const SCALARS: usize, const STEP_SCALARS: usize>
     ElementKernel<R, T, SCALARS, STEP_SCALARS>
 where
     R: ElementRule<SCALARS, STEP_SCALARS>,
 {
-    fn new(rule: R, format: Format) -> Self {
-        Self { rule, format, lists: format.lists(rule.state()), compute: PhantomData }
+    fn boxed(rule: R, format: Format, run: RunHost<R>) -> Box<dyn MultiTensorKernel>
+    where
+        T: Compute,
+    {
+        let lists = format.lists(rule.state());
+        Box::new(Self { rule, format, lists, run, compute: PhantomData })
     }
 }
 
@@ -139,7 +250,6 @@ where
     }
 
     fn run_host(&self, run: HostRun<'_, '_>) {
-        let scalars = read_values(run.call.scalars);
-        self.rule.run::<T>(scalars, self.format, run);
+        (self.run)(&self.rule, self.format, run);
     }
 }

@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 
 use fusestep_launch::{GroupValues, Objective, Settings};
 
+use crate::coded::Coding;
 use crate::{Compute, Update, padded_bytes, read_values};
 
 /// Flag that turns the gradient's sign (maximize), of every rule that is an [`Equation`].
@@ -26,6 +27,9 @@ pub trait Equation<const STATES: usize, const SCALARS: usize, const STEP_SCALARS
     /// The hyper-parameters that a device derives step scalars from; the learning rate comes before
     /// them.
     fn derived_from(&self) -> Vec<f64>;
+
+    /// Codings of the state where it is kept in 8 bits; `None` if this rule's state cannot be.
+    const CODINGS: Option<[Coding; STATES]> = None;
 
     /// The new parameter and state of one element. The gradient's sign is turned already.
     fn element<T: Compute>(
@@ -68,6 +72,7 @@ where
 {
     type StepScalars = [T; STEP_SCALARS];
     const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(STEP_SCALARS);
+    const CODINGS: Option<[Coding; STATES]> = E::CODINGS;
 
     #[inline(always)]
     fn step_scalars(&self, bytes: &[u8]) -> [T; STEP_SCALARS] {
@@ -166,19 +171,18 @@ macro_rules! equation_rule {
                 $crate::Equation::derived_from(self)
             }
 
-            fn run<T: $crate::Compute>(
+            fn with_update<T: $crate::Compute, V: $crate::UpdateVisitor<T>>(
                 &self,
                 scalars: [T; $scalars],
-                format: $crate::launch::Format,
-                run: $crate::launch::HostRun<'_, '_>,
-            ) {
+                visitor: V,
+            ) -> V::Output {
                 let update = $crate::ByEquation::<Self, T, $scalars, $step_scalars> {
                     scalars,
                     objective: self.objective,
                     rule: std::marker::PhantomData,
                 };
                 const STATES: usize = [$($crate::tensor::Role::$role),+].len();
-                $crate::run_format::<T, _, STATES>(&update, format, run);
+                visitor.visit::<_, STATES>(update)
             }
         }
     };

@@ -4,7 +4,7 @@ use fusestep_launch::{Format, HostRun, Layout};
 use half::{bf16, f16};
 
 use crate::compute::{Compute, Converted, FormatVisitor, ParamStorage, Storage};
-use crate::param_storage::{Plain, WithMaster, WithRemainder};
+use crate::param_storage::{Plain, WithMaster, WithRemainder, WithRemainder8};
 use crate::rounding::{Nearest, Rounding, Stochastic};
 use crate::run::{Update, run_stored};
 
@@ -26,6 +26,12 @@ pub(crate) fn visit_f32<V: FormatVisitor<f32>>(format: Format, visitor: V) -> V:
         Layout::Bf16State16 => rounded::<Plain<bf16>, bf16, V>(format, visitor),
         Layout::Bf16MasterState16 => rounded::<WithMaster<bf16>, bf16, V>(format, visitor),
         Layout::Bf16RemainderState16 => rounded::<WithRemainder, bf16, V>(format, visitor),
+        // Loops over state in codes are `coded/host.rs`; who visits here reads parameters alone.
+        Layout::F32State8 => visitor.visit::<Plain<f32>, f32, Nearest>(),
+        Layout::Bf16State8 => visitor.visit::<Plain<bf16>, f32, Nearest>(),
+        Layout::Bf16MasterState8 => visitor.visit::<WithMaster<bf16>, f32, Nearest>(),
+        Layout::Bf16RemainderState8 => visitor.visit::<WithRemainder, f32, Nearest>(),
+        Layout::Bf16Remainder8State8 => visitor.visit::<WithRemainder8, f32, Nearest>(),
     }
 }
 
@@ -73,7 +79,7 @@ pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
     run: HostRun<'_, '_>,
 ) {
     let is_converted = !matches!(format.layout(), Layout::F32 | Layout::F64);
-    if is_converted && run.call.level.is_portable() {
+    if format.has_wide_gradients() || is_converted && run.call.level.is_portable() {
         let of_values = |run: HostRun<'_, '_>| {
             run_stored::<C, Plain<C>, C, Nearest, U, N>(update, run);
         };
@@ -82,6 +88,7 @@ pub fn run_format<C: Compute, U: Update<C, N>, const N: usize>(
             step_scalar_bytes: U::STEP_SCALAR_BYTES,
             update: &of_values,
             run,
+            has_wide_gradients: format.has_wide_gradients(),
         };
         return C::convert(format, converted);
     }

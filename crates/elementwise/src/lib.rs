@@ -4,6 +4,8 @@
 mod across;
 mod alone;
 mod bytes;
+pub mod coded;
+mod coded_rule;
 mod compute;
 mod converted;
 mod element_kernel;
@@ -29,7 +31,7 @@ mod tree;
 pub use alone::{grad_chunk_sum, param_chunk_sum};
 pub use bytes::{padded_bytes, read_values, write_padded};
 pub use compute::{Compute, FormatVisitor, Storage};
-pub use element_kernel::{ElementRule, Entries, element_kernel};
+pub use element_kernel::{ElementRule, Entries, UpdateVisitor, element_kernel};
 pub use equation::{ByEquation, Equation, FLAG_MAXIMIZE};
 pub use format::run_format;
 pub use norm::{

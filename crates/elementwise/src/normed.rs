@@ -232,8 +232,7 @@ fn chunk_sums(tensor: &Tensor<'_>, chunk: usize, wanted: [bool; MAX_SUMS]) -> [f
     let mut lists: [&[u8]; MAX_LISTS] = [&[]; MAX_LISTS];
     for ((bytes, list), declared) in lists.iter_mut().zip(&tensor.lists).zip(tensor.kernel.lists())
     {
-        let width = declared.dtype.len_bytes();
-        *bytes = &list.bytes()[elements.start * width..elements.end * width];
+        *bytes = &list.bytes()[declared.stride().place(elements.clone())];
     }
     normed.chunk_sums(tensor.call, tensor.group, lists, wanted)
 }
@@ -279,7 +278,7 @@ impl Split for Tensor<'_> {
         let mut right: [HostList<'_>; MAX_LISTS] = Default::default();
         let declared = self.kernel.lists();
         for ((list, rest), declared) in self.lists.iter_mut().zip(&mut right).zip(declared) {
-            let len_bytes = at * declared.dtype.len_bytes();
+            let len_bytes = declared.stride().len_bytes(at);
             (*list, *rest) = std::mem::take(list).split_at(len_bytes);
         }
         let (left_sums, right_sums) = match self.update_sums.take() {

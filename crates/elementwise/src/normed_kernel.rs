@@ -34,6 +34,15 @@ where
     rule.validate()?;
     check_width(rule, dtype)?;
     let format = Format::new(rule.name(), dtype, precision)?;
+    if format.is_coded() {
+        return Err(RuleError::Precision {
+            rule: rule.name(),
+            what: "state",
+            dtype,
+            expected: "f32 or bf16, since rules with norms have no codes yet",
+            found: precision.state.name(),
+        });
+    }
     Ok(match dtype {
         DType::F64 => Box::new(Kernel::<R, f64, STATES>::new(*rule, format)),
         _ => Box::new(Kernel::<R, f32, STATES>::new(*rule, format)),

@@ -190,8 +190,7 @@ const fn first_lower(word: u32) -> u32 {
 #[cfg(test)]
 mod tests {
     use fusestep_launch::{
-        Format, HostCall, HostList, HostRun, HostSpans, MAX_LISTS, Master, Precision, Rounding,
-        StateDType,
+        Format, HostCall, HostList, HostRun, HostSpans, MAX_LISTS, Precision, Rounding, StateDType,
     };
     use fusestep_simd::Level;
     use fusestep_tensor::DType;
@@ -238,7 +237,7 @@ mod tests {
             squares: None,
         };
         let spans = HostSpans::part(part.len(), 0, 5, part.start as u64);
-        let precision = Precision { master: Master::None, state: StateDType::Bf16, rounding };
+        let precision = Precision { state: StateDType::Bf16, rounding, ..Precision::default() };
         let format = Format::new("test", DType::BF16, precision).unwrap();
         run_format::<f32, _, 2>(&Mix, format, HostRun::new(call, &mut all, spans));
     }

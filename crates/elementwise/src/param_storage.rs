@@ -8,7 +8,7 @@ use fusestep_launch::HostList;
 use half::bf16;
 
 use crate::compute::{Compute, ParamStorage, Storage};
-use fusestep_simd::{join_bf16, split_bf16};
+use fusestep_simd::{join_bf16, join_bf16_24, split_bf16, split_bf16_24};
 
 /// The parameter alone.
 pub(crate) struct Plain<P>(PhantomData<P>);
@@ -61,6 +61,23 @@ impl ParamStorage<f32> for WithRemainder {
     #[inline(always)]
     fn narrow(value: f32) -> (bf16, u16) {
         let (param, remainder) = split_bf16(value);
+        (bf16::from_bits(param), remainder)
+    }
+}
+
+/// A bf16 parameter with the 8 bits below it: 24 bits of an f32.
+pub(crate) struct WithRemainder8;
+
+impl ParamStorage<f32> for WithRemainder8 {
+    type Param = bf16;
+    type Master = i8;
+    #[inline(always)]
+    fn widen(param: bf16, remainder: i8) -> f32 {
+        join_bf16_24(param.to_bits(), remainder)
+    }
+    #[inline(always)]
+    fn narrow(value: f32) -> (bf16, i8) {
+        let (param, remainder) = split_bf16_24(value);
         (bf16::from_bits(param), remainder)
     }
 }

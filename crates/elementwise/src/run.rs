@@ -17,6 +17,7 @@ use fusestep_launch::{HostList, HostRun};
 use fusestep_simd::prefetch_ahead;
 
 use crate::across::Around;
+use crate::coded::Coding;
 use crate::compute::{Compute, ParamStorage, Storage};
 use crate::param_storage::master;
 use crate::parts::{next_part, outside, part, part_mut};
@@ -31,15 +32,30 @@ const LINE_BYTES: usize = 64;
 ///
 /// Plain operations on `C` only: no fused multiply-add and no reassociation happens behind them, so
 /// that the bits are those of `kernels/STEM.cu`.
-pub trait Update<C: Compute, const N: usize>: Copy + Sync {
+pub trait Update<C: Compute, const N: usize>: Copy + Send + Sync {
     /// The scalars that tensors of one group share at one step.
-    type StepScalars: Copy;
+    type StepScalars: Copy + Send + Sync;
 
     /// Bytes of a group's step scalars.
     const STEP_SCALAR_BYTES: usize;
 
+    /// Codings of the state where it is kept in 8 bits; `None` if this rule's state cannot be.
+    const CODINGS: Option<[Coding; N]> = None;
+
     /// Reads step scalars as the kernel wrote them.
     fn step_scalars(&self, bytes: &[u8]) -> Self::StepScalars;
+
+    /// Whether [`Self::follow`] is there: the new parameter follows from the old one and the new
+    /// state alone.
+    const FOLLOWS: bool = false;
+
+    /// The new parameter of an element with these values of its new state, which are roots where
+    /// roots are coded; the bits are those of [`Self::element`]. Loops in stages divide in a later
+    /// stage by it.
+    #[inline(always)]
+    fn follow(&self, _step_scalars: &Self::StepScalars, p: C, _values: [C; N]) -> C {
+        p
+    }
 
     /// The new parameter and state of an element with gradient `g`.
     fn element(&self, step_scalars: &Self::StepScalars, p: C, g: C, state: [C; N]) -> (C, [C; N]);
@@ -59,7 +75,7 @@ where
     let call = run.call;
     let mut lists = run.lists.iter_mut();
     let param = HostList::take_mut::<K::Param>(&mut lists);
-    let mut around = Around::<C, K>::of(call, lists.next(), run.across);
+    let mut around = Around::<C, K, K::Param>::of(call, lists.next(), run.across);
     let mut state: [&mut [S]; N] = std::array::from_fn(|_| HostList::take_mut(&mut lists));
     let mut none = Vec::new();
     let master = master::<K::Master>(&mut lists, param.len(), &mut none);

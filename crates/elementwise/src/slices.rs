@@ -57,6 +57,20 @@ pub enum StepError {
         /// The list's element count.
         found: usize,
     },
+    /// A list of units has not one for each 32 elements of its tensor.
+    #[error(
+        "units of {list} of tensor {tensor}: expected {expected}, one per 32 elements, found {found}"
+    )]
+    Units {
+        /// The coded list.
+        list: &'static str,
+        /// Position of the tensor in the lists.
+        tensor: usize,
+        /// The number of groups of 32 elements.
+        expected: usize,
+        /// The number of units.
+        found: usize,
+    },
     /// A list is there that the settings do not use, or the other way round.
     #[error("{list} of tensor {tensor}: expected {expected}, found {found}")]
     List {

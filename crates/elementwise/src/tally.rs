@@ -204,7 +204,8 @@ mod tests {
             for master in [Master::None, Master::F32, Master::Remainder] {
                 for state in [StateDType::Compute, StateDType::Bf16] {
                     for rounding in [Round::Nearest, Round::Stochastic { seed: 7 }] {
-                        let precision = Precision { master, state, rounding };
+                        let precision =
+                            Precision { master, state, rounding, ..Precision::default() };
                         formats.extend(Format::new("test", dtype, precision));
                     }
                 }

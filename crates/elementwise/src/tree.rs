@@ -51,7 +51,8 @@ where
     C: Compute,
     T: Terms<C, N, SUMS>,
 {
-    let sums = Sums::<T, N, SUMS> { level, terms, lists };
+    let has_wide_gradients = format.has_wide_gradients();
+    let sums = Sums::<T, N, SUMS> { level, terms, lists, has_wide_gradients };
     C::visit(format, sums)
 }
 
@@ -60,6 +61,7 @@ struct Sums<'a, T, const N: usize, const SUMS: usize> {
     level: Level,
     terms: &'a T,
     lists: [&'a [u8]; MAX_LISTS],
+    has_wide_gradients: bool,
 }
 
 impl<C, T, const N: usize, const SUMS: usize> FormatVisitor<C> for Sums<'_, T, N, SUMS>
@@ -70,12 +72,29 @@ where
     type Output = [f64; SUMS];
 
     fn visit<K: ParamStorage<C>, S: Storage<C>, R: Rounding>(self) -> [f64; SUMS] {
+        if self.has_wide_gradients && !K::IS_VALUE {
+            self.over::<C, K, C, S>()
+        } else {
+            self.over::<C, K, K::Param, S>()
+        }
+    }
+}
+
+impl<T, const N: usize, const SUMS: usize> Sums<'_, T, N, SUMS> {
+    fn over<C, K, G, S>(self) -> [f64; SUMS]
+    where
+        C: Compute,
+        K: ParamStorage<C>,
+        G: Storage<C>,
+        S: Storage<C>,
+        T: Terms<C, N, SUMS>,
+    {
         let [param, grad, rest @ ..] = self.lists;
         let mut master: &[K::Master] = &[];
         if size_of::<K::Master>() > 0 {
             master = bytemuck::cast_slice(rest[N]);
         }
-        let chunk = Chunk::<C, K, S, N> {
+        let chunk = Chunk::<C, K, G, S, N> {
             param: bytemuck::cast_slice(param),
             grad: bytemuck::cast_slice(grad),
             state: std::array::from_fn(|list| bytemuck::cast_slice(rest[list])),
@@ -88,9 +107,9 @@ where
 }
 
 /// The elements of a chunk in each list.
-struct Chunk<'a, C: Compute, K: ParamStorage<C>, S, const N: usize> {
+struct Chunk<'a, C: Compute, K: ParamStorage<C>, G, S, const N: usize> {
     param: &'a [K::Param],
-    grad: &'a [K::Param],
+    grad: &'a [G],
     state: [&'a [S]; N],
     /// Empty if there is no such list.
     master: &'a [K::Master],
@@ -98,7 +117,13 @@ struct Chunk<'a, C: Compute, K: ParamStorage<C>, S, const N: usize> {
     ahead: usize,
 }
 
-impl<C: Compute, K: ParamStorage<C>, S: Storage<C>, const N: usize> Chunk<'_, C, K, S, N> {
+impl<C, K, G, S, const N: usize> Chunk<'_, C, K, G, S, N>
+where
+    C: Compute,
+    K: ParamStorage<C>,
+    G: Storage<C>,
+    S: Storage<C>,
+{
     // A function of its own, which visitors of formats that differ only in rounding share.
     #[inline(never)]
     fn sums<T, const SUMS: usize>(&self, level: Level, terms: &T) -> [f64; SUMS]

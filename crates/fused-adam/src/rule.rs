@@ -1,12 +1,13 @@
 //! The rule: hyper-parameters, what a step takes of them, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{
-    Compute, ElementRule, Entries, Update, element_kernel, integer_power, padded_bytes,
-    read_values, run_format,
+    Compute, ElementRule, Entries, Update, UpdateVisitor, element_kernel, integer_power,
+    padded_bytes, read_values,
 };
 use fusestep_launch::{
-    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
-    Settings, UpdateRule, WeightDecay, entry, settings, step_scalars_entry, switch,
+    Domain, Format, GroupValues, MultiTensorKernel, Objective, Precision, RuleError, Settings,
+    UpdateRule, WeightDecay, entry, settings, step_scalars_entry, switch,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -149,7 +150,11 @@ impl ElementRule<4, 4> for Adam {
         vec![self.beta1, self.beta2, lambda, decoupled, self.eps]
     }
 
-    fn run<T: Compute>(&self, scalars: [T; 4], format: Format, run: HostRun<'_, '_>) {
+    fn with_update<T: Compute, V: UpdateVisitor<T>>(
+        &self,
+        scalars: [T; 4],
+        visitor: V,
+    ) -> V::Output {
         let objective = self.objective;
         // What the compiler knows to be so it does not test for in the loop: 5 % of the arithmetic
         // of Adam all in bf16.
@@ -157,16 +162,13 @@ impl ElementRule<4, 4> for Adam {
             && matches!(self.weight_decay, WeightDecay::Decoupled(_));
         match (self.second_moment, as_it_is) {
             (SecondMoment::Running, true) => {
-                let update = AdamUpdate::<T, true> { scalars, objective };
-                run_format::<T, _, 2>(&update, format, run);
+                visitor.visit::<_, 2>(AdamUpdate::<T, true> { scalars, objective })
             }
             (SecondMoment::Running, false) => {
-                let update = AdamUpdate::<T, false> { scalars, objective };
-                run_format::<T, _, 2>(&update, format, run);
+                visitor.visit::<_, 2>(AdamUpdate::<T, false> { scalars, objective })
             }
             (SecondMoment::Largest, _) => {
-                let update = AdamUpdate::<T, false> { scalars, objective };
-                run_format::<T, _, 3>(&update, format, run);
+                visitor.visit::<_, 3>(AdamUpdate::<T, false> { scalars, objective })
             }
         }
     }
@@ -184,21 +186,25 @@ struct AdamUpdate<T, const AS_IT_IS: bool> {
 impl<T: Compute, const N: usize, const AS_IT_IS: bool> Update<T, N> for AdamUpdate<T, AS_IT_IS> {
     type StepScalars = [T; 4];
     const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(4);
+    const CODINGS: Option<[Coding; N]> = Some(codings());
 
     #[inline(always)]
     fn step_scalars(&self, bytes: &[u8]) -> [T; 4] {
         read_values(bytes)
     }
 
+    const FOLLOWS: bool = true;
+
     #[inline(always)]
-    fn element(
-        &self,
-        &[step_size, eps, decay, l2]: &[T; 4],
-        p: T,
-        g: T,
-        state: [T; N],
-    ) -> (T, [T; N]) {
+    fn follow(&self, &[step_size, eps, decay, _]: &[T; 4], p: T, values: [T; N]) -> T {
+        let d = values[N - 1] + eps;
+        p * decay - step_size * (values[0] / d)
+    }
+
+    #[inline(always)]
+    fn element(&self, step_scalars: &[T; 4], p: T, g: T, state: [T; N]) -> (T, [T; N]) {
         let [beta1, one_minus_beta1, beta2, one_minus_beta2] = self.scalars;
+        let [_, _, _, l2] = *step_scalars;
         let mut g = match self.objective {
             Objective::Maximize if !AS_IT_IS => -g,
             _ => g,
@@ -215,8 +221,15 @@ impl<T: Compute, const N: usize, const AS_IT_IS: bool> Update<T, N> for AdamUpda
             w = if state[N - 1] > v { state[N - 1] } else { v };
             new[N - 1] = w;
         }
-        let d = w.sqrt() + eps;
-        let p = p * decay - step_size * (m / d);
-        (p, new)
+        let mut values = new;
+        values[N - 1] = w.sqrt();
+        (self.follow(step_scalars, p, values), new)
     }
+}
+
+/// The moment by its sign, and the rest by its root.
+const fn codings<const N: usize>() -> [Coding; N] {
+    let mut codings = [Coding::Root; N];
+    codings[0] = Coding::Signed;
+    codings
 }

@@ -1,11 +1,12 @@
 //! The rule of SGD: hyper-parameters, step scalars, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{
-    Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
+    Compute, ElementRule, Entries, Update, UpdateVisitor, element_kernel, padded_bytes, read_values,
 };
 use fusestep_launch::{
-    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
-    Settings, UpdateRule, WeightDecay, entry, settings, step_scalars_entry, switch,
+    Domain, Format, GroupValues, MultiTensorKernel, Objective, Precision, RuleError, Settings,
+    UpdateRule, WeightDecay, entry, settings, step_scalars_entry, switch,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -191,12 +192,16 @@ impl ElementRule<2, 4> for Sgd {
         vec![self.dampening, self.weight_decay.lambda(), self.weight_decay.decoupled_scalar()]
     }
 
-    fn run<T: Compute>(&self, scalars: [T; 2], format: Format, run: HostRun<'_, '_>) {
+    fn with_update<T: Compute, V: UpdateVisitor<T>>(
+        &self,
+        scalars: [T; 2],
+        visitor: V,
+    ) -> V::Output {
         let update = SgdUpdate { scalars, nesterov: self.nesterov, objective: self.objective };
         if self.has_velocity() {
-            run_format::<T, _, 1>(&update, format, run)
+            visitor.visit::<_, 1>(update)
         } else {
-            run_format::<T, _, 0>(&update, format, run)
+            visitor.visit::<_, 0>(update)
         }
     }
 }
@@ -213,6 +218,7 @@ struct SgdUpdate<T> {
 impl<T: Compute, const N: usize> Update<T, N> for SgdUpdate<T> {
     type StepScalars = [T; 4];
     const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(4);
+    const CODINGS: Option<[Coding; N]> = Some([Coding::Signed; N]);
 
     #[inline(always)]
     fn step_scalars(&self, bytes: &[u8]) -> [T; 4] {

@@ -2,7 +2,7 @@
 
 use fusestep_collective::Communicator;
 use fusestep_launch::{Precision, WeightDecay};
-use fusestep_planner::{Initial, LossScaling, Optimizer, Schedule};
+use fusestep_planner::{Initial, LossScaling, Optimizer, ReduceDType, Schedule};
 use fusestep_tensor::ParamDesc;
 
 use crate::{Device, Error, Figures, OwnRule, Session, SessionError, StepOptions};
@@ -134,6 +134,19 @@ impl<K: Kind> Builder<K> {
     /// Adds the gradients of this many micro-steps before each update.
     pub fn accumulate(self, micro_steps: u32) -> Self {
         self.options(|step| step.accumulate = micro_steps)
+    }
+
+    /// Adds gradients along a tree over this many lanes of the global batch, with the same bits at
+    /// any number of ranks. [`State::micro_batch`](fusestep_planner::State::micro_batch) says which
+    /// micro-batch a rank gives next.
+    pub fn lanes(self, lanes: u32) -> Self {
+        self.options(|step| step.lanes = Some(lanes))
+    }
+
+    /// Sets the type in which gradients are added up and travel between ranks. With
+    /// [`ReduceDType::F32`] those of 16-bit parameters may be given in f32 as well.
+    pub fn reduce_dtype(self, dtype: ReduceDType) -> Self {
+        self.options(|step| step.reduce_dtype = dtype)
     }
 
     /// Sets how many MiB of gradients one call between ranks reduces at most; 25 by default.

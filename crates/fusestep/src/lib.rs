@@ -41,7 +41,8 @@ pub use fusestep_nadam::{self as nadam, NAdamTensors};
 pub use fusestep_planner::{
     self as planner, ClipByGlobalNorm, DeviceParams, Distributed, GatheredParams, GradMut,
     GradReport, Initial, LossScale, LossScaling, MicroStepReport, Note, Optimizer, Phase, Plan,
-    PlanError, Planner, Run, RunAlone, Schedule, State, StepReport, Tensors, UpdateNorms, Verdict,
+    PlanError, Planner, ReduceDType, Run, RunAlone, Schedule, StageSeconds, State, StepReport,
+    Tensors, UpdateNorms, Verdict,
 };
 #[cfg(feature = "rmsprop")]
 pub use fusestep_rmsprop::{self as rmsprop, Centering, RmsPropTensors};
@@ -51,10 +52,10 @@ pub use fusestep_simd::{self as simd, Level, Pool, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};
 pub use options::{
-    Alone, Changed, Chosen, Conflict, Named, Names, OfParams, OptionError, OwnRule, PrecisionOf,
-    Row, Section, StepOptions, Visit,
+    Alone, Changed, Chosen, Conflict, Named, Names, OfParams, OptionError, Overlap, OwnRule,
+    Pattern, PrecisionOf, Row, Section, StepOptions, Visit, overlaps,
 };
-pub use session::{Borrowed, Session, SessionError};
+pub use session::{Borrowed, Report, Session, SessionError};
 pub use threads::threads;
 pub use world::world;
 #[cfg(feature = "nccl")]

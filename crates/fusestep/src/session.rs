@@ -2,6 +2,7 @@
 
 mod error;
 mod gather;
+mod report;
 mod saves;
 mod saving;
 mod start;
@@ -9,12 +10,14 @@ mod start;
 use fusestep_collective::Communicator;
 use fusestep_launch::Backend;
 use fusestep_planner::{
-    Comms, GradMut, Initial, Lender, MicroStepReport, Optimizer, Plan, PlanError, Run, State,
-    StepReport,
+    Comms, EnqueuedStep, GradMut, Initial, Lender, MicroStepReport, Optimizer, Plan, PlanError,
+    Run, State, StepReport,
 };
 use fusestep_tensor::{DeviceSliceMut, Element, Role};
 
 pub use self::error::SessionError;
+pub use self::report::Report;
+use self::report::{CallsSoFar, Reports};
 use self::saving::Saving;
 use crate::SharedBackend;
 
@@ -40,6 +43,9 @@ pub struct Session<'c> {
     compared: Vec<(&'static str, String)>,
     /// Whether the step under way has looked after saves.
     begun: bool,
+    /// The step on borrowed tensors that is enqueued, and its rate.
+    enqueued: Option<Enqueued>,
+    reports: Reports<'c>,
 }
 
 /// Tensors that stay with a framework.
@@ -49,6 +55,12 @@ pub enum Borrowed {
     Params,
     /// The rule's own tensors, too; the session keeps counts of steps.
     ParamsAndState,
+}
+
+/// A step on borrowed tensors whose outcome is not known yet.
+struct Enqueued {
+    step: EnqueuedStep,
+    lr: f64,
 }
 
 /// Sessions may be built on one thread and stepped on another.
@@ -179,7 +191,8 @@ impl<'c> Session<'c> {
         self.saving.noted(self.state.grad_on_device(self.backend.as_ref(), name))
     }
 
-    /// Gives a gradient. With communication streams its bucket is reduced as soon as it is full,
+    /// Gives a gradient, in the type that gradients are kept in or in its parameter's. With
+    /// communication streams its bucket is reduced as soon as it is full,
     /// and updated, too, where the options say that backward passes allow it.
     ///
     /// # Errors
@@ -187,12 +200,15 @@ impl<'c> Session<'c> {
     pub fn push_grad<T: Element>(&mut self, name: &str, grad: &[T]) -> Result<(), PlanError> {
         self.meet()?;
         self.attempt(|run| {
-            check_dtype::<T>(run.state(), Role::Grad, name)?;
+            // Where gradients are kept wider than parameters, they may come in either type.
+            if check_dtype::<T>(run.state(), Role::Param, name).is_err() {
+                check_dtype::<T>(run.state(), Role::Grad, name)?;
+            }
             run.push_grad(name, bytemuck::cast_slice(grad))
         })
     }
 
-    /// [`Session::push_grad`] from bytes of the gradient's dtype.
+    /// [`Session::push_grad`] from bytes of the gradient's dtype, or of its parameter's.
     ///
     /// # Errors
     /// As [`Run::push_grad`].
@@ -215,10 +231,54 @@ impl<'c> Session<'c> {
         self.state.loss_scale().map_or(1.0, |scale| scale.scale())
     }
 
-    /// Tells the loss of the step under way, for an adaptive interval of LocalSGD. A step without
-    /// one is followed by an average.
+    /// Tells the loss of the step under way, for its [report](Session::report) and for an adaptive
+    /// interval of LocalSGD. There a step without one is followed by an average.
     pub fn set_loss(&mut self, loss: f64) {
         self.state.set_loss(loss);
+        self.reports.add_loss(loss);
+    }
+
+    /// Tells how many gradients of the step under way had to be copied before they were given, for
+    /// its [report](Session::report).
+    pub fn count_copied(&mut self, gradients: u64) {
+        self.reports.add_copied(gradients);
+    }
+
+    /// The report of the last update; `None` before the first one.
+    pub fn report(&self) -> Option<&Report> {
+        self.reports.last.as_ref()
+    }
+
+    /// Measures the seconds of every step's parts from here on, for [`Report::seconds`].
+    ///
+    /// # Cost
+    /// Two readings of the host's clock for each stage and each gradient given.
+    pub fn time_steps(&mut self) {
+        self.state.time_stages();
+    }
+
+    /// Calls `hook` with the report of every update from here on, on the thread that steps; a hook
+    /// that was set before hears no more. The update is done by then, whatever the hook does.
+    ///
+    /// ```
+    /// use fusestep::{AdamW, Cpu, DType, ParamDesc, Shape};
+    ///
+    /// let (tell, told) = std::sync::mpsc::channel();
+    /// let w = ParamDesc::new("w", Shape::new([2])?, DType::F32);
+    /// let mut session = AdamW::new(1e-3).build(&[w], Cpu::default())?;
+    /// session.on_step(move |report| tell.send((report.step, report.elements)).unwrap());
+    /// session.push_grad("w", &[3.0f32, 4.0])?;
+    /// session.step()?;
+    /// assert_eq!(told.recv()?, (1, 2));
+    /// # Ok::<(), fusestep::Error>(())
+    /// ```
+    pub fn on_step(&mut self, hook: impl FnMut(&Report) + Send + 'c) {
+        self.reports.hook = Some(Box::new(hook));
+    }
+
+    /// Whether somebody hears of each update, by [`Session::on_step`].
+    pub fn is_heard(&self) -> bool {
+        self.reports.hook.is_some()
     }
 
     /// Sets a rule of the plan from the next step on, by its number; a rule that is the same
@@ -269,7 +329,9 @@ impl<'c> Session<'c> {
             self.look_after_saves()?;
         }
         self.meet()?;
+        let lr = self.state.lr();
         let report = self.attempt(|run| run.step())?;
+        self.told(&report, lr);
         if behind {
             // The step is done: an error that is no step's waits for the next call.
             self.saving.untold = self.look_after_saves().err();
@@ -284,9 +346,56 @@ impl<'c> Session<'c> {
     ///
     /// [`RunAlone::step_borrowed`]: fusestep_planner::RunAlone::step_borrowed
     pub fn step_borrowed(&mut self, lender: &mut dyn Lender) -> Result<StepReport, PlanError> {
+        self.conclude()?;
         self.tell_of_save()?;
         self.look_after_saves()?;
-        self.attempt(|run| run.alone().step_borrowed(lender))
+        let lr = self.state.lr();
+        let update = self.attempt(|run| run.alone().step_borrowed(lender))?;
+        Ok(self.told_of(update, lr))
+    }
+
+    /// [`Session::step_borrowed`] whose outcome a device tells later: this call waits for the
+    /// outcome of the step before, and for nothing that was enqueued since. [`Session::conclude`]
+    /// waits for this step's; until then reports, counts of steps and loss scales are as before.
+    /// A plan that reads no gradients skips no step, and has the report at once.
+    ///
+    /// # Errors
+    /// As [`Session::step_borrowed`]; that of the step before.
+    pub fn enqueue_borrowed(
+        &mut self,
+        lender: &mut dyn Lender,
+    ) -> Result<Option<StepReport>, PlanError> {
+        self.conclude()?;
+        self.tell_of_save()?;
+        self.look_after_saves()?;
+        let lr = self.state.lr();
+        let step = self.attempt(|run| run.alone().enqueue_borrowed(lender))?;
+        let is_known = step.is_known();
+        self.enqueued = Some(Enqueued { step, lr });
+        if is_known { self.conclude() } else { Ok(None) }
+    }
+
+    /// Waits for the outcome of the step that is enqueued; `None` if none is.
+    ///
+    /// # Errors
+    /// As [`RunAlone::conclude`].
+    ///
+    /// [`RunAlone::conclude`]: fusestep_planner::RunAlone::conclude
+    pub fn conclude(&mut self) -> Result<Option<StepReport>, PlanError> {
+        let Some(Enqueued { step, lr }) = self.enqueued.take() else {
+            return Ok(None);
+        };
+        let update = self.attempt(|run| run.alone().conclude(step))?;
+        Ok(Some(self.told_of(update, lr)))
+    }
+
+    /// Makes the report of an update on borrowed tensors at rate `lr`.
+    fn told_of(&mut self, update: StepReport, lr: f64) -> StepReport {
+        let dropped_micro_steps = update.skipped.into();
+        let update = Some(update);
+        let report = MicroStepReport { update, dropped_micro_steps, ..Default::default() };
+        self.told(&report, lr);
+        report.update.unwrap_or_default()
     }
 
     /// Lets the f32 master of a lent parameter follow values that were written outside of a step,
@@ -314,7 +423,10 @@ impl<'c> Session<'c> {
     pub fn flush(&mut self) -> Result<MicroStepReport, PlanError> {
         self.begun = false;
         self.meet()?;
-        self.attempt(|run| run.flush())
+        let lr = self.state.lr();
+        let report = self.attempt(|run| run.flush())?;
+        self.told(&report, lr);
+        Ok(report)
     }
 
     /// Averages parameters, and state if the options say so, over all ranks, under LocalSGD.
@@ -323,6 +435,19 @@ impl<'c> Session<'c> {
     /// As [`Run::average_now`].
     pub fn average_now(&mut self) -> Result<(), PlanError> {
         self.attempt(|run| run.average_now())
+    }
+
+    /// Makes the report of an update at rate `lr`, if the micro-step has made one.
+    fn told(&mut self, ended: &MicroStepReport, lr: f64) {
+        if let Some(update) = &ended.update {
+            let now = self.calls_so_far();
+            self.reports.add(update, ended, lr, &now, self.state.stage_seconds());
+        }
+    }
+
+    fn calls_so_far(&self) -> CallsSoFar {
+        let comms = &self.saving.comms;
+        CallsSoFar { calls: comms.calls(), bytes_sent: comms.bytes_sent() }
     }
 
     /// Does `work` with the run, and remembers a failure.

@@ -178,6 +178,8 @@ fn settings_of_ranks_are_refused_in_a_process_alone() {
         ["local_sgd", "4"],
         ["distributed", "head"],
         ["initial", "own_and_equal"],
+        ["reduce_dtype", "bf16"],
+        ["reduce_dtype", "f16"],
     ] {
         let error = with(&[[name, text]]).check_alone().expect_err(name).to_string();
         let expected = format!("{name} of {text}: expected an optimizer on ranks");
@@ -186,6 +188,7 @@ fn settings_of_ranks_are_refused_in_a_process_alone() {
     let in_backward = with(&[["bucket_cap_mib", "0.5"], ["update_in_backward", "true"]]);
     assert_eq!(in_backward.check_alone(), Ok(()));
     assert_eq!(with(&[["clip_norm", "1"], ["accumulate", "4"]]).check_alone(), Ok(()));
+    assert_eq!(with(&[["reduce_dtype", "f32"]]).check_alone(), Ok(()));
 }
 
 #[test]
@@ -254,8 +257,8 @@ fn patterns_reach_the_parameters_whose_names_contain_them() {
     assert_eq!(decays, [None, Some(0.0), Some(0.0)]);
     assert_eq!(params.each_ref().map(|param| param.lr_scale), [1.0, 1.0, 0.5]);
     let unmatched = with(&[["lr_scale", "norm=2"]]).describe(&mut params).expect_err("no norm");
-    let expected = "lr_scale: expected a part of a parameter's name such as `a.weight`, found \
-                    `norm`, which is in none of 3; leave it out";
+    let expected = "lr_scale: expected a part of a parameter's name such as `a.weight` or `a.bias` \
+                    or `b.bias`, found `norm`, which is in none of 3; leave it out";
     assert_eq!(unmatched.to_string(), expected);
 
     let error = AdamW::new(1e-3)
@@ -291,3 +294,17 @@ Some(1.0)`, Python `clip_norm=1.0`.
 const COLUMNS: &str = "| Setting | Default | Values | Meaning | Goes with |
 |---|---|---|---|---|
 ";
+
+#[test]
+fn as_many_micro_batches_in_rank_order_are_shared_out_evenly_or_not_at_all() {
+    let lanes = StepOptions { lanes: Some(6), accumulate: 2, zero: 1, ..StepOptions::default() };
+    assert_eq!(lanes.micro_batches(), 12);
+    for (world, of_rank) in [(1, Some(12)), (3, Some(4)), (4, Some(3)), (12, Some(1)), (5, None)] {
+        let found = lanes.in_rank_order(world);
+        let expected =
+            of_rank.map(|accumulate| StepOptions { lanes: None, accumulate, ..lanes.clone() });
+        assert_eq!(found, expected, "{world}");
+    }
+    assert_eq!(lanes.in_rank_order(0), None);
+    assert_eq!(StepOptions::default().in_rank_order(1), None);
+}

@@ -8,8 +8,8 @@ use fusestep_simd::Level;
 
 use crate::{Batch, CHUNK_ELEMENTS, Record};
 
-/// Most tensor lists of one kernel.
-pub const MAX_LISTS: usize = 8;
+/// Most tensor lists of one kernel: AMSGrad with codes, units and masters has as many.
+pub const MAX_LISTS: usize = 9;
 
 /// The settings and scalars that all parts of one launch share.
 #[derive(Clone, Copy, Debug)]

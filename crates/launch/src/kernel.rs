@@ -50,9 +50,9 @@ pub trait MultiTensorKernel: Send + Sync {
         None
     }
 
-    /// Bytes of memory traffic per element.
-    fn traffic_bytes(&self) -> u64 {
-        self.lists().iter().map(TensorList::traffic_bytes).sum()
+    /// Bytes of memory traffic of so many elements.
+    fn traffic_bytes(&self, elements: u64) -> u64 {
+        self.lists().iter().map(|list| list.traffic_bytes(elements)).sum()
     }
 }
 

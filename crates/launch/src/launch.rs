@@ -56,6 +56,9 @@ impl Launch<'_> {
 pub struct Replicas<'a, 'b, 'c> {
     /// This rank.
     pub rank: usize,
+    /// The number that gradients, added in one binary tree over the ranks, are divided by. `None`
+    /// for their average in rank order.
+    pub tree: Option<f64>,
     /// Element of the storage that all these slices begin with; they are of one numel and hold all
     /// elements of the batches.
     pub first: u64,

@@ -7,6 +7,7 @@ mod batch;
 mod buffer;
 mod control;
 mod error;
+mod format;
 mod gradient_sums;
 mod host;
 mod kernel;
@@ -35,6 +36,7 @@ pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
 pub use buffer::Buffer;
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use error::LaunchError;
+pub use format::{FLAG_STOCHASTIC, FLAG_WIDE_GRADS, Format, KEY_BYTES, Layout, ORIGIN_WORDS};
 pub use gradient_sums::{Accumulate, Accumulation};
 pub use host::{
     ACROSS_BYTES, AcrossRanks, CHUNK_LEAVES, HostCall, HostList, HostRun, HostSpan, HostSpans,
@@ -55,10 +57,7 @@ pub use pack::{
     Addresses, CONCLUSION_BYTES, pack, pack_conclusion, pack_reduction, pack_reduction_of_tensors,
     pack_tensors, pack_update_sums,
 };
-pub use precision::{
-    FLAG_STOCHASTIC, Format, KEY_BYTES, Layout, Master, ORIGIN_WORDS, Precision, Rounding,
-    StateDType,
-};
+pub use precision::{GradDType, Master, Precision, Rounding, StateDType};
 pub use reduction::{
     Conclude, ControlRule, MultiTensorReduction, Reduce, SquareSum, TensorPartials,
 };
@@ -70,6 +69,6 @@ pub use rule::{Domain, Objective, UpdateRule, WeightDecay, check_hyper, check_wi
 pub use rule_error::RuleError;
 pub use settings::{Setting, SettingValue, Settings, Switch};
 pub use step_scalars::{GroupValues, HYPER_VALUES, ResidentStepScalars};
-pub use tensor_list::{Access, ListBuffer, TensorList};
+pub use tensor_list::{Access, ListBuffer, Stride, TensorList};
 pub use tree_sum::{Summand, TREE_WIDTH, tree_sum};
 pub use update_sums::{ChangedRecord, UnitSums, UpdateSums, fold_units};

@@ -31,7 +31,7 @@ pub fn pack(launch: &Launch<'_>, batch: &Batch, addresses: Addresses<'_>, out: &
     pack_records(launch, batch, addresses.control, words, out, |record, index| {
         let element = launch.offsets[record.tensor as usize] + record.first_element;
         let place = element.wrapping_sub(launch.first(index));
-        addresses.lists[index] + place * launch.lists[index].dtype().len_bytes() as u64
+        addresses.lists[index] + launch.lists[index].stride().bytes(place)
     })
 }
 
@@ -51,7 +51,7 @@ pub fn pack_tensors(
     let declared = launch.kernel.lists();
     pack_records(launch, batch, control, declared.len(), out, |record, index| {
         let tensor = tensors[record.tensor as usize * declared.len() + index];
-        let place = record.first_element * declared[index].dtype.len_bytes() as u64;
+        let place = declared[index].stride().bytes(record.first_element);
         tensor.wrapping_add(place)
     })
 }

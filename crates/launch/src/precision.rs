@@ -2,11 +2,6 @@
 
 use std::fmt;
 
-use fusestep_tensor::{DType, Role};
-
-use crate::random_bits::step_key;
-use crate::{Access, ArgumentLayout, RuleError, TensorList};
-
 /// Further bits of a 16-bit parameter, so that updates smaller than its rounding are not lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -20,6 +15,9 @@ pub enum Master {
     /// The 16 bits by which the f32 master differs from the bf16 parameter. The two together are
     /// the master, bit for bit.
     Remainder,
+    /// The 8 bits below a bf16 parameter, which make it the upper 24 bits of an f32; beside state
+    /// in int8 alone.
+    Remainder8,
 }
 
 /// The dtype of moments and other state.
@@ -32,6 +30,8 @@ pub enum StateDType {
     Compute,
     /// bf16.
     Bf16,
+    /// Codes of 8 bits, with an f32 unit for each 32 elements of a tensor.
+    Int8,
 }
 
 /// The rounding of values to bf16. Other dtypes, and parameters with a master, are always rounded
@@ -51,9 +51,29 @@ pub enum Rounding {
     },
 }
 
-/// The precision of a parameter and its state. By default there is no master, state is in the
-/// compute type, and values are rounded to nearest.
+/// The dtype of gradients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+pub enum GradDType {
+    /// The dtype of the parameter.
+    #[default]
+    Param,
+    /// The type that arithmetic is done in: f64 for f64 parameters, else f32.
+    Compute,
+}
+
+impl GradDType {
+    /// Whether gradients have the parameter's dtype.
+    pub fn is_param(&self) -> bool {
+        *self == GradDType::Param
+    }
+}
+
+/// The precision of a parameter, its state and its gradient. By default there is no master, state
+/// is in the compute type, values are rounded to nearest, and gradients are kept as the parameter
+/// is.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Precision {
     /// The master or remainder of a parameter, if it has one.
@@ -62,15 +82,44 @@ pub struct Precision {
     pub state: StateDType,
     /// The rounding of values to bf16.
     pub rounding: Rounding,
+    /// The dtype of gradients.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "GradDType::is_param"))]
+    pub grad: GradDType,
+}
+
+/// Fields by name. Gradients are left out at their default, so that a text of a run from before
+/// there was a choice is the same today.
+impl fmt::Debug for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { master, state, rounding, grad } = self;
+        let mut all = f.debug_struct("Precision");
+        all.field("master", master).field("state", state).field("rounding", rounding);
+        if !grad.is_param() {
+            all.field("grad", grad);
+        }
+        all.finish()
+    }
 }
 
 impl Master {
-    /// The name on the command line: `none`, `f32` or `remainder`.
+    /// The name on the command line: `none`, `f32`, `remainder` or `remainder8`.
     pub const fn name(self) -> &'static str {
         match self {
             Master::None => "none",
             Master::F32 => "f32",
             Master::Remainder => "remainder",
+            Master::Remainder8 => "remainder8",
+        }
+    }
+}
+
+impl StateDType {
+    /// The name on the command line: `f32`, `bf16` or `int8`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            StateDType::Compute => "f32",
+            StateDType::Bf16 => "bf16",
+            StateDType::Int8 => "int8",
         }
     }
 }
@@ -80,335 +129,16 @@ impl fmt::Display for Precision {
         let state = match self.state {
             StateDType::Compute => "as computed",
             StateDType::Bf16 => "bf16",
+            StateDType::Int8 => "int8",
         };
         write!(f, "master weights {}, state {state}, ", self.master.name())?;
         match self.rounding {
-            Rounding::Nearest => f.write_str("rounded to nearest"),
-            Rounding::Stochastic { seed } => write!(f, "rounded at random with seed {seed}"),
+            Rounding::Nearest => f.write_str("rounded to nearest")?,
+            Rounding::Stochastic { seed } => write!(f, "rounded at random with seed {seed}")?,
         }
-    }
-}
-
-/// The dtypes of a kernel's lists: the combinations there are kernels for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs)] // Each name says parameter, master or remainder, and state.
-pub enum Layout {
-    F64,
-    F32,
-    F32State16,
-    F16,
-    F16Master,
-    Bf16,
-    Bf16Master,
-    Bf16Remainder,
-    Bf16State16,
-    Bf16MasterState16,
-    Bf16RemainderState16,
-}
-
-/// A checked combination of dtype and [`Precision`] in which a kernel keeps the tensors of its
-/// parameters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Format {
-    layout: Layout,
-    param: DType,
-    precision: Precision,
-}
-
-/// Flag of every kernel: records and step scalars carry the keys of random rounding.
-pub const FLAG_STOCHASTIC: u32 = 1 << 31;
-
-/// Words that a record has behind its addresses with [`FLAG_STOCHASTIC`]: parameter, first element.
-pub const ORIGIN_WORDS: usize = 2;
-
-/// Bytes behind step scalars with [`FLAG_STOCHASTIC`]: the key of the step.
-pub const KEY_BYTES: usize = 8;
-
-impl Format {
-    /// Checks a combination for `rule`.
-    ///
-    /// # Errors
-    /// [`RuleError::DType`] for a parameter that is not floating point; [`RuleError::Precision`]
-    /// naming what cannot be had for this dtype and what can.
-    pub fn new(rule: &'static str, dtype: DType, precision: Precision) -> Result<Self, RuleError> {
-        let refuse =
-            |what, expected, found| RuleError::Precision { rule, what, dtype, expected, found };
-        let Precision { master, state, .. } = precision;
-        let layout = match (dtype, master, state) {
-            (DType::F64, Master::None, StateDType::Compute) => Layout::F64,
-            (DType::F32, Master::None, StateDType::Compute) => Layout::F32,
-            (DType::F32, Master::None, StateDType::Bf16) => Layout::F32State16,
-            (DType::F16, Master::None, StateDType::Compute) => Layout::F16,
-            (DType::F16, Master::F32, StateDType::Compute) => Layout::F16Master,
-            (DType::BF16, Master::None, StateDType::Compute) => Layout::Bf16,
-            (DType::BF16, Master::F32, StateDType::Compute) => Layout::Bf16Master,
-            (DType::BF16, Master::Remainder, StateDType::Compute) => Layout::Bf16Remainder,
-            (DType::BF16, Master::None, StateDType::Bf16) => Layout::Bf16State16,
-            (DType::BF16, Master::F32, StateDType::Bf16) => Layout::Bf16MasterState16,
-            (DType::BF16, Master::Remainder, StateDType::Bf16) => Layout::Bf16RemainderState16,
-            (DType::F64 | DType::F32, master @ (Master::F32 | Master::Remainder), _) => {
-                let expected = "none, because such a parameter loses nothing";
-                return Err(refuse("master weights", expected, master.name()));
-            }
-            (DType::F16, Master::Remainder, _) => {
-                return Err(refuse("master weights", "none or f32", "remainder"));
-            }
-            (DType::F64, _, StateDType::Bf16) => return Err(refuse("state", "f64", "bf16")),
-            (DType::F16, _, StateDType::Bf16) => return Err(refuse("state", "f32", "bf16")),
-            (found, ..) => {
-                return Err(RuleError::DType { rule, expected: "f32, f64, f16 or bf16", found });
-            }
-        };
-        let format = Self { layout, param: dtype, precision };
-        if format.is_stochastic() && !format.narrows_to_bf16() {
-            let expected =
-                "nearest, unless bf16 state or bf16 without master weights is to be rounded";
-            return Err(refuse("rounding", expected, "stochastic"));
+        match self.grad {
+            GradDType::Param => Ok(()),
+            GradDType::Compute => f.write_str(", gradients as computed"),
         }
-        Ok(format)
-    }
-
-    /// The dtypes of the lists.
-    pub fn layout(&self) -> Layout {
-        self.layout
-    }
-
-    /// The rounding of values to bf16.
-    pub fn rounding(&self) -> Rounding {
-        self.precision.rounding
-    }
-
-    /// Whether some value is rounded at random.
-    pub fn is_stochastic(&self) -> bool {
-        matches!(self.rounding(), Rounding::Stochastic { .. })
-    }
-
-    /// The storage type of parameters and gradients.
-    pub fn param(&self) -> DType {
-        self.param
-    }
-
-    /// The storage type of state.
-    pub fn state(&self) -> DType {
-        match self.precision.state {
-            StateDType::Bf16 => DType::BF16,
-            StateDType::Compute if self.param == DType::F64 => DType::F64,
-            StateDType::Compute => DType::F32,
-        }
-    }
-
-    /// The master or remainder of a parameter, if it has one.
-    pub fn master(&self) -> Master {
-        self.precision.master
-    }
-
-    fn narrows_to_bf16(&self) -> bool {
-        self.state() == DType::BF16
-            || (self.param() == DType::BF16 && self.master() == Master::None)
-    }
-
-    /// The lists of a rule with this state: parameter, gradient, state, and last the master or
-    /// remainder.
-    pub fn lists(&self, state: &[Role]) -> Vec<TensorList> {
-        let list = |role, dtype, access| TensorList { role, dtype, access };
-        // A master is all that the update reads; the parameter is only its rounded copy.
-        let param = match self.master() {
-            Master::F32 => Access::Write,
-            Master::None | Master::Remainder => Access::ReadWrite,
-        };
-        let mut lists = vec![
-            list(Role::Param, self.param(), param),
-            list(Role::Grad, self.param(), Access::Read),
-        ];
-        let state = state.iter().map(|&role| list(role, self.state(), Access::ReadWrite));
-        lists.extend(state);
-        match self.master() {
-            Master::None => {}
-            Master::F32 => lists.push(list(Role::Master, DType::F32, Access::ReadWrite)),
-            Master::Remainder => lists.push(list(Role::Remainder, DType::U16, Access::ReadWrite)),
-        }
-        lists
-    }
-
-    /// The sizes `own` of a kernel, with room for the keys of random rounding.
-    pub fn argument_layout(&self, own: ArgumentLayout) -> ArgumentLayout {
-        if !self.is_stochastic() {
-            return own;
-        }
-        ArgumentLayout {
-            lists: own.lists + ORIGIN_WORDS,
-            step_scalar_bytes: own.step_scalar_bytes + KEY_BYTES,
-            ..own
-        }
-    }
-
-    /// Start of the random numbers; 0 if nothing is rounded at random.
-    pub fn seed(&self) -> u64 {
-        match self.rounding() {
-            Rounding::Nearest => 0,
-            Rounding::Stochastic { seed } => seed,
-        }
-    }
-
-    /// Bytes behind every group's step scalars: [`KEY_BYTES`] or none.
-    pub fn key_bytes(&self) -> usize {
-        if self.is_stochastic() { KEY_BYTES } else { 0 }
-    }
-
-    /// Copies a step's key, with which `from` begins, to the beginning of `to`. `from` are the
-    /// bytes behind a group's step scalars, `to` those behind finished ones.
-    ///
-    /// # Panics
-    /// If one of them is too short for the key.
-    pub fn copy_key(&self, from: &[u8], to: &mut [u8]) {
-        let key_bytes = self.key_bytes();
-        to[..key_bytes].copy_from_slice(&from[..key_bytes]);
-    }
-
-    /// Flags of the header: [`FLAG_STOCHASTIC`] or none.
-    pub fn flags(&self) -> u32 {
-        if self.is_stochastic() { FLAG_STOCHASTIC } else { 0 }
-    }
-
-    /// Writes the key of the step behind a kernel's own step scalars and returns the own part,
-    /// which is left to be written.
-    ///
-    /// # Panics
-    /// If `step_scalars` is shorter than [`KEY_BYTES`].
-    pub fn write_key<'a>(&self, step: u64, step_scalars: &'a mut [u8]) -> &'a mut [u8] {
-        let Rounding::Stochastic { seed } = self.rounding() else {
-            return step_scalars;
-        };
-        let (own, key) = step_scalars.split_at_mut(step_scalars.len() - KEY_BYTES);
-        key.copy_from_slice(&step_key(seed, step).to_le_bytes());
-        own
-    }
-}
-
-/// The device entry of a kernel for a [`Format`], without its argument suffix: the stem, the part
-/// where a kernel has several, and the dtypes.
-///
-/// ```
-/// # use fusestep_launch::{entry, Format, Precision};
-/// # use fusestep_tensor::DType;
-/// let format = Format::new("adamw", DType::BF16, Precision::default()).unwrap();
-/// assert_eq!(entry!("fused_adam", format), "fused_adam_bf16");
-/// assert_eq!(entry!("lamb", format, "_sums"), "lamb_sums_bf16");
-/// ```
-#[macro_export]
-macro_rules! entry {
-    ($stem:literal, $format:expr $(, $part:literal)?) => {
-        match $format.layout() {
-            $crate::Layout::F64 => concat!($stem, $($part,)? "_f64"),
-            $crate::Layout::F32 => concat!($stem, $($part,)? "_f32"),
-            $crate::Layout::F32State16 => concat!($stem, $($part,)? "_f32_s16"),
-            $crate::Layout::F16 => concat!($stem, $($part,)? "_f16"),
-            $crate::Layout::F16Master => concat!($stem, $($part,)? "_f16_m32"),
-            $crate::Layout::Bf16 => concat!($stem, $($part,)? "_bf16"),
-            $crate::Layout::Bf16Master => concat!($stem, $($part,)? "_bf16_m32"),
-            $crate::Layout::Bf16Remainder => concat!($stem, $($part,)? "_bf16_r16"),
-            $crate::Layout::Bf16State16 => concat!($stem, $($part,)? "_bf16_s16"),
-            $crate::Layout::Bf16MasterState16 => concat!($stem, $($part,)? "_bf16_m32_s16"),
-            $crate::Layout::Bf16RemainderState16 => concat!($stem, $($part,)? "_bf16_r16_s16"),
-        }
-    };
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const ALL: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
-
-    #[test]
-    fn what_cannot_be_kept_is_refused_with_what_can() {
-        let stochastic = Rounding::Stochastic { seed: 1 };
-        for (dtype, master, state, rounding, message) in [
-            (
-                DType::F32,
-                Master::F32,
-                StateDType::Compute,
-                Rounding::Nearest,
-                "lion: master weights of f32 parameters: expected none, because such a parameter \
-                 loses nothing, found f32",
-            ),
-            (
-                DType::F16,
-                Master::Remainder,
-                StateDType::Compute,
-                Rounding::Nearest,
-                "lion: master weights of f16 parameters: expected none or f32, found remainder",
-            ),
-            (
-                DType::F64,
-                Master::None,
-                StateDType::Bf16,
-                Rounding::Nearest,
-                "lion: state of f64 parameters: expected f64, found bf16",
-            ),
-            (
-                DType::F16,
-                Master::F32,
-                StateDType::Bf16,
-                Rounding::Nearest,
-                "lion: state of f16 parameters: expected f32, found bf16",
-            ),
-            (
-                DType::BF16,
-                Master::F32,
-                StateDType::Compute,
-                stochastic,
-                "lion: rounding of bf16 parameters: expected nearest, unless bf16 state or bf16 \
-                 without master weights is to be rounded, found stochastic",
-            ),
-        ] {
-            let precision = Precision { master, state, rounding };
-            let error = Format::new("lion", dtype, precision).unwrap_err();
-            assert_eq!(error.to_string(), message);
-        }
-        assert!(Format::new("lion", DType::I32, Precision::default()).is_err());
-    }
-
-    #[test]
-    fn lists_have_the_dtypes_that_were_asked_for() {
-        let mut entries = std::collections::BTreeSet::new();
-        for dtype in ALL {
-            for master in [Master::None, Master::F32, Master::Remainder] {
-                for state in [StateDType::Compute, StateDType::Bf16] {
-                    let precision = Precision { master, state, rounding: Rounding::Nearest };
-                    let Ok(format) = Format::new("adam", dtype, precision) else {
-                        continue;
-                    };
-                    assert!(entries.insert(entry!("adam", format)), "{precision}");
-                    let lists = format.lists(&[Role::Moment1]);
-                    assert_eq!((lists[0].dtype, lists[1].dtype), (dtype, dtype));
-                    assert_eq!(lists[2].dtype == DType::BF16, state == StateDType::Bf16);
-                    let beside = lists.get(3).map(|list| (list.role, list.dtype));
-                    let expected = match master {
-                        Master::None => None,
-                        Master::F32 => Some((Role::Master, DType::F32)),
-                        Master::Remainder => Some((Role::Remainder, DType::U16)),
-                    };
-                    assert_eq!(beside, expected);
-                }
-            }
-        }
-        assert_eq!(entries.len(), 11);
-    }
-
-    #[test]
-    fn random_rounding_makes_room_for_its_key() {
-        let own = ArgumentLayout { lists: 4, scalar_bytes: 24, step_scalar_bytes: 16 };
-        let precision =
-            Precision { rounding: Rounding::Stochastic { seed: 3 }, ..Precision::default() };
-        let format = Format::new("adam", DType::BF16, precision).unwrap();
-        let layout = format.argument_layout(own);
-        assert_eq!((layout.lists, layout.step_scalar_bytes), (6, 24));
-        let mut step_scalars = [0; 24];
-        assert_eq!(format.write_key(5, &mut step_scalars).len(), 16);
-        assert_eq!(step_scalars[16..], step_key(3, 5).to_le_bytes());
-        let nearest = Format::new("adam", DType::BF16, Precision::default()).unwrap();
-        assert_eq!(nearest.argument_layout(own), own);
-        assert_eq!(nearest.write_key(5, &mut step_scalars).len(), 24);
     }
 }

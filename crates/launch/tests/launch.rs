@@ -400,8 +400,8 @@ fn a_control_block_opens_and_shuts_the_gate() {
 #[test]
 fn bytes_elements_and_launches_are_counted() {
     let kernel = Kernel { flags: 0, words: 2 };
-    assert_eq!((PARAM.traffic_bytes(), GRAD.traffic_bytes()), (8, 2));
-    assert_eq!(kernel.traffic_bytes(), 10);
+    assert_eq!((PARAM.traffic_bytes(1), GRAD.traffic_bytes(1)), (8, 2));
+    assert_eq!(kernel.traffic_bytes(3), 30);
     assert_eq!(batch().elements(), 1507);
     let report = LaunchReport::of(&[batch(), batch()]);
     assert_eq!((report.launches, report.elements), (2, 3014));

@@ -1,5 +1,6 @@
 //! The rule of Lion: settings, scalars, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{Compute, Equation, equation_rule};
 use fusestep_launch::{Domain, GroupValues, Objective, settings};
 
@@ -28,6 +29,8 @@ settings! {
 equation_rule!(Lion is "lion", with [Moment1], 4, 2);
 
 impl Equation<1, 4, 2> for Lion {
+    const CODINGS: Option<[Coding; 1]> = Some([Coding::Signed]);
+
     fn scalars(&self) -> [f64; 4] {
         [self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2]
     }

@@ -1,5 +1,6 @@
 //! The rule of NAdam: settings, scalars, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{Compute, Equation, Pair, equation_rule, integer_power};
 use fusestep_launch::{Domain, GroupValues, Objective, WeightDecay, settings};
 
@@ -67,6 +68,8 @@ impl NAdam {
 equation_rule!(NAdam is "nadam", with [Moment1, Moment2], 4, 5);
 
 impl Equation<2, 4, 5> for NAdam {
+    const CODINGS: Option<[Coding; 2]> = Some([Coding::Signed, Coding::Root]);
+
     fn scalars(&self) -> [f64; 4] {
         [self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2]
     }

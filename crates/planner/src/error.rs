@@ -112,6 +112,9 @@ pub enum PlanError {
     /// The plan has no such rule.
     #[error("rule {rule}: expected one of the plan's {count}, counted from 0")]
     UnknownRule { rule: usize, count: usize },
+    /// An update cannot have so many micro-batches.
+    #[error("micro-batches of the update: expected {expected}, found {found}")]
+    MicroBatches { expected: String, found: u64 },
     /// The weight of a micro-step is out of range.
     #[error("weight of the micro-step: expected a number from 2e-38 to 3e38, found {found}")]
     Weight { found: f64 },

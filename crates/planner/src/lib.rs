@@ -13,6 +13,7 @@ pub use plan::bucket::{Bucket, Segment};
 pub use plan::calls::{CallPurpose, PlannedCall};
 pub use plan::cost::{CostModel, Event, EventKind};
 pub use plan::group::{ParameterGroup, SizeClass};
+pub use plan::lanes::{BegunLane, LaneSum, Lanes, OpenLanes};
 pub use plan::note::{Note, Verdict};
 pub use plan::page::html_page;
 pub use plan::passes::buckets::MAX_BUCKETS;
@@ -22,10 +23,10 @@ pub use plan::passes::{
 };
 pub use plan::planner::Planner;
 pub use plan::rank_summary::{RankBytes, RankSummary};
-pub use plan::rule::{NamedRule, Optimizer};
+pub use plan::rule::{LEAST_INT8_ELEMENTS, NamedRule, Optimizer, in_f32, keeps_f32};
 pub use plan::settings::{
     Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
-    ReducedWhen, TableKind, Tensors, ZeroStage,
+    ReduceDType, ReducedWhen, TableKind, Tensors, ZeroStage,
 };
 pub use plan::stage::{
     Accumulate, Broadcast, Gather, GradientRead, Norm, Optimize, Reduce, Reduced, Stage, When,
@@ -35,8 +36,10 @@ pub use plan::summary::PlanSummary;
 pub use plan::topology::{Initial, MAX_WORLD, Reach, Topology};
 pub use plan::value::Plan;
 pub use run::alone::RunAlone;
+pub use run::clock::StageSeconds;
 pub use run::comms::calls::Comms;
-pub use run::executor::Lender;
+pub use run::enqueued::EnqueuedStep;
+pub use run::executor::{Brought, Lender, Sharing};
 pub use run::graph::{RankGraph, StepGraph};
 pub use run::image::borrowed::{BorrowedParams, RunToLoad, RunToSave};
 pub use run::image::counts::RunCounts;

@@ -2,6 +2,7 @@
 //! step, unless nobody else can have them.
 
 use fusestep::DType;
+use fusestep::launch::TensorList;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,7 +14,7 @@ use crate::handle::Handles;
 use crate::loan::{GRADIENT, Places, read_count, write_count};
 use crate::parameter::{COUNT, Parameter};
 use crate::private::Private;
-use crate::tensor::{Expected, Place, Told, Unfit};
+use crate::tensor::{Expected, Order, Place, Told, Unfit};
 
 /// Bound on the number of steps that a tensor counts; the number is below it.
 const MAX_COUNT: f64 = (1u64 << 53) as f64;
@@ -95,6 +96,8 @@ pub(crate) struct Collector {
     /// The library's Python side, with `describe(tensor)` in place of handles, and `refuse(name,
     /// parameter, gradient)`.
     pub(crate) library: Py<PyAny>,
+    /// Name of the memory in which all tensors lie but those that count steps.
+    pub(crate) memory: String,
     /// Whether a tensor `step` in each parameter's state counts its steps.
     pub(crate) counted: bool,
 }
@@ -156,13 +159,17 @@ impl Collector {
         let library = self.library.bind(py);
         library.call_method1("refuse", (&parameter.name, &parameter.tensor, &gradient))?;
         if let Unfit::Strides | Unfit::Alignment | Unfit::Negated = unfit {
-            let copy = gradient.call_method0("clone")?.call_method0("contiguous")?;
+            let like = parameter.tensor.bind(py);
+            let copy = match parameter.strides {
+                None => gradient.call_method0("clone")?.call_method0("contiguous")?,
+                Some(_) => library.call_method1("in_order_of", (like, &gradient))?,
+            };
             collected.found.copied += 1;
             let place = self.place(&copy, own);
-            let place = place.map_err(|unfit| misfit(parameter, "gradient", own, unfit))?;
+            let place = place.map_err(|unfit| self.misfit(parameter, "gradient", own, unfit))?;
             return Ok((place, copy));
         }
-        Err(misfit(parameter, "gradient", own, unfit))
+        Err(self.misfit(parameter, "gradient", own, unfit))
     }
 
     /// Finds the state of a parameter; `owner` makes the state if it is missing.
@@ -194,9 +201,12 @@ impl Collector {
             };
             let own = own.bind(py);
             let wanted = expected(parameter, list);
-            let place = self.place(own, wanted);
+            let place = match self.place(own, wanted) {
+                Err(Unfit::Strides) => self.reordered(parameter, own, wanted)?,
+                place => place,
+            };
             let place =
-                place.map_err(|unfit| misfit(parameter, &key.to_string(), wanted, unfit))?;
+                place.map_err(|unfit| self.misfit(parameter, &key.to_string(), wanted, unfit))?;
             collected.places.of_mut(member)[list] = place.address;
             collected.ahead.saw(index, list, own);
         }
@@ -208,6 +218,25 @@ impl Collector {
             *steps = if first { 0 } else { (*steps).max(1) };
         }
         Ok(())
+    }
+
+    /// Has the library bring state to the order of the parameter, whose memory format may have
+    /// changed since the last step. Values stay.
+    fn reordered(
+        &self,
+        parameter: &Parameter,
+        own: &Bound<'_, PyAny>,
+        wanted: Expected<'_>,
+    ) -> PyResult<Result<Place, Unfit>> {
+        if wanted.dtype == DType::U8 {
+            // Units are those of groups in the order that codes have.
+            return Ok(Err(Unfit::Strides));
+        }
+        let library = self.library.bind(own.py());
+        if library.hasattr(intern!(own.py(), "reorder"))? {
+            library.call_method1(intern!(own.py(), "reorder"), (&parameter.tensor, own))?;
+        }
+        Ok(self.place(own, wanted))
     }
 
     /// Reads the number of steps from the tensor `step`.
@@ -243,7 +272,7 @@ impl Collector {
     fn counter(&self, step: &Bound<'_, PyAny>) -> Option<(Place, DType)> {
         let mut dtypes = [DType::F32, DType::F64].into_iter();
         dtypes.find_map(|dtype| {
-            let place = self.place(step, Expected { dtype, shape: &[] });
+            let place = self.place_on_host(step, Expected { dtype, shape: &[], strides: None });
             Some((place.ok()?, dtype))
         })
     }
@@ -263,49 +292,87 @@ impl Collector {
     fn place(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
         match &self.handles {
             Some(handles) => handles.place(tensor, expected),
-            None => self.told(tensor, expected),
+            None => self.told(tensor, expected, DESCRIBE),
         }
     }
 
-    /// The place of a tensor, as its methods in Python tell it.
-    fn told(&self, tensor: &Bound<'_, PyAny>, expected: Expected<'_>) -> Result<Place, Unfit> {
+    /// The place of a tensor in host memory, as those that count steps.
+    fn place_on_host(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        expected: Expected<'_>,
+    ) -> Result<Place, Unfit> {
+        match &self.handles {
+            Some(handles) => handles.place_on_host(tensor, expected),
+            None => {
+                let library = self.library.bind(tensor.py());
+                let has = library.hasattr(DESCRIBE_ON_HOST).map_err(Unfit::NoMemory)?;
+                self.told(tensor, expected, if has { DESCRIBE_ON_HOST } else { DESCRIBE })
+            }
+        }
+    }
+
+    /// The place of a tensor, as its methods in Python tell it to this function of the library.
+    fn told(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        expected: Expected<'_>,
+        describe: &str,
+    ) -> Result<Place, Unfit> {
         let library = self.library.bind(tensor.py());
-        let told = library.call_method1("describe", (tensor,));
+        let told = library.call_method1(describe, (tensor,));
         let told = told.and_then(|told| told.extract());
-        let (address, dtype, shape, is_in_order): (_, String, Vec<i64>, _) =
+        let (address, dtype, shape, order): (_, String, Vec<i64>, Order) =
             told.map_err(Unfit::NoMemory)?;
         let told = Told {
-            dtype: crate::session::dtype_of(&dtype).ok(),
+            dtype: crate::described::dtype_of(&dtype).ok(),
             shape: &shape,
-            is_in_order,
+            is_in_order: order.fits(&shape, expected.strides),
             address,
         };
         told.place(expected)
     }
+
+    /// The error for a tensor that does not fit, of PyTorch's kind.
+    fn misfit(
+        &self,
+        parameter: &Parameter,
+        what: &str,
+        expected: Expected<'_>,
+        unfit: Unfit,
+    ) -> PyErr {
+        let Expected { dtype, shape, strides } = expected;
+        let order =
+            strides.map_or_else(|| "contiguous".to_owned(), |own| format!("strided {own:?}"));
+        let text = |found: String| {
+            PyValueError::new_err(format!(
+                "{what} of `{}`: expected a {order} {dtype} tensor of shape {shape:?} on {}, found \
+                 {found}",
+                parameter.name, self.memory
+            ))
+        };
+        match unfit {
+            Unfit::NoMemory(error) => text(format!("one without memory ({error})")),
+            Unfit::Device => text("one on another device".to_owned()),
+            Unfit::DType(Some(found)) => text(format!("{found}")),
+            Unfit::DType(None) => text("a dtype that no kernel takes".to_owned()),
+            Unfit::Shape(found) => text(format!("shape {found:?}")),
+            Unfit::Strides => text("strides".to_owned()),
+            Unfit::Negated => text("a negated view".to_owned()),
+            Unfit::Alignment => text("an address that is no multiple of its elements'".to_owned()),
+        }
+    }
 }
 
 fn expected(parameter: &Parameter, list: usize) -> Expected<'_> {
-    Expected { dtype: parameter.lists[list].dtype, shape: &parameter.shape }
+    let TensorList { role, dtype, .. } = parameter.lists[list];
+    if role.unit_of().is_some() {
+        return Expected { dtype, shape: &parameter.units, strides: None };
+    }
+    Expected { dtype, shape: &parameter.shape, strides: parameter.strides.as_deref() }
 }
 
-/// The error for a tensor that does not fit, of PyTorch's kind.
-fn misfit(parameter: &Parameter, what: &str, expected: Expected<'_>, unfit: Unfit) -> PyErr {
-    let Expected { dtype, shape } = expected;
-    let text = |found: String| {
-        PyValueError::new_err(format!(
-            "{what} of `{}`: expected a contiguous {dtype} tensor of shape {shape:?} on the CPU, \
-             found {found}",
-            parameter.name
-        ))
-    };
-    match unfit {
-        Unfit::NoMemory(error) => text(format!("one without memory ({error})")),
-        Unfit::Device => text("one on another device".to_owned()),
-        Unfit::DType(Some(found)) => text(format!("{found}")),
-        Unfit::DType(None) => text("a dtype that no kernel takes".to_owned()),
-        Unfit::Shape(found) => text(format!("shape {found:?}")),
-        Unfit::Strides => text("strides".to_owned()),
-        Unfit::Negated => text("a negated view".to_owned()),
-        Unfit::Alignment => text("an address that is no multiple of its elements'".to_owned()),
-    }
-}
+/// Functions of a library that tell where a tensor lies: one of those that are stepped, and one
+/// that counts steps.
+const DESCRIBE: &str = "describe";
+const DESCRIBE_ON_HOST: &str = "describe_on_host";

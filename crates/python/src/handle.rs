@@ -16,7 +16,9 @@ use pyo3::types::PyType;
 use pyo3::{ffi, intern};
 
 use crate::gradient::Direct;
-use crate::tensor::{Expected, Place, Told, Unfit};
+use crate::openmp;
+use crate::parameter::Parameter;
+use crate::tensor::{Expected, Place, Told, Unfit, lie_as};
 
 /// Most classes of tensors that are remembered.
 const MOST_KNOWN: usize = 4;
@@ -28,6 +30,7 @@ type Code = unsafe extern "C" fn() -> c_int;
 /// PyTorch's functions that describe a tensor, and the meanings of their numbers.
 struct Interface {
     device: Get<c_int>,
+    device_index: Get<i32>,
     /// `None` in PyTorch 2.6, where tensors that are not strided cannot tell strides.
     layout: Option<Get<c_int>>,
     dtype: Get<c_int>,
@@ -35,16 +38,45 @@ struct Interface {
     sizes: Get<*const i64>,
     strides: Get<*const i64>,
     address: Get<*mut c_void>,
-    cpu: c_int,
+    cpu: Memory,
+    /// Memory of the tensors that are stepped.
+    own: Memory,
     strided: c_int,
-    dtypes: [(c_int, DType); 4],
+    dtypes: [(c_int, DType); 6],
     /// Keeps the functions loaded.
     _library: Library,
 }
 
+/// Memory that a tensor may lie in, in PyTorch's numbers.
+#[derive(Clone, Copy)]
+struct Memory {
+    device: c_int,
+    /// Number of the device among those of its type; `None` if there is one of the type.
+    index: Option<i32>,
+}
+
+/// The device of a library's tensors, by which PyTorch's functions and numbers are found.
+struct OwnDevice {
+    /// Type of the device, as in `cuda:0`.
+    kind: String,
+    index: Option<i32>,
+}
+
+impl OwnDevice {
+    /// The device that the library says to have; the CPU, if it says none.
+    fn of(library: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let kind = match library.getattr_opt("kind")? {
+            Some(kind) => kind.extract()?,
+            None => "cpu".to_owned(),
+        };
+        let index = library.getattr_opt("kind_index")?;
+        Ok(Self { kind, index: index.map_or(Ok(None), |index| index.extract())? })
+    }
+}
+
 impl Interface {
     /// The interface of the library in this file.
-    fn load(file: &str) -> Result<Self, libloading::Error> {
+    fn load(file: &str, own: &OwnDevice) -> Result<Self, libloading::Error> {
         // SAFETY: the file is PyTorch's extension module, which the interpreter has loaded, and
         // these are functions of its libraries with the signatures that PyTorch keeps for good.
         unsafe {
@@ -52,19 +84,28 @@ impl Interface {
             let code = |name: &str| Ok((*library.get::<Code>(name.as_bytes())?)());
             Ok(Self {
                 device: *library.get(b"aoti_torch_get_device_type")?,
+                device_index: *library.get(b"aoti_torch_get_device_index")?,
                 layout: library.get(b"aoti_torch_get_layout").ok().map(|get| *get),
                 dtype: *library.get(b"aoti_torch_get_dtype")?,
                 dim: *library.get(b"aoti_torch_get_dim")?,
                 sizes: *library.get(b"aoti_torch_get_sizes")?,
                 strides: *library.get(b"aoti_torch_get_strides")?,
                 address: *library.get(b"aoti_torch_get_data_ptr")?,
-                cpu: code("aoti_torch_device_type_cpu")?,
+                cpu: Memory { device: code("aoti_torch_device_type_cpu")?, index: None },
+                own: Memory {
+                    device: code(&format!("aoti_torch_device_type_{}", own.kind))?,
+                    index: own.index,
+                },
                 strided: code("aoti_torch_layout_strided")?,
                 dtypes: [
                     (code("aoti_torch_dtype_float32")?, DType::F32),
                     (code("aoti_torch_dtype_float64")?, DType::F64),
                     (code("aoti_torch_dtype_float16")?, DType::F16),
                     (code("aoti_torch_dtype_bfloat16")?, DType::BF16),
+                    // The remainders of bf16 parameters.
+                    (code("aoti_torch_dtype_int16")?, DType::U16),
+                    // Codes of state.
+                    (code("aoti_torch_dtype_uint8")?, DType::U8),
                 ],
                 _library: library,
             })
@@ -76,11 +117,21 @@ impl Interface {
     /// # Safety
     /// `handle` is that of a tensor, which nobody changes meanwhile.
     #[inline]
-    unsafe fn place(&self, handle: *const c_void, expected: Expected<'_>) -> Result<Place, Unfit> {
+    unsafe fn place(
+        &self,
+        handle: *const c_void,
+        memory: Memory,
+        expected: Expected<'_>,
+    ) -> Result<Place, Unfit> {
         // SAFETY: as the caller promises; the extents and strides that are told have `dim` numbers,
         // and stay until the tensor is changed.
         unsafe {
-            if told(self.device, handle)? != self.cpu {
+            if told(self.device, handle)? != memory.device {
+                return Err(Unfit::Device);
+            }
+            if let Some(index) = memory.index
+                && told(self.device_index, handle)? != index
+            {
                 return Err(Unfit::Device);
             }
             if let Some(layout) = self.layout
@@ -96,7 +147,7 @@ impl Interface {
             let told = Told {
                 dtype: dtype.map(|known| known.1),
                 shape,
-                is_in_order: is_in_order(shape, strides),
+                is_in_order: lie_as(expected.strides, shape, strides),
                 address: told(self.address, handle)?.expose_provenance(),
             };
             told.place(expected)
@@ -131,19 +182,6 @@ unsafe fn extents<'a>(values: *const i64, dim: i64) -> &'a [i64] {
     }
 }
 
-/// Whether elements lie one behind the other, the last index fastest. Strides of extents of 1 say
-/// nothing, nor do strides of a tensor without elements.
-#[inline(always)]
-fn is_in_order(shape: &[i64], strides: &[i64]) -> bool {
-    let mut expected = 1;
-    let mut extents = shape.iter().zip(strides).rev();
-    extents.all(|(&extent, &stride)| {
-        let fits = extent == 1 || stride == expected;
-        expected *= extent;
-        fits
-    }) || shape.contains(&0)
-}
-
 fn no_memory(why: &'static str) -> Unfit {
     Unfit::NoMemory(PyTypeError::new_err(why))
 }
@@ -162,7 +200,7 @@ pub(crate) struct Handles {
 impl Handles {
     /// The handles of a library's tensors; `None` if its tensors cannot be looked at this way.
     pub(crate) fn of(library: &Bound<'_, PyAny>, file: &str) -> PyResult<Option<Self>> {
-        let Ok(interface) = Interface::load(file) else {
+        let Ok(interface) = Interface::load(file, &OwnDevice::of(library)?) else {
             return Ok(None);
         };
         let class = library.getattr("Tensor")?.downcast_into::<PyType>()?;
@@ -180,9 +218,9 @@ impl Handles {
         for probe in &probes {
             let shape: Vec<u64> = probe.getattr("shape")?.extract()?;
             let address: usize = probe.call_method0("data_ptr")?.extract()?;
-            let dtype = crate::session::dtype_of(&probe.getattr("dtype")?.str()?.to_string())?;
+            let dtype = crate::described::dtype_of(&probe.getattr("dtype")?.str()?.to_string())?;
             let shape = &shape;
-            match handles.place(probe, Expected { dtype, shape }) {
+            match handles.place(probe, Expected { dtype, shape, strides: None }) {
                 Ok(place) if place.address == address => {}
                 _ => return Ok(None),
             }
@@ -221,6 +259,26 @@ impl Handles {
         tensor: &Bound<'_, PyAny>,
         expected: Expected<'_>,
     ) -> Result<Place, Unfit> {
+        self.place_in(self.interface.own, tensor, expected)
+    }
+
+    /// The place of the elements of `tensor`, if the tensor is as expected and in host memory.
+    #[inline]
+    pub(crate) fn place_on_host(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        expected: Expected<'_>,
+    ) -> Result<Place, Unfit> {
+        self.place_in(self.interface.cpu, tensor, expected)
+    }
+
+    #[inline]
+    fn place_in(
+        &self,
+        memory: Memory,
+        tensor: &Bound<'_, PyAny>,
+        expected: Expected<'_>,
+    ) -> Result<Place, Unfit> {
         if !self.fits(tensor.get_type_ptr()) {
             return Err(no_memory("expected a tensor of PyTorch, found another object"));
         }
@@ -228,7 +286,7 @@ impl Handles {
         // `tensor`; the interpreter's lock is held, without which nobody may change a tensor.
         let place = unsafe {
             let handle = tensor.as_ptr().byte_add(self.distance);
-            self.interface.place(handle.cast(), expected)?
+            self.interface.place(handle.cast(), memory, expected)?
         };
         // A negated view is the imaginary part of a conjugate. With more than one element the view
         // has strides and is copied because of them, so only views of one element have to be asked.
@@ -257,4 +315,37 @@ fn distance(class: &Bound<'_, PyType>, probes: &[Bound<'_, PyAny>]) -> PyResult<
             unsafe { probe.as_ptr().byte_add(place).cast::<usize>().read() == handle }
         })
     }))
+}
+
+/// The access to the library's tensors, prepared for these parameters.
+pub(crate) fn handles(
+    library: &Bound<'_, PyAny>,
+    parameters: &mut [Parameter],
+) -> PyResult<Option<Handles>> {
+    let file: Option<String> = library.getattr("file")?.extract()?;
+    let Some(file) = file else {
+        return Ok(None);
+    };
+    openmp::look_in(&file);
+    let mut handles = Handles::of(library, &file)?;
+    if let Some(handles) = &mut handles {
+        look_at(library.py(), handles, parameters)?;
+    }
+    Ok(handles)
+}
+
+/// Prepares the access to the tensors of these parameters.
+pub(crate) fn look_at(
+    py: Python<'_>,
+    handles: &mut Handles,
+    parameters: &mut [Parameter],
+) -> PyResult<()> {
+    for own in parameters {
+        let tensor = own.tensor.bind(py);
+        handles.expect(tensor);
+        if let Some(direct) = handles.direct() {
+            own.known = direct.countable(tensor)?;
+        }
+    }
+    Ok(())
 }

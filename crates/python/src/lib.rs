@@ -2,23 +2,32 @@
 
 mod ahead;
 mod collect;
+#[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
+mod cuda;
+mod described;
+mod device;
 mod engine;
 mod errors;
 mod getter;
 mod gradient;
+mod group_rules;
 mod handle;
 mod loan;
 mod openmp;
 mod parameter;
+mod pending;
 mod private;
 mod rank;
 mod ranks;
+mod reported;
 mod rules;
 mod sampled;
 mod session;
 mod settings;
 mod setup;
+mod sharing;
 mod snapshot;
+mod stream;
 mod tensor;
 mod threads;
 mod waiting;
@@ -48,10 +57,20 @@ fn state_lists(settings: &Bound<'_, PyDict>) -> PyResult<Vec<&'static str>> {
 }
 
 /// The product of NAdam's momenta up to a step.
+///
+/// Raises `ValueError` in a build without NAdam.
 #[pyfunction]
-fn momentum_product(beta1: f64, momentum_decay: f64, step: u64) -> f64 {
-    let nadam = fusestep::nadam::NAdam { beta1, momentum_decay, ..Default::default() };
-    nadam.momentum_product(step)
+fn momentum_product(beta1: f64, momentum_decay: f64, step: u64) -> PyResult<f64> {
+    #[cfg(feature = "nadam")]
+    {
+        let nadam = fusestep::nadam::NAdam { beta1, momentum_decay, ..Default::default() };
+        Ok(nadam.momentum_product(step))
+    }
+    #[cfg(not(feature = "nadam"))]
+    {
+        let _ = (beta1, momentum_decay, step);
+        Err(rules::unknown("nadam"))
+    }
 }
 
 /// Hashes of sampled values of each tensor, which reveal writes that no version counts. `places`
@@ -87,5 +106,13 @@ fn _fusestep(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(settings::check_settings, module)?)?;
     module.add_class::<ranks::Ranks>()?;
     module.add_class::<snapshot::Snapshot>()?;
+    module.add_class::<session::Session>()
+}
+
+/// The extension module `fusestep._cuda`, which has the driver's library: steps on CUDA devices.
+#[cfg(feature = "cuda")]
+#[pymodule]
+fn _cuda(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<session::Session>()
 }

@@ -3,12 +3,16 @@
 use std::sync::Arc;
 
 use fusestep::launch::{
-    Access, Backend, BackendError, HostList, Launch, LaunchReport, Reduce, TensorList,
+    Access, Backend, BackendError, Buffer, HostList, Launch, LaunchReport, MAX_SUMS, Reduce,
+    TensorList,
 };
-use fusestep::planner::Lender;
+use fusestep::planner::{Brought, Lender, Sharing};
 use fusestep::simd::prefetch_memory;
+use fusestep::tensor::Role;
 use fusestep::{CpuBackend, DType};
 
+use crate::device::StepPlace;
+use crate::sharing::Shares;
 use crate::tensor::Place;
 
 /// Distance of the prefetch in tensors.
@@ -28,7 +32,7 @@ pub(crate) struct Member {
 
 impl Member {
     fn place(&self, list: usize, address: usize) -> Place {
-        Place { address, len_bytes: self.elements * self.lists[list].dtype.len_bytes() }
+        Place { address, len_bytes: self.lists[list].stride().len_bytes(self.elements) }
     }
 
     /// First address, and the one behind the last, of each tensor with elements in a list that
@@ -109,7 +113,7 @@ impl Checked {
     ///
     /// A comparison, if nothing has moved. Otherwise a sort of the gradients that have moved. If
     /// written tensors have moved, a sort of all written tensors, too.
-    fn check(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
+    pub(crate) fn check(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
         if let Some(before) = &self.before
             && before.has_gradient == now.has_gradient
             && before.addresses == now.addresses
@@ -184,27 +188,29 @@ fn are_written_alike(before: &Places, now: &Places, members: &[Member]) -> bool 
 pub(crate) struct Loan<'a> {
     places: &'a Places,
     members: &'a [Member],
-    backend: &'a CpuBackend,
+    on: &'a StepPlace<'a>,
+    /// Ways to the other parts of tensors; `None` if tensors are whole.
+    pub(crate) shares: Option<Shares<'a>>,
 }
 
 impl<'a> Loan<'a> {
     /// Borrows tensors for a step.
     ///
     /// # Safety
-    /// Every place is initialised host memory of a tensor that the caller keeps for `'a`. Nobody
-    /// else writes to it, or reads memory that the step writes. This function checks that the
-    /// tensors do not overlap.
+    /// Every place is initialised memory, of the device of `on`, of a tensor that the caller keeps
+    /// for `'a`. Nobody else writes to it, or reads memory that the step writes. This function
+    /// checks that the tensors do not overlap.
     ///
     /// # Errors
     /// Two parameters with tensors that overlap.
     pub(crate) unsafe fn new(
         places: &'a Places,
         members: &'a [Member],
-        backend: &'a CpuBackend,
+        on: &'a StepPlace<'a>,
         checked: &mut Checked,
     ) -> Result<Self, Overlap> {
         checked.check(places, members)?;
-        Ok(Self { places, members, backend })
+        Ok(Self { places, members, on, shares: None })
     }
 
     /// Prefetches the beginning of a tensor that is updated soon; the processor foresees the rest
@@ -224,8 +230,17 @@ impl<'a> Loan<'a> {
     fn place(&self, member: usize, (list, declared): (usize, &TensorList)) -> Place {
         Place {
             address: self.places.of(member)[list],
-            len_bytes: self.members[member].elements * declared.dtype.len_bytes(),
+            len_bytes: declared.stride().len_bytes(self.members[member].elements),
         }
+    }
+
+    /// The place of a parameter's tensor of this role; `None` without a gradient, or where the
+    /// parameter's kernel has no such list.
+    fn place_of(&self, member: u32, role: Role) -> Option<Place> {
+        let member = member as usize;
+        let mut lists = self.members[member].lists.iter().enumerate();
+        let found = lists.find(|(_, declared)| declared.role == role)?;
+        self.places.has_gradient[member].then(|| self.place(member, found))
     }
 
     /// The gradient of a parameter.
@@ -260,22 +275,70 @@ fn bytes_mut<'a>(place: Place) -> &'a mut [u8] {
 
 impl Lender for Loan<'_> {
     fn backend(&self) -> &dyn Backend {
-        self.backend
+        self.on.backend()
     }
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+        match self.on {
+            StepPlace::Host(backend) => self.launch_on(backend, launch),
+            StepPlace::Cuda(on, _) => {
+                on.launch(&|member, role| self.place_of(member, role), launch)
+            }
+        }
+    }
+
+    fn bring(
+        &mut self,
+        buffer: &dyn Buffer,
+        len_bytes: usize,
+    ) -> Result<Box<dyn Brought>, BackendError> {
+        match self.on {
+            StepPlace::Host(_) => {
+                let mut bytes = vec![0; len_bytes];
+                self.backend().read(buffer, 0, &mut bytes)?;
+                Ok(Box::new(bytes))
+            }
+            StepPlace::Cuda(on, _) => on.bring(buffer, len_bytes),
+        }
+    }
+
+    fn sharing(&mut self) -> Option<&mut dyn Sharing> {
+        self.shares.is_some().then_some(self as &mut dyn Sharing)
+    }
+
+    fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        let backend = match self.on {
+            StepPlace::Host(backend) => backend,
+            StepPlace::Cuda(on, _) => {
+                return on.reduce(&|member, role| self.place_of(member, role), reduce);
+            }
+        };
+        let members = reduce.members;
+        backend.reduce_borrowed(reduce, &|gradient| {
+            let member = members[gradient.tensor()] as usize;
+            gradient.read(self.gradient(member))
+        })
+    }
+}
+
+impl Loan<'_> {
+    /// Runs a launch in host memory.
+    fn launch_on(
+        &self,
+        backend: &CpuBackend,
+        launch: Launch<'_>,
+    ) -> Result<LaunchReport, BackendError> {
         let members = launch.members;
-        let loan = &*self;
-        self.backend.launch_borrowed(launch, &|piece| {
+        backend.launch_borrowed(launch, &|piece| {
             if let Some(&soon) = members.get(piece.tensor() + AHEAD) {
-                loan.ask(soon as usize);
+                self.ask(soon as usize);
             }
             let member = members[piece.tensor()] as usize;
-            if !loan.places.has_gradient[member] {
+            if !self.places.has_gradient[member] {
                 return Ok(());
             }
             piece.update_lists(|list, declared| {
-                let place = loan.place(member, (list, declared));
+                let place = self.place(member, (list, declared));
                 Some(match declared.access {
                     Access::Read => HostList::Read(bytes(place)),
                     _ => HostList::ReadWrite(bytes_mut(place)),
@@ -283,15 +346,40 @@ impl Lender for Loan<'_> {
             })
         })
     }
+}
 
-    fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
-        let members = reduce.members;
-        self.backend.reduce_borrowed(reduce, &|gradient| {
-            let member = members[gradient.tensor()] as usize;
-            gradient.read(self.gradient(member))
-        })
+impl Sharing for Loan<'_> {
+    fn measure(
+        &mut self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        let StepPlace::Host(backend) = self.on else {
+            return Err(BackendError::Unavailable {
+                backend: self.on.backend().name(),
+                reason: SUMS_OF_PARTS.to_owned(),
+            });
+        };
+        let loan = &*self;
+        let lend = |tensor: usize, list: usize, declared: &TensorList| {
+            let member = launch.members[tensor] as usize;
+            if loan.places.has_gradient[member] {
+                bytes(loan.place(member, (list, declared)))
+            } else {
+                &[]
+            }
+        };
+        backend.measure_borrowed(launch, &lend, sums)
+    }
+
+    fn share(&mut self, sums: &mut [f64], width: usize) -> Result<(), BackendError> {
+        self.shares.as_mut().map_or(Ok(()), |shares| shares.share(sums, width))
     }
 }
+
+/// Refusal of sums that processes would add up.
+const SUMS_OF_PARTS: &str = "expected DTensors in host memory for sums over whole parameters, \
+                             found them on a device";
 
 /// Position of the gradient among a kernel's lists.
 pub(crate) const GRADIENT: usize = 1;

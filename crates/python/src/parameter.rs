@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use fusestep::launch::{MAX_LISTS, TensorList};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -11,7 +11,8 @@ use pyo3::{ffi, intern};
 
 use crate::ahead::TENSORS;
 use crate::gradient::Known;
-use crate::loan::Member;
+use crate::loan::{Member, Overlap};
+use crate::tensor::is_dense;
 
 /// Position of the tensor that counts a parameter's steps, behind the tensors of its lists.
 pub(crate) const COUNT: usize = MAX_LISTS;
@@ -20,6 +21,10 @@ pub(crate) const COUNT: usize = MAX_LISTS;
 pub(crate) struct Parameter {
     pub(crate) tensor: Py<PyAny>,
     pub(crate) shape: Arc<[u64]>,
+    /// Shape of the units of its state, where that is kept in codes.
+    pub(crate) units: [u64; 1],
+    /// Strides of the parameter, unless its last index is the fastest.
+    pub(crate) strides: Option<Arc<[i64]>>,
     /// Position of the parameter in the plan, if it trains.
     pub(crate) member: Option<usize>,
     /// Lists of the parameter's kernel.
@@ -30,18 +35,39 @@ pub(crate) struct Parameter {
     pub(crate) state: Box<OwnState>,
 }
 
+/// Extents of a parameter, and the order of its elements.
+pub(crate) struct Form {
+    pub(crate) shape: Vec<u64>,
+    /// Dense strides; `None` if the last index is the fastest.
+    pub(crate) strides: Option<Vec<i64>>,
+}
+
+impl Form {
+    /// The form of this parameter. `ValueError` for strides that are not dense, by which a step
+    /// would reach beyond the parameter.
+    pub(crate) fn of(name: &str, shape: Vec<u64>, strides: Option<Vec<i64>>) -> PyResult<Self> {
+        if strides.as_ref().is_some_and(|strides| !is_dense(&shape, strides)) {
+            let text = format!("parameter `{name}`: expected dense strides, found {strides:?}");
+            return Err(PyValueError::new_err(text));
+        }
+        Ok(Self { shape, strides })
+    }
+}
+
 impl Parameter {
     /// A parameter that does not train; `last` is the parameter before it.
-    pub(crate) fn new(
-        tensor: Py<PyAny>,
-        name: String,
-        shape: Vec<u64>,
-        last: Option<&Self>,
-    ) -> Self {
+    pub(crate) fn new(tensor: Py<PyAny>, name: String, form: Form, last: Option<&Self>) -> Self {
+        let Form { shape, strides } = form;
         let same = last.filter(|last| *last.shape == *shape);
+        let same_order = last.filter(|last| last.strides.as_deref() == strides.as_deref());
         Self {
             tensor,
             shape: same.map_or_else(|| shape.into(), |last| Arc::clone(&last.shape)),
+            strides: match same_order {
+                Some(last) => last.strides.clone(),
+                None => strides.map(Into::into),
+            },
+            units: [0],
             member: None,
             lists: Arc::default(),
             known: None,
@@ -59,6 +85,9 @@ impl Parameter {
         last: Option<&Self>,
     ) -> PyResult<()> {
         self.member = Some(member);
+        let numel: u64 = self.shape.iter().product();
+        let unit = lists.iter().find(|list| list.role.unit_of().is_some());
+        self.units = [unit.map_or(0, |list| list.role.entries(numel))];
         self.lists = match last {
             Some(last) if *last.lists == *lists => Arc::clone(&last.lists),
             _ => lists.into(),
@@ -231,4 +260,17 @@ fn items_of(
         }
     }
     true
+}
+
+/// The error for parameters with tensors that overlap.
+pub(crate) fn overlapping(parameters: &[Parameter], overlap: Overlap) -> PyErr {
+    let name_of = |member| {
+        let own = parameters.iter().find(|parameter| parameter.member == Some(member));
+        own.map_or("", |own| own.name.as_str())
+    };
+    let (one, other) = (name_of(overlap.0), name_of(overlap.1));
+    PyRuntimeError::new_err(format!(
+        "`{one}` and `{other}`: expected parameters, gradients and state that do not overlap in \
+         memory, found some that do; nothing was updated. Use `.clone()`"
+    ))
 }

@@ -13,7 +13,7 @@ use fusestep::coalesce::HostMemory;
 use fusestep::collective::Aborter;
 use fusestep::planner::{MicroStepReport, Optimizer, Plan, PlanError, State};
 use fusestep::tensor::{Element, ParamDesc, Role};
-use fusestep::{Communicator, CpuBackend, DType, Error, Session};
+use fusestep::{Communicator, CpuBackend, DType, Error, Report, Session};
 use half::{bf16, f16};
 
 use crate::engine::connect;
@@ -35,6 +35,8 @@ pub(crate) struct Ready {
     pub(crate) is_in_backward: bool,
     /// Whether ranks average parameters instead of gradients.
     pub(crate) averages: bool,
+    /// Whether gradients are added along lanes.
+    pub(crate) has_lanes: bool,
 }
 
 /// Addresses of a parameter in the rank's own memory, and of its gradient.
@@ -126,6 +128,7 @@ impl<'c> Rank<'c> {
             places: self.places(lends)?,
             is_in_backward: setup.is_in_backward,
             averages: self.plan().averaging().is_some(),
+            has_lanes: self.plan().lanes().is_some(),
         })
     }
 
@@ -134,11 +137,16 @@ impl<'c> Rank<'c> {
     }
 
     fn places(&mut self, lends: bool) -> Result<Vec<Borrowed>, Error> {
+        let plan = self.session.plan();
+        let all = self.params.iter().enumerate();
+        let as_given: Vec<bool> =
+            all.map(|(param, desc)| plan.grad_dtype(param) == desc.dtype).collect();
         let state = self.session.state_mut();
         let mut places = Vec::with_capacity(self.params.len());
-        for desc in &self.params {
-            // A parameter without elements has no memory to lend.
-            let borrowed = lends && desc.numel() > 0;
+        for (desc, as_given) in self.params.iter().zip(as_given) {
+            // A parameter without elements has no memory to lend, and PyTorch writes no gradient of
+            // another type than its parameter's.
+            let borrowed = lends && desc.numel() > 0 && as_given;
             places.push(Borrowed {
                 param: param_address(state, desc)?,
                 grad: borrowed.then(|| grad_address(state, desc)).transpose()?,
@@ -196,7 +204,28 @@ impl<'c> Rank<'c> {
         rules.iter().try_for_each(|(number, rule)| self.session.set_rule(*number, *rule))
     }
 
-    /// Takes the loss of the step under way, for an interval between averages that follows it.
+    /// The number, within the update's global batch, of this rank's next micro-batch.
+    pub(crate) fn micro_batch(&self) -> Option<u64> {
+        self.session.state().micro_batch()
+    }
+
+    /// Says that the next update is of so many micro-batches only.
+    pub(crate) fn set_micro_batches(&mut self, count: u64) -> Result<(), PlanError> {
+        self.session.state_mut().set_micro_batches(count)
+    }
+
+    /// Weighs the micro-batch under way.
+    pub(crate) fn set_weight(&mut self, weight: f64) -> Result<(), PlanError> {
+        self.session.state_mut().set_weight(weight)
+    }
+
+    /// Measures the seconds of every step's parts from here on.
+    pub(crate) fn time_steps(&mut self) {
+        self.session.time_steps();
+    }
+
+    /// Takes the loss of the step under way, for its report and for an interval between averages
+    /// that follows it.
     pub(crate) fn set_loss(&mut self, loss: f64) {
         self.session.set_loss(loss);
     }
@@ -215,7 +244,8 @@ impl<'c> Rank<'c> {
 
     fn stepped(&self, report: MicroStepReport) -> Result<Stepped, PlanError> {
         Ok(Stepped {
-            report,
+            told: report.update.and(self.session.report().copied()),
+            averaged: report.averaged,
             loss_scale: self.loss_scale(),
             update_norms: self.session.state().update_norms(self.session.backend())?,
         })
@@ -262,7 +292,10 @@ impl<'c> Rank<'c> {
 
 /// Results of the end of a micro-step.
 pub(crate) struct Stepped {
-    pub(crate) report: MicroStepReport,
+    /// The report of the update, if the micro-step has made one.
+    pub(crate) told: Option<Report>,
+    /// Whether parameters were averaged over ranks.
+    pub(crate) averaged: bool,
     pub(crate) loss_scale: f64,
     pub(crate) update_norms: Option<Vec<f64>>,
 }

@@ -12,10 +12,11 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::errors::failed;
+use crate::described::Described;
+use crate::errors::{failed, refused};
 use crate::rank::{Borrowed, Kept, Rank, Resumed, Stepped, Task, serve};
+use crate::reported::named;
 use crate::rules::parse;
-use crate::session::Described;
 use crate::setup::Setup;
 use crate::waiting::{PAUSE, gone, wait};
 
@@ -32,6 +33,7 @@ pub(crate) struct Ranks {
     places: Vec<Borrowed>,
     is_in_backward: bool,
     averages: bool,
+    has_lanes: bool,
     /// Memory of the views, once the thread has ended; Python's views keep this object, and so the
     /// memory.
     _kept: Mutex<Receiver<Kept>>,
@@ -79,6 +81,7 @@ impl Ranks {
             places: ready.places,
             is_in_backward: ready.is_in_backward,
             averages: ready.averages,
+            has_lanes: ready.has_lanes,
             _kept: Mutex::new(ready.kept),
         })
     }
@@ -105,6 +108,12 @@ impl Ranks {
     #[getter]
     fn averages(&self) -> bool {
         self.averages
+    }
+
+    /// Whether gradients are added along lanes of the global batch.
+    #[getter]
+    fn has_lanes(&self) -> bool {
+        self.has_lanes
     }
 
     /// The plan of a step, as text.
@@ -202,6 +211,32 @@ impl Ranks {
             // The failure is remembered and becomes the error of the gradient.
             let _ = rank.attempt(|rank| rank.take(&rules));
         }))
+    }
+
+    /// The number, within the update's global batch, of this rank's next micro-batch; `None`
+    /// without lanes, and where the rank has none of them.
+    fn micro_batch(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.call(py, |rank| Ok(rank.micro_batch()))
+    }
+
+    /// Says that the next update is of so many micro-batches only, the first ones of its global
+    /// batch. A number that is refused changes nothing.
+    fn set_micro_batches(&self, py: Python<'_>, count: u64) -> PyResult<()> {
+        self.call(py, move |rank| Ok(rank.set_micro_batches(count)))?.map_err(refused)
+    }
+
+    /// Weighs the micro-batch under way, before its first gradient. A weight that is refused
+    /// changes nothing.
+    fn set_weight(&self, py: Python<'_>, weight: f64) -> PyResult<()> {
+        self.call(py, move |rank| Ok(rank.set_weight(weight)))?.map_err(refused)
+    }
+
+    /// Measures the seconds of every step's parts from here on.
+    fn time_steps(&self, py: Python<'_>) -> PyResult<()> {
+        self.call(py, |rank| {
+            rank.time_steps();
+            Ok(())
+        })
     }
 
     /// Tells the loss of the step under way.
@@ -367,19 +402,8 @@ impl Ranks {
         let norms = stepped.update_norms;
         let norms = norms.map(|norms| self.names.iter().cloned().zip(norms).collect::<Vec<_>>());
         told.set_item("update_norms", norms)?;
-        told.set_item("averaged", stepped.report.averaged)?;
-        let report = stepped.report.update.map(|update| {
-            let report = PyDict::new(py);
-            report.set_item("launches", update.launches)?;
-            report.set_item("elements", update.elements)?;
-            report.set_item("without_gradient", update.without_gradient)?;
-            report.set_item("copied_gradients", 0)?;
-            report.set_item("grad_norm", update.grad_norm)?;
-            report.set_item("update_norm", update.update_norm)?;
-            report.set_item("non_finite", update.non_finite)?;
-            report.set_item("skipped", update.skipped)?;
-            Ok::<_, PyErr>(report)
-        });
+        told.set_item("averaged", stepped.averaged)?;
+        let report = stepped.told.map(|report| named(py, &report));
         told.set_item("report", report.transpose()?)?;
         Ok(told)
     }

@@ -103,14 +103,38 @@ impl Settings<'_, '_> {
 
 /// The rule of a name of Python's, with its defaults.
 fn named(name: &str) -> PyResult<Optimizer> {
-    let all = Optimizer::all();
-    let found = all.iter().find(|rule| python_name(rule) == name);
-    found.copied().ok_or_else(|| {
-        let names: Vec<String> = all.iter().map(python_name).collect();
-        let (last, others) = names.split_last().expect("there are rules");
-        let others = others.join(", ");
-        PyValueError::new_err(format!("rule: expected {others} or {last}, found {name}"))
-    })
+    let mut all = Optimizer::all().into_iter();
+    all.find(|rule| python_name(rule) == name).ok_or_else(|| unknown(name))
+}
+
+/// Rules that are features of cargo, and whether this build has them.
+const FEATURES: &[(&str, bool)] = &[
+    ("sgd", cfg!(feature = "sgd")),
+    ("lion", cfg!(feature = "lion")),
+    ("adagrad", cfg!(feature = "adagrad")),
+    ("rmsprop", cfg!(feature = "rmsprop")),
+    ("schedule-free", cfg!(feature = "schedule-free")),
+    ("lars", cfg!(feature = "lars")),
+    ("lamb", cfg!(feature = "lamb")),
+    ("adamax", cfg!(feature = "adamax")),
+    ("nadam", cfg!(feature = "nadam")),
+];
+
+/// The error for a rule that this build does not have.
+pub(crate) fn unknown(name: &str) -> PyErr {
+    let names: Vec<String> = Optimizer::all().iter().map(python_name).collect();
+    let expected = match &names[..] {
+        [others @ .., last] if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+        names => names.concat(),
+    };
+    let feature = name.replace('_', "-");
+    let is_left_out = FEATURES.iter().any(|&(of, is_on)| of == feature && !is_on);
+    let remedy = if is_left_out {
+        format!("; this build is without cargo's feature `{feature}`, which adds it")
+    } else {
+        String::new()
+    };
+    PyValueError::new_err(format!("rule: expected {expected}, found {name}{remedy}"))
 }
 
 /// A rule's name in Python, which says of Adam by a setting how decay enters.
@@ -143,7 +167,7 @@ pub(crate) fn defaults(python: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
             }
         });
         failed?;
-        if matches!(rule, Optimizer::Lars(_) | Optimizer::Lamb(_)) {
+        if rule.has_trust() {
             own.set_item("trust_ratio", true)?;
         }
         all.set_item(name, own)?;

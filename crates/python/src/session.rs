@@ -1,12 +1,11 @@
 //! A planned step over PyTorch's tensors.
 
-use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
-use fusestep::planner::{Optimizer, State, StepReport};
+use fusestep::planner::{State, StepReport};
 use fusestep::tensor::ParamDesc;
-use fusestep::{Borrowed, CpuBackend, DType, Shape, SharedBackend, StepOptions, Trust};
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use fusestep::{Borrowed, Report, Shape, StepOptions};
+use pyo3::exceptions::PyValueError;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyRange};
@@ -14,30 +13,32 @@ use pyo3::{ffi, intern};
 
 use crate::ahead::Ahead;
 use crate::collect::{Collected, Collector, Found, Gradients};
+use crate::cuda::ContextBefore;
+use crate::described::{Described, dtype_of};
+use crate::device::{Device, InContext};
 use crate::errors::{failed, refused, started};
 use crate::getter::Getter;
-use crate::handle::Handles;
+use crate::group_rules::{GroupRules, Taken};
+use crate::handle::{Handles, handles, look_at};
 use crate::loan::{Checked, Loan, Member, Places, write_count};
-use crate::openmp;
-use crate::parameter::{Mapping, Parameter};
+use crate::parameter::{Form, Mapping, Parameter, overlapping};
+use crate::pending::Pending;
 use crate::private::Private;
+use crate::reported::named;
 use crate::rules::{Settings, number, own_rules, parse, trusts};
-use crate::settings::{of_one_process, precision};
-use crate::threads;
+use crate::settings::of_one_process;
+use crate::sharing::Shares;
 use crate::written::Written;
 
 /// Tensors of PyTorch, their state, and the plan of a step over them.
 #[pyclass(module = "fusestep._fusestep")]
 pub(crate) struct Session {
+    /// Device of all tensors.
+    device: Device,
     /// Plan and counts of steps, in a lock that no other code takes. The lock is needed because
     /// communication streams make a state usable by one thread only.
-    steps: Mutex<fusestep::Session<'static>>,
-    /// Rules of the groups, and the plan's number of each rule; `None` for a group without a
-    /// parameter that trains.
-    rules: Vec<Optimizer>,
-    rule_numbers: Vec<Option<usize>>,
-    /// Whether the trust ratio scales the rates of each group, under a rule that has one.
-    trusts: Vec<Option<Trust>>,
+    steps: Mutex<Steps>,
+    rules: GroupRules,
     parameters: Vec<Parameter>,
     /// Number of parameters of each group, which tells the group of each parameter.
     sizes: Vec<usize>,
@@ -48,23 +49,24 @@ pub(crate) struct Session {
     places: Places,
     private: Private,
     checked: Checked,
-    report: Option<StepReport>,
-    copied_gradients: u64,
+    report: Option<Report>,
+    /// The step that is enqueued on a device, until its outcome is known.
+    pending: Option<Pending>,
     /// Whether a step has failed half-way, or settings were taken in part.
     broken: bool,
     /// Whether the last call of `step` has updated parameters, whatever it raised afterwards.
     has_updated: bool,
 }
 
-/// A parameter as Python describes it.
-#[derive(FromPyObject)]
-pub(crate) struct Described {
-    pub(crate) name: String,
-    pub(crate) dtype: String,
-    pub(crate) shape: Vec<u64>,
-    pub(crate) group: usize,
-    /// Whether the parameter can have a gradient.
-    trains: bool,
+/// Plan and counts of steps, whose memory may be a device's.
+type Steps = InContext<fusestep::Session<'static>>;
+
+/// Python functions that a step calls besides what it runs.
+struct Around<'a> {
+    /// Function that shares sums with processes that have other parts of the tensors.
+    share: Option<&'a Py<PyAny>>,
+    /// Function that gets updated parameters.
+    written: Option<&'a Py<PyAny>>,
 }
 
 #[pymethods]
@@ -94,16 +96,17 @@ impl Session {
         let mut own: Vec<Parameter> = Vec::with_capacity(parameters.len());
         let mut sizes = vec![0; rules.len()];
         for (tensor, described) in parameters.into_iter().zip(described) {
-            let (name, shape) = (described.name, described.shape);
             sizes[described.group] += 1;
-            let mut parameter = Parameter::new(tensor, name, shape, own.last());
+            let Described { name, shape, strides, .. } = described;
+            let form = Form::of(&name, shape, strides)?;
+            let mut parameter = Parameter::new(tensor, name, form, own.last());
             if let Some(rule) = rule_numbers[described.group].filter(|_| described.trains) {
                 let dtype = dtype_of(&described.dtype)?;
-                let kernel = distinct[rule].rule().kernel(dtype, precision(&step, dtype));
-                let kernel = kernel.map_err(refused)?;
-                parameter.train(descs.len(), kernel.lists(), keys, own.last())?;
                 let shape = Shape::new(parameter.shape.to_vec()).map_err(refused)?;
                 let desc = ParamDesc::new(parameter.name.clone(), shape, dtype);
+                let kernel = distinct[rule].rule().kernel(dtype, step.precision_for(&desc));
+                let kernel = kernel.map_err(refused)?;
+                parameter.train(descs.len(), kernel.lists(), keys, own.last())?;
                 let trust = trusts[described.group];
                 descs.push(ParamDesc { trust, ..desc });
                 names[rule].push(parameter.name.clone());
@@ -111,32 +114,33 @@ impl Session {
             own.push(parameter);
         }
         let step = StepOptions { groups: own_rules(names, &distinct), ..step };
-        let backend: SharedBackend = threads::backend(NonZeroUsize::MIN)?;
-        let (device, state) = (Box::new(backend), Borrowed::ParamsAndState);
-        let steps = fusestep::Session::borrowing(&step, &descs, device, state).map_err(started)?;
+        let _before = ContextBefore::remember();
+        let device = Device::of(library)?;
+        let (backend, state) = (Box::new(device.backend()?), Borrowed::ParamsAndState);
+        let steps = fusestep::Session::borrowing(&step, &descs, backend, state).map_err(started)?;
         let counted: PyResult<bool> =
             options.get_item("counts")?.map_or(Ok(false), |counts| counts.extract());
         let members: Vec<Member> = own.iter().filter_map(Parameter::borrowed).collect();
         Ok(Self {
-            steps: Mutex::new(steps),
+            steps: Mutex::new(InContext::new(steps)),
             places: Places::new(&members),
             private: Private::new(members.len()),
             members,
-            rules,
-            rule_numbers,
-            trusts,
+            rules: GroupRules { rules, numbers: rule_numbers, trusts },
             ahead: Ahead::new(own.len()),
             collector: Collector {
                 handles: handles(library, &mut own)?,
                 library: library.clone().unbind(),
+                memory: device.name_of(library)?,
                 counted: counted?,
             },
+            device,
             parameters: own,
             sizes,
             known: Mapping::default(),
             checked: Checked::default(),
             report: None,
-            copied_gradients: 0,
+            pending: None,
             broken: false,
             has_updated: false,
         })
@@ -168,6 +172,8 @@ impl Session {
 
     /// Gives back all tensors and forgets what is known of them.
     fn release(&mut self, py: Python<'_>) {
+        // A failure has left the session broken, which the next step says.
+        let _ = self.conclude(py);
         self.parameters.iter_mut().for_each(|own| own.release(py));
         self.known = Mapping::default();
         self.private.forget();
@@ -199,6 +205,7 @@ impl Session {
         written: Option<Py<PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.has_updated = false;
+        self.conclude(py)?;
         if self.broken || !self.is_of(&parameters) {
             return Ok(None);
         }
@@ -217,25 +224,24 @@ impl Session {
             return Ok(None);
         };
         self.known.has_grown |= found.made_state;
-        self.copied_gradients = found.copied;
         if found.updated.is_empty() {
-            self.report = Some(StepReport {
-                without_gradient: self.members.len() as u64,
-                ..StepReport::default()
-            });
+            self.report = Some(self.of_no_gradients());
             return Ok(Some(PyList::empty(py).into_any()));
         }
         let state = state_of(&mut self.steps);
         if found.steps.iter().copied().ne(state.steps()) {
             state.set_steps(found.steps.iter().copied());
         }
-        let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
-        let backend = threads::backend(threads)?;
-        let (report, told) = self.run(py, &backend, (written.as_ref(), &found.updated))?;
-        self.report = Some(report);
-        if report.skipped {
+        unlocked(&mut self.steps).count_copied(found.copied);
+        let share = owner.getattr_opt(intern!(py, "share"))?.filter(|share| !share.is_none());
+        let share = share.map(Bound::unbind);
+        let around = Around { share: share.as_ref(), written: written.as_ref() };
+        let (report, told) = self.run(py, threads, around, &found)?;
+        self.report = unlocked(&mut self.steps).report().copied();
+        if report.is_some_and(|report| report.skipped) {
             return Ok(Some(PyList::empty(py).into_any()));
         }
+        self.pending = report.is_none().then(|| Pending::of(&found, &self.parameters));
         self.has_updated = true;
         for (place, dtype, count) in found.counts {
             // SAFETY: the place of a tensor of one element of this dtype, found in this call and
@@ -253,6 +259,31 @@ impl Session {
         } else {
             PyList::new(py, updated)?.into_any()
         }))
+    }
+
+    /// Looks at the tensors of a step without taking it. Raises what the step would raise before it
+    /// updates anything; `false` if tensors or settings are no longer as planned. `owner` makes
+    /// missing state.
+    fn looks<'py>(
+        &mut self,
+        py: Python<'py>,
+        parameters: Vec<Bound<'py, PyList>>,
+        rules: Vec<Bound<'py, PyDict>>,
+        owner: &Bound<'py, PyAny>,
+        gradients: Option<&Bound<'py, PyList>>,
+    ) -> PyResult<bool> {
+        self.conclude(py)?;
+        if self.broken || !self.is_of(&parameters) || !self.takes(&rules)? {
+            return Ok(false);
+        }
+        self.private.forget();
+        self.known.look_through(owner, &mut self.parameters)?;
+        let Some(found) = self.collect(py, owner, gradients)? else {
+            return Ok(false);
+        };
+        self.known.has_grown |= found.made_state;
+        let checked = self.checked.check(&self.places, &self.members);
+        checked.map(|()| true).map_err(|overlap| overlapping(&self.parameters, overlap))
     }
 
     /// Whether the last step has updated parameters, even if it raised an error.
@@ -276,7 +307,8 @@ impl Session {
 
     /// Writes the steps that were counted here to the tensors that count them, since private state
     /// stopped being private. The next step reads these tensors, as others may have counted on.
-    fn write_steps(&mut self, py: Python<'_>) {
+    fn write_steps(&mut self, py: Python<'_>) -> PyResult<()> {
+        self.conclude(py)?;
         let steps: Vec<u64> = state_of(&mut self.steps).steps().collect();
         for parameter in &self.parameters {
             let known = parameter.member.filter(|&member| self.private.has(member));
@@ -285,6 +317,12 @@ impl Session {
             }
         }
         self.private.forget();
+        Ok(())
+    }
+
+    /// Whether a step is enqueued on a device, whose outcome nobody has asked for.
+    fn is_enqueued(&self) -> bool {
+        self.pending.is_some()
     }
 
     /// The plan of a step, as text.
@@ -293,39 +331,60 @@ impl Session {
     }
 
     /// The report of the last step, by name; `None` before the first step.
-    fn report<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let Some(report) = &self.report else {
-            return Ok(None);
-        };
-        let named = PyDict::new(py);
-        named.set_item(intern!(py, "launches"), report.launches)?;
-        named.set_item(intern!(py, "elements"), report.elements)?;
-        named.set_item(intern!(py, "without_gradient"), report.without_gradient)?;
-        named.set_item(intern!(py, "copied_gradients"), self.copied_gradients)?;
-        named.set_item(intern!(py, "grad_norm"), report.grad_norm)?;
-        named.set_item(intern!(py, "update_norm"), report.update_norm)?;
-        named.set_item(intern!(py, "non_finite"), report.non_finite)?;
-        named.set_item(intern!(py, "skipped"), report.skipped)?;
-        Ok(Some(named))
+    fn report<'py>(&mut self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        self.conclude(py)?;
+        self.report.as_ref().map(|report| named(py, report)).transpose()
+    }
+
+    /// Measures the seconds of every step's parts from here on.
+    fn time_steps(&mut self) {
+        unlocked(&mut self.steps).time_steps();
     }
 
     /// The distance that each parameter moved in the last step, by name; `None` if the options do
     /// not ask for it.
     fn update_norms(&mut self) -> PyResult<Option<Vec<(String, f64)>>> {
-        let backend = threads::backend(NonZeroUsize::MIN)?;
+        let backend = self.device.backend()?;
         let norms = state_of(&mut self.steps).update_norms(backend.as_ref()).map_err(refused)?;
         let members = self.parameters.iter().filter(|p| p.member.is_some());
         Ok(norms.map(|norms| members.map(|p| p.name.clone()).zip(norms).collect()))
     }
 
     /// The loss scale, and its numbers of good and bad steps; `None` without a loss scale.
-    fn loss_scale(&mut self) -> Option<(f64, u32, u32)> {
-        let scale = state_of(&mut self.steps).loss_scale()?;
-        Some((scale.scale(), scale.good_steps(), scale.bad_steps()))
+    fn loss_scale(&mut self, py: Python<'_>) -> PyResult<Option<(f64, u32, u32)>> {
+        self.conclude(py)?;
+        let scale = state_of(&mut self.steps).loss_scale();
+        Ok(scale.map(|scale| (scale.scale(), scale.good_steps(), scale.bad_steps())))
     }
 }
 
 impl Session {
+    /// Waits for the outcome of the step that is enqueued, if one is.
+    fn conclude(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some(pending) = self.pending.take() else {
+            return Ok(());
+        };
+        let _before = ContextBefore::remember();
+        let steps = unlocked(&mut self.steps);
+        let concluded = py.detach(|| steps.conclude()).map_err(|error| {
+            self.broken = true;
+            failed(error)
+        })?;
+        self.report = steps.report().copied();
+        if concluded.is_some_and(|report| report.skipped) {
+            pending.take_back(py, &self.collector, &self.parameters);
+        }
+        Ok(())
+    }
+
+    /// The report of a step without gradients.
+    fn of_no_gradients(&mut self) -> Report {
+        let state = state_of(&mut self.steps);
+        let (step, lr) = (state.step(), state.lr());
+        let without_gradient = self.members.len() as u64;
+        Report { step, lr, without_gradient, ..Report::default() }
+    }
+
     /// Finds the tensors of all parameters; `None` if one is no longer as planned.
     fn collect<'py>(
         &mut self,
@@ -354,6 +413,54 @@ impl Session {
         Ok(Some(collected.found))
     }
 
+    /// Runs the step on the collected tensors, without the interpreter's lock. Then reports the
+    /// written parameters, unless the step was skipped. The inner result is the error that this
+    /// report raised.
+    fn run(
+        &mut self,
+        py: Python<'_>,
+        threads: usize,
+        around: Around<'_>,
+        found: &Found<'_>,
+    ) -> PyResult<(Option<StepReport>, PyResult<()>)> {
+        let without = self.places.has_gradient().iter().enumerate();
+        for (member, _) in without.filter(|(_, has)| !**has) {
+            state_of(&mut self.steps).set_without_gradient_at(member);
+        }
+        let place = self.device.place(threads, self.collector.library.bind(py))?;
+        // SAFETY: `Collector::collect` has found these places in this call, in tensors to which
+        // the caller, `Session::step`, keeps references until it returns, or in an earlier one, in
+        // state to which the optimizer keeps references and nobody else has any. Other threads
+        // that write to them meanwhile race, as they would with PyTorch's own kernels, which say
+        // so.
+        let loan = unsafe { Loan::new(&self.places, &self.members, &place, &mut self.checked) };
+        let mut loan = loan.map_err(|overlap| overlapping(&self.parameters, overlap))?;
+        loan.shares = around.share.map(|call| Shares { call, raised: None });
+        let steps = unlocked(&mut self.steps);
+        let written = around.written.map(|call| Written {
+            call,
+            direct: self.collector.handles.as_ref().and_then(Handles::direct),
+            parameters: &self.parameters,
+            updated: &found.updated,
+        });
+        // State that a step has made is taken back where it is skipped, which its caller must know.
+        let waits = !place.is_device() || found.made_state;
+        let run = || {
+            if waits {
+                steps.step_borrowed(&mut loan).map(Some)
+            } else {
+                steps.enqueue_borrowed(&mut loan)
+            }
+        };
+        let report = py.detach(|| place.ordered(run)).map_err(|error| {
+            self.broken = true;
+            let raised = loan.shares.take().and_then(|shares| shares.raised);
+            raised.unwrap_or_else(|| failed(error))
+        })?;
+        let written = written.filter(|_| report.is_none_or(|report| !report.skipped));
+        Ok((report, written.map_or(Ok(()), |written| written.tell(py))))
+    }
+
     /// Whether these are the planned parameters.
     fn is_of(&self, parameters: &[Bound<'_, PyList>]) -> bool {
         let mut own = self.parameters.iter();
@@ -370,81 +477,9 @@ impl Session {
 
     /// Takes the settings of the next step; `false` if they need another plan.
     fn takes(&mut self, rules: &[Bound<'_, PyDict>]) -> PyResult<bool> {
-        Ok(self.trusts == trusts(rules)? && self.take_rules(parse(rules)?))
-    }
-
-    fn take_rules(&mut self, rules: Vec<Optimizer>) -> bool {
-        if rules == self.rules {
-            return true;
-        }
-        if rules.len() != self.rules.len() {
-            return false;
-        }
-        // Groups that share a number must keep the same settings.
-        let numbered = || rules.iter().zip(self.rule_numbers.iter().copied());
-        for (rule, number) in numbered().filter(|(_, number)| number.is_some()) {
-            let first = self.rule_numbers.iter().position(|&other| other == number);
-            if first.is_some_and(|first| rules[first] != *rule) {
-                return false;
-            }
-        }
-        let state = state_of(&mut self.steps);
-        for (rule, number) in numbered() {
-            let Some(number) = number else { continue };
-            if state.rules()[number] != *rule && state.set_optimizer_of(number, *rule).is_err() {
-                // Rules before this one may have been taken already.
-                self.broken = true;
-                return false;
-            }
-        }
-        self.rules = rules;
-        true
-    }
-
-    /// Runs the step on the collected tensors, without the interpreter's lock. Then reports the
-    /// written parameters, unless the step was skipped. The inner result is the error that this
-    /// report raised.
-    fn run(
-        &mut self,
-        py: Python<'_>,
-        backend: &Arc<CpuBackend>,
-        (written, updated): (Option<&Py<PyAny>>, &[usize]),
-    ) -> PyResult<(StepReport, PyResult<()>)> {
-        let without = self.places.has_gradient().iter().enumerate();
-        for (member, _) in without.filter(|(_, has)| !**has) {
-            state_of(&mut self.steps).set_without_gradient_at(member);
-        }
-        // SAFETY: `Collector::collect` has found these places in this call, in tensors to which
-        // the caller, `Session::step`, keeps references until it returns, or in an earlier one, in
-        // state to which the optimizer keeps references and nobody else has any. Other threads
-        // that write to them meanwhile race, as they would with PyTorch's own kernels, which say
-        // so.
-        let loan = unsafe { Loan::new(&self.places, &self.members, backend, &mut self.checked) };
-        let mut loan = loan.map_err(|overlap| {
-            let name_of = |member| {
-                let mut all = self.parameters.iter();
-                let own = all.find(|parameter| parameter.member == Some(member));
-                own.map_or("", |own| own.name.as_str())
-            };
-            let (one, other) = (name_of(overlap.0), name_of(overlap.1));
-            PyRuntimeError::new_err(format!(
-                "`{one}` and `{other}`: expected parameters, gradients and state that do not \
-                 overlap in memory, found some that do; nothing was updated. Use `.clone()`"
-            ))
-        })?;
-        let steps = unlocked(&mut self.steps);
-        let written = written.map(|call| Written {
-            call,
-            direct: self.collector.handles.as_ref().and_then(Handles::direct),
-            parameters: &self.parameters,
-            updated,
-        });
-        let report = py.detach(|| steps.step_borrowed(&mut loan)).map_err(|error| {
-            self.broken = true;
-            failed(error)
-        })?;
-        let written = written.filter(|_| !report.skipped);
-        Ok((report, written.map_or(Ok(()), |written| written.tell(py))))
+        let taken = self.rules.take(rules, state_of(&mut self.steps))?;
+        self.broken |= taken == Taken::InPart;
+        Ok(taken == Taken::All)
     }
 }
 
@@ -454,45 +489,6 @@ fn unlocked<T>(lock: &mut Mutex<T>) -> &mut T {
 }
 
 /// The counts of steps.
-fn state_of<'a>(steps: &'a mut Mutex<fusestep::Session<'static>>) -> &'a mut State {
+fn state_of(steps: &mut Mutex<Steps>) -> &mut State {
     unlocked(steps).state_mut()
-}
-
-/// The access to the library's tensors, prepared for these parameters.
-fn handles(library: &Bound<'_, PyAny>, parameters: &mut [Parameter]) -> PyResult<Option<Handles>> {
-    let file: Option<String> = library.getattr("file")?.extract()?;
-    let Some(file) = file else {
-        return Ok(None);
-    };
-    openmp::look_in(&file);
-    let mut handles = Handles::of(library, &file)?;
-    if let Some(handles) = &mut handles {
-        look_at(library.py(), handles, parameters)?;
-    }
-    Ok(handles)
-}
-
-/// Prepares the access to the tensors of these parameters.
-fn look_at(py: Python<'_>, handles: &mut Handles, parameters: &mut [Parameter]) -> PyResult<()> {
-    for own in parameters {
-        let tensor = own.tensor.bind(py);
-        handles.expect(tensor);
-        if let Some(direct) = handles.direct() {
-            own.known = direct.countable(tensor)?;
-        }
-    }
-    Ok(())
-}
-
-/// The dtype of a name of PyTorch's or NumPy's.
-pub(crate) fn dtype_of(name: &str) -> PyResult<DType> {
-    match name.rsplit('.').next().unwrap_or(name) {
-        "float32" => Ok(DType::F32),
-        "float64" => Ok(DType::F64),
-        "float16" => Ok(DType::F16),
-        "bfloat16" => Ok(DType::BF16),
-        other => Err(pyo3::exceptions::PyTypeError::new_err(format!(
-            "expected float32, float64, float16 or bfloat16, found {other}"
-        ))),
-    }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use fusestep::planner::{Accumulated, Optimizer};
 use fusestep::{
-    Alone, DType, Master, OptionError, Precision, PrecisionOf, Row, Section, StepOptions, Visit,
+    Alone, DType, OptionError, Precision, PrecisionOf, Row, Section, StateDType, StepOptions, Visit,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -60,18 +60,16 @@ pub(crate) fn with_texts(mut step: StepOptions, texts: &Texts) -> PyResult<StepO
 pub(crate) fn of_rule(rule: Optimizer, texts: &Texts) -> PyResult<StepOptions> {
     let mut step = with_texts(StepOptions::of(rule), texts)?;
     let asked = std::mem::take(&mut step.precision);
-    let half = Precision { master: asked.master, ..Precision::default() };
+    // State in int8 is asked for of all parameters, and refused where a dtype has none.
+    if asked.state == StateDType::Int8 {
+        step.precision.state = asked.state;
+    }
+    let half = Precision { master: asked.master, ..step.precision };
     step.precision_of = vec![
         PrecisionOf { dtype: DType::F16, precision: half },
         PrecisionOf { dtype: DType::BF16, precision: asked },
     ];
     Ok(step)
-}
-
-/// The precision in which parameters of a dtype are kept.
-pub(crate) fn precision(step: &StepOptions, dtype: DType) -> Precision {
-    let own = step.precision_of.iter().find(|of| of.dtype == dtype);
-    own.map_or(step.precision, |of| of.precision)
 }
 
 /// The settings of a step on tensors that PyTorch keeps. Sums over micro-steps are Python's there
@@ -81,10 +79,6 @@ pub(crate) fn precision(step: &StepOptions, dtype: DType) -> Precision {
 /// `ValueError` names the first setting that takes ranks.
 pub(crate) fn of_one_process(step: StepOptions) -> PyResult<StepOptions> {
     let kept = "expected `DataParallel`, found one process, whose tensors PyTorch keeps";
-    if precision(&step, DType::BF16).master == Master::Remainder {
-        let why = "a residual is an integer, which no state of PyTorch's is; use True";
-        return Err(refused(format!("master_weights of remainder: {kept}; {why}")));
-    }
     let borrowed = StepOptions { accumulate: 1, accumulated: Accumulated::default(), ..step };
     match borrowed.check_borrowed() {
         Err(OptionError::NeedsRanks { name, found }) => {

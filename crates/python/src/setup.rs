@@ -11,9 +11,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::described::{Described, dtype_of};
 use crate::errors::refused;
 use crate::rules::{Settings, number, own_rules, parse, trusts};
-use crate::session::{Described, dtype_of};
 
 /// Settings of a rank.
 pub(crate) struct Setup {

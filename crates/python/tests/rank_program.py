@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import rank_lanes
 import rank_others
 import rank_settings
 import torch
@@ -334,7 +335,8 @@ def main(kind, out, options, started=None):
     if own is not None:
         own()
     else:
-        others = rank_settings if kind == "settings" else rank_others
+        of_kind = {"settings": rank_settings, "lanes": rank_lanes, "lanes_refused": rank_lanes}
+        others = of_kind.get(kind, rank_others)
         getattr(others, kind)(OUT, OPTIONS, RANK, WORLD)
 
 

@@ -322,7 +322,7 @@ def test_a_gradient_that_no_kernel_takes_changes_nothing(name, kind):
 
 def test_a_parameter_of_another_device_is_refused_at_once():
     params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, device="meta"))]
-    with pytest.raises(RuntimeError, match="expected a tensor on the cpu, found one on meta"):
+    with pytest.raises(RuntimeError, match="expected a tensor on the cpu or a CUDA device, found one on meta"):
         fusestep.torch.AdamW(params)
     optimizer = fusestep.torch.AdamW(params[:1])
     with pytest.raises(RuntimeError, match="found one on meta"):
@@ -349,12 +349,12 @@ def test_a_refused_first_step_is_still_the_first():
 def test_complex_half_integer_and_strided_parameters():
     with pytest.raises(TypeError, match="complex64"):
         make("AdamW", [torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
-    strided = torch.nn.Parameter(torch.zeros(4, 6).t())
-    strided.grad = torch.ones(6, 4)
+    strided = torch.nn.Parameter(torch.zeros(4, 12)[:, ::2])
+    strided.grad = torch.ones(4, 6)
     optimizer = make("AdamW", [strided])
-    with pytest.raises(ValueError, match="contiguous"):
+    with pytest.raises(ValueError, match="gaps"):
         optimizer.step()
-    assert torch.equal(strided, torch.zeros(6, 4)) and not optimizer.state
+    assert torch.equal(strided, torch.zeros(4, 6)) and not optimizer.state
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -52,6 +52,7 @@ LAYOUTS = {
     "argument_bytes": {"own": {"argument_bytes": 150}},
     "tables": {"own": {"tables": "resident"}},
     "naive": {"own": {"naive": True}},
+    "reduce_dtype": {"dtype": "bfloat16", "ranks": {"reduce_dtype": torch.float32}},
 }
 
 # Settings whose results are those of the same sums and averages on whole numbers.
@@ -71,6 +72,7 @@ EXACT = {
         "tells": True,
     },
     "distributed": {"ranks": {"distributed": ["head.weight"]}},
+    "lanes": {"ranks": {"lanes": 4}},
     "initial": {"ranks": {"initial": "own_and_equal"}},
 }
 
@@ -78,6 +80,7 @@ EXACT = {
 ROUNDED = {
     "master_weights": {**BF16, "own": {"master_weights": True}},
     "state_dtype": {**BF16, "own": {"state_dtype": torch.bfloat16}},
+    "keep_f32": {**BF16, "own": {"state_dtype": "int8", "keep_f32": ["head"]}},
     "rounding": {**BF16, "own": {"rounding": "stochastic"}},
     "rounding_seed": {**BF16, "own": {"rounding": "stochastic", "rounding_seed": 7}},
     "clip_norm": {**ADAM, "own": {"clip_norm": 0.5}},
@@ -91,6 +94,7 @@ MORE = {
     "usual": {},
     "usual of two": {"own": TWO},
     "usual of zero": {"ranks": {"zero": 1}},
+    "usual of bf16": {"dtype": "bfloat16"},
     "usual of owners": {"ranks": {"zero": 1, "owners": "tensors"}},
     "brought": {"start": 3},
     "other starts": {"start": 3, "ranks": {"initial": "own_and_equal"}},
@@ -147,6 +151,7 @@ def simulated(name, case, world):
     due, since = averages(name), 0
     own, of_rule = case.get("own", {}), case.get("of_rule", {})
     every, sums = own.get("accumulate", 1), own.get("accumulated") == "sum"
+    every *= case.get("ranks", {}).get("lanes", world) // world
     momentum = of_rule.get("momentum", 0.0)
     slices = case.get("ranks", {}).get("distributed", [])
     params = [{key: first(shape) for key, shape in SHAPES.items()} for _ in range(world)]
@@ -228,6 +233,7 @@ def test_a_layout_changes_the_plan_and_no_bit(name, ranks):
     case = LAYOUTS[name]
     usual = {"reduced": "usual of two", "shard_group": "usual of zero", "owners": "usual of zero"}
     usual.update(broadcast_cap_mib="usual of owners", separate="comm_streams")
+    usual.update(reduce_dtype="usual of bf16")
     for rank, found in enumerate(ranks):
         assert "error" not in found[name], found[name]
         assert_simulated(name, case, found[name], rank, 2)
@@ -259,7 +265,10 @@ def test_what_rounds_is_alike_on_ranks_and_in_one_process(name, ranks):
         for one, other in zip(found[name]["values"], alone["values"]):
             assert is_same(one, other)
         assert found[name]["norms"] == alone["norms"]
-    if name == "update_norms":
+    if name == "keep_f32":
+        # No parameter here is large enough for int8; `test_int8.py` has some that are.
+        assert is_same(alone["values"][-1], usual["values"][-1])
+    elif name == "update_norms":
         assert alone["norms"][-1].keys() == SHAPES.keys() and usual["norms"][-1] is None
     else:
         assert not is_same(alone["values"][-1], usual["values"][-1])
@@ -425,7 +434,6 @@ def test_what_one_process_has_not_is_refused_by_name(name):
     ("own", "rule", "text"),
     [
         ({"tables": "resident"}, "AdamW", "tables of resident: expected `DataParallel`"),
-        ({"master_weights": "remainder"}, "AdamW", "master_weights of remainder: expected `DataPa"),
         ({"schedule": HALVES}, "SGD", "schedule: expected a rule with a count of steps"),
         ({"rounding": "stochastic"}, "Lion", "rounding: expected a rule with a count of steps"),
     ],

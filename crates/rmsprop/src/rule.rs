@@ -1,11 +1,12 @@
 //! The rule of RMSprop: hyper-parameters, step scalars, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{
-    Compute, ElementRule, Entries, Update, element_kernel, padded_bytes, read_values, run_format,
+    Compute, ElementRule, Entries, Update, UpdateVisitor, element_kernel, padded_bytes, read_values,
 };
 use fusestep_launch::{
-    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Objective, Precision, RuleError,
-    Settings, UpdateRule, entry, settings, step_scalars_entry, switch,
+    Domain, Format, GroupValues, MultiTensorKernel, Objective, Precision, RuleError, Settings,
+    UpdateRule, entry, settings, step_scalars_entry, switch,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -149,24 +150,24 @@ impl ElementRule<4, 2> for RmsProp {
         vec![self.weight_decay]
     }
 
-    fn run<T: Compute>(&self, scalars: [T; 4], format: Format, run: HostRun<'_, '_>) {
+    fn with_update<T: Compute, V: UpdateVisitor<T>>(
+        &self,
+        scalars: [T; 4],
+        visitor: V,
+    ) -> V::Output {
         let objective = self.objective;
         match (self.centering, self.has_velocity()) {
             (Centering::MeanSquare, false) => {
-                let update = RmsPropUpdate::<T, false> { scalars, objective };
-                run_format::<T, _, 1>(&update, format, run);
+                visitor.visit::<_, 1>(RmsPropUpdate::<T, false> { scalars, objective })
             }
             (Centering::MeanSquare, true) => {
-                let update = RmsPropUpdate::<T, false> { scalars, objective };
-                run_format::<T, _, 2>(&update, format, run);
+                visitor.visit::<_, 2>(RmsPropUpdate::<T, false> { scalars, objective })
             }
             (Centering::Centered, false) => {
-                let update = RmsPropUpdate::<T, true> { scalars, objective };
-                run_format::<T, _, 2>(&update, format, run);
+                visitor.visit::<_, 2>(RmsPropUpdate::<T, true> { scalars, objective })
             }
             (Centering::Centered, true) => {
-                let update = RmsPropUpdate::<T, true> { scalars, objective };
-                run_format::<T, _, 3>(&update, format, run);
+                visitor.visit::<_, 3>(RmsPropUpdate::<T, true> { scalars, objective })
             }
         }
     }
@@ -183,6 +184,8 @@ struct RmsPropUpdate<T, const CENTERED: bool> {
 impl<T: Compute, const N: usize, const CENTERED: bool> Update<T, N> for RmsPropUpdate<T, CENTERED> {
     type StepScalars = [T; 2];
     const STEP_SCALAR_BYTES: usize = padded_bytes::<T>(2);
+    // A variance is the small difference of two numbers, of which 8 bits leave nothing.
+    const CODINGS: Option<[Coding; N]> = if CENTERED { None } else { Some(codings()) };
 
     #[inline(always)]
     fn step_scalars(&self, bytes: &[u8]) -> [T; 2] {
@@ -217,4 +220,11 @@ impl<T: Compute, const N: usize, const CENTERED: bool> Update<T, N> for RmsPropU
         }
         (p - lr * step, new)
     }
+}
+
+/// The mean square by its root, and the velocity by its sign.
+const fn codings<const N: usize>() -> [Coding; N] {
+    let mut codings = [Coding::Signed; N];
+    codings[0] = Coding::Root;
+    codings
 }

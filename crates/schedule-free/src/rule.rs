@@ -1,12 +1,12 @@
 //! The rule: hyper-parameters, what a step takes of them, and the update of one element.
 
 use fusestep_elementwise::{
-    Compute, ElementRule, Entries, Update, element_kernel, integer_power, padded_bytes,
-    read_values, run_format,
+    Compute, ElementRule, Entries, Update, UpdateVisitor, element_kernel, integer_power,
+    padded_bytes, read_values,
 };
 use fusestep_launch::{
-    Domain, Format, GroupValues, HostRun, MultiTensorKernel, Precision, RuleError, Settings,
-    UpdateRule, entry, settings, step_scalars_entry,
+    Domain, Format, GroupValues, MultiTensorKernel, Precision, RuleError, Settings, UpdateRule,
+    entry, settings, step_scalars_entry,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -138,8 +138,12 @@ impl ElementRule<2, 6> for ScheduleFree {
         vec![self.beta1, self.beta2, self.eps, self.weight_decay, warmup_steps]
     }
 
-    fn run<T: Compute>(&self, scalars: [T; 2], format: Format, run: HostRun<'_, '_>) {
-        run_format::<T, _, 2>(&ScheduleFreeUpdate { scalars }, format, run);
+    fn with_update<T: Compute, V: UpdateVisitor<T>>(
+        &self,
+        scalars: [T; 2],
+        visitor: V,
+    ) -> V::Output {
+        visitor.visit::<_, 2>(ScheduleFreeUpdate { scalars })
     }
 }
 

@@ -3,6 +3,12 @@
 use std::fmt;
 use std::str::FromStr;
 
+#[cfg(target_arch = "x86_64")]
+use crate::avx2_codec::Avx2Codec;
+use crate::codec::{CodedWork, PortableCodec};
+#[cfg(target_arch = "x86_64")]
+use crate::features::{Avx2, Avx512};
+
 /// An instruction set that kernel loops are compiled for; holding one proves that this processor
 /// has it.
 #[derive(Clone, Copy, Debug)]
@@ -12,9 +18,9 @@ pub struct Level(Kind);
 enum Kind {
     Portable,
     #[cfg(target_arch = "x86_64")]
-    Avx2(x86_64::Avx2),
+    Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(x86_64::Avx512),
+    Avx512(Avx512),
     /// NEON, a part of every aarch64 processor.
     #[cfg(target_arch = "aarch64")]
     Neon,
@@ -34,8 +40,8 @@ impl Level {
         let mut levels = vec![Self::PORTABLE];
         #[cfg(target_arch = "x86_64")]
         {
-            levels.extend(x86_64::Avx2::detect().map(|avx2| Level(Kind::Avx2(avx2))));
-            levels.extend(x86_64::Avx512::detect().map(|avx512| Level(Kind::Avx512(avx512))));
+            levels.extend(Avx2::detect().map(|avx2| Level(Kind::Avx2(avx2))));
+            levels.extend(Avx512::detect().map(|avx512| Level(Kind::Avx512(avx512))));
         }
         #[cfg(target_arch = "aarch64")]
         levels.push(Level(Kind::Neon));
@@ -97,6 +103,26 @@ impl Level {
         }
     }
 
+    /// Runs work on coded groups, compiled for this level and with the level's own codec.
+    #[inline(always)]
+    pub fn run_coded<W: CodedWork>(self, work: W) -> W::Output {
+        match self.0 {
+            Kind::Portable => work.run(PortableCodec),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2(avx2) => avx2.run(
+                #[inline(always)]
+                || work.run(Avx2Codec::new(avx2)),
+            ),
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512(avx512) => avx512.run(
+                #[inline(always)]
+                || work.run(PortableCodec),
+            ),
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon => work.run(PortableCodec),
+        }
+    }
+
     /// [`Self::run`] for a body that is compiled for [`Self::PORTABLE`] only if the constant
     /// `portable` is true. A portable body that nobody runs would be half of a kernel's code.
     ///
@@ -115,49 +141,6 @@ impl Level {
             Kind::Neon => body(),
         }
     }
-}
-
-/// Levels whose values prove that the processor has their instructions.
-#[cfg(target_arch = "x86_64")]
-mod x86_64 {
-    macro_rules! level {
-        ($(#[$doc:meta])* $name:ident, $($feature:tt),+) => {
-            $(#[$doc])*
-            #[derive(Clone, Copy, Debug)]
-            pub(super) struct $name(());
-
-            impl $name {
-                /// The level, if this processor has all of its instructions.
-                pub(super) fn detect() -> Option<Self> {
-                    let found = $(is_x86_feature_detected!($feature))&&+;
-                    found.then_some(Self(()))
-                }
-
-                /// Calls `body` compiled for the level.
-                #[inline(always)]
-                pub(super) fn run<R>(self, body: impl FnOnce() -> R) -> R {
-                    #[inline]
-                    $(#[target_feature(enable = $feature)])+
-                    fn compiled<R>(body: impl FnOnce() -> R) -> R {
-                        body()
-                    }
-                    // SAFETY: only `detect` makes a value of this type, where it has found every
-                    // feature that the function is compiled for.
-                    unsafe { compiled(body) }
-                }
-            }
-        };
-    }
-
-    level!(
-        /// The level that compilers call x86-64-v3, as far as loops gain by it.
-        Avx2, "avx", "avx2", "bmi1", "bmi2", "fma", "lzcnt"
-    );
-    level!(
-        /// The level that compilers call x86-64-v4.
-        Avx512, "avx", "avx2", "bmi1", "bmi2", "fma", "lzcnt", "avx512f", "avx512bw", "avx512cd",
-        "avx512dq", "avx512vl"
-    );
 }
 
 impl Default for Level {

@@ -1,7 +1,12 @@
 #![doc = include_str!("../README.md")]
 #![deny(unsafe_op_in_unsafe_fn)]
 
+#[cfg(target_arch = "x86_64")]
+mod avx2_codec;
+mod codec;
 mod copy;
+#[cfg(target_arch = "x86_64")]
+mod features;
 #[cfg(any(test, feature = "rayon"))]
 mod handed;
 mod level;
@@ -17,11 +22,16 @@ mod rayon_team;
 mod stream;
 mod sync;
 
+pub use codec::{
+    CODED_GROUP, Codec, CodedWork, PortableCodec, decode_positive, decode_signed, encode_positive,
+    encode_signed, factor_of,
+};
 pub use copy::{StreamingCopies, copy_bytes, streaming};
 pub use level::{Level, LevelError};
 pub use narrow::{
-    join_bf16, narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair, narrow_bf16_pair_at_random,
-    narrow_f16, split_bf16, widen_bf16, widen_bf16_pair, widen_f16,
+    join_bf16, join_bf16_24, narrow_bf16, narrow_bf16_at_random, narrow_bf16_pair,
+    narrow_bf16_pair_at_random, narrow_f16, split_bf16, split_bf16_24, widen_bf16, widen_bf16_pair,
+    widen_f16,
 };
 pub use notifier::Notifier;
 pub use patience::{Patience, Polling};

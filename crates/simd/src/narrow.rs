@@ -141,6 +141,27 @@ pub fn join_bf16(param: u16, remainder: u16) -> f32 {
     f32::from_bits((u32::from(param) << 16).wrapping_add(remainder))
 }
 
+/// An f32 to 24 bits, as the nearest bf16 and a signed byte of bits below it, ties away from zero.
+///
+/// ```text
+/// bits24 = (bits + 2⁷) >> 8
+/// param = (bits24 + 2⁷) >> 8        remainder = bits24 − (param << 8), in −2⁷ … 2⁷ − 1
+/// ```
+/// Every NaN becomes one and the same first, as in [`split_bf16`].
+#[inline(always)]
+pub fn split_bf16_24(value: f32) -> (u16, i8) {
+    let bits = if value.is_nan() { INFINITY | QUIET } else { value.to_bits() };
+    let rounded = bits.wrapping_add(0x80);
+    ((rounded.wrapping_add(0x8000) >> 16) as u16, (rounded >> 8) as i8)
+}
+
+/// The f32 of 24 bits that [`split_bf16_24`] split into these two.
+#[inline(always)]
+pub fn join_bf16_24(param: u16, remainder: i8) -> f32 {
+    let remainder = (i32::from(remainder) << 8) as u32;
+    f32::from_bits((u32::from(param) << 16).wrapping_add(remainder))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,6 +181,24 @@ mod tests {
             let value = f32::from_bits(bits);
             assert_eq!(narrow_f16(value), f16::from_f32_const(value).to_bits(), "{bits:08x}");
             assert_eq!(narrow_bf16(value), bf16::from_f32_const(value).to_bits(), "{bits:08x}");
+        }
+    }
+
+    /// Patterns that are no NaN come back as their upper 24 bits, rounded; those come back whole.
+    fn check_splitting_24(patterns: impl Iterator<Item = u32>) {
+        for bits in patterns {
+            let value = f32::from_bits(bits);
+            let (param, remainder) = split_bf16_24(value);
+            let found = join_bf16_24(param, remainder);
+            if value.is_nan() {
+                assert_eq!((param, remainder), (0x7fc0, 0), "{bits:08x}");
+                continue;
+            }
+            assert_eq!(found.to_bits(), ((u64::from(bits) + 128) & !0xff) as u32, "{bits:08x}");
+            assert_eq!(split_bf16_24(found), (param, remainder), "{bits:08x}");
+            // No bf16 is nearer; differences of bits order as values do.
+            let distance = i64::from(u32::from(param) << 16) - i64::from(found.to_bits());
+            assert!(distance.abs() <= 0x8000, "{bits:08x}");
         }
     }
 
@@ -206,12 +245,14 @@ mod tests {
     #[test]
     fn a_remainder_loses_nothing() {
         check_splitting(patterns(251));
+        check_splitting_24(patterns(251));
     }
 
     #[test]
     #[ignore = "all 2^32 patterns take half a minute"]
     fn a_remainder_loses_nothing_of_any_pattern() {
         check_splitting(0..=u32::MAX);
+        check_splitting_24(0..=u32::MAX);
     }
 
     #[test]

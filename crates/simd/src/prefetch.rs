@@ -26,7 +26,7 @@ const OWN_ELEMENT_BYTES: usize = 4;
 /// its lists. A parameter has `element_bytes` bytes.
 ///
 /// Processors with larger first-level caches also keep more misses under way and want to know of
-/// them earlier. Measured on four (docs/PERFORMANCE.md): with 32 KiB (Cascade Lake) 512 bytes are
+/// them earlier. Measured on four (docs/measurements.md): with 32 KiB (Cascade Lake) 512 bytes are
 /// best and 2 KiB cost 2 to 4 %, on a Zen 4 a tenth; with 48 KiB, 3 KiB take 8 % off 512 on a
 /// Granite Rapids. A Zen 5 gains 3 % by 1 KiB in a framework's memory, which lies in small pages,
 /// and loses 2 % in our own; of 16-bit parameters it wants 3 KiB.
@@ -47,7 +47,7 @@ pub fn prefetch_bytes(element_bytes: usize) -> usize {
 /// `element_bytes` bytes. AMD's processors with AVX-512 do, from Zen 4 on. They lose time where
 /// reductions, updates and copies take turns and ask for the lines as well.
 ///
-/// Measured on both (docs/PERFORMANCE.md): a step of two ranks loses a tenth, one of four ranks up
+/// Measured on both (docs/measurements.md): a step of two ranks loses a tenth, one of four ranks up
 /// to two thirds, an all-reduce 4 to 20 %; of 16-bit elements both gain by asking.
 ///
 /// # Cost

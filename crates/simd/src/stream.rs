@@ -12,24 +12,50 @@ const LINE: usize = 16;
 /// Most arrays that [`stream`] writes.
 pub const MAX_WRITTEN: usize = 5;
 
-/// Streams `W` arrays that are read and written and one that is only read, as an optimizer step
-/// does with parameter and state, and the gradient: `W` = 1 for SGD, 2 for momentum, 3 for Adam.
+/// Streams arrays that are read and written and one that is only read, as an optimizer step does
+/// with parameter and state, and the gradient: one is written for SGD, 2 for momentum, 3 for Adam.
 ///
 /// ```text
 /// w ← w + r        for every written array w
 /// ```
 ///
+/// Not generic, so that the loops are compiled as this crate is and not as its caller.
+///
 /// # Shapes
 /// All slices have the same numel; the excess of longer ones is not touched.
+/// # Panics
+/// If no array is written, or more than [`MAX_WRITTEN`].
 /// # Cost
-/// 8·W + 4 bytes of memory traffic per element.
-pub fn stream<const W: usize>(
+/// 8·W + 4 bytes of memory traffic per element, for W written arrays.
+pub fn stream(
     pool: &Pool,
     level: Level,
     prefetch_distance: usize,
     read: &[f32],
-    written: [&mut [f32]; W],
+    written: &mut [&mut [f32]],
 ) {
+    match written.len() {
+        1 => stream_written::<1>(pool, level, prefetch_distance, read, written),
+        2 => stream_written::<2>(pool, level, prefetch_distance, read, written),
+        3 => stream_written::<3>(pool, level, prefetch_distance, read, written),
+        4 => stream_written::<4>(pool, level, prefetch_distance, read, written),
+        MAX_WRITTEN => {
+            stream_written::<MAX_WRITTEN>(pool, level, prefetch_distance, read, written);
+        }
+        found => panic!("expected 1 to {MAX_WRITTEN} written arrays, found {found}"),
+    }
+}
+
+fn stream_written<const W: usize>(
+    pool: &Pool,
+    level: Level,
+    prefetch_distance: usize,
+    read: &[f32],
+    written: &mut [&mut [f32]],
+) {
+    let mut lists = written.iter_mut();
+    let written: [&mut [f32]; W] =
+        std::array::from_fn(|_| lists.next().map_or(&mut [][..], |list| &mut **list));
     let shortest = written.iter().map(|list| list.len()).min();
     let numel = read.len().min(shortest.unwrap_or(0));
     pool.run(Stream {
@@ -138,8 +164,8 @@ mod tests {
         for numel in [0, 1, 15, 16, 17, 100_003] {
             let read = vec![1.0; numel];
             let mut written: [Vec<f32>; W] = std::array::from_fn(|list| vec![list as f32; numel]);
-            let slices = written.each_mut().map(|list| &mut list[..]);
-            stream(&pool, Level::detect(), 128, &read, slices);
+            let mut slices = written.each_mut().map(|list| &mut list[..]);
+            stream(&pool, Level::detect(), 128, &read, &mut slices);
             for (list, values) in written.iter().enumerate() {
                 assert!(values.iter().all(|&x| x == list as f32 + 1.0), "{numel}");
             }
@@ -151,6 +177,7 @@ mod tests {
         touches_every_element_once::<1>();
         touches_every_element_once::<2>();
         touches_every_element_once::<3>();
+        touches_every_element_once::<4>();
         touches_every_element_once::<5>();
     }
 }

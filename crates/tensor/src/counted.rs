@@ -5,7 +5,7 @@
 pub fn counted(count: u64, what: &str) -> String {
     let plural = match what {
         _ if count == 1 => "",
-        _ if what.ends_with("launch") => "es",
+        _ if what.ends_with("launch") || what.ends_with("batch") => "es",
         _ => "s",
     };
     format!("{} {what}{plural}", grouped(count))

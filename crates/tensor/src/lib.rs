@@ -18,5 +18,5 @@ pub use device::{DeviceOrder, DeviceSliceMut};
 pub use dtype::{DType, Element};
 pub use error::{MAX_MODEL_NUMEL, MAX_NUMEL, TensorError};
 pub use quoted::{MAX_QUOTED_CHARS, Quoted, escaped, escaped_json};
-pub use role::Role;
+pub use role::{Role, UNIT_ELEMENTS};
 pub use shape::Shape;

@@ -29,7 +29,36 @@ pub enum Role {
     Master,
     /// The 16 bits that a bf16 parameter lacks of its f32 master.
     Remainder,
+    /// Units of a `moment1` in codes.
+    Moment1Units,
+    /// Units of a `moment2` in codes.
+    Moment2Units,
+    /// Units of a `max_moment2` in codes.
+    MaxMoment2Units,
+    /// Units of a `velocity` in codes.
+    VelocityUnits,
+    /// Units of a `max_grad` in codes.
+    MaxGradUnits,
+    /// Units of a `sum` in codes.
+    SumUnits,
 }
+
+/// Elements of a tensor that share a unit, where state is kept in codes of 8 bits: consecutive ones
+/// from the tensor's first. The last may be fewer.
+pub const UNIT_ELEMENTS: u64 = 1 << UNIT_SHIFT;
+
+/// Binary logarithm of [`UNIT_ELEMENTS`].
+const UNIT_SHIFT: u32 = 5;
+
+/// Roles of state that may be kept in codes, each with the role of its units.
+const CODED: [(Role, Role); 6] = [
+    (Role::Moment1, Role::Moment1Units),
+    (Role::Moment2, Role::Moment2Units),
+    (Role::MaxMoment2, Role::MaxMoment2Units),
+    (Role::Velocity, Role::VelocityUnits),
+    (Role::MaxGrad, Role::MaxGradUnits),
+    (Role::Sum, Role::SumUnits),
+];
 
 impl Role {
     /// The glossary name, which is also the suffix in state files: `<name>@moment1`.
@@ -46,6 +75,47 @@ impl Role {
             Role::Base => "base",
             Role::Master => "master",
             Role::Remainder => "remainder",
+            Role::Moment1Units => "moment1_units",
+            Role::Moment2Units => "moment2_units",
+            Role::MaxMoment2Units => "max_moment2_units",
+            Role::VelocityUnits => "velocity_units",
+            Role::MaxGradUnits => "max_grad_units",
+            Role::SumUnits => "sum_units",
+        }
+    }
+
+    /// The role of this state's units, where it is kept in codes; `None` for what never is.
+    pub fn units(self) -> Option<Self> {
+        CODED.iter().find(|coded| coded.0 == self).map(|coded| coded.1)
+    }
+
+    /// The role of the state whose units these are; `None` for any other role.
+    pub fn unit_of(self) -> Option<Self> {
+        CODED.iter().find(|coded| coded.1 == self).map(|coded| coded.0)
+    }
+
+    /// Entries of a list in this role, for so many elements of a tensor: one for each element, and
+    /// of units one for each [`UNIT_ELEMENTS`], the last of which may be fewer.
+    ///
+    /// ```
+    /// # use fusestep_tensor::Role;
+    /// assert_eq!(Role::Moment1.entries(33), 33);
+    /// assert_eq!(Role::Moment1Units.entries(33), 2);
+    /// ```
+    pub const fn entries(self, elements: u64) -> u64 {
+        (elements >> self.shift()) + (elements & ((1 << self.shift()) - 1) != 0) as u64
+    }
+
+    /// Binary logarithm of the elements that share an entry.
+    pub const fn shift(self) -> u32 {
+        match self {
+            Role::Moment1Units
+            | Role::Moment2Units
+            | Role::MaxMoment2Units
+            | Role::VelocityUnits
+            | Role::MaxGradUnits
+            | Role::SumUnits => UNIT_SHIFT,
+            _ => 0,
         }
     }
 

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <map>
 
 #include "driver.hpp"
 
@@ -12,11 +13,24 @@ namespace {
 
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
+// Page-locked memory of the host: first addresses and lengths.
+std::map<const char*, std::size_t> locked;
+
+bool is_locked(const void* address, std::size_t len_bytes) {
+    const char* from = static_cast<const char*>(address);
+    auto after = locked.upper_bound(from);
+    if (after == locked.begin()) return false;
+    const auto& [begin, length] = *--after;
+    return len_bytes <= length && from <= begin + length - len_bytes;
+}
+
 CUresult copy(void* to, const void* from, size_t len_bytes, const void* device_range, const void* other_device_range, CUstream stream) {
     return with_idle_stream(stream, [&]() -> CUresult {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
-        // A graph would read the host's memory, or write it, later.
-        if (is_capturing(stream) && other_device_range == nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        // A graph reads the host's memory, or writes it, later.
+        const void* of_host = to == device_range ? from : to;
+        if (is_capturing(stream) && other_device_range == nullptr && !is_locked(of_host, len_bytes))
+            return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         if (len_bytes == 0) return CUDA_SUCCESS;
         if (to == nullptr || from == nullptr || !is_allocated(device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
         if (other_device_range != nullptr && !is_allocated(other_device_range, len_bytes)) return CUDA_ERROR_INVALID_VALUE;
@@ -81,12 +95,15 @@ CUresult cuMemAllocHost_v2(void** address, size_t len_bytes) {
     return with_idle_device([&] {
         if (address == nullptr || len_bytes == 0) return CUDA_ERROR_INVALID_VALUE;
         *address = std::malloc(len_bytes);
-        return *address == nullptr ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+        if (*address == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
+        locked[static_cast<const char*>(*address)] = len_bytes;
+        return CUDA_SUCCESS;
     });
 }
 
 CUresult cuMemFreeHost(void* address) {
     return with_idle_device([&] {
+        locked.erase(static_cast<const char*>(address));
         std::free(address);
         return CUDA_SUCCESS;
     });

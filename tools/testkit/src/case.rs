@@ -34,6 +34,16 @@ pub struct Case {
     pub steps: u64,
 }
 
+/// Kind of a tensor's values.
+struct Values {
+    /// Number of the random stream.
+    stream: u64,
+    /// Largest of ordinary values.
+    scale: f64,
+    gradients: Gradients,
+    dtype: DType,
+}
+
 impl Case {
     /// One parameter of `dtype` for each element count, named by position.
     pub fn new(numels: impl IntoIterator<Item = u64>, dtype: DType) -> Self {
@@ -66,19 +76,27 @@ impl Case {
 
     /// A parameter's first value, as bytes of its dtype.
     pub fn param_bytes(&self, index: usize) -> Vec<u8> {
-        self.values(index, 0, 0.1, Gradients::Ordinary)
+        let dtype = self.params[index].dtype;
+        self.values(index, Values { stream: 0, scale: 0.1, gradients: Gradients::Ordinary, dtype })
     }
 
     /// A parameter's gradient of one step, as bytes of its dtype.
     pub fn grad_bytes(&self, index: usize, step: u64) -> Vec<u8> {
-        self.values(index, step + 1, 0.01, self.gradients)
+        self.grad_bytes_as(index, step, self.params[index].dtype)
     }
 
-    fn values(&self, index: usize, stream: u64, scale: f64, gradients: Gradients) -> Vec<u8> {
+    /// A parameter's gradient of one step, as bytes of any dtype of numbers.
+    pub fn grad_bytes_as(&self, index: usize, step: u64, dtype: DType) -> Vec<u8> {
+        let gradients = self.gradients;
+        self.values(index, Values { stream: step + 1, scale: 0.01, gradients, dtype })
+    }
+
+    fn values(&self, index: usize, of: Values) -> Vec<u8> {
+        let Values { stream, scale, gradients, dtype } = of;
         let mut rng =
             ChaCha8Rng::seed_from_u64(self.seed ^ ((index as u64) << 20) ^ (stream << 50));
         let param = &self.params[index];
-        let mut bytes = Vec::with_capacity(param.numel() as usize * param.dtype.len_bytes());
+        let mut bytes = Vec::with_capacity(param.numel() as usize * dtype.len_bytes());
         for _ in 0..param.numel() {
             let ordinary = (rng.random::<f64>() * 2.0 - 1.0) * scale;
             let value = match (gradients, rng.random_range(0..16u32)) {
@@ -91,7 +109,7 @@ impl Case {
                 (Gradients::Extreme, 6) => 1e-30,
                 _ => ordinary,
             };
-            match param.dtype {
+            match dtype {
                 DType::F32 => bytes.extend_from_slice(&(value as f32).to_le_bytes()),
                 DType::F64 => bytes.extend_from_slice(&value.to_le_bytes()),
                 DType::F16 => bytes.extend_from_slice(&f16::from_f64(value).to_le_bytes()),

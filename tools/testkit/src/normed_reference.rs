@@ -89,11 +89,12 @@ fn each_tensor(
     for (index, param) in case.params.iter().enumerate() {
         let kept = Kept::new(plan, state, param.dtype, case.steps);
         let columns = kept.columns(&mut rest, param);
+        let grad = plan.grad_dtype(index);
         let tensor = CaseTensor {
             param,
             first: values(&case.param_bytes(index), param.dtype),
             grads: (1..=case.steps)
-                .map(|step| values(&case.grad_bytes(index, step), param.dtype))
+                .map(|step| values(&case.grad_bytes_as(index, step, grad), grad))
                 .collect(),
         };
         let expected = expect(&tensor);

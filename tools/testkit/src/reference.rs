@@ -42,8 +42,9 @@ pub(crate) fn near_elementwise(plan: &Plan, case: &Case, found: &[u8]) {
         let rounding = Rounding::new(plan, optimizer, param.dtype, case.steps);
         let kept = &rounding.kept;
         let first = values(&case.param_bytes(index), param.dtype);
+        let grad = plan.grad_dtype(index);
         let grads: Vec<Vec<f64>> = (1..=case.steps)
-            .map(|step| values(&case.grad_bytes(index, step), param.dtype))
+            .map(|step| values(&case.grad_bytes_as(index, step, grad), grad))
             .collect();
         let columns = kept.columns(&mut rest, param);
         for at in 0..param.numel() as usize {

@@ -67,7 +67,7 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     let mut reported = Vec::new();
     for step in 1..=case.steps {
         for (index, param) in case.params.iter().enumerate() {
-            let bytes = case.grad_bytes(index, step);
+            let bytes = case.grad_bytes_as(index, step, plan.grad_dtype(index));
             state.write(backend, Role::Grad, &param.name, &bytes).expect("the case's own gradient");
         }
         let report = RunAlone::of(plan, &mut state, backend).step_all();

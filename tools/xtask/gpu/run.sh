@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # The proof on this machine's GPU: tests, sanitizers, times beside a copy and beside other
-# implementations. Needs the CUDA driver and what any Linux has; compute-sanitizer, nvcc and a
-# python3 with torch add the parts that need them, and a part that is not run is named.
+# implementations, and steps of the Python package. Needs the CUDA driver and what any Linux has;
+# compute-sanitizer, nvcc and a python3 with torch add the parts that need them, and a part that is
+# not run is named.
 #
 # usage: run.sh [--small] [--out DIR] [--seconds N] [--only PART[,PART...]]
 #   --small      quick tests and scaled-down sets: a trial of this script where the device is slow
 #   --out DIR    where results.json, table.md and log.txt go; default: the folder results below the current one
 #   --seconds N  time for everything together; default: 520. Parts share it, and each is stopped at its end
-#   --only PARTS some of kernels,tests,times,others,sanitizers; default: all
+#   --only PARTS some of kernels,tests,times,others,python,sanitizers; default: all
 #
-# Status 0: tests, sanitizers and the checks of the times passed, or could not be run and are named;
+# Status 0: tests, bits, sanitizers and the checks of the times passed, or could not be run and are named;
 # 1: one failed or was stopped; 2: nothing could be run.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-small=0 out=$PWD/results total=520 all=kernels,tests,times,others,sanitizers
+small=0 out=$PWD/results total=520 all=kernels,tests,times,others,python,sanitizers
 only=$all
 while [ $# -gt 0 ]; do
   case $1 in
@@ -178,6 +179,31 @@ run_others() {
   esac
 }
 
+# The Python package on PyTorch's own tensors: bits of the CPU, and times beside PyTorch's steps.
+run_python() {
+  local options=() status seconds package=$work/package
+  if ! command -v python3 >/dev/null; then
+    not_run+=("the Python package: there is no python3")
+    return
+  fi
+  seconds=$(($(left) - 15))
+  asked sanitizers && seconds=$(($(left) / 2 - 15))
+  seconds=$(least "$seconds" 225)
+  [ "$seconds" -ge 1 ] || seconds=1
+  [ $small -eq 1 ] && options=(--scale 100 --rounds 1)
+  say "the Python package"
+  # A wheel is a zip file; nothing of the machine's Python is changed.
+  python3 -m zipfile -e "$here"/fusestep-*.whl "$package" >>"$log" 2>&1
+  PYTHONPATH=$package limited $((seconds + 15)) python3 "$here/device_python.py" --shapes "$here/shapes" \
+    --seconds "$seconds" --json "$work/python.json" --table "$work/python.md" ${options[@]+"${options[@]}"}
+  status=$?
+  case $status in
+    0) ;;
+    3) not_run+=("the Python package: $(tail -n 1 "$log" | sed "s/^not run: //")") ;;
+    *) failed+=("the Python package: $(status_of $status)") ;;
+  esac
+}
+
 checked=()
 run_sanitizers() {
   local tool sanitizer='' place status begun remaining=4 result
@@ -217,7 +243,7 @@ report() {
     echo "{\"date\":$(quoted "$(date -u +%Y-%m-%dT%H:%M:%SZ)"),\"gpu\":$(quoted "$gpu"),\"small\":$small,\"seconds\":$SECONDS,\"warm_seconds\":$warm_seconds,\"warm_ptx_seconds\":$warm_ptx_seconds,"
     echo "\"failed\":[$(quoted_all ${failed[@]+"${failed[@]}"})],\"not_run\":[$(quoted_all ${not_run[@]+"${not_run[@]}"})],"
     echo "\"suite\":[$(joined ${suites[@]+"${suites[@]}"})],\"sanitizer\":[$(joined ${checked[@]+"${checked[@]}"})],"
-    echo "\"device\":$(content "$work/device.json"),\"others\":$(content "$work/torch.json")}"
+    echo "\"device\":$(content "$work/device.json"),\"others\":$(content "$work/torch.json"),\"python\":$(content "$work/python.json")}"
   } >"$out/results.json"
   {
     printf '# %s, %s, %s s\n' "$gpu" "$(date -u +%Y-%m-%d)" "$SECONDS"
@@ -226,7 +252,7 @@ report() {
     printf '\n| tests | status | s | result |\n|---|---|---|---|\n%s' "$suite_rows"
     printf '\n| sanitizer | status | s | result |\n|---|---|---|---|\n%s' "$sanitizer_rows"
     local table item
-    for table in device torch; do
+    for table in device torch python; do
       [ ! -s "$work/$table.md" ] || { echo; cat "$work/$table.md"; }
     done
     for item in ${not_run[@]+"${not_run[@]}"}; do printf '\nnot run: %s\n' "$item"; done

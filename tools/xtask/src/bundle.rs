@@ -1,5 +1,6 @@
-//! What a bare machine with a GPU needs, in one folder: test and bench programs, shapes, the script
-//! of other implementations' times, and `run.sh`. Kernels are in the programs.
+//! What a bare machine with a GPU needs, in one folder: test and bench programs, shapes, a wheel of
+//! the Python package and its script, the script of other implementations' times, and `run.sh`.
+//! Kernels are in the programs and the wheel.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,8 @@ use fusestep_cuda_emulator::{Options, build};
 use crate::commands::{Program, built, cargo, output, succeed};
 use crate::emulate::SUITE;
 use crate::folders::{self, files_below};
-use crate::{parallel, ptxas, target_folder, workspace_root};
+use crate::python_cuda::WithDevices;
+use crate::{parallel, ptxas, python, target_folder, workspace_root};
 
 /// Most bytes of the folder.
 const MOST_BYTES: u64 = 64 << 20;
@@ -52,8 +54,11 @@ pub(crate) fn pack(folder: &Path) -> Result<()> {
     pack_programs(folder)?;
     let root = workspace_root();
     folders::copy(&root.join("data/shapes"), &folder.join("shapes"))?;
-    let script = "device_torch.py";
-    fs::copy(root.join("benches/peers").join(script), folder.join(script)).with_context(making)?;
+    for script in ["device_torch.py", "device_python.py"] {
+        let from = root.join("benches/peers").join(script);
+        fs::copy(from, folder.join(script)).with_context(making)?;
+    }
+    let glibc = glibc.max(pack_wheel(folder)?);
     let machine = std::env::consts::ARCH;
     let (major, minor) = glibc;
     let needs = format!("Linux on {machine} with glibc {major}.{minor} or newer\n");
@@ -88,6 +93,20 @@ fn build_programs() -> Result<Vec<Program>> {
     Ok(programs)
 }
 
+/// Copies a wheel of the Python package that has the module for CUDA devices; returns the glibc
+/// that it needs.
+fn pack_wheel(folder: &Path) -> Result<(u32, u32)> {
+    let WithDevices { wheel, modules } = python::wheel_with_devices()?;
+    let name = wheel.file_name().context("the wheel has no name")?;
+    fs::copy(&wheel, folder.join(name)).with_context(|| wheel.display().to_string())?;
+    let mut glibc = (0, 0);
+    for module in modules {
+        let headers = output(Command::new("readelf").args(["-W", "-d", "-V"]).arg(&module))?;
+        glibc = glibc.max(check_headers(&module.display().to_string(), &headers)?);
+    }
+    Ok(glibc)
+}
+
 /// Strips and checks one program; returns the glibc that it needs.
 fn strip_program(program: &Program, bin: &Path) -> Result<(u32, u32)> {
     let stripped = bin.join(&program.name);
@@ -115,7 +134,7 @@ fn pack_programs(folder: &Path) -> Result<()> {
 }
 
 /// Refuses a program that would not start elsewhere.
-fn check_headers(name: &str, headers: &str) -> Result<(u32, u32)> {
+pub(crate) fn check_headers(name: &str, headers: &str) -> Result<(u32, u32)> {
     let mut newest = (0, 0);
     for line in headers.lines() {
         if line.contains("(RPATH)") || line.contains("(RUNPATH)") {

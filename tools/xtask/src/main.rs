@@ -24,6 +24,7 @@ mod folders;
 mod fuzz;
 mod gpu;
 mod machine_code;
+mod manylinux;
 mod mpi;
 mod mpi_bench;
 mod mpi_victims;
@@ -33,14 +34,19 @@ mod nightly;
 mod package;
 mod pages;
 mod parallel;
+mod performance;
 mod ptx;
 mod ptxas;
 mod python;
+mod python_cuda;
+mod release;
 mod sanitize;
 mod sass;
 mod simulate;
 mod waves;
 mod wheels;
+#[cfg(test)]
+mod workflows;
 
 /// What there is, a command to a line.
 const USAGE: &str =
@@ -61,10 +67,13 @@ const USAGE: &str =
     them beside the MPI's own
   cargo xtask nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a \
     stand-in for NCCL
-  cargo xtask python [--bare | --mpi | -- PYTEST ARGUMENTS]   test the Python package beside the \
-    pinned PyTorch, under mpirun, or its seam alone without PyTorch
+  cargo xtask python [--bare | --lean | --mpi | --trainers | --cuda | -- PYTEST ARGUMENTS]   test \
+    the Python package beside the pinned PyTorch, under mpirun, in trainers, on the emulated CUDA \
+    device, or its seam alone without PyTorch, of all rules or few
   cargo xtask wheel [--from-sdist]   build the Python package: a wheel and a source \
     distribution, and once more from that
+  cargo xtask wheels [x86_64 | aarch64]   wheels for any Linux with glibc 2.17 or newer, linked \
+    by Zig, and a source distribution
   cargo xtask simulate [--seeds N | --seed S]   whole training runs under seeds, with deaths, \
     stalls, lost power, full disks and rot
   cargo xtask faults   step, save, resume and reshard with an error or their death at every call \
@@ -77,8 +86,12 @@ const USAGE: &str =
     seeds, sanitizers, features, licences, mutants
   cargo xtask package [--candle VERSION | --semver]   pack every public crate as for a registry, \
     and run programs that depend on nothing but what was packed
+  cargo xtask release --dry-run [--quick]   whether versions, changelog, licences, packages, \
+    wheels and book are ready, and the commands that publish them, in order
   cargo xtask pages   type the programs of README, docs/start and docs/guides into empty folders \
     and run them; those in Python where `cargo xtask python` has put PyTorch
+  cargo xtask performance [--check]   pages of docs/performance from the measurements of \
+    benches/results, or whether they are those
   cargo xtask book   the pages of docs/ under one menu, into target/book, with links and anchors \
     checked
   cargo xtask arm [--short] [-- TEST ARGUMENTS]   run the tests of loops and rules, and of what \
@@ -129,6 +142,9 @@ fn dispatch(arguments: &[String]) -> Result<()> {
         "planted" => mutants::planted::run(rest),
         "nightly" => nightly::run(rest),
         "package" => package::run(rest),
+        "release" => release::run(rest),
+        "wheels" => manylinux::run(rest),
+        "performance" => performance::run(rest),
         "pages" => pages::run(rest),
         "book" => book::run(rest),
         "sanitize" => sanitize::run(rest),

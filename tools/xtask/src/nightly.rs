@@ -96,8 +96,23 @@ const CHECKS: &[Check] = &[
         variables: &[],
         command: "cargo deny --workspace check",
     },
+    Check {
+        name: "the Python package in trainers",
+        command: "cargo xtask python --trainers",
+        ..PLAIN
+    },
+    Check {
+        name: "a Python extension of two rules",
+        command: "cargo xtask python --lean",
+        ..PLAIN
+    },
     Check { name: "loops and rules on an emulated ARM", command: "cargo xtask arm", ..PLAIN },
     Check { name: "candle on the emulated device", command: "cargo xtask candle-cuda", ..PLAIN },
+    Check {
+        name: "spans of a rank's step",
+        command: "cargo test --release -p fusestep --features tracing --test spans",
+        ..PLAIN
+    },
     // Candle's only feature is `cuda`, whose kernels take nvcc: `cargo xtask candle-cuda` builds it
     // beside a toolkit of its own, and every other check builds the crate without it.
     Check {

@@ -125,12 +125,12 @@ fn public_crates() -> Result<Vec<Public>> {
 }
 
 /// Whether `publish` is not `false`, which `cargo metadata` gives as an empty list.
-fn is_public(package: &Value) -> bool {
+pub(crate) fn is_public(package: &Value) -> bool {
     package["publish"].as_array().is_none_or(|to| !to.is_empty())
 }
 
 /// What a package lacks.
-fn gaps(package: &Value) -> impl Iterator<Item = String> {
+pub(crate) fn gaps(package: &Value) -> impl Iterator<Item = String> {
     let texts = ["description", "license", "repository", "readme"]
         .into_iter()
         .filter(|key| package[key].as_str().is_none_or(str::is_empty))

@@ -4,20 +4,31 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::commands::{cargo, must, python, succeed};
+use crate::emulate::split;
 use crate::environment::Environment;
 use crate::folders::copy;
-use crate::{target_folder, workspace_root};
+use crate::python_cuda::WithDevices;
+use crate::{python_cuda, target_folder, workspace_root};
 
 /// Builds wheels.
 const MATURIN: &str = "maturin==1.16.0";
 
-/// The Python side of the package, below the workspace.
-const SOURCES: &str = "crates/python/python/fusestep";
+/// Bound on the bytes of the source distribution.
+const MOST_SOURCE_BYTES: u64 = 3_000_000;
 
-const FAILED: &str = "a test of the Python package failed";
+/// The Python side of the package, below the workspace.
+pub(crate) const SOURCES: &str = "crates/python/python/fusestep";
+
+/// What all tests are run beside, in the folder of the tests.
+pub(crate) const PYTORCH: &str = "requirements.txt";
+
+pub(crate) const FAILED: &str = "a test of the Python package failed";
+
+/// What a lean extension is built of: AdamW, which every build has, and one rule more.
+const LEAN: &str = "-p fusestep-python --no-default-features --features lion";
 
 /// The environment that has PyTorch and the wheel, below `target`.
 pub(crate) const BESIDE_PYTORCH: &str = "python/test";
@@ -25,17 +36,26 @@ pub(crate) const BESIDE_PYTORCH: &str = "python/test";
 /// Tests the package: without PyTorch, or all of it in an environment of its own.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
     match arguments {
-        [flag] if flag == "--bare" => bare(),
-        [flag] if flag == "--mpi" => full(&["--features", "mpi"], &["-k", "mpirun"]),
-        [] => full(&[], &[]),
-        [dashes, rest @ ..] if dashes == "--" => {
-            full(&[], &rest.iter().map(String::as_str).collect::<Vec<_>>())
+        [flag] if flag == "--bare" => bare("bare", "-p fusestep-python -p fusestep-cli"),
+        [flag] if flag == "--lean" => bare("lean", LEAN),
+        [flag] if flag == "--mpi" => full(&["--features", "mpi"], &[PYTORCH], &["-k", "mpirun"]),
+        [flag] if flag == "--trainers" => {
+            full(&[], &[PYTORCH, "requirements-trainers.txt"], &["test_trainers.py"])
         }
-        _ => bail!("expected `python [--bare | --mpi | -- PYTEST ARGUMENTS]`, found {arguments:?}"),
+        [flag, rest @ ..] if flag == "--cuda" => python_cuda::run(split(rest).1),
+        [] => full(&[], &[PYTORCH], &[]),
+        [dashes, rest @ ..] if dashes == "--" => {
+            full(&[], &[PYTORCH], &rest.iter().map(String::as_str).collect::<Vec<_>>())
+        }
+        _ => bail!(
+            "expected `python [--bare | --lean | --mpi | --trainers | --cuda | -- PYTEST \
+             ARGUMENTS]`, found {arguments:?}"
+        ),
     }
 }
 
-/// Builds the wheel and the source distribution.
+/// Builds the wheel and the source distribution. A wheel from that is without CUDA devices, for
+/// which a driver's library has to be there.
 pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
     let from_sources = match arguments {
         [] => false,
@@ -43,6 +63,7 @@ pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
         _ => bail!("expected `wheel [--from-sdist]`, found {arguments:?}"),
     };
     let built = Built::new(&[])?;
+    built.with_devices()?;
     println!("{}", built.wheel.display());
     println!("{}", built.sources.display());
     if from_sources {
@@ -56,15 +77,23 @@ pub(crate) fn wheel(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Needs nothing but an interpreter: a step over memory of `ctypes`.
-fn bare() -> Result<()> {
+/// Builds a wheel that has the module for CUDA devices.
+pub(crate) fn wheel_with_devices() -> Result<WithDevices> {
+    Built::new(&[])?.with_devices()
+}
+
+/// Needs nothing but an interpreter: steps over memory of `ctypes`, by `tests/test_WHICH.py`.
+///
+/// The bare extension is built with the command line, for its dependencies: with them nothing is
+/// compiled a second time.
+fn bare(which: &str, packages: &str) -> Result<()> {
     let root = workspace_root();
-    // The command line for its dependencies: with them nothing is compiled a second time.
     must(
-        &mut cargo("build --release -q -p fusestep-python -p fusestep-cli"),
+        &mut cargo(&format!("build --release -q {packages}")),
         "the extension module does not build",
     )?;
-    let package = target_folder().join("python/bare/fusestep");
+    let folder = target_folder().join("python").join(which);
+    let package = folder.join("fusestep");
     // Anew: what is no longer there must not be imported.
     copy(&root.join(SOURCES), &package)?;
     let library = target_folder().join("release/lib_fusestep.so");
@@ -72,21 +101,23 @@ fn bare() -> Result<()> {
         .with_context(|| format!("{} is not there", library.display()))?;
     must(
         python()
-            .args(["-m", "unittest", "-v", "test_bare"])
-            .env("PYTHONPATH", target_folder().join("python/bare"))
+            .args(["-m", "unittest", "-v", &format!("test_{which}")])
+            .env("PYTHONPATH", folder)
             .current_dir(root.join("crates/python/tests")),
         FAILED,
     )
 }
 
-/// Installs a wheel of these features beside the pinned PyTorch, checks types and runs tests. It is
-/// built of what other tests are built of.
-fn full(features: &[&str], arguments: &[&str]) -> Result<()> {
+/// Installs a wheel of these features beside what these files of the tests pin, checks types and
+/// runs tests. It is built of what other tests are built of.
+fn full(features: &[&str], pinned: &[&str], arguments: &[&str]) -> Result<()> {
     let root = workspace_root();
     let built = Built::new(&[&["--features", "beside"], features].concat())?;
     let environment = Environment::new(BESIDE_PYTORCH)?;
     let tests = root.join("crates/python/tests");
-    environment.install(&["-r".as_ref(), tests.join("requirements.txt").as_os_str()])?;
+    let files = pinned.iter().map(|file| tests.join(file)).collect::<Vec<_>>();
+    let asked = files.iter().flat_map(|file| [OsStr::new("-r"), file.as_os_str()]);
+    environment.install(&asked.collect::<Vec<_>>())?;
     let again = ["--force-reinstall", "--no-deps"].map(OsStr::new);
     environment.install(&[again[0], again[1], built.wheel.as_os_str()])?;
     // The package's types, as users' checkers see them, and the stub of the extension module.
@@ -115,6 +146,11 @@ struct Built {
 }
 
 impl Built {
+    /// Adds the module for CUDA devices to the wheel.
+    fn with_devices(&self) -> Result<WithDevices> {
+        python_cuda::add_to(&self.wheel, &self.environment)
+    }
+
     fn new(features: &[&str]) -> Result<Self> {
         let environment = Environment::new("python/build")?;
         environment.install(&[MATURIN.as_ref()])?;
@@ -134,7 +170,15 @@ impl Built {
                 .current_dir(&root);
             succeed(&mut maturin)?;
         }
-        Ok(Self { environment, wheel: newest(&out, "whl")?, sources: newest(&out, "gz")? })
+        let sources = newest(&out, "gz")?;
+        let len_bytes = fs::metadata(&sources)?.len();
+        ensure!(
+            len_bytes < MOST_SOURCE_BYTES,
+            "{}: expected less than {MOST_SOURCE_BYTES} bytes, found {len_bytes}; `exclude` of \
+             pyproject.toml leaves files out",
+            sources.display()
+        );
+        Ok(Self { environment, wheel: newest(&out, "whl")?, sources })
     }
 }
 

@@ -8,8 +8,10 @@ use clap::{Args, Id, ValueEnum};
 use fusestep_tensor::{DType, ParamDesc};
 
 use crate::bench_collective::CollectiveArgs;
+use crate::config::ConfigArgs;
 use crate::engine::Engine;
 use crate::figures::FiguresArgs;
+use crate::inputs::dtype_names;
 use crate::options::{param_dtype, parse_threads, threads, whole};
 use crate::rules::OptimizerArgs;
 use crate::settings::{self, Settings, ids_of_ranks};
@@ -18,13 +20,10 @@ use crate::settings::{self, Settings, ids_of_ranks};
 const MOST_ROUNDS: u64 = 1_000_000;
 
 /// Headings in the help, for flags that only some of the timed steps know.
-const OF_COLLECTIVES: &str = "Options of --collective, without a model";
-const OF_ALL_RANKS: &str =
-    "Options of ranks, with --ranks or --engine: of their steps and of --collective";
-const OF_STEPS_OF_RANKS: &str =
-    "Options of steps of ranks, 2 without --ranks; not with --collective";
-const OF_ONE_PROCESS: &str =
-    "Options of steps of one process, without --ranks and other options of ranks";
+const OF_COLLECTIVES: &str = "Collectives, without a model";
+const OF_ALL_RANKS: &str = "Ranks, of steps and of --collective";
+const OF_STEPS_OF_RANKS: &str = "Ranks, of steps alone: 2 without --ranks";
+const OF_ONE_PROCESS: &str = "Peers, of one process: without flags of ranks";
 
 /// Groups the flags of `bench` in its help by what they go together with.
 pub(crate) fn with_headings(command: clap::Command) -> clap::Command {
@@ -53,29 +52,31 @@ pub(crate) struct BenchArgs {
     /// (.json)
     #[arg(required_unless_present = "collective", conflicts_with = "collective")]
     pub(crate) model: Option<PathBuf>,
-    #[command(flatten)]
-    pub(crate) collective: CollectiveArgs,
+    /// Rounds; each times everything in turn, and the best of each counts
+    #[arg(long, value_name = "N", default_value = "5", value_parser = whole::<usize, 1, MOST_ROUNDS>)]
+    pub(crate) rounds: usize,
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
+    /// Element type of shapes that state none [default: f32]
+    #[arg(long, value_parser = param_dtype())]
+    pub(crate) dtype: Option<DType>,
     #[command(flatten)]
     pub(crate) settings: Settings<settings::Bench>,
-    #[command(flatten)]
-    pub(crate) figures: FiguresArgs,
     /// Threads, of all ranks together, 256 at most [default: RAYON_NUM_THREADS, which is held to
     /// the same; all processors if it is not set, empty or 0]
     #[arg(long, value_parser = parse_threads)]
     pub(crate) threads: Option<NonZeroUsize>,
-    /// Element type of shapes that state none [default: f32]
-    #[arg(long, value_parser = param_dtype())]
-    pub(crate) dtype: Option<DType>,
-    /// Rounds; each times everything in turn, and the best of each counts
-    #[arg(long, value_name = "N", default_value = "5", value_parser = whole::<usize, 1, MOST_ROUNDS>)]
-    pub(crate) rounds: usize,
+    #[command(flatten)]
+    pub(crate) collective: CollectiveArgs,
+    #[command(flatten)]
+    pub(crate) figures: FiguresArgs,
     /// Also time another implementation on the same shapes, and ours in its place
     #[arg(long, value_enum)]
     pub(crate) peer: Option<Peer>,
     #[command(flatten)]
     pub(crate) peers: PeerArgs,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
     /// Print the numbers as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
@@ -141,16 +142,9 @@ pub(crate) struct PeerArgs {
     pub(crate) svg: Option<PathBuf>,
 }
 
-/// The names of the parameters' dtypes; without parameters, the dtype that they would have.
+/// The names of the parameters' dtypes.
 pub(crate) fn dtypes(args: &BenchArgs, params: &[ParamDesc]) -> String {
-    let mut names: Vec<&str> = params.iter().map(|param| param.dtype.name()).collect();
-    names.sort_unstable();
-    names.dedup();
-    if names.is_empty() {
-        args.dtype.unwrap_or(DType::F32).name().to_owned()
-    } else {
-        names.join(" and ")
-    }
+    dtype_names(params, args.dtype)
 }
 
 #[cfg(test)]
@@ -158,9 +152,12 @@ mod tests {
     use clap::{Arg, FromArgMatches};
 
     use super::*;
+    use crate::command_line::command;
+    use crate::headings::OUTPUT;
 
     fn parser() -> clap::Command {
-        with_headings(BenchArgs::augment_args(clap::Command::new("bench")))
+        let command = command(&[]);
+        command.find_subcommand("bench").expect("a subcommand").clone()
     }
 
     /// Whether `bench` takes these flags together.
@@ -199,7 +196,8 @@ mod tests {
 
     #[test]
     fn the_help_lists_each_flag_where_it_is_taken() {
-        for arg in parser().get_arguments().filter(|arg| arg.get_long().is_some()) {
+        let flags = |arg: &&Arg| arg.get_long().is_some_and(|long| long != "help");
+        for arg in parser().get_arguments().filter(flags) {
             let given = given(arg);
             let beside = |more: &[&str]| {
                 let more = more.iter().map(|&text| text.to_owned());
@@ -218,13 +216,13 @@ mod tests {
             let expected = match arg.get_help_heading() {
                 _ if arg.is_hide_set() => (false, false, false),
                 Some(OF_COLLECTIVES) => (false, false, true),
-                Some(settings::HEADING) => (true, true, false),
                 Some(OF_ALL_RANKS) => (found.0, true, true),
                 Some(OF_STEPS_OF_RANKS) => (true, true, false),
                 Some(OF_ONE_PROCESS) => (true, false, found.2),
-                // Those of a model's step; threads, rounds and --json of collectives, too.
-                None => (true, true, found.2),
-                heading => panic!("{heading:?}"),
+                Some(OUTPUT) => (true, true, true),
+                // Those of a model's step.
+                Some(_) => (true, true, false),
+                None => panic!("{given:?} stands under no heading"),
             };
             assert_eq!(found, expected, "{given:?} under {:?}", arg.get_help_heading());
         }

@@ -2,55 +2,48 @@
 
 use std::fmt::Write;
 
-use fusestep_tensor::escaped;
+use fusestep::Figures;
+use fusestep_pictures::{Bar, Bars, Group, Place, Side, safe};
+use fusestep_tensor::grouped;
 
 use super::{OUR_NAME, PeerSummary};
 use crate::output::duration;
+use crate::records::told::{now, typed};
 
-/// Size of a picture in SVG units.
-const WIDTH: f64 = 1000.0;
-const ROW: f64 = 30.0;
-const FONT: f64 = 15.0;
+/// Machine and day of the times, and the command that repeats them.
+#[derive(Debug)]
+pub(super) struct Measured {
+    processor: String,
+    date: String,
+    command: String,
+}
 
-/// Room for one character of any font without serifs, in units.
-const CHARACTER: f64 = 0.64 * FONT;
-
-/// Most characters of a name; beside the longest name and its time there is room for bars in any
-/// case.
-const MOST_OF_NAME: usize = 42;
-
-/// Least room for bars.
-const LEAST_BARS: f64 = 200.0;
-
-/// Room between a text and its bar.
-const GAP: f64 = 10.0;
-
-/// The longest bar that is drawn to scale, in times ours; longer bars would leave a pixel for the
-/// others.
-const MOST_TIMES: f64 = 8.0;
-
-/// Colors of the ceiling, of our bars and of the peers' bars.
-const CEILING: &str = "#8888";
-const OURS: &str = "#4878a8";
-const THEIRS: &str = "#c27c3e";
+impl Measured {
+    /// Machine, day and command of this run.
+    pub(super) fn here() -> Self {
+        let date = now();
+        let day = date.split(['T', ' ']).next().unwrap_or_default().to_owned();
+        Self { processor: Figures::unmeasured().processor, date: day, command: typed() }
+    }
+}
 
 /// Table and bars as a part of a page.
-pub(super) fn section(summary: &PeerSummary) -> String {
+pub(super) fn section(summary: &PeerSummary, measured: &Measured) -> String {
     let mut body = format!(
         "<p>{} on {} parameters, {} elements of f32; {} threads, {}. The best of all rounds, in \
          turns.</p>\n{}<h2>Numbers</h2>\n<table>\n",
         summary.optimizer,
         summary.parameters,
-        summary.elements,
+        grouped(summary.elements),
         summary.threads,
         summary.simd,
-        bars(summary),
+        bars(summary, measured).svg(Place::Page),
     );
     for (name, ns, note) in summary.rows() {
         let _ = writeln!(
             body,
             "<tr><td>{}</td><td class=\"n\">{}</td><td>{note}</td></tr>",
-            text(&name),
+            safe(&name),
             duration(ns)
         );
     }
@@ -58,9 +51,9 @@ pub(super) fn section(summary: &PeerSummary) -> String {
         let _ = writeln!(
             body,
             "<tr><td>{}</td><td></td><td>not timed: {}; to add it: {}</td></tr>",
-            text(&absent.name),
-            text(&absent.reason),
-            text(&absent.help)
+            safe(&absent.name),
+            safe(&absent.reason),
+            safe(&absent.help)
         );
     }
     body.push_str("</table>\n<h2>Plan of our step</h2>\n");
@@ -68,87 +61,35 @@ pub(super) fn section(summary: &PeerSummary) -> String {
 }
 
 /// The bars as a file of their own, dark or light as the reader's system is.
-pub(super) fn picture(summary: &PeerSummary) -> String {
-    let style = "<style>svg{color:#1c1c1c}\
-                 @media(prefers-color-scheme:dark){svg{color:#e6e6e6}}</style>";
-    bars(summary).replacen("<svg ", "<svg xmlns=\"http://www.w3.org/2000/svg\" ", 1).replacen(
-        '>',
-        &format!(">{style}"),
-        1,
-    )
+pub(super) fn picture(summary: &PeerSummary, measured: &Measured) -> String {
+    bars(summary, measured).svg(Place::File)
 }
 
-/// A bar for each time, to scale; a bar that would leave the picture is drawn with a gap.
-fn bars(summary: &PeerSummary) -> String {
-    let rows = summary.rows();
-    let longest = rows.iter().map(|row| row.1).fold(0.0, f64::max);
-    let scale = longest.min(MOST_TIMES * summary.ns_per_step);
-    let names: Vec<String> = rows.iter().map(|(name, ..)| shortened(name)).collect();
-    let labels: Vec<String> =
-        rows.iter().enumerate().map(|(at, row)| label(summary, at, row.1)).collect();
-    let names_width = widest(&names) + GAP;
-    let room = (WIDTH - names_width - widest(&labels) - GAP).max(LEAST_BARS);
-    let height = ROW * (rows.len() + 1) as f64 + 10.0;
-    let mut svg = format!(
-        "<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" font-size=\"{FONT}\" \
-         font-family=\"system-ui,sans-serif\">\n"
-    );
-    for (at, (name, ns, _)) in rows.iter().enumerate() {
-        let (top, length) = (ROW * at as f64 + 5.0, room * (ns / scale).min(1.0));
-        let color = match at {
-            0 => CEILING,
-            _ if name.starts_with(OUR_NAME) => OURS,
-            _ => THEIRS,
+/// A bar for each time.
+fn bars(summary: &PeerSummary, measured: &Measured) -> Bars<'static> {
+    let rows = summary.rows().into_iter().enumerate();
+    let bars = rows.map(|(at, (name, ns, _))| {
+        let side = match at {
+            0 => Side::Memory,
+            _ if name.starts_with(OUR_NAME) => Side::Ours,
+            _ => Side::Theirs,
         };
-        let (end, start, base) = (names_width - GAP, names_width + length + GAP, top + 15.0);
-        let (name, label) = (text(&names[at]), &labels[at]);
-        let _ = writeln!(
-            svg,
-            "<text x=\"{end:.0}\" y=\"{base:.1}\" text-anchor=\"end\" fill=\"currentColor\">\
-             {name}</text>\
-             <path d=\"{}\" fill=\"{color}\"/>\
-             <text x=\"{start:.1}\" y=\"{base:.1}\" fill=\"currentColor\">{label}</text>",
-            bar([names_width, top, length], if *ns > scale { Bar::Broken } else { Bar::Whole }),
-        );
-    }
-    let base = ROW * rows.len() as f64 + 20.0;
-    let _ = writeln!(
-        svg,
-        "<text x=\"{:.0}\" y=\"{base:.1}\" font-size=\"12\" fill=\"currentColor\">{}</text>",
-        GAP,
-        footnote(summary, longest > scale)
+        let note = label(summary, at, ns);
+        Bar { name, units: ns / summary.ns_per_step, note, side }
+    });
+    let title = format!(
+        "{}, {} elements: {}, {} threads, {}",
+        summary.optimizer,
+        grouped(summary.elements),
+        measured.processor,
+        summary.threads,
+        measured.date
     );
-    svg.push_str("</svg>\n");
-    svg
-}
-
-/// Whether a bar is drawn as long as its time, or with a gap.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Bar {
-    Whole,
-    Broken,
-}
-
-/// The outline of a bar at `x` and `y`, of `length` units; a slanted gap breaks it.
-fn bar([x, y, length]: [f64; 3], kind: Bar) -> String {
-    let block = |from: f64, to: f64, slant: [f64; 2]| {
-        format!(
-            "M{:.1} {y:.1}L{:.1} {y:.1}L{:.1} {bottom:.1}L{:.1} {bottom:.1}Z",
-            from + slant[0],
-            to + slant[1],
-            to - slant[1],
-            from - slant[0],
-            bottom = y + 20.0
-        )
-    };
-    match kind {
-        Bar::Whole => block(x, x + length, [0.0, 0.0]),
-        Bar::Broken => {
-            let at = x + 0.85 * length;
-            let first = block(x, at - 4.0, [0.0, 4.0]);
-            first + &block(at + 4.0, x + length, [4.0, 0.0])
-        }
-    }
+    let group = Group { title, bars: bars.collect(), notes: Vec::new() };
+    let mut bars = Bars { title: "Time of a step", groups: vec![group] };
+    bars.groups[0].notes = footnotes(summary, &bars);
+    bars.groups[0].notes.push(measured.command.clone());
+    bars
 }
 
 /// A row's time, and how it compares with ours.
@@ -161,34 +102,13 @@ fn label(summary: &PeerSummary, row: usize, ns: f64) -> String {
 }
 
 /// Meaning of the colours and of a gap, and why a step may take less than a stream.
-fn footnote(summary: &PeerSummary, is_broken: bool) -> String {
-    let mut text = String::from("Blue is ours.");
-    if is_broken {
-        text.push_str(" A bar with a gap is longer than drawn.");
-    }
+fn footnotes(summary: &PeerSummary, bars: &Bars<'_>) -> Vec<String> {
+    let gap = if bars.is_broken() { " A bar with a gap is longer than drawn." } else { "" };
+    let mut notes = vec![format!("Blue is ours.{gap}")];
     if summary.ns_per_step < summary.ceiling_ns {
-        text.push_str(" The stream is a plain loop: a step may fetch ahead better.");
+        notes.push("The stream is a plain loop: a step may fetch ahead better.".to_owned());
     }
-    text
-}
-
-/// Room for the widest of these texts.
-fn widest(texts: &[String]) -> f64 {
-    let most = texts.iter().map(|text| text.chars().count()).max().unwrap_or(0);
-    most as f64 * CHARACTER + GAP
-}
-
-/// A name that leaves room for bars.
-fn shortened(name: &str) -> String {
-    if name.chars().count() <= MOST_OF_NAME {
-        return name.to_owned();
-    }
-    name.chars().take(MOST_OF_NAME - 1).chain(['…']).collect()
-}
-
-/// Text that a page shows and does not obey: names come from other programs.
-fn text(name: &str) -> String {
-    escaped(name).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    notes
 }
 
 #[cfg(test)]
@@ -223,66 +143,30 @@ mod tests {
         }
     }
 
-    /// Each bar's length and colour.
-    fn drawn(svg: &str) -> Vec<(f64, &str)> {
-        let bars = svg.split("<path d=\"M").skip(1).map(|rest| {
-            let (path, rest) = rest.split_once("\" fill=\"").unwrap();
-            let xs = path.split(['M', 'L', 'Z']).filter_map(|point| point.split_once(' '));
-            let xs: Vec<f64> = xs.map(|(x, _)| x.parse().unwrap()).collect();
-            let [least, most] = [f64::min, f64::max].map(|of| xs.iter().copied().reduce(of));
-            (most.unwrap() - least.unwrap(), rest.split('"').next().unwrap())
-        });
-        bars.collect()
-    }
-
-    /// Where each text begins and ends, if a character is as wide as a digit of a wide font.
-    fn texts(svg: &str) -> Vec<(f64, f64, &str)> {
-        let texts = svg.split("<text x=\"").skip(1).map(|rest| {
-            let (x, rest) = rest.split_once('"').unwrap();
-            let (attributes, rest) = rest.split_once('>').unwrap();
-            let shown = rest.split_once("</text>").unwrap().0;
-            let size = if attributes.contains("font-size=\"12\"") { 12.0 } else { FONT };
-            let x: f64 = x.parse().unwrap();
-            let width = 0.636 * size * shown.chars().count() as f64;
-            if attributes.contains("text-anchor=\"end\"") {
-                (x - width, x, shown)
-            } else {
-                (x, x + width, shown)
-            }
-        });
-        texts.collect()
+    fn measured() -> Measured {
+        let [processor, date, command] =
+            ["A processor", "2026-01-02", "fusestep bench <file> --peers"].map(str::to_owned);
+        Measured { processor, date, command }
     }
 
     #[test]
-    fn bars_are_to_scale_and_names_are_not_obeyed() {
+    fn a_picture_says_what_was_measured_where_and_how_and_names_are_not_obeyed() {
         let summary = summary(&[("<b>", 4.0), ("fusestep through candle", 1.0), ("slow", 40.0)]);
-        let svg = picture(&summary);
-        let bars = drawn(&svg);
-        let colors: Vec<&str> = bars.iter().map(|bar| bar.1).collect();
-        assert_eq!(colors, [CEILING, OURS, THEIRS, OURS, THEIRS]);
-        // In units of a step; the last one is broken at eight.
-        let times = bars.iter().map(|(length, _)| length / bars[1].0);
-        for (found, expected) in times.zip([0.5, 1.0, 4.0, 1.0, 8.0]) {
-            assert!((found - expected).abs() < 0.01, "{svg}");
+        let svg = picture(&summary, &measured());
+        for told in ["adamw, 1 elements", "A processor", "2026-01-02", "&lt;file&gt; --peers"] {
+            assert!(svg.contains(told), "{told} in {svg}");
         }
-        assert_eq!(svg.matches('Z').count(), bars.len() + 1, "one bar has a gap: {svg}");
         assert!(svg.contains("40.0 times ours") && svg.contains("A bar with a gap"), "{svg}");
-        let page = section(&summary);
+        let page = section(&summary, &measured());
         assert!(page.contains("&lt;b&gt; (1)") && !page.contains("<b>"));
         assert!(page.contains("not timed: &lt;i&gt;; to add it: &amp;"));
-    }
-
-    #[test]
-    fn texts_lie_in_the_frame_and_clear_of_bars_at_any_length() {
-        let long = "A peer whose name is longer than any that was ever thought of, by far";
-        for peers in [&[][..], &[("b", 1.5)], &[(long, 4e7), ("slow", 123_456.0)], &[(long, 1.0)]] {
-            let summary = PeerSummary { ceiling_ns: 120.0, ..summary(peers) };
-            let svg = picture(&summary);
-            for (start, end, text) in texts(&svg) {
-                assert!(start >= 0.0 && end <= WIDTH, "{start} to {end}: {text} in {svg}");
-            }
-            assert!(drawn(&svg).iter().all(|bar| bar.0 >= 1.0 && bar.0 < WIDTH), "{svg}");
-        }
+        // The memory's, ours twice, and three peers', of which one has a gap.
+        let of = |side: Side| {
+            let bars = bars(&summary, &measured());
+            bars.groups[0].bars.iter().filter(|bar| bar.side == side).count()
+        };
+        assert_eq!([of(Side::Memory), of(Side::Ours), of(Side::Theirs)], [1, 2, 2]);
+        assert_eq!(svg.matches("<polygon").count(), 6, "{svg}");
     }
 
     /// The page's picture is what this draws of the numbers beside it.
@@ -299,13 +183,19 @@ mod tests {
             ns_per_step: number(peer, "ns_per_step"),
             times_ours: number(peer, "ns_per_step") / number(&found, "ns_per_step"),
         };
+        let text = |key: &str| found[key].as_str().unwrap().to_owned();
+        let measured =
+            Measured { processor: text("processor"), date: text("date"), command: text("command") };
         let summary = PeerSummary {
+            parameters: number(&found, "parameters") as usize,
+            elements: number(&found, "elements") as u64,
+            threads: number(&found, "threads") as usize,
             ns_per_step: number(&found, "ns_per_step"),
             ceiling_ns: number(&found, "ceiling_ns"),
             peers: found["peers"].as_array().unwrap().iter().map(peer).collect(),
             ..summary(&[])
         };
-        let (path, svg) = (format!("{folder}/peers.svg"), picture(&summary));
+        let (path, svg) = (format!("{folder}/peers.svg"), picture(&summary, &measured));
         if std::env::var_os("FUSESTEP_BLESS").is_some() {
             std::fs::write(&path, &svg).unwrap();
         }

@@ -7,12 +7,14 @@ use anyhow::ensure;
 use clap::Args;
 use fusestep_tensor::DType;
 
+use crate::config::ConfigArgs;
 use crate::engine::{Engine, Watch};
 use crate::figures::FiguresArgs;
 use crate::options::{BackendName, MOST_RANKS, param_dtype, parse_threads, whole};
+use crate::records::RecordArgs;
 use crate::rules::OptimizerArgs;
 use crate::settings::{self, Settings, expected_several};
-use crate::tasks::{TaskArgs, help_on_rates};
+use crate::tasks::TaskArgs;
 
 /// Most passes over the samples.
 pub(crate) const MOST_EPOCHS: usize = 1_000_000;
@@ -20,16 +22,8 @@ pub(crate) const MOST_EPOCHS: usize = 1_000_000;
 /// Most samples of one step, of all ranks together.
 const MOST_SAMPLES: u64 = 1_000_000;
 
-/// Says in the help of `train` that a model has learning rates of its own.
-pub(crate) fn with_own_rates(command: clap::Command) -> clap::Command {
-    let help =
-        "Learning rate per step, at least 0 [default: the rule's of those listed at the end]";
-    command.mut_arg("lr", |arg| arg.help(help))
-}
-
 /// Flags of `train`.
 #[derive(Debug, Args)]
-#[command(after_help = help_on_rates())]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) task: TaskArgs,
@@ -50,30 +44,30 @@ pub(crate) struct TrainArgs {
         value_parser = whole::<usize, 1, MOST_SAMPLES>
     )]
     pub(crate) batch: usize,
+    /// Seed of the first parameters, the split and the order of samples
+    #[arg(long, default_value_t = 1, value_parser = whole::<u64, 0, { u64::MAX }>)]
+    pub(crate) seed: u64,
     #[command(flatten)]
     pub(crate) optimizer: OptimizerArgs,
+    /// Element type of parameters and gradients
+    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
+    pub(crate) dtype: DType,
     #[command(flatten)]
     pub(crate) settings: Settings<settings::Train>,
     /// Number of ranks, each with its part of every batch
     #[arg(long, value_name = "N", value_parser = whole::<usize, 1, MOST_RANKS>)]
     pub(crate) ranks: Option<usize>,
-    #[command(flatten)]
-    pub(crate) figures: FiguresArgs,
     /// Engine that carries calls between ranks [default: thread]
     #[arg(long, value_enum)]
     pub(crate) engine: Option<Engine>,
+    #[command(flatten)]
+    pub(crate) figures: FiguresArgs,
     #[command(flatten)]
     pub(crate) watch: Watch,
     /// Compare all ranks' parameters by hash after every this many batches, and stop where they
     /// differ
     #[arg(long, value_name = "K", value_parser = whole::<NonZeroU64, 1, { u64::MAX }>)]
     pub(crate) compare_parameters: Option<NonZeroU64>,
-    /// Element type of parameters and gradients
-    #[arg(long, value_parser = param_dtype(), default_value = "f32")]
-    pub(crate) dtype: DType,
-    /// Seed of the first parameters, the split and the order of samples
-    #[arg(long, default_value_t = 1, value_parser = whole::<u64, 0, { u64::MAX }>)]
-    pub(crate) seed: u64,
     /// Backend that steps run on; a model's own passes run on the cpu. With `--engine nccl` each
     /// rank has a GPU, on which its gradients stay from then on; ranks of other engines share the
     /// first GPU
@@ -104,9 +98,13 @@ pub(crate) struct TrainArgs {
     /// same: another momentum, decay or clipping, other parameters excluded
     #[arg(long, requires = "resume")]
     pub(crate) any_settings: bool,
+    #[command(flatten)]
+    pub(crate) records: RecordArgs,
     /// Write a page with the curves and the plan
     #[arg(long, value_name = "FILE")]
-    pub(super) report: Option<PathBuf>,
+    pub(crate) report: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

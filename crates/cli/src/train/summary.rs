@@ -1,6 +1,6 @@
 //! The result of `train`.
 
-use fusestep_tensor::counted;
+use fusestep_tensor::{counted, grouped};
 use serde::Serialize;
 
 use crate::output::duration;
@@ -52,6 +52,9 @@ pub(crate) struct TrainSummary {
     pub(crate) launches_per_step: usize,
     #[serde(flatten)]
     pub(crate) ranks: RankNumbers,
+    /// File of flags that repeats the run, for `--config`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) config: Option<String>,
     pub(crate) history: Vec<Epoch>,
     /// Text that the model writes, if it is a model of texts.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -155,9 +158,9 @@ impl TrainSummary {
         writeln!(f)?;
         writeln!(
             f,
-            "{:.0} {} a second, {:.1} % of the time in the step: parameters and gradients handed \
+            "{} {} a second, {:.1} % of the time in the step: parameters and gradients handed \
              over, reduced and updated",
-            self.tokens_per_second,
+            grouped(self.tokens_per_second.round() as u64),
             self.tokens,
             100.0 * self.step_share,
         )?;
@@ -172,17 +175,18 @@ impl TrainSummary {
         let numbers = &self.ranks;
         write!(
             f,
-            "{} ({}), zero stage {}: {} bytes of optimizer state each",
+            "{} ({}), zero stage {}: {} of optimizer state on rank 0",
             counted(numbers.ranks as u64, "rank"),
             numbers.engine,
             numbers.zero,
-            numbers.state_bytes_per_rank,
+            counted(numbers.state_bytes_per_rank, "byte"),
         )?;
         if !self.was_complete() {
             write!(
                 f,
-                ", {:.1} calls and {:.0} bytes sent per step",
-                numbers.collectives_per_step, numbers.bytes_sent_per_step,
+                ", {:.1} calls and {} sent per step",
+                numbers.collectives_per_step,
+                counted(numbers.bytes_sent_per_step.round() as u64, "byte"),
             )?;
         }
         writeln!(f)

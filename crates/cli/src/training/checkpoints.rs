@@ -10,7 +10,7 @@ use fusestep_planner::PlanError;
 use fusestep_tensor::Quoted;
 
 use super::run::Training;
-use crate::output::warn_non_finite;
+use crate::output::{non_finite, warn, warn_non_finite};
 use crate::places;
 use crate::train::args::{MOST_EPOCHS, TrainArgs};
 
@@ -54,13 +54,35 @@ impl Training<'_> {
         if self.args.any_settings {
             self.session.state_mut().any_settings();
         }
-        let of_epoch = self.task.samples_of_epoch().div_ceil(self.args.batch);
+        let batch = super::batch_of(self.args, self.options);
+        let of_epoch = self.task.samples_of_epoch().div_ceil(batch);
         let images = images(self.args);
         let resumed = self
             .session
             .resume_with(folder, |folder, texts| position_in(folder, texts, &images, of_epoch))?;
         self.session.meet()?;
         Ok(resumed)
+    }
+
+    /// Warns of parameters of the checkpoint that are not finite; all ranks call it together.
+    pub(super) fn warn_of_resumed(&mut self) -> anyhow::Result<()> {
+        let gathered = self.session.gather(&self.names)?;
+        let params = self.session.plan().params().iter().enumerate();
+        let found = params.filter(|(at, param)| param.dtype.non_finite(gathered.bytes(*at)) > 0);
+        let names: Vec<&str> = found.map(|(_, param)| param.name.as_str()).collect();
+        if let Some(folder) = self.args.checkpoint.as_ref()
+            && let Some(told) = non_finite(names)
+            && self.session.plan().topology().rank == 0
+        {
+            let place = folder.display();
+            self.bar.suspend(|| {
+                warn(&format!(
+                    "warning: {place}: {told}, and the run that goes on from it keeps them; give an \
+                     earlier --checkpoint"
+                ));
+            });
+        }
+        Ok(())
     }
 
     /// Begins a save, which is written while training goes on.
@@ -113,8 +135,11 @@ fn position_in(
     for (key, own) in images {
         let found = Quoted(texts.get(*key).map_or("nothing", String::as_str)).to_string();
         if found != *own {
-            let found = format!("{found}; resume with the same images");
-            return Err(refused(key, own.clone(), found));
+            let found = format!(
+                "{found} in the checkpoint; give --{key} {found} to go on, or another --checkpoint \
+                 and no --resume to begin anew"
+            );
+            return Err(refused(&format!("--{key}"), own.clone(), found));
         }
     }
     let position = Position::read(texts, of_epoch);

@@ -23,6 +23,7 @@ pub(super) fn compare_calls(
         ("--resume", given(args.resume)),
         ("--save-every", every(args.save_every)),
         ("--compare-parameters", every(args.compare_parameters)),
+        ("--report", given(args.report.is_some())),
         ("--comm-streams", streams.to_string()),
         ("--initial", options.initial.to_string()),
     ];

@@ -4,6 +4,7 @@ use fusestep::{Session, StepOptions};
 use fusestep_models::Task;
 use indicatif::ProgressBar;
 
+use super::recorder::Recorder;
 use super::tally::Tally;
 use crate::shadow::Shadow;
 use crate::train::args::TrainArgs;
@@ -23,6 +24,7 @@ pub(super) struct Training<'a> {
     pub(super) compared: u64,
     /// Epochs that were over in the checkpoint that the run goes on from.
     pub(super) resumed_epochs: Option<usize>,
+    pub(super) recorder: Recorder,
     /// Whether the user was warned that state is not finite.
     pub(super) warned: bool,
 }

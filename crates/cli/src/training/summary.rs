@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use fusestep_planner::MicroStepReport;
-use xxhash_rust::xxh3::Xxh3;
 
 use super::run::Training;
 use crate::options::name_of;
 use crate::train::summary::{Epoch, RankNumbers, TrainSummary};
+use crate::values::params_hash;
 
 /// The moment in a run from which on it is measured.
 pub(super) struct Begun {
@@ -43,7 +43,7 @@ impl Training<'_> {
         history: Vec<Epoch>,
         last: Epoch,
     ) -> anyhow::Result<TrainSummary> {
-        let params_hash = self.params_hash()?;
+        let params_hash = params_hash(&mut self.session)?;
         let averages = self.averages()?;
         let written = match self.session.plan().topology().rank {
             0 => self.task.write(&averages, self.args.seed)?,
@@ -90,20 +90,9 @@ impl Training<'_> {
                 bucket_peak_bytes: tally.bucket_peak_bytes,
                 parameter_bytes: parameter_bytes.sum(),
             },
+            config: self.args.config.given.clone(),
             history,
             written,
         })
-    }
-
-    /// xxh3 of all parameters in name order.
-    fn params_hash(&mut self) -> anyhow::Result<String> {
-        let mut names = self.names.clone();
-        names.sort_unstable();
-        let gathered = self.session.gather(&names)?;
-        let mut hasher = Xxh3::new();
-        for at in 0..names.len() {
-            hasher.update(gathered.bytes(at));
-        }
-        Ok(format!("{:016x}", hasher.digest()))
     }
 }

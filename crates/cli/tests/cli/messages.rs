@@ -302,6 +302,8 @@ fn flags_of_a_step_are_refused_beside_a_collective() {
     for flag in [
         ["--zero", "2"],
         ["--lr", "3"],
+        ["--optimizer", "lion"],
+        ["--excluded", "plain-lr"],
         ["--clip-norm", "1"],
         ["--svg", "times.svg"],
         ["--report", "times.html"],
@@ -314,6 +316,21 @@ fn flags_of_a_step_are_refused_beside_a_collective() {
         let error = crate::refused(&[&base[..], &flag].concat());
         assert!(error.contains("--collective"), "{error}");
         assert!(error.contains(flag[0]), "{error}");
+        let flags = error.split("Usage").next().unwrap_or_default().matches(" --").count();
+        assert!(flags <= 1, "flags that nobody typed: {error}");
+    }
+}
+
+#[test]
+fn misspelt_flags_are_met_with_the_flag_and_with_no_advice_to_pass_them_as_values() {
+    for (args, near) in [
+        (&["plan", "a.json", "--exlude", "b"][..], "'--exclude'"),
+        (&["train", "--clipnorm", "1"], "'--clip-norm'"),
+        (&["launch", "-n", "2", "--patiense", "3", "--", "a"], "'--patience'"),
+        (&["plan", "a.json", "--zzz"], "For more information, try '--help'"),
+    ] {
+        let error = refused(args);
+        assert!(error.contains(near) && !error.contains("as a value"), "{args:?}: {error}");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::{Folder, fusestep, tensor, text, write};
+use crate::{Folder, fusestep, refused, tensor, text, write};
 
 #[test]
 fn excluded_parameters_have_no_decay_and_a_pattern_without_a_match_is_named() {
@@ -29,9 +29,17 @@ fn excluded_parameters_have_no_decay_and_a_pattern_without_a_match_is_named() {
     assert_eq!(warning, "");
     let (bias, ..) = run(&["--exclude", "bn.", "--excluded", "trust-ratio"]);
     assert!(near(&bias, [2.997, 3.996]), "{bias:?}");
-    let (bias, _, warning) = run(&["--exclude", "norm", "--trust-coefficient", "0.002"]);
-    assert!(near(&bias, [2.994, 3.992]), "{bias:?}");
-    assert!(warning.contains("--exclude `norm`") && warning.contains("none of 2"), "{warning}");
+    let out = folder.path("other");
+    let mut args = vec!["step", "--params", text(&params), "--grads", text(&grads)];
+    args.extend(["--optimizer", "lars", "--out", text(&out)]);
+    for (flag, value) in
+        [("--exclude", "norm"), ("--lr-scale", "norm=2"), ("--trust-of", "norm=plain")]
+    {
+        let error = refused(&[&args[..], &[flag, value]].concat());
+        let said = [flag, "such as `bn.bias` or `w`", "found `norm`", "in none of 2"];
+        assert!(said.iter().all(|said| error.contains(said)), "{error}");
+    }
+    assert!(!out.exists());
 }
 
 #[test]

@@ -18,6 +18,20 @@ const KEPT: [&[&str]; 5] = [
     &["--state-dtype", "bf16", "--rounding", "stochastic", "--rounding-seed", "3"],
 ];
 
+/// Ways with state in int8, of rules that have codes.
+const INT8: [&[&str]; 4] = [
+    &["--state-dtype", "int8"],
+    &["--state-dtype", "int8", "--master-weights", "f32"],
+    &["--state-dtype", "int8", "--master-weights", "remainder"],
+    &["--state-dtype", "int8", "--master-weights", "remainder8"],
+];
+
+/// Whether the state of a rule, as the command line has it, may be in int8.
+fn has_codes(rule: &str) -> bool {
+    let name = rule.split(' ').next().unwrap_or(rule);
+    !["sgd", "lars", "lamb", "schedule-free"].contains(&name) && !rule.contains("--centered")
+}
+
 fn write_bf16(path: &Path, factor: f32) {
     let tensors: Vec<(&str, Vec<bf16>)> = [("b", 1), ("a", 17), ("empty", 0), ("c", 5001)]
         .map(|(name, numel)| {
@@ -40,7 +54,8 @@ fn a_step_in_16_bits_is_the_same_however_it_runs_and_goes_on_from_a_file() {
     write_bf16(&params, 1e-4);
     write_bf16(&grads, -1e-3);
     for rule in RULES {
-        for kept in KEPT {
+        let kept = KEPT.iter().chain(INT8.iter().filter(|_| has_codes(rule)));
+        for &kept in kept {
             let run = |params: &Path, out: &Path, more: &[&str]| {
                 let mut args = vec!["step", "--params", text(params), "--grads", text(&grads)];
                 args.extend(["--lr", "1e-1", "--out", text(out), "--optimizer"]);
@@ -85,6 +100,32 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
         let error = refused(&[&args[..], &["--state-dtype", "bf16"]].concat());
         assert!(error.contains(&format!("`a`: {rule}: state of f16 parameters")), "{error}");
     }
+}
+
+#[test]
+fn int8_is_refused_by_name_where_there_are_no_codes() {
+    for (flags, expected) in [
+        (&["--optimizer", "lamb"][..], "lamb: state of f32 parameters: expected f32 or bf16"),
+        (&["--optimizer", "schedule-free"], "schedule-free: state of f32 parameters: expected f32"),
+        (&["--optimizer", "sgd"], "sgd: state of f32 parameters: expected f32 or bf16"),
+        (&["--dtype", "f16"], "adamw: state of f16 parameters: expected f32, found int8"),
+        (&["--rounding", "stochastic"], "--rounding and --state-dtype: codes are dithered"),
+        (
+            &["--dtype", "bf16", "--reduce-dtype", "f32"],
+            "--reduce-dtype and --state-dtype: updates",
+        ),
+        (&["--master-weights", "remainder8"], "master weights of f32 parameters: expected none"),
+        (&["--keep-f32", "nothing"], "--keep-f32: expected a part of a parameter's name"),
+    ] {
+        let error =
+            refused(&[&["train", "--epochs", "1", "--state-dtype", "int8"], flags].concat());
+        assert!(error.contains(expected), "{flags:?}: {error}");
+    }
+    let bf16 = ["train", "--epochs", "1", "--dtype", "bf16", "--master-weights", "remainder8"];
+    let error = refused(&bf16);
+    assert!(error.contains("remainder, unless state is in int8, found remainder8"), "{error}");
+    let error = refused(&["train", "--epochs", "1", "--keep-f32", "layer0"]);
+    assert!(error.contains("--keep-f32: expected --state-dtype too"), "{error}");
 }
 
 #[test]

@@ -102,7 +102,7 @@ fn bench_and_check_print_their_numbers() {
 #[test]
 fn ranks_without_collectives_and_folders_without_gpus_are_refused() {
     let text = refused(&["check", "--ranks", "3"]);
-    assert!(text.contains("--ranks and --meet: expected --engine too, found none"), "{text}");
+    assert!(text.contains("--ranks: expected --engine too, found none"), "{text}");
     let meet = ["--engine", "thread", "--meet", "/nowhere", "--rank", "0"];
     let text = refused(&[&["check"], &meet[..]].concat());
     assert!(
@@ -124,7 +124,7 @@ fn bench_times_a_collective_between_threads() {
             assert!(row[key].as_f64().unwrap() > 0.0, "{key}");
         }
     }
-    assert!(ok(&args).contains("100000 B"));
+    assert!(ok(&args).contains("100,000 B"));
 }
 
 #[test]
@@ -261,7 +261,7 @@ fn a_launcher_within_another_is_named() {
     let nested = [&start[..], &[env!("CARGO_BIN_EXE_fusestep")], &start, &["true"]].concat();
     let error = refused(&nested);
     let named = "expected no launcher around `fusestep launch`, found that 2 processes";
-    assert_eq!(error.matches(named).count(), 2, "{error}");
+    assert_eq!(error.matches(named).count(), 1, "{error}");
     assert!(!error.contains("--engine"), "{error}");
 }
 

@@ -8,7 +8,7 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::{Master, Precision};
-use fusestep_planner::{LocalSgd, Optimizer, ReducedWhen};
+use fusestep_planner::{LocalSgd, Optimizer, ReduceDType, ReducedWhen};
 
 use crate::counted::Counted;
 use crate::run::{Case, Mixed, Outcome, lacking};
@@ -189,6 +189,27 @@ fn gradients_do_not_pass_through_the_host() {
                     read < 1_000 && written < given + 1_000,
                     "{read} and {written} bytes a step, of which {given} are given: {case:?}"
                 );
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_that_travel_in_sixteen_bits_are_rounded_alike() {
+    for world in worlds().skip(1) {
+        for (reduce_dtype, zero) in
+            [ReduceDType::Bf16, ReduceDType::F16].into_iter().cycle().zip(STAGES)
+        {
+            let case = Case { world, zero, reduce_dtype, streams: world % 2, ..small() };
+            assert_same(&case);
+            // Engines of the host round alike.
+            let expected = case.run();
+            let ranks = run_ranks(world, &Options::default(), |mut comm| {
+                let backend = Counted::open(comm.rank());
+                case.rank(&mut comm, &backend).params
+            });
+            for (rank, found) in ranks.unwrap().into_iter().enumerate() {
+                assert!(found.unwrap() == expected.params, "rank {rank}: {case:?}");
             }
         }
     }

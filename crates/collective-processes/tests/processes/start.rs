@@ -115,9 +115,13 @@ impl Drop for Started {
 pub(crate) fn left_behind() -> Vec<String> {
     let found = std::fs::read_dir("/dev/shm").unwrap();
     let names = found.map(|entry| entry.unwrap().file_name().into_string().unwrap());
-    // Other tests may be about to start: only what stays was left.
-    let names: Vec<String> = names.filter(|name| name.starts_with("fusestep-")).collect();
-    std::thread::sleep(Duration::from_millis(if names.is_empty() { 0 } else { 1500 }));
-    let stays = |name: &String| std::path::Path::new("/dev/shm").join(name).exists();
-    names.into_iter().filter(stays).collect()
+    let mut names: Vec<String> = names.filter(|name| name.starts_with("fusestep-")).collect();
+    // Other tests may be about to start, and ranks of a launcher that a test has killed see so at
+    // their next look: only what stays was left.
+    let until = Instant::now() + Duration::from_secs(10);
+    while !names.is_empty() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(100));
+        names.retain(|name| std::path::Path::new("/dev/shm").join(name).exists());
+    }
+    names
 }

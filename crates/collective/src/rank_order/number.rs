@@ -15,7 +15,7 @@ pub(super) trait Arithmetic: Copy + Default {
     /// Whether `self` is strictly greater; false with NaN on either side.
     fn wins_over(self, other: Self) -> bool;
     fn is_nan(self) -> bool;
-    fn divided(self, world_size: usize) -> Self;
+    fn divided(self, divisor: f64) -> Self;
     /// The greater of two; `self` of equals, NaN if there is one.
     #[inline(always)]
     fn max(self, other: Self) -> Self {
@@ -48,8 +48,8 @@ macro_rules! floats {
                 self != self
             }
             #[inline(always)]
-            fn divided(self, world_size: usize) -> Self {
-                self / world_size as $float
+            fn divided(self, divisor: f64) -> Self {
+                self / divisor as $float
             }
         }
     )*};
@@ -74,7 +74,7 @@ macro_rules! integers {
             fn is_nan(self) -> bool {
                 false
             }
-            fn divided(self, _: usize) -> Self {
+            fn divided(self, _: f64) -> Self {
                 panic!("an average of integers is refused before any data is read")
             }
         }

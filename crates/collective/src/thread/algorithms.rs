@@ -158,7 +158,10 @@ impl OnShared for Threads {
         work: &mut dyn FnMut(RankMemory<'_>),
     ) -> Result<(), CollectiveError> {
         let rank = self.rank;
-        let own = blocks.of_bytes(rank, call.grad_dtype.len_bytes());
+        let own = match call.grads {
+            [] => 0..0,
+            _ => blocks.of_bytes(rank, call.grad_dtype.len_bytes()),
+        };
         let ranks = 0..self.ends.len();
         let mut ends: SmallVec<[usize; 64]> = SmallVec::new();
         for replica in call.replicas.iter() {

@@ -1,6 +1,7 @@
 //! Small tensors of a launch, shared out among the threads: each thread borrows its own, one after
 //! the other.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use fusestep_launch::{BackendError, HostList, MAX_LISTS, MultiTensorKernel};
@@ -47,7 +48,7 @@ impl Split for SmallPieces<'_> {
             taken += if whole.is_large(self.large) { 0 } else { whole.numel };
             end = whole.span(self.offsets).end;
         }
-        let (left, right) = cut(self.lists, self.call.kernel, end - self.first);
+        let (left, right) = cut(self.lists, self.call.kernel, self.first..end);
         let (left_rows, right_rows) = match self.rows {
             Some(rows) => {
                 let (left, right) = rows.cut(self.offsets, end);
@@ -86,12 +87,11 @@ impl Split for SmallPieces<'_> {
             let mut kept: [HostList<'_>; MAX_LISTS] = Default::default();
             if !are_all_lent {
                 let elements = whole.span(self.offsets);
-                // Lists lie in host memory, so their element counts fit a usize.
-                let (before, numel) = ((elements.start - first) as usize, whole.numel as usize);
                 let declared = self.call.kernel.lists();
                 for ((own, rest), declared) in kept.iter_mut().zip(&mut lists).zip(declared) {
-                    let width = declared.dtype.len_bytes();
-                    *own = take_bytes(rest, before * width, numel * width);
+                    let stride = declared.stride();
+                    let before = stride.between(first..elements.start);
+                    *own = take_bytes(rest, before, stride.between(elements.clone()));
                 }
                 first = elements.end;
             }
@@ -113,16 +113,15 @@ impl Split for SmallPieces<'_> {
     }
 }
 
-/// Cuts all lists after `elements` elements.
+/// Cuts all lists behind these elements of the storage, with which they begin.
 fn cut<'a>(
     mut lists: [HostList<'a>; MAX_LISTS],
     kernel: &dyn MultiTensorKernel,
-    elements: u64,
+    elements: Range<u64>,
 ) -> ([HostList<'a>; MAX_LISTS], [HostList<'a>; MAX_LISTS]) {
     let mut right: [HostList<'a>; MAX_LISTS] = Default::default();
     for ((list, rest), declared) in lists.iter_mut().zip(&mut right).zip(kernel.lists()) {
-        // Lists lie in host memory, so their element counts fit a usize.
-        let len_bytes = elements as usize * declared.dtype.len_bytes();
+        let len_bytes = declared.stride().between(elements.clone());
         (*list, *rest) = std::mem::take(list).split_at(len_bytes);
     }
     (lists, right)

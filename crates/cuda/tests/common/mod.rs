@@ -11,8 +11,8 @@ use fusestep_cpu::CpuBackend;
 use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    Backend, BackendError, Batchable, GroupValues, Launch, LaunchLimits, ListBuffer, Master,
-    Memory, MultiTensorKernel, Precision, Rounding, StateDType, UpdateRule, batches,
+    Backend, BackendError, Batchable, GradDType, GroupValues, Launch, LaunchLimits, ListBuffer,
+    Master, Memory, MultiTensorKernel, Precision, Rounding, StateDType, UpdateRule, batches,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -38,7 +38,7 @@ pub(crate) fn formats() -> Vec<(DType, Precision)> {
         for master in [Master::None, Master::F32, Master::Remainder] {
             for state in [StateDType::Compute, StateDType::Bf16] {
                 for rounding in [Rounding::Nearest, Rounding::Stochastic { seed: 3 }] {
-                    let precision = Precision { master, state, rounding };
+                    let precision = Precision { master, state, rounding, ..Precision::default() };
                     if Adam::default().kernel(dtype, precision).is_ok() {
                         all.push((dtype, precision));
                     }
@@ -48,6 +48,13 @@ pub(crate) fn formats() -> Vec<(DType, Precision)> {
     }
     assert_eq!(all.len(), 15);
     all
+}
+
+/// Every format of 16-bit parameters, with gradients in f32.
+pub(crate) fn wide_formats() -> Vec<(DType, Precision)> {
+    let narrow = formats().into_iter().filter(|(dtype, _)| *dtype != DType::F32);
+    let wide = |(dtype, of)| (dtype, Precision { grad: GradDType::Compute, ..of });
+    narrow.map(wide).collect()
 }
 
 /// Requires the host's bits from the device, fused and naive, at these limits.

@@ -45,7 +45,8 @@ pub(crate) fn allocate(plan: &Plan, case: &Case, backend: &dyn Backend) -> State
 
 pub(crate) fn write_grads(state: &mut State, case: &Case, step: u64, backend: &dyn Backend) {
     for (index, param) in case.params.iter().enumerate() {
-        let bytes = case.grad_bytes(index, step);
+        let dtype = state.dtype(Role::Grad, &param.name).unwrap();
+        let bytes = case.grad_bytes_as(index, step, dtype);
         state.write(backend, Role::Grad, &param.name, &bytes).unwrap();
     }
 }

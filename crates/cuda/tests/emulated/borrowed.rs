@@ -1,16 +1,17 @@
 //! Steps on parameters and gradients that lie in a framework's memory of the device, one tensor
 //! each at an address of its own.
 
-use fusestep_cuda::{CudaBackend, DeviceTensor};
+use fusestep_cuda::{CudaBackend, DeviceTensor, HostCopy};
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{
-    Backend, BackendError, Launch, LaunchLimits, LaunchReport, Master, Memory as _, Precision,
-    Reduce,
+    Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport, Master, Memory as _,
+    Precision, Reduce,
 };
 use fusestep_planner::{
-    ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, State, Tensors,
+    Brought, ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, State,
+    Tensors,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, outcome};
@@ -112,6 +113,22 @@ impl Lender for Framed<'_> {
     fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
         let mut lend = |parameter, role| self.lend(parameter, role);
         self.backend.reduce_borrowed(reduce, &mut lend)
+    }
+
+    fn bring(
+        &mut self,
+        buffer: &dyn Buffer,
+        len_bytes: usize,
+    ) -> Result<Box<dyn Brought>, BackendError> {
+        Ok(Box::new(OnTheWay(self.backend.begin_read(buffer, len_bytes)?)))
+    }
+}
+
+struct OnTheWay(HostCopy);
+
+impl Brought for OnTheWay {
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, BackendError> {
+        self.0.wait()
     }
 }
 
@@ -344,4 +361,49 @@ fn a_step_on_an_adopted_stream_makes_no_host_wait() {
     assert!(lender.params.read(&lender.len_bytes) == before, "done although it is recorded");
     framework.run(graph.unwrap());
     assert!(lender.params.read(&lender.len_bytes) != before, "not recorded");
+}
+
+#[test]
+fn a_step_that_is_concluded_later_ends_as_one_that_is_waited_for() {
+    let framework = Framework::new();
+    // SAFETY: the framework lives longer than the backend.
+    let adopted = unsafe { CudaBackend::adopt(framework.context(), framework.stream()) };
+    let backend = adopted.unwrap();
+    let case = Case::new([100, 33, 5], DType::F32);
+    for clip_norm in [None, Some(0.5)] {
+        let planned =
+            Planned { rule: Adam::default().into(), precision: Precision::default(), clip_norm };
+        let planner = planned.planner(backend.limits()).tensors(Tensors::Borrowed);
+        let plan = planner.plan(&case.params).unwrap();
+        let mut states = [(); 2].map(|()| allocate(&plan, &case, &backend));
+        let mut lenders = [(); 2].map(|()| Framed::of(&framework, &backend, &case));
+        for step in 1..=3 {
+            for lender in &lenders {
+                lender.give_gradients(&case, step);
+            }
+            let mut waited = RunAlone::of(&plan, &mut states[0], &backend);
+            let expected = waited.step_borrowed(&mut lenders[0]).unwrap();
+            let mut later = RunAlone::of(&plan, &mut states[1], &backend);
+            let enqueued = later.enqueue_borrowed(&mut lenders[1]).unwrap();
+            assert_eq!(enqueued.is_known(), clip_norm.is_none());
+            assert_eq!(later.conclude(enqueued).unwrap(), expected);
+        }
+        framework.synchronize();
+        let [expected, found] = lenders.map(|lender| lender.params.read(&lender.len_bytes));
+        assert!(expected == found);
+    }
+}
+
+#[test]
+fn a_copy_to_the_host_is_that_of_its_place_in_the_stream() {
+    let backend = cuda();
+    let mut buffer = backend.allocate(8).unwrap();
+    backend.write(buffer.as_mut(), 0, &[1; 8]).unwrap();
+    let first = backend.begin_read(buffer.as_ref(), 4).unwrap();
+    backend.write(buffer.as_mut(), 0, &[2; 8]).unwrap();
+    let second = backend.begin_read(buffer.as_ref(), 4).unwrap();
+    assert_eq!((first.wait().unwrap(), second.wait().unwrap()), (vec![1; 4], vec![2; 4]));
+    drop(backend.begin_read(buffer.as_ref(), 8).unwrap());
+    let error = backend.begin_read(buffer.as_ref(), 9).unwrap_err().to_string();
+    assert!(error.contains("found 8 bytes"), "{error}");
 }

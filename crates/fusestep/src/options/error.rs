@@ -29,16 +29,16 @@ pub enum OptionError {
     },
     /// A part of a name that no parameter has.
     #[error(
-        "{name}: expected a part of a parameter's name such as `{such_as}`, found `{found}`, which \
-         is in none of {count}; leave it out",
-        such_as = Quoted(such_as),
+        "{name}: expected a part of a parameter's name such as {}, found `{found}`, which is in none \
+         of {count}; leave it out",
+        one_of(such_as),
         found = Quoted(found)
     )]
     Unmatched {
         /// The setting.
         name: &'static str,
-        /// A parameter's name.
-        such_as: String,
+        /// Some parameters' names.
+        such_as: Vec<String>,
         /// The text.
         found: String,
         /// The number of parameters.
@@ -75,4 +75,10 @@ pub enum OptionError {
         /// The setting that is missing.
         needs: &'static str,
     },
+}
+
+/// Names, each quoted, as a choice.
+fn one_of(names: &[String]) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("`{}`", Quoted(name))).collect();
+    quoted.join(" or ")
 }

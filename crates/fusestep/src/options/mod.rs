@@ -3,8 +3,10 @@
 mod check;
 mod choice;
 mod chosen;
+mod conflicts;
 mod error;
 mod of_params;
+mod of_precision;
 mod planner;
 mod row;
 mod step_options;
@@ -14,6 +16,6 @@ pub use check::Changed;
 pub use choice::Named;
 pub use chosen::Chosen;
 pub use error::OptionError;
-pub use of_params::{Names, OfParams, OwnRule, PrecisionOf};
+pub use of_params::{Names, OfParams, Overlap, OwnRule, Pattern, PrecisionOf, overlaps};
 pub use row::{Alone, Conflict, Row, Section, Visit};
 pub use step_options::StepOptions;

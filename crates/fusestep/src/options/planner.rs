@@ -3,15 +3,18 @@
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use fusestep_collective::{CollectiveError, Communicator};
-use fusestep_launch::LaunchLimits;
+use fusestep_launch::{LaunchLimits, Precision, StateDType};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseBroadcast, FuseReduceIntoUpdate,
-    GradientAccumulation, LocalSgd, LossScaling, Ownership, PlanError, Planner, Reach, Shard,
-    TableKind, Topology, UpdateInBackward, UpdateNorms, ZeroStage,
+    GradientAccumulation, Lanes, LocalSgd, LossScaling, Ownership, PlanError, Planner, Reach,
+    Shard, TableKind, Topology, UpdateInBackward, UpdateNorms, ZeroStage, in_f32, keeps_f32,
 };
 use fusestep_tensor::{ParamDesc, counted};
 
 use super::{Changed, Names, OfParams, OptionError, OwnRule, Section, StepOptions};
+
+/// Most parameters that a refusal names.
+const NAMED: usize = 3;
 
 /// Bytes of a MiB.
 const MIB: f64 = 1_048_576.0;
@@ -37,6 +40,8 @@ impl StepOptions {
         let mut planner = Planner::new(self.rule)
             .limits(self.limits(limits))
             .precision(self.precision)
+            .keep_f32(self.keep_f32.iter().cloned())
+            .reduce_dtype(self.reduce_dtype)
             .table(self.tables);
         for of in &self.precision_of {
             planner = planner.precision_of(of.dtype, of.precision);
@@ -53,6 +58,17 @@ impl StepOptions {
         Ok(self.with_calls(self.with_gradients(planner), topology))
     }
 
+    /// How exactly a parameter and its state are kept in plans of these settings.
+    pub fn precision_for(&self, param: &ParamDesc) -> Precision {
+        let own = self.precision_of.iter().find(|of| of.dtype == param.dtype);
+        let precision = own.map_or(self.precision, |of| of.precision);
+        let keeps_f32 = keeps_f32(param, &self.keep_f32);
+        match precision.state {
+            StateDType::Int8 if keeps_f32 => in_f32(precision),
+            _ => precision,
+        }
+    }
+
     /// The first setting that takes norms or counts of all gradients of a step, if one is set.
     pub fn takes_all_gradients(&self) -> Option<&'static str> {
         let clips = self.clip_norm.map(|_| "clip_norm");
@@ -61,7 +77,22 @@ impl StepOptions {
 
     /// Whether every micro-step is an update.
     pub fn is_update_each(&self) -> bool {
-        self.accumulate == 1
+        self.accumulate == 1 && self.lanes.is_none()
+    }
+
+    /// Micro-batches of an update, of all ranks together where there are lanes, otherwise of one.
+    pub fn micro_batches(&self) -> u64 {
+        u64::from(self.lanes.unwrap_or(1)) * u64::from(self.accumulate)
+    }
+
+    /// These settings without lanes, for updates of as many micro-batches on `world` ranks: their
+    /// sums follow the order of ranks. `None` without lanes, or where the ranks' numbers of
+    /// micro-batches would not be equal.
+    pub fn in_rank_order(&self, world: usize) -> Option<Self> {
+        let (all, world) = (self.micro_batches(), world as u64);
+        let is_even = self.lanes.is_some() && world > 0 && all.is_multiple_of(world);
+        let accumulate = is_even.then(|| u32::try_from(all / world).ok()).flatten()?;
+        Some(Self { lanes: None, accumulate, ..self.clone() })
     }
 
     /// Refuses settings without effect where one process lends its tensors for each step: those of
@@ -93,6 +124,8 @@ impl StepOptions {
             accumulate: usual.accumulate,
             accumulated: usual.accumulated,
             reduced: usual.reduced,
+            lanes: usual.lanes,
+            reduce_dtype: usual.reduce_dtype,
             zero: usual.zero,
             shard_group: usual.shard_group,
             owners: usual.owners,
@@ -223,8 +256,9 @@ impl StepOptions {
             match matches.next() {
                 Some(first) => change(first),
                 None => {
-                    let such_as = params.first().map(|param| param.name.clone());
-                    let (such_as, found) = (such_as.unwrap_or_default(), pattern.to_owned());
+                    let some = params.iter().take(NAMED);
+                    let such_as = some.map(|param| param.name.clone()).collect();
+                    let found = pattern.to_owned();
                     return Err(OptionError::Unmatched { name, such_as, found, count });
                 }
             }
@@ -233,6 +267,9 @@ impl StepOptions {
         };
         for pattern in &self.exclude {
             each("exclude", pattern, &|param| param.weight_decay = Some(0.0))?;
+        }
+        for pattern in &self.keep_f32 {
+            each("keep_f32", pattern, &|_| ())?;
         }
         for OfParams { pattern, value } in &self.weight_decay_of {
             each("weight_decay_of", pattern, &|param| param.weight_decay = Some(*value))?;
@@ -308,6 +345,9 @@ impl StepOptions {
         if let Some(every) = NonZeroU32::new(self.accumulate).filter(|every| every.get() > 1) {
             let (accumulated, reduced) = (self.accumulated, self.reduced);
             planner = planner.with(GradientAccumulation { every, accumulated, reduced });
+        }
+        if let Some(lanes) = self.lanes.and_then(NonZeroU32::new) {
+            planner = planner.with(Lanes::new(lanes));
         }
         planner
     }

@@ -79,6 +79,19 @@ impl Section {
             Self::Launches => "Launches and threads",
         }
     }
+
+    /// The heading in a command's help, under which sections of one subject stand together.
+    pub fn heading(self) -> &'static str {
+        match self {
+            Self::Parameters | Self::Rate => "Rule",
+            Self::Precision => "Precision",
+            Self::Gradients => "Clipping and scaling",
+            Self::MicroSteps => "Accumulation",
+            Self::Backward => "Backward pass",
+            Self::Shares | Self::Calls | Self::Averages | Self::Start => "Ranks",
+            Self::Launches => "Launches and threads",
+        }
+    }
 }
 
 /// The effect of a setting in a process that trains alone.

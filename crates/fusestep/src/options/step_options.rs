@@ -1,18 +1,22 @@
 //! The table of settings.
 
 use fusestep_amp::LossScale;
-use fusestep_launch::{Precision, Rounding};
+use fusestep_launch::Precision;
 use fusestep_planner::{
-    Accumulated, Averaged, Initial, Interval, Optimizer, Ownership, ReducedWhen, Schedule,
-    TableKind,
+    Accumulated, Averaged, Initial, Interval, Optimizer, Ownership, ReduceDType, ReducedWhen,
+    Schedule, TableKind,
 };
 use fusestep_simd::MAX_THREADS;
 use fusestep_tensor::Trust;
 
 use super::OptionError;
+use super::conflicts::{
+    AVERAGED_STATE, GROUPS, ROUNDED_BY_RANK, SENDS_NONE, SLICES, WIDE_GRADIENTS, sent_as,
+};
 use super::of_params::{OfParams, OwnRule, PrecisionOf};
+use super::of_precision::of_precision;
 use super::row::{About, Conflict, Field, ListField, Rows, Section, Visit};
-use super::text::{self, RoundingKind};
+use super::text;
 use crate::Figures;
 
 /// Every setting of a step, for every face: a new one is a field here and a row in
@@ -41,6 +45,8 @@ pub struct StepOptions {
     pub precision: Precision,
     /// How exactly parameters of one dtype are kept, in place of `precision`.
     pub precision_of: Vec<PrecisionOf>,
+    /// Substrings of names of parameters whose state stays in f32 where others' is kept in int8.
+    pub keep_f32: Vec<String>,
     /// Largest norm of all gradients together.
     pub clip_norm: Option<f64>,
     /// Factor on the loss, which the step takes out again.
@@ -53,6 +59,11 @@ pub struct StepOptions {
     pub accumulated: Accumulated,
     /// When ranks add gradients of micro-steps to each other's.
     pub reduced: ReducedWhen,
+    /// Lanes of the global batch, along which gradients are added with the same bits at any number
+    /// of ranks; in the order of ranks if `None`.
+    pub lanes: Option<u32>,
+    /// Storage type in which gradients are added up and travel between ranks.
+    pub reduce_dtype: ReduceDType,
     /// Memory that ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 is
     /// nothing.
     pub zero: u8,
@@ -115,12 +126,15 @@ impl StepOptions {
             schedule: None,
             precision: Precision::default(),
             precision_of: Vec::new(),
+            keep_f32: Vec::new(),
             clip_norm: None,
             loss_scale: None,
             update_norms: false,
             accumulate: 1,
             accumulated: Accumulated::default(),
             reduced: ReducedWhen::default(),
+            lanes: None,
+            reduce_dtype: ReduceDType::default(),
             zero: 0,
             shard_group: None,
             owners: Ownership::default(),
@@ -166,7 +180,23 @@ const APART: &[Conflict] = &[
     Conflict::of("comm_streams", "what streams reduce is updated apart in any case").except("0"),
 ];
 
-const LOCAL: &[Conflict] = &[Conflict::of("zero", "both decide how gradients are reduced")];
+const LANES: &[Conflict] = &[
+    Conflict::of("local_sgd", "parameters averaged now and then follow the number of ranks"),
+    Conflict::of("reduced", "sums of one micro-step over all ranks follow their number")
+        .at("per_micro_step"),
+    Conflict::of("distributed", "a slice's gradient is of the micro-batches of its rank"),
+    sent_as("bf16", ROUNDED_BY_RANK),
+    sent_as("f16", ROUNDED_BY_RANK),
+];
+
+const LOCAL: &[Conflict] = &[
+    Conflict::of("zero", "both decide how gradients are reduced"),
+    sent_as("bf16", SENDS_NONE),
+    sent_as("f16", SENDS_NONE),
+];
+
+/// Most lanes: tables of them are part of every plan.
+const MOST_LANES: u64 = 1 << 16;
 
 impl StepOptions {
     /// Visits every setting, in the order of the reference page. A field without a row does not
@@ -189,12 +219,15 @@ impl StepOptions {
             trust_of,
             schedule,
             precision,
+            keep_f32,
             clip_norm,
             loss_scale,
             update_norms,
             accumulate,
             accumulated,
             reduced,
+            lanes,
+            reduce_dtype,
             zero,
             shard_group,
             owners,
@@ -218,38 +251,41 @@ impl StepOptions {
         of_params(rows, Patterns { exclude, lr_scale, weight_decay_of, trust_of })?;
         rows.section = Section::Rate;
         rows.optional(
-            Field { name: "schedule", field: schedule, expected: SCHEDULE.into() },
+            Field { name: "schedule", field: schedule, expected: text::SCHEDULE.into() },
             |text| text.parse().ok(),
             Schedule::to_string,
             "Factor on the learning rate at every update; it follows from the step count.",
         )?;
-        of_precision(rows, precision)?;
-        of_gradients(
-            rows,
-            Gradients { clip_norm, loss_scale, update_norms, accumulate, accumulated, reduced },
-        )?;
+        of_precision(rows, precision, keep_f32)?;
+        of_gradients(rows, Gradients { clip_norm, loss_scale, update_norms })?;
+        of_micro_steps(rows, MicroSteps { accumulate, accumulated, reduced, lanes, reduce_dtype })?;
         of_shares(rows, Shares { zero, shard_group, owners, broadcast_cap_mib })?;
         of_calls(rows, Calls { bucket_cap_mib, comm_streams, separate, update_in_backward })?;
         of_averages(
             rows,
             Averages { local_sgd, local_sgd_begin, local_sgd_averaged, local_sgd_interval },
         )?;
-        rows.section = Section::Start;
-        rows.list(
-            ListField { name: "distributed", field: distributed, expected: "a parameter's name" },
-            parse_name,
-            String::clone,
-            About::of_ranks("Parameters of which every rank has a slice of its own."),
-        )?;
-        rows.choice("initial", initial, About::of_ranks("First values that ranks train."))?;
+        of_start(rows, distributed, initial)?;
         of_launches(rows, Launches { argument_bytes, tables, threads, naive })
     }
 }
 
-/// Texts of schedules.
-const SCHEDULE: &str = "phases joined by commas: warmup:STEPS, cosine:STEPS[:FLOOR], \
-    polynomial:STEPS:POWER[:FLOOR], linear:STEPS:FROM:TO, constant[:STEPS[:FACTOR]], \
-    step:EVERY:GAMMA[:STEPS]";
+fn of_start(
+    rows: &mut Rows<'_>,
+    distributed: &mut Vec<String>,
+    initial: &mut Initial,
+) -> Result<(), OptionError> {
+    rows.section = Section::Start;
+    let expected = "a parameter's name";
+    let about = About::of_ranks("Parameters of which every rank has a slice of its own.");
+    rows.list(
+        ListField { name: "distributed", field: distributed, expected },
+        text::parse_name,
+        String::clone,
+        about.conflicts(SLICES),
+    )?;
+    rows.choice("initial", initial, About::of_ranks("First values that ranks train."))
+}
 
 /// Settings of launches and threads.
 struct Launches<'a> {
@@ -278,9 +314,6 @@ struct Gradients<'a> {
     clip_norm: &'a mut Option<f64>,
     loss_scale: &'a mut Option<LossScale>,
     update_norms: &'a mut bool,
-    accumulate: &'a mut u32,
-    accumulated: &'a mut Accumulated,
-    reduced: &'a mut ReducedWhen,
 }
 
 fn of_gradients(rows: &mut Rows<'_>, of: Gradients<'_>) -> Result<(), OptionError> {
@@ -301,7 +334,19 @@ fn of_gradients(rows: &mut Rows<'_>, of: Gradients<'_>) -> Result<(), OptionErro
         "update_norms",
         of.update_norms,
         "Measure how far each parameter moves, as the update writes it.",
-    )?;
+    )
+}
+
+/// Settings of the micro-steps of an update.
+struct MicroSteps<'a> {
+    accumulate: &'a mut u32,
+    accumulated: &'a mut Accumulated,
+    reduced: &'a mut ReducedWhen,
+    lanes: &'a mut Option<u32>,
+    reduce_dtype: &'a mut ReduceDType,
+}
+
+fn of_micro_steps(rows: &mut Rows<'_>, of: MicroSteps<'_>) -> Result<(), OptionError> {
     rows.section = Section::MicroSteps;
     let most = 1..=1_000_000;
     rows.count(
@@ -313,7 +358,21 @@ fn of_gradients(rows: &mut Rows<'_>, of: Gradients<'_>) -> Result<(), OptionErro
     let about = About::from("Use of the gradients of all micro-steps.");
     rows.choice("accumulated", of.accumulated, about.needs("accumulate"))?;
     let about = About::of_ranks("When ranks add gradients of micro-steps to each other's.");
-    rows.choice("reduced", of.reduced, about.needs("accumulate"))
+    rows.choice("reduced", of.reduced, about.needs("accumulate"))?;
+    let about = About::from(
+        "Lanes of the global batch, along which gradients are added with the same bits at any \
+         number of ranks; a lane has as many micro-batches as accumulate says.",
+    );
+    rows.count_or_none("lanes", of.lanes, 1..=MOST_LANES, about.conflicts(LANES))?;
+    let says = "Type in which gradients are added up and travel between ranks.";
+    // Sums of 16-bit gradients are f32 on one rank, too, where nothing travels.
+    let is_sent_narrower = of.reduce_dtype.wire().is_some();
+    let about = if is_sent_narrower {
+        About::of_ranks(says)
+    } else {
+        About::from(says).conflicts(WIDE_GRADIENTS)
+    };
+    rows.choice("reduce_dtype", of.reduce_dtype, about)
 }
 
 /// Settings of the memory that ranks share out.
@@ -330,7 +389,8 @@ fn of_shares(rows: &mut Rows<'_>, of: Shares<'_>) -> Result<(), OptionError> {
         "Memory that ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too.";
     rows.count("zero", of.zero, 0..=3, About::of_ranks(about))?;
     let about = About::of_ranks("Consecutive ranks that share out among themselves.");
-    rows.count_or_none("shard_group", of.shard_group, 1..=u64::MAX, about.needs("zero"))?;
+    let about = about.needs("zero").conflicts(GROUPS);
+    rows.count_or_none("shard_group", of.shard_group, 1..=u64::MAX, about)?;
     rows.choice("owners", of.owners, About::of_ranks("Ends of shards.").needs("zero"))?;
     let about = About::of_ranks("Most MiB of one broadcast of parameters that an owner updated.");
     rows.above_0("broadcast_cap_mib", of.broadcast_cap_mib, about.needs("owners"))
@@ -381,7 +441,8 @@ fn of_averages(rows: &mut Rows<'_>, of: Averages<'_>) -> Result<(), OptionError>
     let about = About::of_ranks("Steps at the start that each average.");
     rows.count("local_sgd_begin", of.local_sgd_begin, 0..=u64::MAX, about.needs("local_sgd"))?;
     let about = About::of_ranks("Tensors that are averaged.");
-    rows.choice("local_sgd_averaged", of.local_sgd_averaged, about.needs("local_sgd"))?;
+    let about = about.needs("local_sgd").conflicts(AVERAGED_STATE);
+    rows.choice("local_sgd_averaged", of.local_sgd_averaged, about)?;
     let about = About::of_ranks("Whether the number of steps between averages follows the loss.");
     rows.choice("local_sgd_interval", of.local_sgd_interval, about.needs("local_sgd"))
 }
@@ -397,7 +458,7 @@ struct Patterns<'a> {
 fn of_params(rows: &mut Rows<'_>, of: Patterns<'_>) -> Result<(), OptionError> {
     rows.list(
         ListField { name: "exclude", field: of.exclude, expected: "a part of a parameter's name" },
-        parse_name,
+        text::parse_name,
         String::clone,
         "Part of the names of parameters without weight decay.",
     )?;
@@ -421,39 +482,4 @@ fn of_params(rows: &mut Rows<'_>, of: Patterns<'_>) -> Result<(), OptionError> {
         text::trust_of_text,
         "Whether LARS and LAMB scale the rate of parameters whose names contain the substring.",
     )
-}
-
-fn of_precision(rows: &mut Rows<'_>, precision: &mut Precision) -> Result<(), OptionError> {
-    rows.section = Section::Precision;
-    let Precision { master, state, rounding } = precision;
-    rows.choice(
-        "master_weights",
-        master,
-        "Copy or bits that f16 and bf16 parameters have beside them.",
-    )?;
-    rows.choice("state_dtype", state, "Element type of optimizer state.")?;
-    let (mut kind, mut seed) = match *rounding {
-        Rounding::Nearest => (RoundingKind::Nearest, 0),
-        Rounding::Stochastic { seed } => (RoundingKind::Stochastic, seed),
-    };
-    rows.choice(
-        "rounding",
-        &mut kind,
-        "How bf16 state, and bf16 parameters without master weights, are rounded.",
-    )?;
-    let about = About::from("Start of the random numbers of stochastic rounding.");
-    rows.count("rounding_seed", &mut seed, 0..=u64::MAX, about.needs("rounding"))?;
-    *rounding = match kind {
-        RoundingKind::Nearest if seed == 0 => Rounding::Nearest,
-        // A seed alone is kept for the check of what has no effect.
-        RoundingKind::Nearest => {
-            return Err(OptionError::Needs { name: "rounding_seed", needs: "rounding" });
-        }
-        RoundingKind::Stochastic => Rounding::Stochastic { seed },
-    };
-    Ok(())
-}
-
-fn parse_name(text: &str) -> Option<String> {
-    (!text.is_empty()).then(|| text.to_owned())
 }

@@ -3,7 +3,7 @@
 use fusestep_amp::{LossScale, ScalePolicy};
 use fusestep_launch::{Master, StateDType};
 use fusestep_planner::{
-    Accumulated, Averaged, Initial, Interval, Ownership, ReducedWhen, TableKind,
+    Accumulated, Averaged, Initial, Interval, Ownership, ReduceDType, ReducedWhen, TableKind,
 };
 use fusestep_tensor::Trust;
 
@@ -34,10 +34,14 @@ choices! {
         "none" => Master::None, "Nothing";
         "f32" => Master::F32, "An f32 copy, which is updated";
         "remainder" => Master::Remainder, "16 bits that make a bf16 parameter an f32 again";
+        "remainder8" => Master::Remainder8,
+            "8 bits that make it the upper 24 of an f32, beside state in int8";
     }
     StateDType {
         "f32" => StateDType::Compute, "f32, or f64 for f64 parameters";
         "bf16" => StateDType::Bf16, "bf16";
+        "int8" => StateDType::Int8,
+            "Codes of 8 bits with an f32 unit for each 32 elements; f32 below 4,096 elements";
     }
     RoundingKind {
         "nearest" => RoundingKind::Nearest, "To nearest, ties to even";
@@ -53,6 +57,14 @@ choices! {
         "per_micro_step" => ReducedWhen::PerMicroStep,
             "In every micro-step: least memory, most calls; sums are in another order, so results \
              differ by rounding";
+    }
+    ReduceDType {
+        "param" => ReduceDType::Param, "That of the parameter, to which sums are rounded";
+        "f32" => ReduceDType::F32, "f32 for f16 and bf16 parameters; sums stay f32 until the update";
+        "bf16" => ReduceDType::Bf16,
+            "bf16 between ranks for f32 parameters; each rank rounds once, sums are f32";
+        "f16" => ReduceDType::F16,
+            "f16 between ranks for f32 parameters; each rank rounds once, sums are f32";
     }
     Ownership {
         "elements" => Ownership::Elements, "Shards of equal length, which may cut tensors";
@@ -83,6 +95,11 @@ choices! {
         "plain" => Trust::Plain, "The plain learning rate";
     }
 }
+
+/// Texts of schedules.
+pub(super) const SCHEDULE: &str = "phases joined by commas: warmup:STEPS, cosine:STEPS[:FLOOR], \
+    polynomial:STEPS:POWER[:FLOOR], linear:STEPS:FROM:TO, constant[:STEPS[:FACTOR]], \
+    step:EVERY:GAMMA[:STEPS]";
 
 /// Texts of loss scales.
 pub(super) const LOSS_SCALE: &str = "a power of two from 1 on, `dynamic`, or dynamic: followed by \
@@ -139,6 +156,11 @@ pub(super) fn loss_scale_text(scale: &LossScale) -> String {
     tell("floor", policy.floor, default.floor);
     tell("ceiling", policy.ceiling, default.ceiling);
     if told.is_empty() { "dynamic".to_owned() } else { format!("dynamic:{}", told.join(",")) }
+}
+
+/// A name, or a part of one; none where it is empty.
+pub(super) fn parse_name(text: &str) -> Option<String> {
+    (!text.is_empty()).then(|| text.to_owned())
 }
 
 /// Reads `SUBSTRING=NUMBER`, a finite number of at least 0.

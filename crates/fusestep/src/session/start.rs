@@ -7,6 +7,7 @@ use fusestep_planner::Run;
 use fusestep_planner::{Comms, Initial, PlanError, Reach, State, Tensors, Topology};
 use fusestep_tensor::ParamDesc;
 
+use super::report::Reports;
 use super::saving::Saving;
 use super::{Borrowed, Session, SessionError};
 use crate::{Device, SharedBackend, StepOptions};
@@ -137,6 +138,8 @@ impl<'c> Session<'c> {
             brings: options.initial,
             compared: Vec::new(),
             begun: false,
+            enqueued: None,
+            reports: Reports::default(),
         }
     }
 
@@ -202,6 +205,11 @@ impl<'c> Session<'c> {
             self.compared.iter().map(|(name, value)| (*name, value.clone())).collect();
         self.attempt(|run| run.handshake(&fields))?;
         self.met = true;
+        if self.reports.last.is_none() {
+            // What ranks tell each other before they train is no step's.
+            let now = self.calls_so_far();
+            self.reports.count_from(&now);
+        }
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Calls of a step of many ranks, derived from the stages before any call is made.
 
-use fusestep_collective::{Operation, ReduceOp};
+use fusestep_collective::{Operation, ReduceOp, ReduceUpdate};
 use fusestep_launch::MAX_SUMS;
 use fusestep_tensor::Role;
 use serde::Serialize;
@@ -10,6 +10,7 @@ use crate::plan::leaves::chunks_of;
 use crate::plan::segments::full_tensors;
 use crate::plan::settings::ZeroStage;
 use crate::plan::stage::{Reduced, Stage};
+use crate::plan::topology::Reach;
 use crate::plan::value::Plan;
 
 /// A call of a step, before it is made.
@@ -115,19 +116,21 @@ impl Calls<'_> {
     fn about_gradients(&mut self) {
         let plan = self.plan;
         let params = plan.params.len() as u64;
+        // The number of micro-batches, and whether they have weights.
+        let of_lanes = if plan.lanes.is_some() { 1 + WORD_BYTES } else { 0 };
         if !plan.in_backward {
-            return self.control(LARGEST, params + 2 * WORD_BYTES, self.world);
+            return self.control(LARGEST, params + 2 * WORD_BYTES + of_lanes, self.world);
         }
         let mut told = 0;
         for segment in &plan.segments {
             let tensors = full_tensors(plan, segment) as u64;
             if tensors > 0 {
-                self.control(LARGEST, tensors + WORD_BYTES, self.world);
+                self.control(LARGEST, tensors + WORD_BYTES + of_lanes, self.world);
             }
             told += tensors;
         }
         if told < params {
-            self.control(LARGEST, params - told + WORD_BYTES, self.world);
+            self.control(LARGEST, params - told + WORD_BYTES + of_lanes, self.world);
         }
     }
 
@@ -169,6 +172,20 @@ impl Calls<'_> {
         let bucket = &plan.buckets[reduce.bucket];
         let width = plan.storages[bucket.storage].grad_dtype().len_bytes() as u64;
         let (len_bytes, index) = (bucket.numel() * width, Some(reduce.bucket));
+        if plan.exchanges_lanes() {
+            return self.exchange_lanes(reduce, width);
+        }
+        if plan.wire.is_some() && width == 4 {
+            for root in 0..self.world as usize {
+                let shared = Shared { len_bytes: len_bytes / 2, ranks: self.world };
+                self.data(Operation::Scatter { root }, index, shared, self.windows);
+            }
+            if reduce.result == Reduced::Whole {
+                let shared = Shared { len_bytes, ranks: self.world };
+                self.data(Operation::AllGather, index, shared, self.windows);
+            }
+            return;
+        }
         let (operation, own) = match reduce.result {
             Reduced::Whole => (MEAN, len_bytes),
             Reduced::Part => {
@@ -177,11 +194,43 @@ impl Calls<'_> {
                 (Operation::ReduceScatter(ReduceOp::Average), own)
             }
         };
+        if plan.lanes.is_some() && self.group < self.world {
+            // Sums that no number of ranks changes are formed over all of them.
+            return self.data(MEAN, index, Shared { len_bytes, ranks: self.world }, 1);
+        }
         let in_group = Shared { len_bytes, ranks: self.group };
         self.data(operation, index, in_group, self.windows);
         if self.group < self.world {
             let across = Shared { len_bytes: own, ranks: self.world / self.group };
             self.data(MEAN, index, across, self.windows);
+        }
+    }
+
+    /// Adds the calls that exchange sums of lanes: one on the memory of all ranks, or one for each
+    /// sum, and one that brings the results to all.
+    fn exchange_lanes(&mut self, reduce: &crate::Reduce, width: u64) {
+        let plan = self.plan;
+        let Some(lanes) = plan.lanes else {
+            return;
+        };
+        let (numel, index) = (plan.buckets[reduce.bucket].numel(), Some(reduce.bucket));
+        let sums = lanes.contributions(self.world as usize);
+        let slots = sums.iter().map(|sum| sum.slot + 1).max().unwrap_or(1);
+        let lists = slots + usize::from(width < 4);
+        let in_world = |bytes: u64| Shared { len_bytes: numel * bytes, ranks: self.world };
+        let wide = width.max(4);
+        if plan.topology.reach == Reach::SharedMemory && lists <= ReduceUpdate::MAX_REPLICAS {
+            let of_gradients = if width < 4 { width } else { 0 };
+            let shared = in_world(slots as u64 * wide + of_gradients);
+            return self.data(Operation::ReduceUpdate, index, shared, 1);
+        }
+        for sum in sums {
+            let operation = Operation::Scatter { root: sum.rank };
+            self.data(operation, index, Shared { len_bytes: numel * wide, ranks: self.world }, 1);
+        }
+        if reduce.result == Reduced::Whole || plan.shard_group < plan.topology.world {
+            let whole = Shared { len_bytes: numel * width, ranks: self.world };
+            self.data(Operation::AllGather, index, whole, 1);
         }
     }
 
@@ -274,6 +323,8 @@ pub(crate) fn bytes_sent(operation: Operation, len_bytes: u64, ranks: u64) -> u6
     let part = len_bytes / ranks * (ranks - 1) + len_bytes % ranks * (ranks - 1) / ranks;
     match operation {
         Operation::AllReduce(_) => 2 * part,
+        // Only the root sends, which is every rank in turn where ranks tell each other parts.
+        Operation::Scatter { .. } => part / ranks,
         _ => part,
     }
 }

@@ -147,14 +147,15 @@ impl Plan {
             };
             let spec = &self.storages[optimize.storage];
             let member = spec.members[tensor as usize];
-            let per_element = self.kernel_of(member).map_or(0, |k| k.traffic_bytes());
             // One pass reads every rank's gradient and writes all that every rank keeps whole.
             let others = if reduces { self.topology.world as u64 - 1 } else { 0 };
             let replicated = self.replicated(spec).into_iter();
-            let widths = replicated.map(|list| spec.lists[list].dtype.len_bytes());
-            let width = spec.grad_dtype().len_bytes() + widths.sum::<usize>();
             let elements: u64 = optimize.batches.iter().map(Batch::elements).sum();
-            (per_element + others * width as u64).saturating_mul(elements)
+            let own = self.kernel_of(member).map_or(0, |k| k.traffic_bytes(elements));
+            let grads = (spec.grad_dtype().len_bytes() as u64).saturating_mul(elements);
+            let replicas = replicated.map(|list| spec.lists[list].stride().bytes(elements));
+            let of_other = replicas.fold(grads, u64::saturating_add);
+            own.saturating_add(others.saturating_mul(of_other))
         });
         let norm = self.norm_stage().map_or(0, |_| self.gradient_bytes());
         bytes.fold(norm, u64::saturating_add)

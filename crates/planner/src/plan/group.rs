@@ -25,13 +25,6 @@ impl SizeClass {
             SizeClass::Large
         }
     }
-
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            SizeClass::Small => "small",
-            SizeClass::Large => "large",
-        }
-    }
 }
 
 /// The distinct hyper-parameters of tensors, and each tensor's index among them.

@@ -5,11 +5,12 @@ use std::fmt::Write;
 
 use fusestep_amp::MaxNorm;
 use fusestep_launch::Batch;
-use fusestep_tensor::{counted, escaped, grouped};
+use fusestep_tensor::{counted, grouped};
 
 use crate::plan::cost::{CostModel, Event, EventKind};
 use crate::plan::stage::Stage;
-use crate::plan::text::bytes;
+use crate::plan::tensor_table::tensor_table;
+use crate::plan::text::{bytes, escape};
 use crate::plan::value::Plan;
 use crate::plan::{cost, rank_summary};
 
@@ -24,7 +25,8 @@ const COLORS: [&str; 6] = ["#4878a8", "#6aa84f", "#c27c3e", "#8e6bb0", "#3f9aa0"
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:2em auto;padding:0 1em;\
 background:#fff;color:#1c1c1c}h1{font-size:1.4em}h2{font-size:1.1em;margin-top:1.6em}svg{width:100%;height:auto;display:block}\
 table{border-collapse:collapse}td,th{padding:.2em .9em .2em 0;text-align:left;vertical-align:top}\
-td.n{text-align:right;font-variant-numeric:tabular-nums}.muted{color:#666}\
+td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}.muted{color:#666}\
+.wide,pre{overflow-x:auto}.k{white-space:nowrap}.why{min-width:22em}summary{cursor:pointer}\
 @media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e6e6}.muted{color:#9a9a9a}}";
 
 /// A self-contained page in the plan's style, light or dark as the reader has it; `body` is HTML.
@@ -46,6 +48,7 @@ pub(crate) fn fragment(plan: &Plan) -> String {
     launch_bars(plan, &mut page);
     page.push_str("<h2>Buffers</h2>\n<p class=\"muted\">Tensors in the order they lie in memory, one buffer for each role.</p>\n");
     storage_bars(plan, &mut page);
+    tensor_table(plan, &mut page);
     page.push_str("<h2>What the passes did</h2>\n<table><tr><th>pass</th><th>verdict</th><th>reason</th></tr>\n");
     for note in &plan.notes {
         let _ = writeln!(
@@ -256,15 +259,6 @@ fn blocks<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, l
 /// A setting of a pass, or that the pass is not there.
 fn or_not(value: Option<f64>) -> String {
     value.map_or("not at all".to_owned(), |value| value.to_string())
-}
-
-/// Text made safe for HTML: names come from files.
-pub(crate) fn escape(text: &str) -> String {
-    escaped(text)
-        .replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
 }
 
 /// Width and height of the timeline's drawing, and of a row.

@@ -4,7 +4,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use fusestep_launch::{LaunchLimits, Precision, TensorList};
+use fusestep_launch::{LaunchLimits, Precision, StateDType, TensorList};
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{
     DType, ParamDesc, Quoted, check_total_numel, check_unique_names, counted_are,
@@ -18,11 +18,11 @@ use crate::plan::note::{Note, Verdict};
 use crate::plan::passes::coalesce_gradients::CoalesceGradients;
 use crate::plan::passes::fuse_optimizer::FuseOptimizer;
 use crate::plan::passes::pass::Pass;
-use crate::plan::passes::{buckets, order};
+use crate::plan::passes::{buckets, kept_f32, order};
 use crate::plan::rule::{Optimizer, Precisions};
-use crate::plan::settings::{Gradients, Ownership, TableKind, Tensors, ZeroStage};
+use crate::plan::settings::{Gradients, Ownership, ReduceDType, TableKind, Tensors, ZeroStage};
 use crate::plan::stage::{Reduce, Reduced, Stage};
-use crate::plan::storage::StorageSpec;
+use crate::plan::storage::{StorageKey, StorageSpec};
 use crate::plan::topology::Topology;
 use crate::plan::value::Plan;
 
@@ -48,6 +48,7 @@ pub struct Planner {
     schedule: Option<Schedule>,
     limits: LaunchLimits,
     precisions: Precisions,
+    reduce_dtype: ReduceDType,
     tensors: Tensors,
     table: TableKind,
     passes: Vec<Pass>,
@@ -63,6 +64,7 @@ impl Planner {
             schedule: None,
             limits: LaunchLimits::default(),
             precisions: Precisions::default(),
+            reduce_dtype: ReduceDType::default(),
             tensors: Tensors::Kept,
             table: TableKind::default(),
             passes: vec![CoalesceGradients.into(), FuseOptimizer.into()],
@@ -112,6 +114,20 @@ impl Planner {
     /// f32 norms only the former can have master weights.
     pub fn precision_of(mut self, dtype: DType, precision: Precision) -> Self {
         self.precisions.set(dtype, precision);
+        self
+    }
+
+    /// Keeps in f32 the state of parameters in whose names one of these parts occurs, where others'
+    /// is kept in int8. State of tensors with fewer than
+    /// [`LEAST_INT8_ELEMENTS`](crate::LEAST_INT8_ELEMENTS) elements stays in f32 in any case.
+    pub fn keep_f32(mut self, parts_of_names: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.precisions.keep_f32(parts_of_names.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Sets the storage type in which gradients are added up and travel between ranks.
+    pub fn reduce_dtype(mut self, dtype: ReduceDType) -> Self {
+        self.reduce_dtype = dtype;
         self
     }
 
@@ -167,6 +183,9 @@ impl Planner {
     /// # Cost
     /// Linear in the number of parameters and in buckets times ranks.
     pub fn plan_for(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan> {
+        #[cfg(feature = "tracing")]
+        let _span =
+            tracing::info_span!(target: "fusestep", "plan", tensors = params.len()).entered();
         topology.validate()?;
         self.limits.validate()?;
         if u32::try_from(params.len()).is_err() {
@@ -180,8 +199,16 @@ impl Planner {
         if let Some(schedule) = &self.schedule {
             schedule.validate()?;
         }
+        self.check_reduce_dtype(params)?;
         let mut plan = self.naive_plan(params, topology)?;
         order::rewrite(&mut plan, self.passes.iter(), self.table)?;
+        if let Some(wire) = plan.wire.filter(|_| plan.reduces()) {
+            let reason = format!(
+                "gradients of f32 travel between ranks as {wire}: each rank rounds its own once, and \
+                 their sum is f32"
+            );
+            plan.note(ReduceDType::NAME, Verdict::Applied, reason);
+        }
         let reads_or_derives = plan.gradients.rule().is_some() || plan.update_norms;
         if reads_or_derives || plan.table == TableKind::Resident {
             let naive = self.naive_with_passes_of(&plan);
@@ -190,10 +217,35 @@ impl Planner {
         Ok(plan)
     }
 
+    /// Refuses a type of sums that no parameter has use for.
+    fn check_reduce_dtype(&self, params: &[ParamDesc]) -> Result<()> {
+        let has = |dtypes: &[DType]| params.iter().any(|param| dtypes.contains(&param.dtype));
+        let conflict = |name: &str, second: &str, why| {
+            let first = format!("{} {name}", ReduceDType::NAME);
+            Err(PlanError::Conflict { first, second: second.to_owned(), why })
+        };
+        match (self.reduce_dtype, self.reduce_dtype.wire()) {
+            (ReduceDType::F32, _) if !has(&[DType::F16, DType::BF16]) => conflict(
+                "f32",
+                "a model without parameters of f16 or bf16",
+                "do not go together, since its gradients are added in f32 in any case; leave \
+                 `reduce_dtype` out",
+            ),
+            (_, Some(wire)) if !has(&[DType::F32]) => conflict(
+                wire.name(),
+                "a model without parameters of f32",
+                "do not go together, since only gradients of f32 travel in fewer bits; leave \
+                 `reduce_dtype` out",
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// The naive plan with the same arithmetic as this plan's; `None` if it has too many launches.
     fn naive_with_passes_of(&self, plan: &Plan) -> Option<Plan> {
         let mut naive = self.naive_plan(&plan.params, plan.topology).ok()?;
         (naive.gradients, naive.update_norms) = (plan.gradients, plan.update_norms);
+        naive.lanes = plan.lanes;
         // Ranks that average read whole gradients, not parts of buckets.
         naive.stages.extend(plan.averaging().map(Stage::Average));
         order::rewrite(&mut naive, std::iter::empty(), self.table).ok()?;
@@ -242,12 +294,20 @@ impl Planner {
     /// One storage, one launch and one call for each tensor.
     fn naive_plan(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan> {
         let (rules, rule_of) = self.rules(params)?;
+        let mut precisions = self.precisions.clone();
+        if self.reduce_dtype == ReduceDType::F32 {
+            precisions.widen_gradients(|_| true);
+        } else if self.passes.iter().any(|pass| matches!(pass, Pass::Lanes(_))) {
+            // Sums of lanes are f32 as it is, so that rounding them would only lose bits. Loops
+            // over codes read gradients in the parameter's type.
+            precisions.widen_gradients(|precision| precision.state != StateDType::Int8);
+        }
         let mut plan = Plan {
             params: Arc::from(params),
             rules,
             rule_of: Arc::from(rule_of),
             schedule: self.schedule.clone().map(Arc::new),
-            precisions: self.precisions.clone(),
+            precisions,
             limits: self.limits,
             tensors: self.tensors,
             table: TableKind::Arguments,
@@ -266,6 +326,9 @@ impl Planner {
             stages: Vec::with_capacity(params.len()),
             notes: self.notes.clone(),
             gradients: Gradients::default(),
+            wire: self.reduce_dtype.wire(),
+            lanes: None,
+            lanes_given: 0,
             update_norms: false,
             in_backward: false,
             groups: ParameterGroups::new(params, |_| 0),
@@ -280,6 +343,7 @@ impl Planner {
             plan.stages.insert(0, Stage::Reduce(Reduce { bucket: 0, result: Reduced::Whole }));
             buckets::make(&mut plan)?;
         }
+        kept_f32::explain(&mut plan);
         let empty = params.iter().filter(|param| param.numel() == 0).count();
         if empty > 0 {
             let empty = counted_are(empty as u64, "empty tensor");
@@ -291,14 +355,15 @@ impl Planner {
 
     /// A storage and an update of its own for every tensor.
     fn naive_storages(&self, plan: &mut Plan) -> Result<()> {
-        let mut kernels = HashMap::<(DType, u32), (&'static str, Vec<TensorList>)>::new();
+        let mut kernels = HashMap::<StorageKey, (&'static str, Vec<TensorList>)>::new();
         let params = Arc::clone(&plan.params);
         let mut launches = LaunchCount::default();
         for (index, param) in params.iter().enumerate() {
             let rule = plan.rule_of[index];
-            let (kernel, lists) = match kernels.entry((param.dtype, rule)) {
+            let (kernel, lists) = match kernels.entry(plan.storage_key(index)) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => {
+                    plan.check_int8(index)?;
                     let kernel = plan.kernel_of(index as u32)?;
                     let lists = Plan::kept_lists(self.tensors, kernel.as_ref());
                     new.insert((kernel.entry(), lists))

@@ -129,11 +129,12 @@ pub(crate) fn rank_summary(plan: &Plan, model: impl Into<CostModel>) -> RankSumm
     let sent = calls.iter().map(|call| call.bytes_sent.saturating_mul(call.times) / call.every);
     let sent = sent.fold(0, u64::saturating_add);
     let of_rank = |rank| rank_bytes(plan, rank, sent);
-    // Ranks that share out nothing and have no slices of their own all keep the same.
-    let different = match (plan.slices.is_empty(), is_shared(plan)) {
-        (false, _) => plan.topology.world,
-        (true, true) => plan.shard_group,
-        (true, false) => 1,
+    // Ranks that share out nothing, and have neither slices nor lanes of their own, keep the same.
+    let has_own = !plan.slices.is_empty() || plan.lanes.is_some();
+    let different = match (has_own, is_shared(plan)) {
+        (true, _) => plan.topology.world,
+        (false, true) => plan.shard_group,
+        (false, false) => 1,
     };
     let ranks: Vec<RankBytes> = (0..different).map(of_rank).collect();
     let mean = |of: fn(&RankBytes) -> u64| {
@@ -207,13 +208,18 @@ fn slices_numel(plan: &Plan, rank: usize, spec: &StorageSpec) -> u64 {
 pub(crate) fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes {
     let mut found =
         RankBytes { bytes_sent, memory_bytes: kept_bytes(plan), ..RankBytes::default() };
-    let sums = plan.accumulation();
+    let sums = plan.accumulation().filter(|_| plan.lanes.is_none());
+    let slots = plan.lane_slots(rank) as u64;
     for (spec, own) in plan.storages.iter().zip(own_elements(plan, rank)) {
         found.memory_bytes += sums.map_or(0, |rule| rule.sum_bytes(spec, own));
+        // The first sum lies where the gradient does, unless that is narrower.
+        let width = spec.grad_dtype().len_bytes() as u64;
+        let separate = if width < 4 { slots } else { slots.saturating_sub(1) };
+        found.memory_bytes += separate * spec.layout.total_numel() * width.max(4);
         for (list, extent) in spec.lists.iter().zip(&spec.extents) {
             let is_own = spec.distributed || *extent == crate::Extent::Shard;
             let numel = if is_own { own } else { spec.layout.total_numel() };
-            let len_bytes = numel * list.dtype.len_bytes() as u64;
+            let len_bytes = list.stride().bytes(numel);
             found.memory_bytes += len_bytes;
             if list.role.is_state() {
                 found.state_bytes += len_bytes;

@@ -4,7 +4,8 @@ use std::fmt;
 
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    MultiTensorKernel, Objective, Precision, Setting, Settings, UpdateRule, WeightDecay,
+    GradDType, Master, MultiTensorKernel, Objective, Precision, Setting, Settings, StateDType,
+    UpdateRule, WeightDecay,
 };
 use fusestep_tensor::{DType, ParamDesc};
 
@@ -170,8 +171,17 @@ impl Optimizer {
         param: &ParamDesc,
         precisions: &Precisions,
     ) -> Result<Box<dyn MultiTensorKernel>> {
-        let kernel = self.rule().kernel(param.dtype, precisions.of(param.dtype));
+        let kernel = self.rule().kernel(param.dtype, precisions.of_param(param));
         kernel.map_err(|error| PlanError::Kernel { name: param.name.clone(), error })
+    }
+}
+
+impl Optimizer {
+    /// Refuses a precision that the rule has not for a parameter of this dtype, however small.
+    pub(crate) fn check_precision(&self, param: &ParamDesc, precisions: &Precisions) -> Result<()> {
+        let kernel = self.rule().kernel(param.dtype, precisions.of(param.dtype));
+        let name = || param.name.clone();
+        kernel.map(|_| ()).map_err(|error| PlanError::Kernel { name: name(), error })
     }
 }
 
@@ -190,23 +200,113 @@ impl fmt::Display for Optimizer {
     }
 }
 
+/// Elements from which on a tensor's state may lie in int8: smaller tensors would grow by padding,
+/// and save nothing that counts.
+pub const LEAST_INT8_ELEMENTS: u64 = 4096;
+
+/// The precision of a parameter whose state stays in f32 beside others in int8: remainders of 8
+/// bits, which only int8 has, are 16 bits there.
+pub fn in_f32(precision: Precision) -> Precision {
+    let master = match precision.master {
+        Master::Remainder8 => Master::Remainder,
+        other => other,
+    };
+    Precision { state: StateDType::Compute, master, ..precision }
+}
+
+/// Whether a parameter's state stays in f32 where others' is kept in int8: it is small, or one of
+/// these parts is in its name.
+pub fn keeps_f32(param: &ParamDesc, parts_of_names: &[String]) -> bool {
+    why_f32(param, parts_of_names).is_some()
+}
+
+fn why_f32<'a>(param: &ParamDesc, parts_of_names: &'a [String]) -> Option<KeptF32<'a>> {
+    if param.numel() < LEAST_INT8_ELEMENTS {
+        return Some(KeptF32::Small);
+    }
+    let named = parts_of_names.iter().find(|part| param.name.contains(part.as_str()));
+    named.map(|part| KeptF32::Named(part))
+}
+
 /// The precision of parameters, by their dtype.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Default, PartialEq)]
 pub(crate) struct Precisions {
     all: Precision,
     /// Dtypes with a precision of their own.
     exceptions: Vec<(DType, Precision)>,
+    /// Parts of the names of parameters whose state stays in f32 beside others in int8.
+    keep_f32: Vec<String>,
+}
+
+/// Fields by name. Names that stay in f32 are left out where there are none, so that plans from
+/// before there was a choice have the same hash.
+impl fmt::Debug for Precisions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { all, exceptions, keep_f32 } = self;
+        let mut fields = f.debug_struct("Precisions");
+        fields.field("all", all).field("exceptions", exceptions);
+        if !keep_f32.is_empty() {
+            fields.field("keep_f32", keep_f32);
+        }
+        fields.finish()
+    }
+}
+
+/// Reason for which a parameter's state stays in f32 beside others in int8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KeptF32<'a> {
+    /// It has fewer than [`LEAST_INT8_ELEMENTS`].
+    Small,
+    /// This part of its name was asked for.
+    Named(&'a str),
 }
 
 impl Precisions {
     pub(crate) fn all(precision: Precision) -> Self {
-        Self { all: precision, exceptions: Vec::new() }
+        Self { all: precision, ..Self::default() }
+    }
+
+    /// Names parts of the names of parameters whose state stays in f32.
+    pub(crate) fn keep_f32(&mut self, parts_of_names: Vec<String>) {
+        self.keep_f32 = parts_of_names;
+    }
+
+    /// Parts of names that were asked for.
+    pub(crate) fn kept_names(&self) -> &[String] {
+        &self.keep_f32
+    }
+
+    /// Reason for state in f32; `None` where it is not, or nobody's is in int8.
+    pub(crate) fn why_f32(&self, param: &ParamDesc) -> Option<KeptF32<'_>> {
+        match self.of(param.dtype).state {
+            StateDType::Int8 => why_f32(param, &self.keep_f32),
+            _ => None,
+        }
+    }
+
+    /// The precision of a parameter.
+    pub(crate) fn of_param(&self, param: &ParamDesc) -> Precision {
+        let precision = self.of(param.dtype);
+        match self.why_f32(param) {
+            Some(_) => in_f32(precision),
+            None => precision,
+        }
     }
 
     /// Sets the precision of one dtype.
     pub(crate) fn set(&mut self, dtype: DType, precision: Precision) {
         self.exceptions.retain(|exception| exception.0 != dtype);
         self.exceptions.push((dtype, precision));
+    }
+
+    /// Keeps gradients of 16-bit parameters in f32 where this is so of their precision.
+    pub(crate) fn widen_gradients(&mut self, is_wide: impl Fn(Precision) -> bool) {
+        for dtype in [DType::F16, DType::BF16] {
+            let precision = self.of(dtype);
+            if is_wide(precision) {
+                self.set(dtype, Precision { grad: GradDType::Compute, ..precision });
+            }
+        }
     }
 
     pub(crate) fn of(&self, dtype: DType) -> Precision {

@@ -2,9 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use fusestep_launch::Precision;
+use fusestep_launch::{Precision, StateDType};
+use fusestep_tensor::ParamDesc;
 
-use crate::plan::settings::Accumulated;
+use crate::plan::lanes::Lanes;
+use crate::plan::passes::kept_f32;
+use crate::plan::passes::rewrite::Rewrite;
+use crate::plan::settings::{Accumulated, ReduceDType};
 use crate::plan::value::Plan;
 
 /// Settings of a plan that decide bits and are not the default, by name.
@@ -20,6 +24,17 @@ pub(crate) fn saved_settings(plan: &Plan) -> BTreeMap<String, String> {
     }
     if plan.accumulation().is_some_and(|rule| rule.accumulated == Accumulated::Sum) {
         add("accumulated".to_owned(), "sum".to_owned());
+    }
+    if let Some(lanes) = plan.lanes {
+        add(Lanes::NAME.to_owned(), lanes.count.to_string());
+    }
+    if let Some(wire) = plan.wire {
+        add(ReduceDType::NAME.to_owned(), wire.to_string());
+    }
+    let kept = plan.precisions.kept_names();
+    let is_int8 = |param: &ParamDesc| plan.precision(param.dtype).state == StateDType::Int8;
+    if !kept.is_empty() && plan.params().iter().any(is_int8) {
+        add(kept_f32::NAME.to_owned(), kept.join(", "));
     }
     for param in plan.params() {
         let precision = plan.precision(param.dtype);

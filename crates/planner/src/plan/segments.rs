@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use fusestep_tensor::DType;
+use fusestep_launch::Stride;
+use fusestep_tensor::{DType, Role};
 
 use crate::plan::settings::ZeroStage;
 use crate::plan::stage::Stage;
@@ -76,6 +77,12 @@ pub(crate) fn place_in(
 
 pub(crate) fn sum_width(dtype: DType) -> usize {
     dtype.len_bytes().max(4)
+}
+
+/// Stride of sums of gradients of this dtype.
+pub(crate) fn sum_stride(dtype: DType) -> Stride {
+    let wide = if dtype.len_bytes() < 4 { DType::F32 } else { dtype };
+    Stride::of(Role::Grad, wide)
 }
 
 /// Whether segments keep their memory once they are reduced. From ZeRO stage 2 on a rank needs no

@@ -4,7 +4,7 @@ use std::fmt;
 use std::num::{NonZeroU32, NonZeroU64};
 
 use fusestep_amp::{GradientRule, LossScale, MaxNorm};
-use fusestep_tensor::counted;
+use fusestep_tensor::{DType, counted};
 use serde::{Deserialize, Serialize};
 
 /// Gradient of the update, formed from the gradients of all micro-steps.
@@ -82,6 +82,39 @@ impl fmt::Display for GradientAccumulation {
             ReducedWhen::PerMicroStep => "in each",
         };
         write!(f, "{} micro-steps, their {accumulated}, reduced {reduced}", self.every)
+    }
+}
+
+/// Storage type in which gradients are added up and travel between ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReduceDType {
+    /// The storage type of each parameter; with lanes as [`ReduceDType::F32`], but for state in 8
+    /// bits.
+    #[default]
+    Param,
+    /// f32 for parameters of 16 bits, whose gradients may be given in either type. Their sums are
+    /// f32 from the first addition to the update and never rounded in between.
+    F32,
+    /// bf16 for f32 gradients on their way between ranks: each rank's contribution is rounded once
+    /// and their sums are f32.
+    Bf16,
+    /// f16 for f32 gradients on their way between ranks, as with [`ReduceDType::Bf16`]. Values
+    /// beyond 65,504 become infinite; a loss scale sees that.
+    F16,
+}
+
+impl ReduceDType {
+    /// The name in every face.
+    pub const NAME: &'static str = "reduce_dtype";
+
+    /// The type in which f32 gradients travel, if it is another.
+    pub fn wire(self) -> Option<DType> {
+        match self {
+            Self::Param | Self::F32 => None,
+            Self::Bf16 => Some(DType::BF16),
+            Self::F16 => Some(DType::F16),
+        }
     }
 }
 
@@ -198,7 +231,8 @@ impl LocalSgd {
     }
 }
 
-/// Text by which ranks compare the setting: `parameters every 4 steps, each of the first 0 steps`.
+/// Text by which ranks compare the setting: `parameters every 4 steps, and after each of the first
+/// 2 steps`.
 impl fmt::Display for LocalSgd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let averaged = match self.averaged {
@@ -210,8 +244,11 @@ impl fmt::Display for LocalSgd {
             Interval::Adaptive => " at first, then as losses say",
         };
         let LocalSgd { every, begin, .. } = self;
-        let (every, begin) = (counted(every.get(), "step"), counted(*begin, "step"));
-        write!(f, "{averaged} every {every}{interval}, each of the first {begin}")
+        write!(f, "{averaged} every {}{interval}", counted(every.get(), "step"))?;
+        match begin {
+            0 => Ok(()),
+            begin => write!(f, ", and after each of the first {}", counted(*begin, "step")),
+        }
     }
 }
 

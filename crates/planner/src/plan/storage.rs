@@ -31,6 +31,17 @@ pub struct StorageSpec {
     pub extents: Vec<Extent>,
 }
 
+/// Key of a storage, whose tensors have it in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct StorageKey {
+    /// Dtype of the parameters.
+    pub(crate) dtype: DType,
+    /// Index of their rule among the plan's.
+    pub(crate) rule: u32,
+    /// Whether their state stays in f32 beside others' in int8.
+    pub(crate) keeps_f32: bool,
+}
+
 /// A range of a storage that lies in a shard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Part {
@@ -107,6 +118,11 @@ impl StorageSpec {
         self.shard.iter().map(|part| part.numel() as u64).sum()
     }
 
+    /// Whether state lies in codes, so that shards are cut between groups.
+    pub(crate) fn is_coded(&self) -> bool {
+        self.lists.iter().any(|list| list.role.unit_of().is_some())
+    }
+
     /// Elements of a list's arenas on this rank, padding included.
     pub(crate) fn list_numel(&self, list: usize) -> u64 {
         match self.extents.get(list) {
@@ -118,7 +134,7 @@ impl StorageSpec {
     /// Bytes of all arenas, padding included.
     pub fn len_bytes(&self) -> u64 {
         let lists = self.lists.iter().enumerate();
-        lists.map(|(index, list)| list.dtype.len_bytes() as u64 * self.list_numel(index)).sum()
+        lists.map(|(index, list)| list.stride().bytes(self.list_numel(index))).sum()
     }
 
     pub(crate) fn list(&self, role: Role) -> Option<usize> {

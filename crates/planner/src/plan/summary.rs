@@ -43,6 +43,12 @@ pub(crate) fn hash(plan: &Plan) -> u64 {
     if plan.in_backward {
         let _ = write!(text, "update in backward");
     }
+    if let Some(lanes) = plan.lanes {
+        let _ = write!(text, "{lanes:?}");
+    }
+    if let Some(wire) = plan.wire {
+        let _ = write!(text, "travels as {wire}");
+    }
     for stage in &plan.stages {
         let _ = match stage {
             Stage::Optimize(own) if plan.storages[own.storage].distributed => Ok(()),

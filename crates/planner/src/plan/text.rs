@@ -3,7 +3,7 @@
 use std::fmt;
 
 use fusestep_launch::Precision;
-use fusestep_tensor::{Quoted, counted};
+use fusestep_tensor::{DType, Quoted, counted, escaped, grouped};
 
 use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::settings::{GradientAccumulation, TableKind};
@@ -35,11 +35,11 @@ impl fmt::Display for Plan {
         fmt_precisions(self, f)?;
         writeln!(
             f,
-            "  {} per step (naive: {}), {} argument bytes, chunks of {} elements",
+            "  {} per step (naive: {}), {}, chunks of {}",
             counted(self.launches() as u64, "launch"),
-            self.naive_launches(),
-            self.limits.argument_bytes,
-            self.limits.chunk_elements,
+            grouped(self.naive_launches() as u64),
+            counted(self.limits.argument_bytes as u64, "argument byte"),
+            counted(self.limits.chunk_elements.into(), "element"),
         )?;
         if self.table == TableKind::Resident {
             writeln!(
@@ -102,7 +102,10 @@ fn fmt_precisions(plan: &Plan, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     for dtype in dtypes {
         let precision = plan.precision(dtype);
         if precision != Precision::default() {
-            writeln!(f, "  {dtype} parameters: {precision}")?;
+            // Ranks and files compare the precision's own text, which is the same for all dtypes.
+            let state = if dtype == DType::F64 { "state f64" } else { "state f32" };
+            let text = precision.to_string().replace("state as computed", state);
+            writeln!(f, "  {dtype} parameters: {text}")?;
         }
     }
     Ok(())
@@ -161,11 +164,10 @@ fn fmt_update(
         .map_or(String::new(), |bucket| format!("{} of ", text_of_bucket(plan, bucket)));
     writeln!(
         f,
-        "{what} {bucket}storage {} with {}, {} ({})",
+        "{what} {bucket}storage {} with {}, {}",
         stage.storage,
         storage.kernel,
         counted(stage.tensors.len() as u64, "tensor"),
-        stage.size_class.name(),
     )?;
     for (index, batch) in stage.batches.iter().enumerate().take(BATCHES_SHOWN) {
         let name =
@@ -213,4 +215,13 @@ pub(crate) fn bytes(value: u64) -> String {
         Some((unit, name)) => format!("{:.1} {name}", value as f64 / *unit as f64),
         None => format!("{value} B"),
     }
+}
+
+/// Text made safe for HTML: names come from files.
+pub(crate) fn escape(text: &str) -> String {
+    escaped(text)
+        .replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
 }

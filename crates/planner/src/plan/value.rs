@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use fusestep_launch::{LaunchLimits, MAX_LISTS, MultiTensorKernel, Precision, TensorList};
 use fusestep_schedule::Schedule;
-use fusestep_tensor::{DType, ParamDesc, Role, Shape};
+use fusestep_tensor::{DType, ParamDesc, Role, Shape, UNIT_ELEMENTS};
 use smallvec::SmallVec;
 
 use crate::error::Result;
 use crate::plan::bucket::{Bucket, Segment};
 use crate::plan::group::{ParameterGroup, ParameterGroups};
+use crate::plan::lanes::Lanes;
 use crate::plan::note::{Note, Verdict};
 use crate::plan::rule::{Optimizer, Precisions};
 use crate::plan::settings::{
@@ -18,7 +19,7 @@ use crate::plan::settings::{
     ZeroStage,
 };
 use crate::plan::stage::{Norm, Optimize, Stage, When};
-use crate::plan::storage::{Extent, StorageSpec};
+use crate::plan::storage::{Extent, StorageKey, StorageSpec};
 use crate::plan::topology::Topology;
 
 /// A training step's tail, planned: where tensors lie, what is launched and what ranks send, in
@@ -61,6 +62,12 @@ pub struct Plan {
     pub(crate) notes: Vec<Note>,
     /// Clipping and loss scale, which act on all gradients together.
     pub(crate) gradients: Gradients,
+    /// The type in which f32 gradients travel between ranks, if it is another.
+    pub(crate) wire: Option<DType>,
+    /// The lanes that gradients are added by; without them sums are in the order of ranks.
+    pub(crate) lanes: Option<Lanes>,
+    /// Memories of sums that a rank brings to an exchange: as many as the one that gives most.
+    pub(crate) lanes_given: usize,
     /// Whether updates leave sums over what they change.
     pub(crate) update_norms: bool,
     /// Whether a bucket is updated as soon as its gradients are given, before the step is run.
@@ -100,9 +107,26 @@ impl Plan {
         self.schedule.as_deref()
     }
 
-    /// How exactly parameters of this dtype and their state are kept.
+    /// How exactly a parameter and its state are kept.
+    ///
+    /// # Panics
+    /// If the plan has no such parameter.
+    pub fn precision_of(&self, param: usize) -> Precision {
+        self.precisions.of_param(&self.params[param])
+    }
+
+    /// How exactly parameters of this dtype and their state are kept, but for those whose state
+    /// stays in f32 beside others in int8.
     pub fn precision(&self, dtype: DType) -> Precision {
         self.precisions.of(dtype)
+    }
+
+    /// The storage type of a parameter's gradient, in which ranks and micro-steps add it up.
+    ///
+    /// # Panics
+    /// If the plan has no such parameter.
+    pub fn grad_dtype(&self, param: usize) -> DType {
+        self.storages[self.places[param].0].grad_dtype()
     }
 
     /// The limits that batches were made for.
@@ -169,9 +193,55 @@ impl Plan {
         self.notes.push(Note { pass: pass.to_owned(), verdict, reason: reason.into() });
     }
 
-    /// Micro-steps of an update.
+    /// Micro-steps of an update on this rank. With lanes ranks may differ by those of one lane.
     pub fn micro_steps(&self) -> u32 {
+        let Topology { rank, world, .. } = self.topology;
+        let lanes = self.lanes.map_or(1, |lanes| lanes.of_rank(rank, world).len() as u32);
+        lanes * self.of_lane()
+    }
+
+    /// Micro-steps of a lane, or of an update without lanes.
+    pub(crate) fn of_lane(&self) -> u32 {
         self.accumulation().map_or(1, |rule| rule.every.get())
+    }
+
+    /// Whether any rank adds the gradients of several micro-steps.
+    pub(crate) fn adds_micro_steps(&self) -> bool {
+        self.of_lane() > 1
+            || self.lanes.is_some_and(|lanes| {
+                lanes.count.get() as usize > self.topology.world || self.has_narrow_gradients()
+            })
+    }
+
+    fn has_narrow_gradients(&self) -> bool {
+        self.storages.iter().any(|spec| spec.grad_dtype().len_bytes() < 4)
+    }
+
+    /// The lanes that gradients are added by, whatever the number of ranks.
+    pub fn lanes(&self) -> Option<Lanes> {
+        self.lanes
+    }
+
+    /// Sums of lanes that a rank has memory for, of each gradient; none if each is a lane.
+    pub fn lane_slots(&self, rank: usize) -> usize {
+        let Some(lanes) = self.lanes.filter(|_| self.adds_micro_steps()) else {
+            return 0;
+        };
+        let world = self.topology.world;
+        let held = lanes.of_window(rank, world, self.of_lane()).slots;
+        if !self.exchanges_lanes() {
+            return held;
+        }
+        // Ranks that see each other's memory bring as many sums as the one that gives most.
+        held.max(self.lanes_given)
+    }
+
+    /// Whether ranks exchange sums of lanes as they are, since these are not one for each rank, or
+    /// are wider than a gradient.
+    pub(crate) fn exchanges_lanes(&self) -> bool {
+        let is_tree = |lanes: Lanes| lanes.is_tree_of_ranks(self.topology.world);
+        self.lanes.is_some_and(|lanes| !is_tree(lanes) || self.has_narrow_gradients())
+            && self.reduces()
     }
 
     /// Hash of parameters, layout, passes and stages. States and ranks with equal hashes fit
@@ -235,6 +305,8 @@ impl Plan {
             Grain::Of(fusestep_launch::CHUNK_ELEMENTS.into())
         } else if self.gradients.rule().is_some() || self.has_normed()? {
             Grain::Of(fusestep_launch::LEAF_ELEMENTS)
+        } else if self.storages.iter().any(StorageSpec::is_coded) {
+            Grain::Of(UNIT_ELEMENTS)
         } else {
             Grain::Elements
         })
@@ -253,9 +325,25 @@ impl Plan {
         }
     }
 
+    /// Key that a parameter has in common with those of its storage.
+    pub(crate) fn storage_key(&self, param: usize) -> StorageKey {
+        let desc = &self.params[param];
+        let keeps_f32 = self.precisions.why_f32(desc).is_some();
+        StorageKey { dtype: desc.dtype, rule: self.rule_of[param], keeps_f32 }
+    }
+
     pub(crate) fn kernel_of(&self, param: u32) -> Result<Box<dyn MultiTensorKernel>> {
         let rule = self.optimizer_of(param as usize);
         rule.kernel(&self.params[param as usize], &self.precisions)
+    }
+
+    /// Refuses int8 that the rule of a parameter has not, however small the parameter is.
+    pub(crate) fn check_int8(&self, param: usize) -> Result<()> {
+        let desc = &self.params[param];
+        match self.precisions.why_f32(desc) {
+            Some(_) => self.optimizer_of(param).check_precision(desc, &self.precisions),
+            None => Ok(()),
+        }
     }
 
     /// The lists that the state keeps for a kernel's tensors. Borrowed lists are left out.

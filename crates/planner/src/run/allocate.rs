@@ -10,6 +10,7 @@ use crate::error::{PlanError, Result};
 use crate::plan::saved_settings::saved_settings;
 use crate::plan::storage::Extent;
 use crate::plan::value::Plan;
+use crate::run::clock::Clock;
 use crate::run::memory::adapting::Adapting;
 use crate::run::memory::allocator::Allocator;
 use crate::run::memory::device_sums::DeviceTrust;
@@ -100,6 +101,7 @@ fn allocate_from<'a>(
         params_version: 0,
         written: Written::default(),
         backend: backend.name(),
+        clock: Clock::default(),
     })
 }
 
@@ -115,7 +117,7 @@ fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<S
             // The layout guarantees that the widest element's bytes fit an i64.
             let len_bytes = match spec.extents[index] {
                 Extent::Segments => 0,
-                _ => spec.list_numel(index) as usize * list.dtype.len_bytes(),
+                _ => list.stride().len_bytes(spec.list_numel(index) as usize),
             };
             let is_reduced_into = list.role == Role::Grad && spec.extents[index] == Extent::Shard;
             let is_whole = spec.extents[index] == Extent::Whole;
@@ -147,6 +149,15 @@ fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<S
 
 /// Refuses a backend that cannot run a stage of the plan.
 fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<()> {
+    let coded = plan.storages().iter().find(|spec| spec.is_coded());
+    if let Some(spec) = coded.filter(|_| backend.device().is_some()) {
+        return Err(PlanError::Conflict {
+            first: format!("backend {}", backend.name()),
+            second: format!("state_dtype int8 (kernel {})", spec.kernel),
+            why: "do not go together, since devices have no kernels for state in codes; use \
+                  state_dtype bf16 or f32, or a backend of the host",
+        });
+    }
     if backend.host().is_some() || !plan.is_fused() {
         return Ok(());
     }

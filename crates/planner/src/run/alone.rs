@@ -6,6 +6,7 @@ use fusestep_tensor::Role;
 use crate::error::{PlanError, Result};
 use crate::plan::settings::TableKind;
 use crate::plan::value::Plan;
+use crate::run::clock::{Begun, StepPart};
 use crate::run::executor::{Executor, Lender};
 use crate::run::graph::{AloneCall, StepGraph};
 use crate::run::memory::state::State;
@@ -38,9 +39,9 @@ use crate::run::{graph, step};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct RunAlone<'r> {
-    plan: &'r Plan,
-    state: &'r mut State,
-    backend: &'r dyn Backend,
+    pub(crate) plan: &'r Plan,
+    pub(crate) state: &'r mut State,
+    pub(crate) backend: &'r dyn Backend,
 }
 
 impl std::fmt::Debug for RunAlone<'_> {
@@ -85,7 +86,10 @@ impl<'r> RunAlone<'r> {
                 hint: "its tensors are borrowed; use `step_borrowed`",
             });
         }
-        step::run_stages(self.plan, self.state, Executor::Backend(self.backend))
+        let begun = self.state.clock.begin(StepPart::Rest);
+        let done = step::run_stages(self.plan, self.state, Executor::Backend(self.backend));
+        end(self.state, begun);
+        done
     }
 
     /// Runs one step on parameters and gradients that `lender` lends, on the lender's backend.
@@ -93,7 +97,10 @@ impl<'r> RunAlone<'r> {
     /// # Errors
     /// As [`RunAlone::step_all`].
     pub fn step_borrowed(&mut self, lender: &mut dyn Lender) -> Result<StepReport> {
-        step::run_stages(self.plan, self.state, Executor::Lender(lender))
+        let begun = self.state.clock.begin(StepPart::Rest);
+        let done = step::run_stages(self.plan, self.state, Executor::Lender(lender));
+        end(self.state, begun);
+        done
     }
 
     /// Enqueues one step and, but for two cases, waits for nothing.
@@ -154,4 +161,10 @@ impl<'r> RunAlone<'r> {
         graph::check(self.plan, self.state, AloneCall::Replay)?;
         graph::replay_recorded(self.state, self.backend, graph)
     }
+}
+
+/// Ends a step by the clock of its state.
+pub(crate) fn end(state: &mut State, begun: Begun) {
+    state.clock.end(begun);
+    state.clock.end_update();
 }

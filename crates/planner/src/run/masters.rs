@@ -4,7 +4,7 @@
 //! master does not round, the master takes over the value. Otherwise the master stays, so a
 //! parameter and its state can be read back in any order.
 
-use fusestep_launch::Backend;
+use fusestep_launch::{Backend, Stride};
 use fusestep_tensor::{DType, Role};
 
 use crate::error::Result;
@@ -12,6 +12,12 @@ use crate::plan::storage::Extent;
 use crate::run::memory::absorb::{narrowed, widened};
 use crate::run::memory::state::State;
 use crate::run::memory::storage::Held;
+
+/// Stride of 16-bit parameters.
+const PARAM: Stride = Stride::of(Role::Param, DType::BF16);
+
+/// Stride of their masters.
+const MASTER: Stride = Stride::of(Role::Master, DType::F32);
 
 /// Before `bytes` are written to a parameter: makes master and residual follow.
 pub(crate) fn follow_write(
@@ -25,17 +31,18 @@ pub(crate) fn follow_write(
     if roles.contains(&Role::Master) {
         let dtype = state.dtype(Role::Param, name)?;
         rewrite(state, backend, Role::Master, param, |held, master| {
-            follow_master(dtype, &bytes[held.within(2)], master);
+            follow_master(dtype, &bytes[held.within(PARAM)], master);
         })?;
     }
     if roles.contains(&Role::Remainder) {
         let mut old = Vec::new();
         state.read_shard(backend, Role::Param, param, |_, bytes| old.push(bytes))?;
         let mut old = old.into_iter();
+        let width = state.dtype(Role::Remainder, name)?.len_bytes();
         rewrite(state, backend, Role::Remainder, param, |held, remainder| {
             let old = old.next().unwrap_or_default();
-            let new = bytes[held.within(2)].chunks_exact(2).zip(old.chunks_exact(2));
-            for (remainder, (new, old)) in remainder.chunks_exact_mut(2).zip(new) {
+            let new = bytes[held.within(PARAM)].chunks_exact(2).zip(old.chunks_exact(2));
+            for (remainder, (new, old)) in remainder.chunks_exact_mut(width).zip(new) {
                 if new != old {
                     remainder.fill(0);
                 }
@@ -60,9 +67,9 @@ fn rewrite(
     })?;
     let (storage, list) = state.list_index(role, &state.params[param].name)?;
     let list = &mut state.storages[storage].lists[list];
-    let width = list.dtype().len_bytes();
+    let stride = list.stride();
     for (held, bytes) in changed {
-        backend.write(list.buffer.as_mut(), held.place(width).start, &bytes)?;
+        backend.write(list.buffer.as_mut(), held.place(stride).start, &bytes)?;
     }
     Ok(())
 }
@@ -107,7 +114,7 @@ pub(crate) fn follow_views(state: &mut State) {
         for held in held {
             let at = if whole { start + held.elements.start } else { held.at };
             let own = Held { at, ..held.clone() };
-            follow_master(dtype, &param[own.place(2)], &mut master[held.place(4)]);
+            follow_master(dtype, &param[own.place(PARAM)], &mut master[held.place(MASTER)]);
         }
     }
 }

@@ -3,15 +3,18 @@
 use std::ops::Range;
 
 use fusestep_coalesce::HostMemory;
+use fusestep_collective::Divisor;
 use fusestep_launch::{Accumulate, Buffer};
 use fusestep_tensor::Role;
 
-use crate::error::Result;
+use crate::error::{PlanError, Result};
 use crate::plan::segments::{keeps_segments, sum_width};
 use crate::plan::storage::{Extent, Part};
+use crate::run::clock::StepPart;
 use crate::run::executor::Executor;
-use crate::run::memory::absorb::{Absorb, Addend, Divisor, absorb};
+use crate::run::memory::absorb::{Absorb, Addend, absorb};
 use crate::run::memory::device;
+use crate::run::memory::lanes::mean;
 use crate::run::memory::segment_state::SegmentState;
 use crate::run::report::{MicroStepReport, StepReport};
 use crate::run::run::Run;
@@ -23,8 +26,11 @@ use crate::run::units::update_rest;
 pub(crate) fn step(run: &mut Run<'_, '_>) -> Result<MicroStepReport> {
     run.check()?;
     let weight = run.state.arena.weight.unwrap_or(1.0);
-    let last = run.state.arena.micro_steps + 1 == run.plan.micro_steps();
-    let done = if last {
+    let (done, steps) = (run.state.arena.micro_steps, run.state.arena.steps_of_window(run.plan));
+    if let Some(window) = &mut run.state.arena.window {
+        window.weigh(done as usize, weight);
+    }
+    let done = if done + 1 >= steps {
         let divisor = give::divisor(run.plan, run.state, weight);
         update(run, divisor, Pending::MicroStep)
     } else {
@@ -38,6 +44,9 @@ pub(crate) fn step(run: &mut Run<'_, '_>) -> Result<MicroStepReport> {
 pub(crate) fn flush(run: &mut Run<'_, '_>) -> Result<MicroStepReport> {
     run.check()?;
     run.state.check_between_steps("flush")?;
+    if run.state.arena.window.is_some() {
+        return flush_lanes(run);
+    }
     if run.state.arena.micro_steps == 0 {
         return Ok(MicroStepReport::default());
     }
@@ -46,11 +55,42 @@ pub(crate) fn flush(run: &mut Run<'_, '_>) -> Result<MicroStepReport> {
     run.state.or_poison(done)
 }
 
+/// Makes the update of the micro-batches that any rank has given. Lanes without samples leave sums
+/// as they are.
+fn flush_lanes(run: &mut Run<'_, '_>) -> Result<MicroStepReport> {
+    let alone = !run.plan.reduces();
+    let micro_steps = run.state.arena.micro_steps;
+    let window = run.state.arena.window.as_ref();
+    if alone && !window.is_some_and(|window| window.has_begun(micro_steps)) {
+        return Ok(MicroStepReport::default());
+    }
+    let early = reduce::starts_on_streams(run) || give::reduces_when_full(run.plan, run.comms);
+    if !alone && (early || run.plan.in_backward) {
+        return Err(PlanError::Conflict {
+            first: "`flush` of lanes on several ranks".to_owned(),
+            second: "gradients that are reduced before the step".to_owned(),
+            why: "do not go together, since a rank that has all of its micro-batches does not \
+                  wait; say by `State::set_micro_batches` before the first gradient how many \
+                  there are",
+        });
+    }
+    let mut divisor = Divisor::ONE;
+    if let Some(window) = &mut run.state.arena.window {
+        window.is_cut_short = true;
+        window.given_steps = run.state.arena.micro_steps as usize;
+        if alone {
+            divisor = mean(run.plan, window.total());
+        }
+    }
+    let done = update(run, divisor, Pending::Nothing);
+    run.state.or_poison(done)
+}
+
 fn end_micro_step(run: &mut Run<'_, '_>, weight: f64) -> Result<()> {
     run.comms.set_plan(run.plan.hash());
     if run.plan.reduces_each() {
         let given_weight = run.state.arena.weight;
-        give::complete(run.plan, run.state, run.backend, Divisor(1.0))?;
+        give::complete(run.plan, run.state, run.backend, Divisor::ONE)?;
         reduce_and_add(run, given_weight)?;
     } else {
         give::add_views(run.plan, run.state, run.backend)?;
@@ -66,7 +106,9 @@ fn end_micro_step(run: &mut Run<'_, '_>, weight: f64) -> Result<()> {
 /// Reduces the gradients of one micro-step and adds them to the sums of all.
 fn reduce_and_add(run: &mut Run<'_, '_>, weight: Option<f64>) -> Result<()> {
     if run.plan.reduces() {
+        let begun = run.state.clock.begin(StepPart::Reduce);
         reduce::reduce_all(run)?;
+        run.state.clock.end(begun);
     }
     let how = Absorb { first: run.state.arena.micro_steps == 0, weight, last: None };
     each_reduced(run, how)?;
@@ -124,26 +166,36 @@ fn update(run: &mut Run<'_, '_>, divisor: Divisor, pending: Pending) -> Result<M
     if run.plan.reduces_each() {
         if pending == Pending::MicroStep {
             let weight = run.state.arena.weight;
-            give::complete(run.plan, run.state, run.backend, Divisor(1.0))?;
+            give::complete(run.plan, run.state, run.backend, Divisor::ONE)?;
             reduce_and_add(run, weight)?;
         }
     } else {
+        let begun = run.state.clock.begin(StepPart::Give);
         give::complete(run.plan, run.state, run.backend, divisor)?;
-        if give::reduces_when_full(run.plan, run.comms) {
+        run.state.clock.end(begun);
+        if give::reduces_when_full(run.plan, run.comms) && !reduce::waits_for_weights(run.state) {
             // Ranks that have given everything are in these calls already.
+            let begun = run.state.clock.begin(StepPart::Reduce);
             reduce::reduce_all(run)?;
+            run.state.clock.end(begun);
         }
     }
-    let report = if run.plan.in_backward { update_rest(run)? } else { update_all(run, divisor)? };
+    let report =
+        if run.plan.in_backward { Some(update_rest(run)?) } else { update_all(run, divisor)? };
+    let averages = run.plan.averaging().is_some();
+    let begun = averages.then(|| run.state.clock.begin(StepPart::Average));
     let averaged = average::average_if_due(run)?;
+    if let Some(begun) = begun {
+        run.state.clock.end(begun);
+    }
     run.comms.finish_on_device()?;
     let peak = run.state.arena.settle(keeps_segments(run.plan));
     run.state.arena.seen_peak(peak);
     let micro_steps = run.state.arena.micro_steps + u32::from(pending == Pending::MicroStep);
     run.state.arena.clear();
     Ok(MicroStepReport {
-        update: Some(report),
-        dropped_micro_steps: if report.skipped { micro_steps } else { 0 },
+        update: report,
+        dropped_micro_steps: report.filter(|own| own.skipped).map_or(0, |_| micro_steps),
         averaged,
         exposed_ns: std::mem::take(&mut run.state.arena.exposed_ns),
         segment_peak_bytes: std::mem::take(&mut run.state.arena.seen_peak_bytes),
@@ -151,8 +203,14 @@ fn update(run: &mut Run<'_, '_>, divisor: Divisor, pending: Pending) -> Result<M
     })
 }
 
-fn update_all(run: &mut Run<'_, '_>, divisor: Divisor) -> Result<StepReport> {
+/// Makes the update, unless no rank has given a micro-batch.
+fn update_all(run: &mut Run<'_, '_>, divisor: Divisor) -> Result<Option<StepReport>> {
+    let begun = run.state.clock.begin(StepPart::Agree);
     let given = reduce::agree_on_given(run)?;
+    run.state.clock.end(begun);
+    if run.state.arena.window.as_ref().is_some_and(|window| window.is_empty()) {
+        return Ok(None);
+    }
     if run.plan.reduces_each() {
         let how = Absorb { first: false, weight: None, last: Some(divisor) };
         each_reduced(run, how)?;
@@ -163,10 +221,10 @@ fn update_all(run: &mut Run<'_, '_>, divisor: Divisor) -> Result<StepReport> {
     let mut executor = Executor::Backend(run.backend);
     let comms_of_stages = (run.plan.topology.world > 1).then_some(&mut *run.comms);
     let report = step::run_update(run.plan, run.state, &mut executor, comms_of_stages)?;
-    Ok(StepReport {
+    Ok(Some(StepReport {
         without_gradient: given.iter().filter(|&&given| given == 0).count() as u64,
         ..report
-    })
+    }))
 }
 
 /// Gradients that have not been added yet when an update begins.
@@ -191,9 +249,9 @@ fn add_on_device(
     let device = device::of_sums(run.backend)?;
     let dtype = run.plan.storages[storage].grad_dtype();
     let (width, sum_width) = (dtype.len_bytes(), sum_width(dtype));
-    let addend = if how.last.is_none() { Addend::Given } else { Addend::Missing };
+    let addend = if how.last.is_none() { Addend::InPlace } else { Addend::Missing };
     each_buffer(run, storage, part, |buffer, place, range| {
-        let done = how.on_device(addend, |what| {
+        let done = how.on_device(&addend, |what| {
             device.add_gradients(Accumulate {
                 dtype,
                 sums: (&mut *sums, sums_at + range.start / width * sum_width),

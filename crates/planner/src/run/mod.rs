@@ -2,7 +2,9 @@
 
 pub(crate) mod allocate;
 pub(crate) mod alone;
+pub(crate) mod clock;
 pub(crate) mod comms;
+pub(crate) mod enqueued;
 pub(crate) mod executor;
 pub(crate) mod gather_on_device;
 pub(crate) mod graph;

@@ -1,11 +1,12 @@
 //! Update of a step: the only loop over a plan's stages.
 
-use fusestep_launch::LaunchReport;
+use fusestep_launch::{Backend, LaunchReport};
 use fusestep_tensor::counted;
 
 use crate::error::{PlanError, Result};
 use crate::plan::stage::Stage;
 use crate::plan::value::Plan;
+use crate::run::clock::StepPart;
 use crate::run::comms::calls::Comms;
 use crate::run::executor::Executor;
 use crate::run::masters;
@@ -14,7 +15,7 @@ use crate::run::memory::units::Begun;
 use crate::run::report::StepReport;
 use crate::run::run::Run;
 use crate::run::stages::{
-    device_norm, device_trust, gather, launches, norm, optimize, reduce, trust, update_norms,
+    device_norm, device_trust, gather, launches, norm, optimize, parts, reduce, trust, update_norms,
 };
 
 pub(crate) fn run_stages(
@@ -22,6 +23,13 @@ pub(crate) fn run_stages(
     state: &mut State,
     mut executor: Executor<'_>,
 ) -> Result<StepReport> {
+    check_alone(plan, state)?;
+    run_update(plan, state, &mut executor, None)
+}
+
+/// Refuses a state of another plan, a step under way, and a plan whose steps take more than one
+/// call.
+pub(crate) fn check_alone(plan: &Plan, state: &State) -> Result<()> {
     state.check_plan(plan)?;
     state.check_between_steps("step_all")?;
     if plan.topology.world > 1 || plan.micro_steps() > 1 {
@@ -34,7 +42,7 @@ pub(crate) fn run_stages(
             ),
         });
     }
-    run_update(plan, state, &mut executor, None)
+    Ok(())
 }
 
 /// Runs one update: all stages except the stages that collect gradients.
@@ -86,9 +94,23 @@ pub(crate) fn end_update(
     executor: &Executor<'_>,
     begun: Begun,
 ) -> Result<StepReport> {
+    let read = match &mut state.norm {
+        Some(norm) => norm.settle(executor.backend(), 1),
+        None => Ok(()),
+    };
+    state.or_poison(read)?;
+    count_update(state, executor.backend(), begun)
+}
+
+/// Counts the step, whose outcome the host has.
+pub(crate) fn count_update(
+    state: &mut State,
+    backend: &dyn Backend,
+    begun: Begun,
+) -> Result<StepReport> {
     let Begun { mut report, skipped_before } = begun;
-    let settled = settle(state, executor, skipped_before, &mut report);
-    state.or_poison(settled)?;
+    let told = tell(state, backend, skipped_before, &mut report);
+    state.or_poison(told)?;
     state.params_version += 1;
     state.written.forget();
     if report.skipped {
@@ -160,8 +182,12 @@ fn run_stage(
     update: usize,
     skipped: &mut bool,
 ) -> Result<LaunchReport> {
-    match (stage, comms) {
-        (Stage::Optimize(optimize), _) => {
+    let begun = part(stage).map(|part| state.clock.begin(part));
+    let done = match (stage, comms) {
+        (Stage::Optimize(optimize), comms) => {
+            if update == 0 && comms.is_none() {
+                parts::sum_tensors(plan, state, executor)?;
+            }
             reduce::with_gradients(plan, state, optimize.bucket, |state| {
                 optimize::run_update(plan, state, optimize, update, executor)
             })
@@ -173,7 +199,24 @@ fn run_stage(
             let run = &mut Run { plan, state, backend, comms };
             run_stage_of_ranks(run, stage, update, skipped)
         }
+    };
+    if let Some(begun) = begun {
+        state.clock.end(begun);
     }
+    done
+}
+
+/// The part of a step that a stage is; `None` for those whose work is done elsewhere.
+fn part(stage: &Stage) -> Option<StepPart> {
+    Some(match stage {
+        Stage::Norm(_) => StepPart::Norm,
+        Stage::Reduce(_) => StepPart::Reduce,
+        Stage::ReduceUpdate(_) => StepPart::ReduceUpdate,
+        Stage::Trust => StepPart::Trust,
+        Stage::Optimize(_) => StepPart::Update,
+        Stage::Gather(_) => StepPart::Gather,
+        Stage::Accumulate(_) | Stage::Average(_) => return None,
+    })
 }
 
 /// Runs a stage that takes other ranks.
@@ -213,15 +256,14 @@ fn run_stage_of_ranks(
     Ok(LaunchReport::default())
 }
 
-/// Reads back what a step decided, once all of it is enqueued: no launch has waited for the host.
-fn settle(
+/// Tells what a step decided. All of it was enqueued before: no launch has waited for the host.
+fn tell(
     state: &mut State,
-    executor: &Executor<'_>,
+    backend: &dyn Backend,
     skipped_before: u64,
     report: &mut StepReport,
 ) -> Result<()> {
-    if let Some(norm) = &mut state.norm {
-        norm.settle(executor.backend(), 1)?;
+    if let Some(norm) = &state.norm {
         report.grad_norm = Some(norm.block.grad_norm);
         report.non_finite = norm.block.non_finite;
         report.skipped = norm.block.found != 0;
@@ -229,8 +271,8 @@ fn settle(
     if report.skipped {
         report.elements = 0;
     }
-    report.tensors_skipped = executor.backend().skipped() - skipped_before;
-    update_norms::report(state, executor.backend(), report)?;
+    report.tensors_skipped = backend.skipped() - skipped_before;
+    update_norms::report(state, backend, report)?;
     report.loss_scale = state.loss_scale().map(|scale| scale.scale());
     Ok(())
 }

@@ -3,6 +3,7 @@
 //! A method that is long calls a function of the module that it names.
 
 use crate::error::Result;
+use crate::run::clock::StepPart;
 use crate::run::graph::RankGraph;
 use crate::run::report::MicroStepReport;
 use crate::run::run::Run;
@@ -15,10 +16,11 @@ impl<'c> Run<'_, 'c> {
     /// Takes the gradient of parameter `name` for the micro-step under way, in one pass that copies
     /// or adds it into the arena.
     ///
-    /// `bytes` are all elements of the gradient. A segment whose gradients are all given is full.
-    /// With communication streams in its calls, the run starts to reduce every full segment.
-    /// Without streams it reduces them itself and waits for the other ranks, where
-    /// [`Run::calls_while_given`] says so.
+    /// `bytes` are all elements of the gradient, in the type of
+    /// [`Plan::grad_dtype`](crate::Plan::grad_dtype) or in that of its parameter. A segment whose
+    /// gradients are all given is full. With communication streams in its calls, the run starts to
+    /// reduce every full segment. Without streams it reduces them itself and waits for the other
+    /// ranks, where [`Run::calls_while_given`] says so.
     ///
     /// A gradient that is not given before the step counts as zero if another rank or micro-step
     /// has given it. Else the step leaves the parameter out.
@@ -28,7 +30,10 @@ impl<'c> Run<'_, 'c> {
     /// [`PlanError::ForeignState`]; [`PlanError::Collective`], and the state refuses further steps
     /// then.
     pub fn push_grad(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
-        give::push_grad(self, name, bytes)
+        let begun = self.state.clock.begin(StepPart::Give);
+        let given = give::push_grad(self, name, bytes);
+        self.state.clock.end(begun);
+        given
     }
 
     /// Says that the gradient of parameter `name` is complete in its view ([`State::grad_mut`],
@@ -42,7 +47,10 @@ impl<'c> Run<'_, 'c> {
     /// # Errors
     /// As [`Run::push_grad`]; [`PlanError::NotOnHost`].
     pub fn give_view(&mut self, name: &str) -> Result<()> {
-        give::give_view(self, name)
+        let begun = self.state.clock.begin(StepPart::Give);
+        let given = give::give_view(self, name);
+        self.state.clock.end(begun);
+        given
     }
 
     /// Whether giving gradients makes calls at once and waits for the other ranks: where updates
@@ -82,7 +90,7 @@ impl<'c> Run<'_, 'c> {
     /// [`Plan::traffic_bytes`](crate::Plan::traffic_bytes) of memory traffic in
     /// [`Plan::launches`](crate::Plan::launches) launches, and the calls of the plan.
     pub fn step(&mut self) -> Result<MicroStepReport> {
-        micro_step::step(self)
+        timed(self, micro_step::step)
     }
 
     /// Makes an update from fewer micro-steps than planned, such as those left over at an epoch's
@@ -94,7 +102,7 @@ impl<'c> Run<'_, 'c> {
     /// # Errors
     /// As [`Run::step`]; [`PlanError::StepUnderWay`].
     pub fn flush(&mut self) -> Result<MicroStepReport> {
-        micro_step::flush(self)
+        timed(self, micro_step::flush)
     }
 
     /// Averages parameters, and state if [`crate::LocalSgd`] says so, across all ranks.
@@ -102,7 +110,10 @@ impl<'c> Run<'_, 'c> {
     /// # Errors
     /// As [`Run::step`].
     pub fn average_now(&mut self) -> Result<()> {
-        average::average_now(self)
+        let begun = self.state.clock.begin(StepPart::Average);
+        let averaged = average::average_now(self);
+        self.state.clock.end(begun);
+        averaged
     }
 
     /// Records the step of a rank on a device as a graph, its calls among the ranks included. The
@@ -148,4 +159,18 @@ impl<'c> Run<'_, 'c> {
     pub fn settle(&mut self, graph: &mut RankGraph<'c>) -> Result<()> {
         graph::settle(self, graph)
     }
+}
+
+/// Ends a micro-step by the clock of its state; an update ends there, too.
+fn timed(
+    run: &mut Run<'_, '_>,
+    work: fn(&mut Run<'_, '_>) -> Result<MicroStepReport>,
+) -> Result<MicroStepReport> {
+    let begun = run.state.clock.begin(StepPart::Rest);
+    let done = work(run);
+    run.state.clock.end(begun);
+    if matches!(&done, Ok(report) if report.update.is_some()) {
+        run.state.clock.end_update();
+    }
+    done
 }

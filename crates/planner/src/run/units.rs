@@ -11,6 +11,7 @@
 use crate::error::Result;
 use crate::plan::batches;
 use crate::plan::value::Plan;
+use crate::run::clock::StepPart;
 use crate::run::comms::handshake;
 use crate::run::executor::Executor;
 use crate::run::memory::state::State;
@@ -50,7 +51,7 @@ pub(crate) fn update_ready(run: &mut Run<'_, '_>, param: usize) -> Result<()> {
 
 /// Updates the next segments that are full or, with communication streams, through.
 fn update_segments(run: &mut Run<'_, '_>) -> Result<()> {
-    if run.comms.has_streams() && run.state.arena.starts_early {
+    if reduce::starts_on_streams(run) {
         while let Some(segment) = run.state.arena.ready.full() {
             reduce::start_segment(run, segment)?;
         }
@@ -165,7 +166,9 @@ fn agree(run: &mut Run<'_, '_>, params: &[u32]) -> Result<()> {
     let mut given: Vec<u8> = own.map(|given| u8::from(given > 0)).collect();
     if run.plan.reduces() && !given.is_empty() {
         let hash = handshake::take_compared(run.state);
-        let [alike] = handshake::largest(run.comms, &mut given, [hash])?;
+        let begun = run.state.clock.begin(StepPart::Agree);
+        let [alike] = reduce::largest_of_step(run, &mut given, [hash])?;
+        run.state.clock.end(begun);
         handshake::check_alike(run, alike)?;
     }
     for (&param, given) in params.iter().zip(given) {

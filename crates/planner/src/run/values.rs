@@ -3,6 +3,7 @@
 use fusestep_tensor::Role;
 
 use crate::error::Result;
+use crate::run::clock::StepPart;
 use crate::run::comms::handshake;
 use crate::run::memory::device_params::DeviceParams;
 use crate::run::memory::evaluated::Values;
@@ -30,11 +31,16 @@ impl Run<'_, '_> {
         if self.plan.topology.world == 1 {
             return Ok(());
         }
+        #[cfg(feature = "tracing")]
+        let _span = tracing::info_span!(target: "fusestep", "handshake").entered();
         let mut fields = handshake::settings(self.plan, self.state);
         fields.extend(caller.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
         let asked = |role| role != Role::Grad;
         fields.extend(handshake::values(self.plan, self.state, self.backend, asked)?);
-        handshake::compare(self.comms, &fields)
+        handshake::compare(self.comms, &fields)?;
+        // With lanes ranks differ in micro-steps, so no later call says it on all of them at once.
+        self.comms.set_plan(self.plan.hash());
+        Ok(())
     }
 
     /// The part of [`Run::handshake`] that needs no values: for ranks that are about to be given
@@ -82,7 +88,10 @@ impl Run<'_, '_> {
     /// # Errors
     /// [`PlanError::UnknownName`], [`PlanError::Backend`]; [`PlanError::Collective`].
     pub fn gather(&mut self, names: &[&str]) -> Result<GatheredParams> {
-        gather::gather_values(self, names, Values::Params)
+        let begun = self.state.clock.begin(StepPart::Gather);
+        let gathered = gather::gather_values(self, names, Values::Params);
+        self.state.clock.end(begun);
+        gathered
     }
 
     /// Values that a model is evaluated with, whole on every rank and at any ZeRO stage, for as

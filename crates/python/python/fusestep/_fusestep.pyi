@@ -86,6 +86,16 @@ class Session:
     def release(self) -> None:
         """Gives back all tensors and what is known of them; there is no step until `bind`."""
 
+    def looks(
+        self,
+        parameters: Sequence[List[Any]],
+        rules: Sequence[Dict[str, Any]],
+        owner: Any,
+        gradients: Optional[List[Any]],
+    ) -> bool:
+        """Raises what a step would raise before it updates anything; ``False`` if tensors or
+        settings are no longer as planned."""
+
     def step(
         self,
         parameters: Sequence[List[Any]],
@@ -108,8 +118,14 @@ class Session:
     def write_steps(self) -> None:
         """Writes what was counted here to the tensors that count steps."""
 
+    def is_enqueued(self) -> bool:
+        """Whether a step is enqueued on a device, whose outcome nobody has asked for."""
+
     def plan(self) -> str:
         """The plan of a step, as text."""
+
+    def time_steps(self) -> None:
+        """Measures the seconds of every step's parts from here on."""
 
     def report(self) -> Optional[Dict[str, Any]]:
         """What the last step did, by name; ``None`` before the first."""
@@ -149,6 +165,10 @@ class Ranks:
     def averages(self) -> bool:
         """Whether ranks average parameters instead of gradients."""
 
+    @property
+    def has_lanes(self) -> bool:
+        """Whether gradients are added along lanes of the global batch."""
+
     def plan(self) -> str:
         """The plan of a step, as text."""
 
@@ -173,6 +193,19 @@ class Ranks:
 
     def take(self, rules: Sequence[Dict[str, Any]]) -> None:
         """Takes settings for updates that begin with the gradients to come; does not wait."""
+
+    def micro_batch(self) -> Optional[int]:
+        """The number, within the update's global batch, of this rank's next micro-batch; ``None``
+        without lanes, and where the rank has none of them."""
+
+    def set_micro_batches(self, count: int) -> None:
+        """Says that the next update is of so many micro-batches only."""
+
+    def set_weight(self, weight: float) -> None:
+        """Weighs the micro-batch under way, before its first gradient."""
+
+    def time_steps(self) -> None:
+        """Measures the seconds of every step's parts from here on."""
 
     def set_loss(self, loss: float) -> None:
         """Tells the loss of the step under way."""

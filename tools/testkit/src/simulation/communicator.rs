@@ -117,6 +117,9 @@ impl Communicator for SimulatedRank {
                     result[block(rank)].copy_from_slice(bytes);
                 }
             }
+            Operation::Scatter { root } if is_out_of_place => {
+                result.copy_from_slice(&all[root][own]);
+            }
             Operation::ReduceScatter(op) => {
                 let sum = reduced(op);
                 let place = if is_out_of_place { 0..own.len() } else { own.clone() };
@@ -196,7 +199,10 @@ impl Communicator for SimulatedRank {
             let own = blocks.of_bytes(self.rank, replica.dtype.len_bytes());
             copies.push(all.iter().map(|bytes| bytes[own.clone()].to_vec()).collect::<Vec<_>>());
         }
-        let own = blocks.of_bytes(self.rank, call.grad_dtype.len_bytes());
+        let own = match call.grads {
+            [] => 0..0,
+            _ => blocks.of_bytes(self.rank, call.grad_dtype.len_bytes()),
+        };
         work(RankMemory {
             rank: self.rank,
             grads: all_grads.iter().map(|bytes| &bytes[own.clone()]).collect(),

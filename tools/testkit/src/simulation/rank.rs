@@ -159,6 +159,9 @@ fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), Pl
     let topology = rank.plan.topology();
     let said = [(AT, at.to_string())];
     rank.run().handshake(&said)?;
+    if scenario.lanes.is_some() {
+        return train_lanes(scenario, rank, at);
+    }
     while at < scenario.micro_steps {
         rank.poll_saves()?;
         let mut run = rank.run();
@@ -174,6 +177,36 @@ fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), Pl
     rank.run().flush()?;
     if scenario.averages() {
         rank.run().average_now()?;
+    }
+    rank.finish_saves()
+}
+
+/// Makes the remaining updates of a run with lanes. Some of its saves are within an update.
+fn train_lanes(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), PlanError> {
+    let within = scenario.saves_within(rank.plan.topology().world);
+    let mut goes_on = rank.state.has_gradients();
+    while at < scenario.micro_steps {
+        rank.poll_saves()?;
+        for step in 0.. {
+            let mut run = rank.run();
+            if let Some(micro_batch) = run.state().micro_batch() {
+                for (param, desc) in run.plan().params().iter().enumerate().rev() {
+                    run.push_grad(&desc.name, &scenario.gradient_of(at, micro_batch, param))?;
+                }
+            }
+            if run.step()?.update.is_some() {
+                break;
+            }
+            // Of an update that others have begun, ranks may have one micro-step left.
+            if within && step == 0 && !goes_on {
+                rank.save(at)?;
+            }
+        }
+        goes_on = false;
+        at += 1;
+        if at.is_multiple_of(scenario.save_every) {
+            rank.save(at)?;
+        }
     }
     rank.finish_saves()
 }

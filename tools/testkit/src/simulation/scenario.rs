@@ -9,7 +9,7 @@ use fusestep_lamb::Lamb;
 use fusestep_launch::{Master, Precision};
 use fusestep_lion::Lion;
 use fusestep_planner::{
-    Averaged, ClipByGlobalNorm, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation,
+    Averaged, ClipByGlobalNorm, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, Lanes,
     LocalSgd, Optimizer, Plan, PlanError, Planner, Reach, ReducedWhen, Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
@@ -33,7 +33,9 @@ pub(super) struct Scenario {
     reduced: ReducedWhen,
     narrow: bool,
     averaging: Option<LocalSgd>,
-    /// Micro-steps of the whole run, and between two saves.
+    /// Lanes of the global batch, with which gradients need not be exact.
+    pub(super) lanes: Option<NonZeroU32>,
+    /// Micro-steps of the whole run, and between two saves; updates with lanes.
     pub(super) micro_steps: u64,
     pub(super) save_every: u64,
     pub(super) shares_memory: bool,
@@ -62,6 +64,9 @@ impl Scenario {
             ..LocalSgd::every(NonZeroU64::MIN.saturating_add(rng.random_range(0..3)))
         });
         let merge = rng.random_range(1..4);
+        let lanes = NonZeroU32::new(rng.random_range(4..9));
+        let lanes = lanes.filter(|_| rng.random_bool(0.25) && averaging.is_none());
+        let each = rng.random_bool(0.5) && lanes.is_none();
         Self {
             seed,
             numels: (0..tensors).map(|_| rng.random_range(0..40)).collect(),
@@ -70,11 +75,8 @@ impl Scenario {
             cap_bytes: rng.random_range(1..300),
             clip: rng.random_bool(0.3).then_some(0.75),
             merge,
-            reduced: if rng.random_bool(0.5) {
-                ReducedWhen::PerWindow
-            } else {
-                ReducedWhen::PerMicroStep
-            },
+            lanes,
+            reduced: if each { ReducedWhen::PerMicroStep } else { ReducedWhen::PerWindow },
             narrow: rng.random_bool(0.3),
             averaging,
             micro_steps: rng.random_range(2..8),
@@ -87,7 +89,13 @@ impl Scenario {
     /// Numbers of ranks at which the mean of all gradients is exact; the reference has the first. A
     /// run that accumulates gradients or averages parameters keeps its number of ranks.
     pub(super) fn worlds(&self) -> &'static [usize] {
-        if self.merge > 1 || self.averages() { &[2] } else { &[1, 2, 4] }
+        if self.lanes.is_some() {
+            &[1, 2, 3, 4]
+        } else if self.merge > 1 || self.averages() {
+            &[2]
+        } else {
+            &[1, 2, 4]
+        }
     }
 
     /// Whether ranks update on their own and average every few steps.
@@ -112,6 +120,9 @@ impl Scenario {
         }
         if let Some(merge) = NonZeroU32::new(self.merge).filter(|merge| merge.get() > 1) {
             planner = planner.with(GradientAccumulation::every(merge).reduced(self.reduced));
+        }
+        if let Some(lanes) = self.lanes {
+            planner = planner.with(Lanes::new(lanes));
         }
         if topology.world > 1 {
             planner = planner.with(FuseAllReduce::of_bytes(self.cap_bytes));
@@ -148,6 +159,18 @@ impl Scenario {
         }
         let scale = 64.0 * share as f32;
         self.stored(sums.into_iter().map(|sum| f32::from(sum) / scale))
+    }
+
+    /// Whether a save of every rank fits between its first two micro-steps of an update.
+    pub(super) fn saves_within(&self, world: usize) -> bool {
+        let lanes = self.lanes.map_or(0, NonZeroU32::get) as usize;
+        self.seed.is_multiple_of(2) && lanes / world * self.merge as usize > 1
+    }
+
+    /// The gradient of a micro-batch, whose sums depend on their order.
+    pub(super) fn gradient_of(&self, update: u64, micro_batch: u64, param: usize) -> Vec<u8> {
+        let values = self.values(update * 1000 + micro_batch, param);
+        self.stored(values.into_iter().map(|value| f32::from(value) / 61.0))
     }
 
     fn values(&self, salt: u64, param: usize) -> Vec<i16> {

@@ -5,9 +5,9 @@ use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use fusestep::planner::{
     Accumulated, Averaged, ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseBroadcast,
-    FuseReduceIntoUpdate, GradientAccumulation, LocalSgd, LossScaling, Optimizer, Ownership, Plan,
-    Planner, ReducedWhen, Schedule, Shard, TableKind, Topology, UpdateInBackward, UpdateNorms,
-    ZeroStage,
+    FuseReduceIntoUpdate, GradientAccumulation, Lanes, LocalSgd, LossScaling, Optimizer, Ownership,
+    Plan, Planner, ReduceDType, ReducedWhen, Schedule, Shard, TableKind, Topology,
+    UpdateInBackward, UpdateNorms, ZeroStage,
 };
 use fusestep::{DType, LaunchLimits, Master, ParamDesc, Precision, Rounding, StateDType, Trust};
 use fusestep_candle::Communicator;
@@ -130,6 +130,10 @@ fn of_one_rank(name: &str) -> Option<Case> {
         "state_dtype" => case("bf16", &[], |by| {
             precise(by, Precision { state: StateDType::Bf16, ..Precision::default() });
         }),
+        "keep_f32" => case("head", &[["state_dtype", "int8"]], |by| {
+            precise(by, Precision { state: StateDType::Int8, ..Precision::default() });
+            add(by, |planner| planner.keep_f32(["head"]));
+        }),
         "rounding" => case("stochastic", &[], |by| {
             let rounding = Rounding::Stochastic { seed: 0 };
             precise(by, Precision { rounding, ..Precision::default() });
@@ -138,6 +142,7 @@ fn of_one_rank(name: &str) -> Option<Case> {
             let rounding = Rounding::Stochastic { seed: 7 };
             precise(by, Precision { rounding, ..Precision::default() });
         }),
+        "reduce_dtype" => case("f32", &[], |by| add(by, |p| p.reduce_dtype(ReduceDType::F32))),
         "clip_norm" => case("0.5", &[], |by| add(by, |p| p.with(ClipByGlobalNorm::new(0.5)))),
         "loss_scale" => case("1024", &[], |by| add(by, |p| p.with(LossScaling::fixed(1024.0)))),
         "update_norms" => case("true", &[], |by| add(by, |p| p.with(UpdateNorms))),
@@ -158,6 +163,9 @@ fn of_ranks(name: &str) -> Option<Case> {
     let case = |value, beside, by_hand| Some(Case { value, beside, by_hand });
     match name {
         "accumulate" => case("2", &[], |by| add(by, |p| p.with(merged()))),
+        "lanes" => case("4", &[], |by| {
+            add(by, |p| p.with(Lanes::new(NonZeroU32::new(4).unwrap())));
+        }),
         "accumulated" => case("sum", MERGED, |by| {
             let sums = GradientAccumulation { accumulated: Accumulated::Sum, ..merged() };
             add(by, |p| p.with(sums));

@@ -53,6 +53,10 @@ const BESIDE: [(&str, &str); 3] = [
     ("threads", "threads_are_the_device_s"),
 ];
 
+/// Rows that count for parameters of 16 bits.
+const NARROW: [&str; 6] =
+    ["master_weights", "state_dtype", "keep_f32", "rounding", "rounding_seed", "reduce_dtype"];
+
 #[test]
 fn every_setting_acts_in_facade_and_candle_as_its_pass_does() {
     let mut rows = Told(Vec::new());
@@ -65,7 +69,7 @@ fn every_setting_acts_in_facade_and_candle_as_its_pass_does() {
         // Rates of layers are a matter of LAMB, and masters and rounding one of 16 bits.
         let of_layers = name == "trust_of";
         let rule = rule_of(of_layers);
-        let narrow = ["master_weights", "state_dtype", "rounding", "rounding_seed"].contains(&name);
+        let narrow = NARROW.contains(&name);
         let dtype = if narrow { DType::BF16 } else { DType::F32 };
         let settings = [beside, &[[name, value]]].concat();
         let set = options(rule, &settings);
@@ -115,7 +119,7 @@ fn every_setting_acts_on_one_rank_or_is_refused_by_name() {
         // Rates of layers are a matter of LAMB; 16 bits are tried on ranks.
         let of_layers = name == "trust_of";
         let rule = rule_of(of_layers);
-        let narrow = ["master_weights", "state_dtype", "rounding", "rounding_seed"].contains(&name);
+        let narrow = NARROW.contains(&name);
         let Some(Case { value, beside, by_hand: change }) = case(name) else { continue };
         let dtype = if narrow { DType::BF16 } else { DType::F32 };
         let set = options(rule, &[beside, &[[name, value]]].concat());

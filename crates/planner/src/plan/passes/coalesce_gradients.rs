@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use fusestep_tensor::{DType, counted};
+use fusestep_tensor::{DType, counted, grouped};
 
 use crate::error::Result;
 use crate::plan::note::Verdict;
@@ -11,7 +11,7 @@ use crate::plan::passes::buckets;
 use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::rule::Optimizer;
 use crate::plan::stage::{Optimize, Stage};
-use crate::plan::storage::StorageSpec;
+use crate::plan::storage::{StorageKey, StorageSpec};
 use crate::plan::value::Plan;
 
 /// Puts the tensors of all parameters of one dtype into common buffers, in plan order.
@@ -31,17 +31,17 @@ impl Rewrite for CoalesceGradients {
             plan.note(Self::NAME, Verdict::Refused, reason);
             return Ok(());
         }
-        let mut groups: BTreeMap<(DType, u32), Vec<u32>> = BTreeMap::new();
+        let mut groups: BTreeMap<StorageKey, Vec<u32>> = BTreeMap::new();
         for storage in &plan.storages {
             for &member in &storage.members {
-                let dtype = plan.params[member as usize].dtype;
-                let rule = plan.rule_of[member as usize];
-                groups.entry((dtype, rule)).or_default().push(member);
+                groups.entry(plan.storage_key(member as usize)).or_default().push(member);
             }
         }
-        let mut dtypes: Vec<&str> = groups.keys().map(|(dtype, _)| dtype.name()).collect();
+        let mut dtypes: Vec<&str> = groups.keys().map(|key| key.dtype.name()).collect();
         dtypes.dedup();
-        if groups.len() > dtypes.len() {
+        let mut rules: Vec<(DType, u32)> = groups.keys().map(|key| (key.dtype, key.rule)).collect();
+        rules.dedup();
+        if rules.len() > dtypes.len() {
             let rules: Vec<String> = plan.rules.iter().map(Optimizer::to_string).collect();
             let reason =
                 format!("a launch has one rule, so parameters of {} lie apart", rules.join("; "));
@@ -52,7 +52,7 @@ impl Rewrite for CoalesceGradients {
             plan.note(Self::NAME, Verdict::Split, reason);
         }
         let mut storages = Vec::with_capacity(groups.len());
-        for ((_, rule), mut members) in groups {
+        for (StorageKey { rule, .. }, mut members) in groups {
             members.sort_unstable();
             let kernel = plan.kernel_of(members[0])?;
             let lists = Plan::kept_lists(plan.tensors, kernel.as_ref());
@@ -68,10 +68,11 @@ impl Rewrite for CoalesceGradients {
         let padded: u64 = plan.storages.iter().map(|s| s.layout.total_numel()).sum();
         let elements = plan.elements();
         let reason = format!(
-            "tensors of {} lie in {} ({} of {padded} elements are padding of 256-byte slots)",
+            "tensors of {} lie in {} ({} of {} are padding of 256-byte slots)",
             counted(before.len() as u64, "storage"),
             plan.storages.len(),
-            padded - elements,
+            grouped(padded - elements),
+            counted(padded, "element"),
         );
         plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())

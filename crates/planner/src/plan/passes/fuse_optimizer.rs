@@ -70,10 +70,10 @@ impl FuseOptimizer {
         for stage in plan.optimize_stages() {
             if stage.size_class == SizeClass::Large {
                 split.push(format!(
-                    "several launches for {} of more than {} chunks of {} elements",
+                    "several launches for {} of more than {} of {}",
                     counted(stage.tensors.len() as u64, "tensor"),
-                    limits.chunks_per_launch,
-                    limits.chunk_elements,
+                    counted(limits.chunks_per_launch.into(), "chunk"),
+                    counted(limits.chunk_elements.into(), "element"),
                 ));
             } else if stage.batches.len() > 1 {
                 let full = |batch: &Batch| batch.chunks == limits.chunks_per_launch;
@@ -81,7 +81,8 @@ impl FuseOptimizer {
                 let why = if stage.batches.iter().any(full) {
                     format!("one takes {} chunks", limits.chunks_per_launch)
                 } else {
-                    format!("{} argument bytes carry {most} of them", limits.argument_bytes)
+                    let bytes = counted(limits.argument_bytes as u64, "argument byte");
+                    format!("{bytes} carry {most} of them")
                 };
                 let (tensors, launches) = (stage.tensors.len(), stage.batches.len());
                 split.push(format!("{tensors} tensors need {launches} launches: {why}"));
@@ -103,8 +104,7 @@ impl FuseOptimizer {
 
 /// Groups of parameters that can lie together.
 fn groups(plan: &Plan) -> usize {
-    let keys = plan.params.iter().zip(plan.rule_of.iter());
-    let mut keys: Vec<_> = keys.map(|(param, rule)| (param.dtype, *rule)).collect();
+    let mut keys: Vec<_> = (0..plan.params.len()).map(|param| plan.storage_key(param)).collect();
     keys.sort_unstable();
     keys.dedup();
     keys.len()

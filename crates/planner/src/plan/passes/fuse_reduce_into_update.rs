@@ -1,6 +1,7 @@
 //! Pass `fuse_reduce_into_update`: a bucket is reduced and updated in one pass over memory.
 
-use fusestep_tensor::counted_are;
+use fusestep_launch::Stride;
+use fusestep_tensor::{Role, UNIT_ELEMENTS, counted_are};
 
 use crate::error::Result;
 use crate::plan::bucket::Bucket;
@@ -9,6 +10,7 @@ use crate::plan::note::Verdict;
 use crate::plan::passes::rewrite::{ActsOn, Rewrite, refuse_twice};
 use crate::plan::settings::ZeroStage;
 use crate::plan::stage::{Optimize, Stage};
+use crate::plan::storage::StorageSpec;
 use crate::plan::topology::Reach;
 use crate::plan::value::Plan;
 
@@ -97,12 +99,18 @@ fn refusal(plan: &Plan) -> Result<Option<&'static str>> {
         Some("gradients leave their buckets as soon as they are reduced, before the update")
     } else if plan.gradients.rule().is_some() {
         Some("the norm of all gradients has to be known before the first update")
+    } else if plan.zero == ZeroStage::None && plan.storages.iter().any(StorageSpec::is_coded) {
+        Some("owners of int8 state write parameters alone to other ranks; use zero stage 1")
     } else if plan.has_normed()? {
         Some("the rule needs sums over whole tensors before it updates them")
     } else if plan.update_norms {
         Some("updates are measured, by chunks that one rank updates")
     } else if plan.reduces_each() {
         Some("gradients are reduced in micro-steps that update nothing")
+    } else if plan.exchanges_lanes() {
+        Some("sums of lanes are exchanged, which are not one gradient for each rank")
+    } else if plan.wire.is_some() {
+        Some("gradients travel in another type than that of their sums")
     } else if plan.shard_group != world {
         Some("sums are formed within shard groups first")
     } else {
@@ -117,18 +125,17 @@ pub(crate) fn bytes_of_element(plan: &Plan) -> u64 {
         return 0;
     };
     let world = plan.topology.world as u64;
-    let (grad, param) =
-        (spec.grad_dtype().len_bytes() as u64, spec.param_dtype().len_bytes() as u64);
-    let state: u64 = spec
-        .lists
-        .iter()
-        .filter(|list| list.role.is_state())
-        .map(|list| list.dtype.len_bytes() as u64)
-        .sum();
+    // Bytes of as many elements as share a unit, so that all are whole numbers.
+    let (grad, param) = (
+        Stride::of(Role::Grad, spec.grad_dtype()).bytes(UNIT_ELEMENTS),
+        Stride::of(Role::Param, spec.param_dtype()).bytes(UNIT_ELEMENTS),
+    );
+    let state = spec.lists.iter().filter(|list| list.role.is_state());
+    let state: u64 = state.map(|list| list.stride().bytes(UNIT_ELEMENTS)).sum();
     // A rank's gather of its part: read once, written by every other rank.
     let gather = |width: u64| (world - 1) * 2 * width;
     let update = grad + 2 * (param + state);
-    match (plan.is_fused(), plan.zero) {
+    let all = match (plan.is_fused(), plan.zero) {
         (true, ZeroStage::None) => world * grad + (1 + world) * (param + state),
         (true, _) => world * grad + 2 * state + param + world * param,
         _ if world == 1 => update,
@@ -136,5 +143,6 @@ pub(crate) fn bytes_of_element(plan: &Plan) -> u64 {
         // Of the sum only the owner's part is written.
         (false, ZeroStage::Three) => world * grad + grad + update,
         (false, _) => world * grad + grad + update + gather(param),
-    }
+    };
+    all.div_ceil(UNIT_ELEMENTS)
 }

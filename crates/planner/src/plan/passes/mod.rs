@@ -13,6 +13,8 @@ pub(crate) mod fuse_broadcast;
 pub(crate) mod fuse_optimizer;
 pub(crate) mod fuse_reduce_into_update;
 pub(crate) mod in_backward;
+pub(crate) mod kept_f32;
+pub(crate) mod lanes;
 pub(crate) mod loss_scaling;
 pub(crate) mod norm;
 pub(crate) mod order;

@@ -10,7 +10,7 @@ use crate::plan::passes::fuse_all_reduce::FuseAllReduce;
 use crate::plan::passes::pass::Pass;
 use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::passes::share_out::{explain_shards, share_out, split_updates_by_bucket};
-use crate::plan::passes::{norm, tables};
+use crate::plan::passes::{lanes, norm, tables};
 use crate::plan::settings::TableKind;
 use crate::plan::stage::Stage;
 use crate::plan::value::Plan;
@@ -83,6 +83,7 @@ impl Completion {
             Self::Batches => batches::make_anew(plan)?,
             Self::Tables => tables::place(plan, table)?,
             Self::Notes => {
+                lanes::explain(plan);
                 explain_shards(plan);
                 explain_fused(plan);
             }

@@ -1,6 +1,7 @@
 //! The closed list of passes.
 
 use crate::error::Result;
+use crate::plan::lanes::Lanes;
 use crate::plan::passes::rewrite::{ActsOn, Rewrite};
 use crate::plan::passes::{
     ClipByGlobalNorm, CoalesceGradients, Distributed, FuseAllReduce, FuseBroadcast, FuseOptimizer,
@@ -12,7 +13,8 @@ use crate::plan::value::Plan;
 macro_rules! passes {
     ($($(#[doc = $doc:literal])* $pass:ident,)*) => {
         /// A rewrite of a plan: how a step runs, never its bits. Only [`ClipByGlobalNorm`],
-        /// [`LossScaling`], [`GradientAccumulation`] and [`LocalSgd`] add to the arithmetic.
+        /// [`LossScaling`], [`GradientAccumulation`], [`Lanes`] and [`LocalSgd`] add to the
+        /// arithmetic.
         ///
         /// A pass writes a [`crate::Note`] for everything it does, splits, skips or refuses. A
         /// refusal is no error: the plan stays as it was and says why.
@@ -66,6 +68,8 @@ passes! {
     UpdateNorms,
     /// Sums over micro-steps.
     GradientAccumulation,
+    /// Sums in the order of the global batch.
+    Lanes,
     /// Averages of parameters in place of reductions.
     LocalSgd,
     /// State, gradients and parameters that ranks share out.

@@ -60,7 +60,11 @@ impl Rewrite for Shard {
         if among > world || !world.is_multiple_of(among) {
             return Err(PlanError::Topology {
                 expected: format!("a world that is a multiple of a shard group's {among} ranks"),
-                found: counted(world as u64, "rank"),
+                found: format!(
+                    "{}; groups of {} work, or leave the group out",
+                    counted(world as u64, "rank"),
+                    divisors(world)
+                ),
             });
         }
         (plan.zero, plan.ownership, plan.shard_group) = (self.zero, self.ownership, among);
@@ -88,4 +92,12 @@ impl Rewrite for Shard {
         plan.note(Self::NAME, Verdict::Applied, reason);
         Ok(())
     }
+}
+
+/// The divisors of a number of ranks, in words.
+fn divisors(world: usize) -> String {
+    let all = (1..=world).filter(|among| world.is_multiple_of(*among));
+    let all: Vec<String> = all.map(|among| among.to_string()).collect();
+    let (last, others) = all.split_last().map_or(("", &[][..]), |(last, rest)| (last, rest));
+    if others.is_empty() { last.to_owned() } else { format!("{} or {last}", others.join(", ")) }
 }

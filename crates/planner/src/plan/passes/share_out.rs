@@ -115,7 +115,7 @@ pub(crate) fn explain_shards(plan: &mut Plan) {
     let shared = plan.zero != ZeroStage::None && plan.reduces();
     if shared && plan.update_norms && plan.ownership == Ownership::Elements {
         let reason =
-            "parts end with chunks of 65536 elements, so that one rank measures each chunk";
+            "parts end with chunks of 65,536 elements, so that one rank measures each chunk";
         plan.note("update_norms", Verdict::Split, reason);
     }
 }

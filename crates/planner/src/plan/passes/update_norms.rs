@@ -21,7 +21,7 @@ use crate::plan::value::Plan;
 /// # Cost
 /// No memory traffic besides 64 bytes for each 65,536 elements: what the sum needs is at hand. Its
 /// arithmetic hides behind memory with f32; where parameters and state are all bf16, a step on the
-/// host takes half as long again (docs/PERFORMANCE.md). Chunks are of 65,536 elements whatever
+/// host takes half as long again (docs/measurements.md). Chunks are of 65,536 elements whatever
 /// the limits, and tables are resident unless the caller lends tensors. A step waits for a device
 /// to read the sums, unless it is enqueued ([`crate::RunAlone::enqueue`]).
 #[derive(Clone, Copy, Debug)]

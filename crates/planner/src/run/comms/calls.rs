@@ -181,6 +181,11 @@ impl<'a> Comms<'a> {
         Ok(memory)
     }
 
+    /// Keeps memory of a device that nobody reads any more, for [`Comms::spare`].
+    pub(crate) fn keep(&mut self, memory: impl IntoIterator<Item = Box<dyn Buffer>>) {
+        self.spare.extend(memory);
+    }
+
     /// Calls made so far.
     pub fn calls(&self) -> u64 {
         self.calls
@@ -339,8 +344,12 @@ impl<'a> Comms<'a> {
         mut memory: Box<dyn Buffer>,
     ) -> Result<SegmentState, CollectiveError> {
         self.count_calls(&calls);
-        if self.streams.is_empty() {
-            calls.make(self.within_group(), &mut memory)?;
+        if self.streams.is_empty() || (calls.of_world && self.groups.is_some()) {
+            if calls.of_world {
+                calls.make(&mut *self.comm, &mut memory)?;
+            } else {
+                calls.make(self.within_group(), &mut memory)?;
+            }
             return Ok(SegmentState::Here(Some(memory)));
         }
         let stream = &self.streams[index % self.streams.len()];
@@ -384,13 +393,22 @@ impl<'a> Comms<'a> {
 
     fn count_calls(&mut self, calls: &SegmentCalls) {
         for call in &calls.buckets {
-            self.count_in_group(call.operation(), call.bytes.len());
+            if calls.of_world {
+                self.count_in_world(call.operation(), call.bytes.len());
+            } else {
+                self.count_in_group(call.operation(), call.bytes.len());
+            }
         }
     }
 
     /// Counts a call among the ranks that share shards.
     pub(crate) fn count_in_group(&mut self, operation: Operation, len_bytes: usize) {
         self.count(operation, len_bytes, self.group_size());
+    }
+
+    /// Counts a call among all ranks.
+    pub(crate) fn count_in_world(&mut self, operation: Operation, len_bytes: usize) {
+        self.count(operation, len_bytes, self.comm.world_size());
     }
 
     fn count(&mut self, operation: Operation, len_bytes: usize, ranks: usize) {

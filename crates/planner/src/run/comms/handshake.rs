@@ -18,9 +18,12 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{PlanError, Result};
 use crate::plan::calls::WORD_BYTES;
+use crate::plan::lanes::Lanes;
 use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::passes::{ClipByGlobalNorm, LossScaling, UpdateInBackward, UpdateNorms};
-use crate::plan::settings::{Caps, GradientAccumulation, LocalSgd, Oversize, Ownership};
+use crate::plan::settings::{
+    Caps, GradientAccumulation, LocalSgd, Oversize, Ownership, ReduceDType,
+};
 use crate::plan::storage::Extent;
 use crate::plan::value::Plan;
 use crate::run::comms::calls::Comms;
@@ -74,6 +77,8 @@ pub(crate) fn settings(plan: &Plan, state: &State) -> Vec<Field> {
     let one = || "1 micro-step".to_owned();
     let accumulation = plan.accumulation().map_or_else(one, |rule| rule.to_string());
     add(GradientAccumulation::NAME, accumulation);
+    add(ReduceDType::NAME, or_none(plan.wire.map(|wire| wire.to_string())));
+    add(Lanes::NAME, or_none(plan.lanes.map(|lanes| lanes.count.to_string())));
     add(LocalSgd::NAME, or_none(plan.averaging().map(|rule| rule.to_string())));
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         let precision = plan.precisions.of(dtype).to_string();
@@ -120,7 +125,7 @@ pub(crate) fn values(
             }
             let hash = match extent {
                 Extent::Whole => {
-                    let mut bytes = zeroed_bytes(desc.numel() as usize * list.dtype.len_bytes())?;
+                    let mut bytes = zeroed_bytes(list.stride().len_bytes(desc.numel() as usize))?;
                     state.read(backend, list.role, &desc.name, &mut bytes)?;
                     Some(xxh3_64(&bytes))
                 }

@@ -3,6 +3,7 @@
 pub(crate) mod bytes;
 pub(crate) mod calls;
 pub(crate) mod handshake;
+pub(crate) mod scatter;
 pub(crate) mod segment_calls;
 pub(crate) mod shard_groups;
 pub(crate) mod slices;

@@ -23,6 +23,8 @@ pub(crate) struct SegmentCalls {
     pub(crate) buckets: Vec<BucketCall>,
     /// Whether the rank's own part of every bucket lies in one piece in its shard.
     pub(crate) fit_shard: bool,
+    /// Whether all ranks make the calls, whatever groups share out shards.
+    pub(crate) of_world: bool,
 }
 
 /// How a bucket is reduced.
@@ -33,6 +35,7 @@ pub(crate) struct BucketCall {
     pub(crate) bytes: Range<usize>,
     /// Elements of each rank's part, if each gets only its own.
     counts: Option<Vec<usize>>,
+    how: ReduceOp,
     /// The bytes of the rank's own part in its shard.
     in_shard: Range<usize>,
 }
@@ -40,16 +43,16 @@ pub(crate) struct BucketCall {
 impl BucketCall {
     pub(crate) fn operation(&self) -> Operation {
         if self.counts.is_some() {
-            Operation::ReduceScatter(ReduceOp::Average)
+            Operation::ReduceScatter(self.how)
         } else {
-            Operation::AllReduce(ReduceOp::Average)
+            Operation::AllReduce(self.how)
         }
     }
 }
 
 impl SegmentCalls {
     /// The calls of segment `index`, of which every rank gets `result`.
-    pub(crate) fn of(plan: &Plan, index: usize, result: Reduced) -> Self {
+    pub(crate) fn of(plan: &Plan, index: usize, result: Reduced, how: ReduceOp) -> Self {
         let segment = &plan.segments[index];
         let spec = &plan.storages[segment.storage];
         let dtype = spec.grad_dtype();
@@ -64,10 +67,12 @@ impl SegmentCalls {
                 bytes: bucket.place(segment.elements.start, width),
                 counts: (result == Reduced::Part).then(|| bucket.counts()),
                 in_shard: own.unwrap_or_default(),
+                how,
             }
         });
         let (plan_hash, rank) = (plan.hash(), plan.topology().rank);
-        Self { dtype, plan_hash, rank, buckets: buckets.collect(), fit_shard }
+        let buckets: Vec<BucketCall> = buckets.collect();
+        Self { dtype, plan_hash, rank, buckets, fit_shard, of_world: plan.lanes.is_some() }
     }
 
     /// Makes the calls on the segment's memory, whose results stay there.

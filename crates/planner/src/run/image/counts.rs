@@ -3,6 +3,8 @@
 
 use std::num::NonZeroU64;
 
+use crate::plan::lanes::OpenLanes;
+use crate::plan::value::Plan;
 use crate::run::memory::state::State;
 
 /// Counts of one rank of a run.
@@ -32,9 +34,18 @@ pub struct RunCounts {
     pub steps_of: Vec<u64>,
     /// Micro-steps that have given a gradient, for each parameter.
     pub given: Vec<u64>,
+    /// The window of lanes that has begun.
+    pub lanes: Option<OpenLanes>,
 }
 
 impl RunCounts {
+    /// Counts of a rank of `plan`.
+    pub(crate) fn of_run(plan: &Plan, state: &State) -> Self {
+        let window = state.arena.window.as_ref();
+        let lanes = window.and_then(|window| window.open(plan, state.arena.micro_steps));
+        Self { lanes, ..Self::of(state) }
+    }
+
     pub(crate) fn of(state: &State) -> Self {
         let arena = &state.arena;
         let scale = state.loss_scale();
@@ -51,6 +62,7 @@ impl RunCounts {
             every: state.adapting.every,
             steps_of: state.steps().collect(),
             given: arena.given.iter().map(|&given| u64::from(given)).collect(),
+            lanes: None,
         }
     }
 }

@@ -7,12 +7,14 @@ use fusestep_launch::Backend;
 use fusestep_tensor::Role;
 
 use crate::error::Result;
-use crate::plan::segments::sum_width;
+use crate::plan::segments::sum_stride;
 use crate::plan::storage::Extent;
 use crate::plan::value::Plan;
 use crate::run::image::borrowed::RunToLoad;
 use crate::run::image::counts::RunCounts;
 use crate::run::image::value::{List, RunImage};
+use crate::run::memory::lane_views;
+use crate::run::memory::lanes::LaneWindow;
 use crate::run::memory::state::State;
 use crate::run::units::forget;
 
@@ -51,7 +53,8 @@ impl RunToLoad<'_> {
         forget(state);
         restore_counts(state, backend, counts)?;
         restore_place(state, counts);
-        if counts.micro_steps > 0 {
+        restore_lanes(plan, state, backend, counts, &tensor)?;
+        if counts.micro_steps > 0 && plan.lanes.is_none() {
             for param in 0..image.params.len() {
                 if let Some(bytes) = tensor(param, List::Sums) {
                     restore_sums(plan, state, backend, param, bytes)?;
@@ -137,6 +140,35 @@ fn restore_place(state: &mut State, counts: &RunCounts) {
     state.adapting.every = counts.every;
 }
 
+/// Goes on in a window of lanes that has begun: this rank takes its share of the sums and of the
+/// lanes that are left.
+fn restore_lanes<'t>(
+    plan: &Plan,
+    state: &mut State,
+    backend: &dyn Backend,
+    counts: &RunCounts,
+    tensor: &impl Fn(usize, List) -> Option<&'t [u8]>,
+) -> Result<()> {
+    let window = counts.lanes.as_ref().and_then(|begun| LaneWindow::resumed(plan, begun));
+    let Some((window, parts)) = window else {
+        state.arena.window = LaneWindow::of(plan);
+        return Ok(());
+    };
+    let most = window.contributions.iter().map(|own| own.slot + 1).max().unwrap_or(1);
+    let slots = window.schedule.slots.max(most) + usize::from(!state.arena.on_host);
+    state.arena.hold_slots(plan, slots, |len_bytes, _| Ok(backend.allocate(len_bytes)?))?;
+    state.arena.window = Some(window);
+    state.arena.micro_steps = 0;
+    for param in 0..plan.params.len() {
+        for (slot, &part) in parts.iter().enumerate() {
+            if let Some(bytes) = tensor(param, List::Lanes(part)) {
+                lane_views::restore_lane_sum(state, backend, param, slot, bytes)?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Restores the sums of a parameter's gradients.
 fn restore_sums(
     plan: &Plan,
@@ -150,11 +182,11 @@ fn restore_sums(
     }
     let (storage, tensor) = plan.places[param];
     let spec = &plan.storages[storage];
-    let width = sum_width(spec.grad_dtype());
+    let stride = sum_stride(spec.grad_dtype());
     if let Some(sums) = &mut state.arena.reduced_sums[storage] {
         for held in spec.held_of_shard(tensor, Extent::Shard) {
-            let own = &bytes[held.within(width)];
-            backend.write(sums.as_mut(), held.place(width).start, own)?;
+            let own = &bytes[held.within(stride)];
+            backend.write(sums.as_mut(), held.place(stride).start, own)?;
         }
     }
     Ok(())

@@ -7,7 +7,7 @@ use fusestep_launch::Backend;
 use fusestep_tensor::{DType, Role};
 
 use crate::error::{PlanError, Result};
-use crate::plan::segments::sum_width;
+use crate::plan::segments::sum_stride;
 use crate::plan::settings::ZeroStage;
 use crate::plan::storage::Extent;
 use crate::plan::value::Plan;
@@ -15,6 +15,7 @@ use crate::run::image::borrowed::RunToSave;
 use crate::run::image::counts::RunCounts;
 use crate::run::image::rules::RulesImage;
 use crate::run::image::value::{List, ListImage, ParamImage, PartImage, RunImage};
+use crate::run::memory::lane_views;
 use crate::run::memory::segment_state::Given;
 use crate::run::memory::state::State;
 use crate::run::memory::storage::Held;
@@ -34,10 +35,11 @@ impl RunImage {
             topology: plan.topology(),
             tensors: plan.tensors,
             params: params.collect::<Result<_>>()?,
-            counts: RunCounts::of(state),
+            counts: RunCounts::of_run(plan, state),
             rules: RulesImage::of(state),
             schedule: plan.schedule().cloned(),
             accumulation: plan.accumulation(),
+            lanes: plan.lanes,
             averaging: plan.averaging(),
             averages: state.averages_ranks,
             loss_scale: state.loss_scale(),
@@ -129,9 +131,10 @@ impl RunImage {
         let RunToSave { plan, state, .. } = *run;
         let rank = plan.topology().rank;
         let (mut parts, mut room) = (Vec::new(), Room::default());
-        let mut add = |param, list, dtype, elements: Range<u64>, whole, source| {
-            let place = room.for_elements(elements.end - elements.start, dtype);
-            let part = PartImage { param, list, dtype, first: elements.start, whole, place };
+        let mut add = |param, list: List, dtype, elements: Range<u64>, whole, source| {
+            let entries = list.entries(elements);
+            let place = room.for_elements(entries.end - entries.start, dtype);
+            let part = PartImage { param, list, dtype, first: entries.start, whole, place };
             parts.push((part, source));
         };
         for (param, image) in self.params.iter().enumerate() {
@@ -161,6 +164,19 @@ impl RunImage {
                 let numel = (bytes.len() / image.sums.len_bytes()) as u64;
                 let source = Source::Copied(bytes);
                 add(param, List::Sums, image.sums, first..first + numel, false, source);
+            }
+        }
+        let micro_steps = state.arena.micro_steps;
+        let window = state.arena.window.as_ref();
+        for (param, image) in self.params.iter().enumerate() {
+            let Some(lanes) = &self.counts.lanes else {
+                break;
+            };
+            for part in (0..lanes.parts()).filter(|&part| lanes.ranks[part] == rank) {
+                let slot = window.and_then(|own| own.slot_of(lanes, part, micro_steps));
+                let sum = lane_views::lane_sum(state, run.backend, param, slot.unwrap_or(0))?;
+                let (list, numel) = (List::Lanes(part), image.shape.numel());
+                add(param, list, image.sums, 0..numel, false, Source::Copied(sum));
             }
         }
         let end = room.end;
@@ -241,7 +257,7 @@ struct Sums {
 
 /// This rank's sums of a parameter's gradients in the update to come; none between two updates.
 fn sums_of(plan: &Plan, state: &State, backend: &dyn Backend, param: usize) -> Result<Vec<Sums>> {
-    if plan.accumulation().is_none() || state.arena.micro_steps == 0 {
+    if plan.accumulation().is_none() || state.arena.micro_steps == 0 || plan.lanes.is_some() {
         return Ok(Vec::new());
     }
     if !plan.reduces_each() {
@@ -255,9 +271,9 @@ fn sums_of(plan: &Plan, state: &State, backend: &dyn Backend, param: usize) -> R
     let Some(sums) = &state.arena.reduced_sums[storage] else {
         return Ok(Vec::new());
     };
-    let width = sum_width(spec.grad_dtype());
+    let stride = sum_stride(spec.grad_dtype());
     let of_shard = spec.held_of_shard(tensor, Extent::Shard).map(|held| {
-        let place = held.place(width);
+        let place = held.place(stride);
         let mut bytes = zeroed_bytes(place.len())?;
         backend.read(sums.as_ref(), place.start, &mut bytes)?;
         Ok(Sums { first: held.elements.start, bytes })

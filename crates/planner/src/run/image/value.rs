@@ -6,6 +6,9 @@ use fusestep_amp::LossScale;
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{DType, Role, Shape};
 
+use crate::plan::lanes::Lanes;
+#[cfg(doc)]
+use crate::plan::lanes::OpenLanes;
 use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::settings::{GradientAccumulation, LocalSgd, Tensors};
 use crate::plan::topology::Topology;
@@ -31,6 +34,8 @@ pub struct RunImage {
     pub schedule: Option<Schedule>,
     /// Sums over micro-steps, as planned.
     pub accumulation: Option<GradientAccumulation>,
+    /// Lanes of the global batch, as planned.
+    pub lanes: Option<Lanes>,
     /// Averages of parameters over ranks, as planned.
     pub averaging: Option<LocalSgd>,
     /// Whether ranks average their parameters.
@@ -80,6 +85,8 @@ pub enum List {
     Role(Role),
     /// Sums of gradients over the micro-steps so far.
     Sums,
+    /// A part of the window of lanes that has begun ([`OpenLanes`]).
+    Lanes(usize),
 }
 
 /// Consecutive elements of a tensor.
@@ -91,16 +98,41 @@ pub struct PartImage {
     pub list: List,
     /// Element type.
     pub dtype: DType,
-    /// Number of the first element, within the parameter.
+    /// Number of the first element within the list, which for units is that of a group.
     pub first: u64,
     /// Whether it is a whole parameter, which goes to the model's file.
     pub whole: bool,
     pub(crate) place: Range<usize>,
 }
 
+impl List {
+    /// Places in this list of some elements of a parameter.
+    pub(crate) fn entries(self, elements: Range<u64>) -> Range<u64> {
+        match self {
+            List::Role(role) => role.entries(elements.start)..role.entries(elements.end),
+            List::Sums | List::Lanes(_) => elements,
+        }
+    }
+}
+
+impl ListImage {
+    /// Shape of the list's tensor for a parameter of this shape: the same, and of units one for
+    /// each group of its elements.
+    pub fn shape(&self, param: &Shape) -> Shape {
+        match self.role.unit_of() {
+            // Fewer than a parameter's elements, whose number has been checked.
+            Some(_) => Shape::new([self.role.entries(param.numel())]).unwrap_or(param.clone()),
+            None => param.clone(),
+        }
+    }
+}
+
 impl RunImage {
     /// Name of sums over micro-steps in notes and errors.
     pub const ACCUMULATION: &str = GradientAccumulation::NAME;
+
+    /// Name of lanes in notes and errors.
+    pub const LANES: &str = Lanes::NAME;
 
     /// Name of averages of parameters over ranks in notes and errors.
     pub const AVERAGES: &str = LocalSgd::NAME;

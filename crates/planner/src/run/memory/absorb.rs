@@ -1,11 +1,16 @@
 //! Gradient accumulation: gradients of one micro-step are added to the sums.
 
-use std::ops::{Add, Div, Mul};
-
 use bytemuck::Pod;
+use fusestep_collective::Divisor;
 use fusestep_launch::Accumulation;
 use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::DType;
+use smallvec::{SmallVec, smallvec};
+
+use crate::plan::lanes::LaneEnd;
+
+/// Elements that are added at a time, in the nearest cache.
+pub(crate) const BLOCK: usize = 1024;
 
 /// Way in which a given gradient is added to the sums.
 #[derive(Clone, Copy, Debug)]
@@ -23,11 +28,11 @@ impl Absorb {
     /// last.
     pub(crate) fn on_device<E>(
         self,
-        addend: Addend,
+        addend: &Addend<'_>,
         mut run: impl FnMut(Accumulation) -> Result<(), E>,
     ) -> Result<(), E> {
         let weight = self.weight.unwrap_or(1.0);
-        if addend == Addend::Given {
+        if !matches!(addend, Addend::Missing) {
             run(if self.first {
                 Accumulation::First { weight }
             } else {
@@ -35,22 +40,11 @@ impl Absorb {
             })?;
         }
         match self.last {
-            Some(Divisor(divisor)) => run(Accumulation::Mean { divisor }),
+            Some(divisor) => run(Accumulation::Mean { divisor: divisor.value() }),
             None => Ok(()),
         }
     }
 }
-
-/// Gradient at its place on a device, to be added to the sums: given, or none in this micro-step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Addend {
-    Given,
-    Missing,
-}
-
-/// The number that the sum over micro-steps is divided by.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Divisor(pub(crate) f64);
 
 /// Adds `grad` to `sums`, or writes it there if it is the first, and puts what the sums come to
 /// into `out` if it is the last. Sums of 16-bit gradients are f32, others of the gradients' own
@@ -64,86 +58,219 @@ pub(crate) fn absorb(
     grad: Option<&[u8]>,
     how: Absorb,
 ) {
-    match (dtype, sums) {
-        (DType::F16 | DType::BF16, Some(sums)) => {
-            let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
-            if let Some(grad) = grad {
-                add_widened(dtype, sums, grad, how);
-            }
-            if let Some(divisor) = how.last {
-                round(dtype, sums, out, divisor);
-            }
+    let is_summed = sums.is_some() || dtype == sum_dtype(dtype);
+    let is_float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
+    if !is_float || !is_summed {
+        if let Some(grad) = grad {
+            out.copy_from_slice(grad);
         }
-        (DType::F32, sums) => absorb_as(out, sums, grad, how, |value| value as f32),
-        (DType::F64, sums) => absorb_as(out, sums, grad, how, |value| value),
-        _ => {
-            if let Some(grad) = grad {
-                out.copy_from_slice(grad);
-            }
-        }
-    }
-}
-
-/// Gradients of `T`, whose sums are of the same type; `cast` rounds weight and divisor to it.
-fn absorb_as<T>(
-    out: &mut [u8],
-    sums: Option<&mut [u8]>,
-    grad: Option<&[u8]>,
-    how: Absorb,
-    cast: fn(f64) -> T,
-) where
-    T: Pod + PartialEq + Add<Output = T> + Mul<Output = T> + Div<Output = T>,
-{
-    let weight = how.weight.map(cast);
-    match sums {
-        Some(sums) => {
-            add(sums, grad, how.first, weight);
-            if how.last.is_some() {
-                out.copy_from_slice(sums);
-            }
-        }
-        None => add(out, grad, how.first, weight),
-    }
-    let divisor = how.last.map(|last| cast(last.0));
-    if let Some(divisor) = divisor.filter(|divisor| *divisor != cast(1.0)) {
-        for sum in bytemuck::cast_slice_mut::<u8, T>(out) {
-            *sum = *sum / divisor;
-        }
-    }
-}
-
-/// `sums ← sums + grad · weight`, or `grad · weight` if it is the first.
-fn add<T>(sums: &mut [u8], grad: Option<&[u8]>, first: bool, weight: Option<T>)
-where
-    T: Pod + Add<Output = T> + Mul<Output = T>,
-{
-    let Some(grad) = grad else {
         return;
+    }
+    let mut memory = match sums {
+        Some(sums) => SumMemory { out: Some(out), slots: smallvec![sums] },
+        None => SumMemory { out: None, slots: smallvec![out] },
     };
-    if first && weight.is_none() {
-        return sums.copy_from_slice(grad);
+    let begins = how.first && grad.is_some();
+    let how = Addition { weight: how.weight, slot: 0, begins, ends: None, last: how.last };
+    memory.absorb(dtype, grad.map_or(Addend::Missing, Addend::Given), how);
+}
+
+/// A gradient on its way to a sum.
+pub(crate) enum Addend<'a> {
+    Given(&'a [u8]),
+    /// In the place where the gradient of the update will be.
+    InPlace,
+    /// None in this micro-batch, which leaves sums as they are.
+    Missing,
+}
+
+/// Memory of one parameter's sums.
+pub(crate) struct SumMemory<'a> {
+    /// The gradient's own place, if it is not that of the first sum.
+    pub(crate) out: Option<&'a mut [u8]>,
+    /// The sums.
+    pub(crate) slots: SmallVec<[&'a mut [u8]; 8]>,
+}
+
+impl SumMemory<'_> {
+    /// Adds a gradient. With a divisor the result, divided, is the gradient of the update.
+    pub(crate) fn absorb(&mut self, dtype: DType, grad: Addend<'_>, how: Addition<'_>) {
+        match dtype {
+            DType::F64 => absorb_as::<f64, f64>(self, grad, how, |value| value, |value| value),
+            DType::F16 | DType::BF16 => {
+                let widen = |bits| widened(dtype, bits);
+                absorb_as::<f32, u16>(self, grad, how, widen, |value| narrowed(dtype, value));
+            }
+            _ => absorb_as::<f32, f32>(self, grad, how, |value| value, |value| value),
+        }
     }
-    let sums: &mut [T] = bytemuck::cast_slice_mut(sums);
-    for (sum, grad) in sums.iter_mut().zip(grad.chunks_exact(size_of::<T>())) {
-        let grad: T = bytemuck::pod_read_unaligned(grad);
-        let grad = weight.map_or(grad, |weight| grad * weight);
-        *sum = if first { grad } else { *sum + grad };
+
+    /// Writes what leaves a sum as it is to all sums: −0, since x + (−0) = x for every x.
+    pub(crate) fn clear(&mut self, dtype: DType) {
+        for slot in &mut self.slots {
+            clear(sum_dtype(dtype), slot);
+        }
     }
 }
 
-fn add_widened(dtype: DType, sums: &mut [f32], grad: &[u8], how: Absorb) {
-    let weight = how.weight.map(|weight| weight as f32);
-    for (sum, grad) in sums.iter_mut().zip(grad.chunks_exact(2)) {
-        let grad = widened(dtype, u16::from_le_bytes([grad[0], grad[1]]));
-        let grad = weight.map_or(grad, |weight| grad * weight);
-        *sum = if how.first { grad } else { *sum + grad };
+/// The type of sums of gradients of a type.
+pub(crate) fn sum_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
     }
 }
 
-fn round(dtype: DType, sums: &[f32], out: &mut [u8], divisor: Divisor) {
-    let divisor = divisor.0 as f32;
-    for (sum, out) in sums.iter().zip(out.chunks_exact_mut(2)) {
-        out.copy_from_slice(&narrowed(dtype, sum / divisor).to_le_bytes());
+/// Fills memory with −0.
+pub(crate) fn clear(dtype: DType, bytes: &mut [u8]) {
+    match dtype {
+        DType::F64 => fill::<f64>(bytes),
+        DType::F32 => fill::<f32>(bytes),
+        DType::F16 | DType::BF16 => bytemuck::cast_slice_mut(bytes).fill(0x8000u16),
+        _ => bytes.fill(0),
+    }
+}
+
+/// Addition of a gradient to the sums of a parameter.
+#[derive(Clone, Copy)]
+pub(crate) struct Addition<'a> {
+    /// Factor that the gradient is multiplied with.
+    pub(crate) weight: Option<f64>,
+    /// The sum that it is added to.
+    pub(crate) slot: usize,
+    /// Whether the sum begins with it.
+    pub(crate) begins: bool,
+    /// Further sums that are added behind it.
+    pub(crate) ends: Option<&'a LaneEnd>,
+    /// Divisor of the sum, if the gradient is the last before the next update.
+    pub(crate) last: Option<Divisor>,
+}
+
+/// Number that sums are formed in.
+pub(crate) trait Wide: Pod + PartialEq {
+    const IDENTITY: Self;
+    fn of(value: f64) -> Self;
+    fn plus(self, other: Self) -> Self;
+    fn times(self, other: Self) -> Self;
+    fn over(self, other: Self) -> Self;
+}
+
+macro_rules! wide {
+    ($($float:ty),*) => {$(
+        impl Wide for $float {
+            const IDENTITY: Self = -0.0;
+            fn of(value: f64) -> Self {
+                value as $float
+            }
+            fn plus(self, other: Self) -> Self {
+                self + other
+            }
+            fn times(self, other: Self) -> Self {
+                self * other
+            }
+            fn over(self, other: Self) -> Self {
+                self / other
+            }
+        }
+    )*};
+}
+
+wide!(f32, f64);
+
+fn fill<W: Wide>(bytes: &mut [u8]) {
+    bytemuck::cast_slice_mut(bytes).fill(W::IDENTITY);
+}
+
+/// Adds a gradient that nothing follows: a pass over its sum alone, which small models have in a
+/// cache.
+fn absorb_alone<W: Wide, T: Pod>(
+    memory: &mut SumMemory<'_>,
+    grad: Addend<'_>,
+    how: Addition<'_>,
+    widen: impl Fn(T) -> W,
+) {
+    let sums = &mut *memory.slots[how.slot];
+    let given = match grad {
+        Addend::Given(bytes) => bytes,
+        Addend::InPlace => memory.out.as_deref().unwrap_or_default(),
+        Addend::Missing if how.begins => return fill::<W>(sums),
+        Addend::Missing => return,
+    };
+    let weight = how.weight.map(W::of);
+    let sums = bytemuck::cast_slice_mut::<u8, W>(sums);
+    for (sum, grad) in sums.iter_mut().zip(given.chunks_exact(size_of::<T>())) {
+        let grad = widen(bytemuck::pod_read_unaligned(grad));
+        let grad = weight.map_or(grad, |weight| grad.times(weight));
+        *sum = if how.begins { grad } else { sum.plus(grad) };
+    }
+}
+
+fn absorb_as<W: Wide, T: Pod>(
+    memory: &mut SumMemory<'_>,
+    grad: Addend<'_>,
+    how: Addition<'_>,
+    widen: impl Fn(T) -> W,
+    narrow: impl Fn(W) -> T,
+) {
+    let numel = memory.slots.first().map_or(0, |slot| slot.len()) / size_of::<W>();
+    let weight = how.weight.map(W::of);
+    let divisor = how.last.map(|last| W::of(last.value()));
+    if how.ends.is_none() && divisor.is_none() {
+        return absorb_alone(memory, grad, how, widen);
+    }
+    let mut block = [W::IDENTITY; BLOCK];
+    for start in (0..numel).step_by(BLOCK) {
+        let elements = start..numel.min(start + BLOCK);
+        let sums = &mut block[..elements.len()];
+        let narrows = elements.start * size_of::<T>()..elements.end * size_of::<T>();
+        let wides = elements.start * size_of::<W>()..elements.end * size_of::<W>();
+        let given = match &grad {
+            Addend::Given(bytes) => Some(&bytes[narrows.clone()]),
+            Addend::InPlace => memory.out.as_ref().map(|out| &out[narrows.clone()]),
+            Addend::Missing => None,
+        };
+        match given {
+            Some(bytes) => {
+                for (sum, grad) in sums.iter_mut().zip(bytes.chunks_exact(size_of::<T>())) {
+                    *sum = widen(bytemuck::pod_read_unaligned(grad));
+                }
+                if let Some(weight) = weight {
+                    sums.iter_mut().for_each(|sum| *sum = sum.times(weight));
+                }
+            }
+            None => sums.fill(W::IDENTITY),
+        }
+        let add = |sums: &mut [W], slot: &[u8]| {
+            for (sum, held) in sums.iter_mut().zip(bytemuck::cast_slice::<u8, W>(slot)) {
+                *sum = held.plus(*sum);
+            }
+        };
+        if !how.begins {
+            add(sums, &memory.slots[how.slot][wides.clone()]);
+        }
+        let mut into = how.slot;
+        if let Some(end) = how.ends {
+            for &at in &end.adds {
+                add(sums, &memory.slots[at][wides.clone()]);
+            }
+            into = end.into;
+        }
+        let Some(divisor) = divisor else {
+            memory.slots[into][wides].copy_from_slice(bytemuck::cast_slice(sums));
+            continue;
+        };
+        if divisor != W::of(1.0) {
+            sums.iter_mut().for_each(|sum| *sum = sum.over(divisor));
+        }
+        match &mut memory.out {
+            Some(out) => {
+                let out = out[narrows].chunks_exact_mut(size_of::<T>());
+                for (out, sum) in out.zip(sums) {
+                    out.copy_from_slice(bytemuck::bytes_of(&narrow(*sum)));
+                }
+            }
+            None => memory.slots[into][wides].copy_from_slice(bytemuck::cast_slice(sums)),
+        }
     }
 }
 
@@ -152,6 +279,14 @@ pub(crate) fn widened(dtype: DType, bits: u16) -> f32 {
     match dtype {
         DType::F16 => widen_f16(bits),
         _ => widen_bf16(bits),
+    }
+}
+
+/// Writes elements of 16 bits as f32, which holds each of them exactly.
+pub(crate) fn widen_all(dtype: DType, bytes: &[u8], wide: &mut [u8]) {
+    for (narrow, wide) in bytes.chunks_exact(2).zip(wide.chunks_exact_mut(4)) {
+        let value = widened(dtype, bytemuck::pod_read_unaligned(narrow));
+        wide.copy_from_slice(&value.to_le_bytes());
     }
 }
 

@@ -1,6 +1,9 @@
 //! The device of a backend: its order of work, and the roles that memory there needs.
 
+use fusestep_coalesce::HostMemory;
 use fusestep_launch::{Backend, BackendError, Buffer, DeviceBackend};
+
+use crate::error::Result as PlanResult;
 
 /// Makes a buffer ready for calls on the backend's device. A backend of the host has no order of
 /// work to keep.
@@ -17,6 +20,13 @@ pub(crate) fn take_back(
     buffer: &mut dyn Buffer,
 ) -> Result<(), BackendError> {
     backend.device().map_or(Ok(()), |device| device.take_back(buffer))
+}
+
+/// A copy of a device's buffer in host memory, for calls that are made there.
+pub(crate) fn staged(backend: &dyn Backend, buffer: &dyn Buffer) -> PlanResult<HostMemory> {
+    let mut staged = HostMemory::zeroed(buffer.len_bytes())?;
+    backend.read(buffer, 0, staged.bytes_mut())?;
+    Ok(staged)
 }
 
 /// The device that sums of gradients lie on.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use fusestep_coalesce::HostMemory;
+use fusestep_collective::Divisor;
 use fusestep_launch::{Accumulate, Backend, Buffer};
 use fusestep_tensor::{DType, DeviceSliceMut, Role};
 
@@ -15,13 +16,13 @@ use crate::run::memory::segment_state::{Given, SegmentState};
 use crate::run::memory::state::State;
 
 /// The place of a gradient.
-struct Place {
-    region: Region,
-    dtype: DType,
+pub(crate) struct Place {
+    pub(crate) region: Region,
+    pub(crate) dtype: DType,
     /// Bytes of the gradient in its region.
-    bytes: Range<usize>,
+    pub(crate) bytes: Range<usize>,
     /// Bytes of the gradient's sums.
-    sums: Range<usize>,
+    pub(crate) sums: Range<usize>,
 }
 
 fn in_host_memory(len_bytes: usize) -> Result<Box<dyn Buffer>> {
@@ -30,7 +31,7 @@ fn in_host_memory(len_bytes: usize) -> Result<Box<dyn Buffer>> {
 
 impl State {
     /// The place of a gradient.
-    fn place_of(&self, param: usize) -> Place {
+    pub(crate) fn place_of(&self, param: usize) -> Place {
         let region = self.arena.regions[param];
         let (_, tensor) = self.places[param];
         let spec = &self.storages[region.storage].spec;
@@ -80,12 +81,12 @@ impl State {
         if !self.arena.on_host {
             let addend = match grad {
                 Some(grad) => {
-                    self.write_gradient(backend, param, grad)?;
-                    Addend::Given
+                    self.write_weighed(backend, param, grad, how)?;
+                    Addend::InPlace
                 }
                 None => Addend::Missing,
             };
-            return self.absorb_on_device(backend, param, addend, how);
+            return self.absorb_on_device(backend, param, &addend, how);
         }
         // Without several micro-steps a gradient goes to the arena as it is.
         let allocate = |len_bytes| Ok(backend.allocate(len_bytes)?);
@@ -94,13 +95,31 @@ impl State {
             return Ok(());
         };
         let as_it_is =
-            how.first && how.weight.is_none() && how.last.is_none_or(|last| last.0 == 1.0);
+            how.first && how.weight.is_none() && how.last.is_none_or(|last| last == Divisor::ONE);
         if let (true, Some(grad), None) = (as_it_is, grad, &target.sums) {
             target.bytes.copy_from_slice(grad);
             return Ok(());
         }
         absorb(dtype, target.bytes, target.sums, grad, how);
         Ok(())
+    }
+
+    /// Writes a gradient to a device, times its weight where no sum takes that.
+    fn write_weighed(
+        &mut self,
+        backend: &dyn Backend,
+        param: usize,
+        grad: &[u8],
+        how: Absorb,
+    ) -> Result<()> {
+        let place = self.place_of(param);
+        if how.weight.is_none() || self.arena.sums[place.region.index].is_some() {
+            return self.write_gradient(backend, param, grad);
+        }
+        let mut weighed = HostMemory::zeroed(grad.len())?;
+        let weigh = Absorb { first: true, last: None, ..how };
+        absorb(place.dtype, weighed.bytes_mut(), None, Some(grad), weigh);
+        self.write_gradient(backend, param, weighed.bytes())
     }
 
     /// Adds what was written through a view to the sums.
@@ -111,7 +130,7 @@ impl State {
         how: Absorb,
     ) -> Result<()> {
         if !self.arena.on_host {
-            return self.absorb_on_device(backend, param, Addend::Given, how);
+            return self.absorb_on_device(backend, param, &Addend::InPlace, how);
         }
         let dtype = self.place_of(param).dtype;
         let Some(target) = self.target(param, in_host_memory)? else {
@@ -135,7 +154,7 @@ impl State {
         &mut self,
         backend: &dyn Backend,
         param: usize,
-        addend: Addend,
+        addend: &Addend<'_>,
         how: Absorb,
     ) -> Result<()> {
         let place = self.place_of(param);
@@ -158,6 +177,42 @@ impl State {
         };
         self.arena.sums[place.region.index] = Some(sums);
         Ok(added?)
+    }
+
+    /// Says that the next update is of so many micro-batches only, the first ones of its global
+    /// batch: such as those left over at an epoch's end. All ranks say so, before the first
+    /// gradient. A rank that has none of them makes its one step without a gradient.
+    ///
+    /// # Errors
+    /// [`PlanError::MicroBatches`] for 0, for more than the plan has, without [`crate::Lanes`],
+    /// and once a gradient has been given.
+    pub fn set_micro_batches(&mut self, count: u64) -> Result<()> {
+        let has_gradients = self.has_gradients();
+        let refused = |expected: &str| {
+            Err(PlanError::MicroBatches { expected: expected.to_owned(), found: count })
+        };
+        let Some(window) = &mut self.arena.window else {
+            return refused("a plan with lanes");
+        };
+        let most = window.weights.len() as u64;
+        if has_gradients {
+            return refused("a number before the first gradient of the update");
+        }
+        if count == 0 || count > most {
+            return refused(&format!("1 to {most}, which the plan has"));
+        }
+        window.limit(count);
+        Ok(())
+    }
+
+    /// The number, within the global batch of an update, of the micro-batch whose gradients this
+    /// rank gives next. `None` for a plan without [`crate::Lanes`], and for a rank that has given
+    /// all of its own.
+    pub fn micro_batch(&self) -> Option<u64> {
+        let window = self.arena.window.as_ref()?;
+        let step = self.arena.micro_steps as usize;
+        let number = window.micro_batch(step).filter(|_| step < window.given_steps)?;
+        Some(number as u64)
     }
 
     pub(crate) fn write_zeros(&mut self, backend: &dyn Backend, param: usize) -> Result<()> {
@@ -267,7 +322,7 @@ impl State {
 
     /// The memory that a region's gradients lie in, made when it is first needed; `None` while a
     /// call has it.
-    fn memory_of(
+    pub(crate) fn memory_of(
         &mut self,
         place: &Place,
         allocate: impl FnMut(usize) -> Result<Box<dyn Buffer>>,
@@ -283,7 +338,7 @@ impl State {
     }
 
     /// The memory of a gradient, made by the backend.
-    fn grad_buffer(
+    pub(crate) fn grad_buffer(
         &mut self,
         backend: &dyn Backend,
         place: &Place,

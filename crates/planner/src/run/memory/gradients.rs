@@ -1,5 +1,6 @@
 //! Memory of gradients: segments that ranks reduce, and sums over micro-steps.
 
+use fusestep_coalesce::HostMemory;
 use fusestep_coalesce::zeroed_bytes;
 use fusestep_launch::{Backend, Buffer};
 use fusestep_tensor::DType;
@@ -9,12 +10,12 @@ use crate::plan::segments::{
     Region, full_tensors, keeps_segments, len_bytes, place_in, regions, starts_early, sum_width,
     usual_bytes,
 };
-use crate::plan::settings::ReducedWhen;
 use crate::plan::storage::StorageSpec;
 use crate::plan::value::Plan;
 use crate::run::comms::bytes::take_shortest;
 use crate::run::comms::calls::Comms;
 use crate::run::memory::allocator::Allocator;
+use crate::run::memory::lanes::LaneWindow;
 use crate::run::memory::ready::Ready;
 use crate::run::memory::segment_state::{Given, SegmentState};
 
@@ -28,6 +29,16 @@ pub(crate) struct GradientArena {
     pub(crate) regions: Vec<Region>,
     /// Sums over micro-steps of each region, if the gradients' own memory cannot hold them.
     pub(crate) sums: Vec<Option<Box<dyn Buffer>>>,
+    /// Sums of lanes of each region beside the first, which lies where sums do.
+    pub(crate) slots: Vec<Vec<Box<dyn Buffer>>>,
+    /// Lanes of the update to come, if the plan has lanes.
+    pub(crate) window: Option<LaneWindow>,
+    /// Lanes of an update that has not begun.
+    first_window: Option<LaneWindow>,
+    /// Memories of [`GradientArena::slots`] that stay from update to update.
+    planned_slots: usize,
+    /// Memory for a gradient of 16 bits that is kept in f32.
+    pub(crate) widened: Option<HostMemory>,
     /// Sums of each storage's gradients that are reduced in every micro-step, of the shard or of
     /// the whole storage.
     pub(crate) reduced_sums: Vec<Option<Box<dyn Buffer>>>,
@@ -92,17 +103,22 @@ impl GradientArena {
             segments,
             sums: (0..count).map(|_| None).collect(),
             regions,
+            widened: None,
             reduced_sums: plan.storages.iter().map(|_| None).collect(),
             given: vec![0; plan.params.len()],
             now: vec![Given::No; plan.params.len()],
             usual_bytes: usual_bytes(plan),
             held_bytes,
             on_host: allocator.backend.host().is_some(),
-            accumulates: plan.micro_steps() > 1 && !plan.reduces_each(),
+            accumulates: plan.adds_micro_steps() && !plan.reduces_each(),
             starts_early: starts_early(plan),
+            slots: (0..count).map(|_| Vec::new()).collect(),
+            window: LaneWindow::of(plan),
+            first_window: LaneWindow::of(plan),
             ..Self::default()
         };
-        arena.allocate_sums(plan, allocator.backend)?;
+        arena.allocate_sums(plan, allocator)?;
+        arena.allocate_slots(plan, allocator)?;
         if arena.on_host && !keeps && arena.usual_bytes > 0 {
             let memory = allocator.arena(arena.usual_bytes, true)?;
             arena.kept = address(memory.as_ref());
@@ -129,23 +145,54 @@ impl GradientArena {
     }
 
     /// Sums for gradients of 16 bits, and for gradients that are reduced in every micro-step.
-    fn allocate_sums(&mut self, plan: &Plan, backend: &dyn Backend) -> Result<()> {
-        let Some(rule) = plan.accumulation().filter(|rule| rule.every.get() > 1) else {
+    fn allocate_sums(&mut self, plan: &Plan, allocator: &mut Allocator<'_>) -> Result<()> {
+        if !plan.adds_micro_steps() {
             return Ok(());
-        };
-        if rule.reduced == ReducedWhen::PerMicroStep {
+        }
+        if plan.reduces_each() {
             for (storage, sums) in plan.storages.iter().zip(&mut self.reduced_sums) {
                 let width = sum_width(storage.grad_dtype());
-                *sums = Some(backend.allocate(storage.shard_numel() as usize * width)?);
+                let len_bytes = storage.shard_numel() as usize * width;
+                *sums = Some(allocator.backend.allocate(len_bytes)?);
             }
             return Ok(());
         }
+        let moves = plan.exchanges_lanes();
         for region in self.regions.clone() {
             let narrow = plan.storages[region.storage].grad_dtype().len_bytes() < 4;
             let dtype = plan.storages[region.storage].grad_dtype();
             // A view of a device is written by others, who know nothing of sums in it.
             if narrow || !self.on_host {
-                self.sums_of(region, dtype, |len_bytes| Ok(backend.allocate(len_bytes)?))?;
+                self.sums_of(region, dtype, |len_bytes| allocator.arena(len_bytes, moves))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Memory of the sums of lanes that a rank holds at once, beside the first.
+    fn allocate_slots(&mut self, plan: &Plan, allocator: &mut Allocator<'_>) -> Result<()> {
+        let slots = plan.lane_slots(plan.topology.rank);
+        if slots == 0 {
+            return Ok(());
+        }
+        // A device adds a gradient to sums where it lies itself.
+        let slots = slots + usize::from(!self.on_host);
+        self.planned_slots = slots - 1;
+        self.hold_slots(plan, slots, |len_bytes, moves| allocator.arena(len_bytes, moves))
+    }
+
+    /// Memory of so many sums of lanes in all, as far as there is not yet.
+    pub(crate) fn hold_slots(
+        &mut self,
+        plan: &Plan,
+        slots: usize,
+        mut allocate: impl FnMut(usize, bool) -> Result<Box<dyn Buffer>>,
+    ) -> Result<()> {
+        for region in &self.regions {
+            let width = sum_width(plan.storages[region.storage].grad_dtype());
+            let held = &mut self.slots[region.index];
+            while held.len() + 1 < slots {
+                held.push(allocate(region.numel as usize * width, plan.exchanges_lanes())?);
             }
         }
         Ok(())
@@ -169,6 +216,7 @@ impl GradientArena {
     /// Bytes held now, besides the arenas of storages.
     pub(crate) fn held_bytes(&self) -> u64 {
         let sums = self.sums.iter().chain(&self.reduced_sums).flatten();
+        let sums = sums.chain(self.slots.iter().flatten());
         let sums: usize = sums.map(|memory| memory.len_bytes()).sum();
         self.held_bytes + sums as u64
     }
@@ -201,6 +249,22 @@ impl GradientArena {
             SegmentState::Here(memory) => memory.as_mut(),
             _ => None,
         })
+    }
+
+    /// Micro-steps of this rank until the next update.
+    pub(crate) fn steps_of_window(&self, plan: &Plan) -> u32 {
+        self.window.as_ref().map_or(plan.micro_steps(), |window| window.given_steps as u32)
+    }
+
+    /// Whether micro-steps of the update to come have ended, here or on the ranks before.
+    pub(crate) fn has_begun(&self) -> bool {
+        let window = self.window.as_ref();
+        self.micro_steps > 0 || window.is_some_and(|window| window.origin.is_some())
+    }
+
+    /// Whether gradients go to sums of lanes, which lie in memory of their own.
+    pub(crate) fn adds_lanes(&self) -> bool {
+        self.window.as_ref().is_some_and(|window| window.adds)
     }
 
     /// Takes a segment's memory; it counts as lost until it is put back.
@@ -257,6 +321,9 @@ impl GradientArena {
     /// Forgets which gradients were given, once they have been used.
     pub(crate) fn clear(&mut self) {
         self.micro_steps = 0;
+        self.window.clone_from(&self.first_window);
+        // A window that began on other ranks may have needed more.
+        self.slots.iter_mut().for_each(|slots| slots.truncate(self.planned_slots));
         self.weights = 0.0;
         self.weights_hash = 0;
         self.given.fill(0);

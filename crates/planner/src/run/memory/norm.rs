@@ -81,6 +81,20 @@ impl NormState {
         })?)
     }
 
+    /// The sums over each parameter's gradient, from the chunks that the stage has read.
+    pub(crate) fn tensor_squares(&self, backend: &dyn Backend) -> Result<Vec<SquareSum>> {
+        let count = self.partials.len_bytes() / size_of::<SquareSum>();
+        let mut partials = vec![SquareSum::default(); count];
+        backend.read(self.partials.as_ref(), 0, bytemuck::cast_slice_mut(&mut partials))?;
+        let count = self.tensors.len_bytes() / size_of::<TensorPartials>();
+        let mut places = vec![TensorPartials::default(); count];
+        backend.read(self.tensors.as_ref(), 0, bytemuck::cast_slice_mut(&mut places))?;
+        let sums = places.iter().map(|place| {
+            tree_sum(place.count as usize, |chunk| partials[place.first as usize + chunk])
+        });
+        Ok(sums.collect())
+    }
+
     /// The read with this index, of a storage's gradients, whose first partial sum has this number.
     pub(crate) fn reduce<'a>(
         &'a mut self,
@@ -162,5 +176,11 @@ impl NormState {
         self.scale_of_sums = (steps == 1).then_some(self.block.loss_scale);
         self.block = ControlBlock::read(backend, self.control.as_ref())?;
         Ok(())
+    }
+
+    /// Takes what the last step decided, as its control block says.
+    pub(crate) fn take(&mut self, block: ControlBlock) {
+        self.scale_of_sums = Some(self.block.loss_scale);
+        self.block = block;
     }
 }

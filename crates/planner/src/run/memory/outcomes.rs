@@ -8,6 +8,7 @@ use fusestep_launch::{Backend, ControlBlock, SquareSum};
 #[cfg(doc)]
 use crate::PlanError;
 use crate::error::Result;
+use crate::run::clock::StageSeconds;
 use crate::run::memory::norm::NormState;
 use crate::run::memory::state::State;
 use crate::run::report::GradReport;
@@ -70,6 +71,21 @@ impl State {
         read_sums(self, backend, &mut own, skipped)?;
         let norms = (0..own.params()).map(|param| own.sum(param).sqrt());
         Ok(Some(norms.collect()))
+    }
+
+    /// Measures the parts of every step from here on, for [`State::stage_seconds`].
+    ///
+    /// # Cost
+    /// Two readings of the host's clock for each stage and each gradient given.
+    pub fn time_stages(&mut self) {
+        self.clock.start();
+    }
+
+    /// Seconds that the parts of the last update took on this rank, its micro-steps included;
+    /// `None` before the first update since [`State::time_stages`]. Steps that are recorded or
+    /// enqueued are not measured.
+    pub fn stage_seconds(&self) -> Option<StageSeconds> {
+        self.clock.last()
     }
 
     /// Micro-steps since the last update that are over.

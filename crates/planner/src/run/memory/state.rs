@@ -13,6 +13,7 @@ use crate::plan::rule::{Optimizer, Precisions};
 use crate::plan::settings::Tensors;
 use crate::plan::stage::role_names;
 use crate::plan::value::Plan;
+use crate::run::clock::Clock;
 use crate::run::memory::adapting::Adapting;
 use crate::run::memory::exchange::Exchange;
 use crate::run::memory::gradients::GradientArena;
@@ -85,6 +86,7 @@ pub struct State {
     /// Writes of callers since the last step.
     pub(crate) written: Written,
     pub(crate) backend: &'static str,
+    pub(crate) clock: Clock,
 }
 
 impl std::fmt::Debug for State {
@@ -385,11 +387,13 @@ impl State {
 
     /// Whether gradients of an update that is still to come have been given.
     pub fn has_gradients(&self) -> bool {
-        self.arena.micro_steps > 0 || self.arena.now.iter().any(|given| *given != Given::No)
+        self.arena.has_begun() || self.arena.now.iter().any(|given| *given != Given::No)
     }
 
     /// Weighs the gradients of the micro-step under way, before the first of them is given: the
     /// number of its samples, if updates are means of micro-steps of unequal length.
+    ///
+    /// With [`crate::Lanes`] all ranks weigh, or none. A rank without a micro-batch sets any.
     ///
     /// # Errors
     /// [`PlanError::Weight`] for one that is not above 0, or that f32, in which gradients are
@@ -402,6 +406,9 @@ impl State {
         }
         if weight > 0.0 && (weight as f32).is_normal() {
             self.arena.weight = Some(weight);
+            if let Some(window) = &mut self.arena.window {
+                window.is_weighted = true;
+            }
             return Ok(());
         }
         Err(PlanError::Weight { found: weight })
@@ -456,12 +463,8 @@ fn replace_rule(state: &mut State, rule: usize, optimizer: Optimizer) -> Result<
     optimizer.validate()?;
     let mut kernels = Vec::with_capacity(state.storages.len());
     for (index, storage) in state.storages.iter().enumerate() {
-        if storage.spec.rule != rule {
-            continue;
-        }
-        let Some(&member) = storage.spec.members.first() else {
-            continue;
-        };
+        let member = storage.spec.members.first().filter(|_| storage.spec.rule == rule);
+        let Some(&member) = member else { continue };
         let kernel = optimizer.kernel(&state.params[member as usize], &state.precisions)?;
         let (expected, found) = (storage.kernel.lists(), kernel.lists());
         if expected != found {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use fusestep_launch::{ListBuffer, MAX_SUMS, MultiTensorKernel};
+use fusestep_launch::{ListBuffer, MAX_SUMS, MultiTensorKernel, Stride};
 use fusestep_tensor::Role;
 
 use crate::error::{PlanError, Result};
@@ -37,14 +37,14 @@ pub(crate) struct Held {
 
 impl Held {
     /// Bytes of the elements in the arena.
-    pub(crate) fn place(&self, width: usize) -> Range<usize> {
+    pub(crate) fn place(&self, stride: Stride) -> Range<usize> {
         let numel = (self.elements.end - self.elements.start) as usize;
-        self.at as usize * width..(self.at as usize + numel) * width
+        stride.place(self.at as usize..self.at as usize + numel)
     }
 
     /// Bytes of the elements in the whole tensor.
-    pub(crate) fn within(&self, width: usize) -> Range<usize> {
-        self.elements.start as usize * width..self.elements.end as usize * width
+    pub(crate) fn within(&self, stride: Stride) -> Range<usize> {
+        stride.place(self.elements.start as usize..self.elements.end as usize)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use fusestep_coalesce::zeroed_bytes;
 
-use fusestep_launch::{Backend, ListBuffer};
+use fusestep_launch::{Backend, ListBuffer, Stride};
 use fusestep_tensor::{Element, ParamDesc, Role};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -32,7 +32,7 @@ impl State {
             self.arena.view(&own.spec, param, tensor)
         } else {
             let held = whole(own.spec.held(tensor, list), &self.params[param])?;
-            let place = held.place(size_of::<T>());
+            let place = held.place(own.lists[list].stride());
             let bytes = own.lists[list].buffer.host();
             bytes.and_then(|bytes| bytes.get(place))
         };
@@ -62,8 +62,9 @@ impl State {
         }
         let own = &mut self.storages[storage];
         let held = whole(own.spec.held(tensor, list), &self.params[param])?;
+        let place = held.place(own.lists[list].stride());
         let bytes = own.lists[list].buffer.host_mut();
-        let bytes = bytes.and_then(|bytes| bytes.get_mut(held.place(size_of::<T>())));
+        let bytes = bytes.and_then(|bytes| bytes.get_mut(place));
         Ok(bytemuck::cast_slice_mut(bytes.ok_or(error)?))
     }
 
@@ -141,8 +142,8 @@ impl State {
         let (storage, list) = self.list_index(role, name)?;
         let param = self.find(name)?;
         let (_, tensor) = self.places[param];
-        let width = self.storages[storage].lists[list].dtype().len_bytes();
-        let len_bytes = self.params[param].numel() as usize * width;
+        let stride = self.storages[storage].lists[list].stride();
+        let len_bytes = stride.len_bytes(self.params[param].numel() as usize);
         check_len(role, name, len_bytes, bytes.len())?;
         match role {
             Role::Param => {
@@ -165,8 +166,8 @@ impl State {
         let own = &mut self.storages[storage];
         for held in own.spec.held(tensor, list) {
             let buffer = own.lists[list].buffer.as_mut();
-            let place = held.place(width);
-            backend.write(buffer, place.start, &bytes[held.within(width)])?;
+            let place = held.place(stride);
+            backend.write(buffer, place.start, &bytes[held.within(stride)])?;
         }
         Ok(())
     }
@@ -187,8 +188,8 @@ impl State {
         let param = self.find(name)?;
         let (_, tensor) = self.places[param];
         let own = &self.storages[storage];
-        let width = own.lists[list].dtype().len_bytes();
-        let len_bytes = self.params[param].numel() as usize * width;
+        let stride = own.lists[list].stride();
+        let len_bytes = stride.len_bytes(self.params[param].numel() as usize);
         check_len(role, name, len_bytes, bytes.len())?;
         if own.spec.extents[list] == Extent::Segments {
             let view = self.arena.view(&own.spec, param, tensor);
@@ -196,7 +197,7 @@ impl State {
             return Ok(());
         }
         let held = whole(own.spec.held(tensor, list), &self.params[param])?;
-        let place = held.place(width);
+        let place = held.place(stride);
         Ok(backend.read(own.lists[list].buffer.as_ref(), place.start, bytes)?)
     }
 
@@ -208,9 +209,9 @@ impl State {
         param: usize,
         mut with: impl FnMut(&Held, Vec<u8>),
     ) -> Result<()> {
-        let width = self.dtype(role, &self.params[param].name)?.len_bytes();
+        let stride = Stride::of(role, self.dtype(role, &self.params[param].name)?);
         for held in self.shard_places(role, param)? {
-            let mut bytes = zeroed_bytes(held.place(width).len())?;
+            let mut bytes = zeroed_bytes(held.place(stride).len())?;
             self.read_held(backend, role, param, &held, &mut bytes)?;
             with(&held, bytes);
         }
@@ -236,7 +237,7 @@ impl State {
     ) -> Result<()> {
         let (storage, list) = self.list_index(role, &self.params[param].name)?;
         let list = &self.storages[storage].lists[list];
-        let at = held.place(list.dtype().len_bytes()).start;
+        let at = held.place(list.stride()).start;
         Ok(backend.read(list.buffer.as_ref(), at, bytes)?)
     }
 
@@ -397,6 +398,7 @@ fn why_no_list(tensors: Tensors, role: Role) -> &'static str {
         (_, Role::Sum) => "only Adagrad has it",
         (_, Role::Base) => "only Schedule-Free has it",
         (_, Role::Master | Role::Remainder) => "the plan's precision asks for none",
+        (_, units) if units.unit_of().is_some() => "only state in int8 has units",
         _ => "the optimizer has no such state",
     }
 }

@@ -3,7 +3,7 @@
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{Operation, ReduceOp};
 use fusestep_launch::Backend;
-use fusestep_simd::{join_bf16, split_bf16};
+use fusestep_simd::{join_bf16, join_bf16_24, split_bf16, split_bf16_24};
 use fusestep_tensor::{DType, Role};
 
 use crate::error::Result;
@@ -131,20 +131,31 @@ fn average_split(
 ) -> Result<()> {
     let mut high = bytes_of(storage, backend, param)?;
     let mut low = bytes_of(storage, backend, residual)?;
-    let bits = |bytes: &HostMemory| -> Vec<u16> {
-        let pairs = bytes.bytes().as_chunks::<2>().0.iter();
-        pairs.map(|pair| u16::from_le_bytes(*pair)).collect()
+    let of_8_bits = storage.lists[residual].dtype() == DType::U8;
+    let params = high.bytes().as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair));
+    let mut values: Vec<f32> = if of_8_bits {
+        let pairs = params.zip(low.bytes());
+        pairs.map(|(high, low)| join_bf16_24(high, *low as i8)).collect()
+    } else {
+        let pairs = params.zip(low.bytes().as_chunks::<2>().0);
+        pairs.map(|(high, low)| join_bf16(high, u16::from_le_bytes(*low))).collect()
     };
-    let pairs = bits(&high).into_iter().zip(bits(&low));
-    let mut values: Vec<f32> = pairs.map(|(high, low)| join_bf16(high, low)).collect();
     let operation = Operation::AllReduce(ReduceOp::Average);
     let bytes = bytemuck::cast_slice_mut::<f32, u8>(&mut values);
     comms.in_place(operation, DType::F32, None, bytes)?;
-    let outs = high.bytes_mut().as_chunks_mut::<2>().0.iter_mut();
-    let outs = outs.zip(low.bytes_mut().as_chunks_mut::<2>().0);
-    for ((high, low), value) in outs.zip(values) {
-        let split = split_bf16(value);
-        (*high, *low) = (split.0.to_le_bytes(), split.1.to_le_bytes());
+    let highs = high.bytes_mut().as_chunks_mut::<2>().0.iter_mut();
+    let lows = low.bytes_mut().chunks_exact_mut(if of_8_bits { 1 } else { 2 });
+    for ((high, low), value) in highs.zip(lows).zip(values) {
+        let param = if of_8_bits {
+            let (param, remainder) = split_bf16_24(value);
+            low.copy_from_slice(&remainder.to_le_bytes());
+            param
+        } else {
+            let (param, remainder) = split_bf16(value);
+            low.copy_from_slice(&remainder.to_le_bytes());
+            param
+        };
+        *high = param.to_le_bytes();
     }
     write_all(storage, backend, param, high.bytes())?;
     write_all(storage, backend, residual, low.bytes())

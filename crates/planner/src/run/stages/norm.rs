@@ -17,7 +17,7 @@ use crate::run::memory::device;
 use crate::run::memory::exchange::Exchange;
 use crate::run::memory::state::State;
 use crate::run::run::Run;
-use crate::run::stages::reduce;
+use crate::run::stages::{parts, reduce};
 
 /// Runs the stage: one read of the gradients, then the control block.
 pub(crate) fn run(
@@ -46,7 +46,11 @@ pub(crate) fn run(
         report.launches += done.launches;
         first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
     }
-    report.launches += norm.conclude(executor.backend(), None)?.launches;
+    report.launches += match parts::share_squares(norm, executor)? {
+        None => norm.conclude(executor.backend(), None)?,
+        Some(told) => parts::conclude(norm, executor.backend(), &told)?,
+    }
+    .launches;
     Ok(report)
 }
 

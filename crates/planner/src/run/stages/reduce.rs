@@ -2,8 +2,7 @@
 
 use std::time::Instant;
 
-use fusestep_coalesce::HostMemory;
-use fusestep_collective::{CallContext, ReduceUpdate, Replica};
+use fusestep_collective::{CallContext, Divisor, ReduceOp, ReduceUpdate, Replica};
 use fusestep_launch::{
     Backend, BackendError, Buffer, HostLaunches, LaunchReport, MAX_LISTS, Replicas, Replicated,
 };
@@ -11,6 +10,7 @@ use fusestep_tensor::Role;
 use smallvec::SmallVec;
 
 use crate::error::{PlanError, Result};
+use crate::plan::calls::WORD_BYTES;
 use crate::plan::segments::keeps_segments;
 use crate::plan::stage::{Optimize, Reduced, Stage};
 use crate::plan::storage::Extent;
@@ -19,11 +19,12 @@ use crate::run::comms::bytes::{Bytes, Elsewhere};
 use crate::run::comms::calls::Comms;
 use crate::run::comms::handshake;
 use crate::run::comms::segment_calls::SegmentCalls;
+use crate::run::memory;
 use crate::run::memory::device;
 use crate::run::memory::segment_state::SegmentState;
 use crate::run::memory::state::State;
 use crate::run::run::Run;
-use crate::run::stages::launches;
+use crate::run::stages::{lanes, launches, wire};
 
 pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend) -> Result<usize> {
     let groups = plan.shard_group < plan.topology.world;
@@ -47,6 +48,20 @@ pub(crate) fn take_reduced(plan: &Plan, state: &mut State, backend: &dyn Backend
     Ok(started.saturating_sub(state.arena.through))
 }
 
+/// Whether segments are reduced on communication streams as soon as they are full.
+pub(crate) fn starts_on_streams(run: &Run<'_, '_>) -> bool {
+    let arena = &run.state.arena;
+    let asked = run.comms.has_streams() && arena.starts_early;
+    let waits = memory::lanes::wait_for_step(run.plan) || waits_for_weights(run.state);
+    asked && !waits && !lanes::exchange(run) && run.plan.wire.is_none()
+}
+
+/// Whether the number that sums are divided by is known in the step only.
+pub(crate) fn waits_for_weights(state: &State) -> bool {
+    let window = state.arena.window.as_ref();
+    window.is_some_and(|window| window.is_weighted || window.exchanges)
+}
+
 /// Whether no stream has a segment any more; takes the memory of a finished one from its stream.
 pub(crate) fn is_through(state: &mut State, index: usize) -> Result<bool> {
     let (held, is_through) = match state.arena.take(index) {
@@ -62,10 +77,24 @@ pub(crate) fn is_through(state: &mut State, index: usize) -> Result<bool> {
 
 /// Starts reducing a segment: on its stream, or at once, into the shard if the host has both.
 pub(crate) fn start_segment(run: &mut Run<'_, '_>, index: usize) -> Result<()> {
-    let calls = SegmentCalls::of(run.plan, index, result_of_reduce(run.plan));
-    let SegmentState::Here(Some(memory)) = run.state.arena.take(index) else {
+    let result = result_of_reduce(run.plan);
+    let SegmentState::Here(Some(mut memory)) = run.state.arena.take(index) else {
         return Err(run.state.poison());
     };
+    let in_place = if lanes::exchange(run) {
+        Some(lanes::reduce_segment(run, index, result, memory.as_mut()))
+    } else {
+        let wire = wire::of_segment(run, index);
+        wire.map(|wire| wire::reduce_segment(run, index, wire, result, memory.as_mut()))
+    };
+    if let Some(done) = in_place {
+        run.state.or_poison(done)?;
+        run.state.arena.segments[index] = SegmentState::Here(Some(memory));
+        run.state.arena.ready.start();
+        return Ok(());
+    }
+    let how = how_to_reduce(run);
+    let calls = SegmentCalls::of(run.plan, index, result, how);
     let memory = to_calls(run.backend, run.comms, memory)?;
     let at_once = calls.fit_shard && !run.comms.has_streams();
     let shard = at_once.then(|| shard_of(run.plan, run.state, index));
@@ -107,9 +136,7 @@ fn to_calls(
         device::hand_over(backend, memory.as_mut())?;
         return Ok(memory);
     }
-    let mut staged = HostMemory::zeroed(memory.len_bytes())?;
-    backend.read(memory.as_ref(), 0, staged.bytes_mut())?;
-    Ok(Box::new(staged))
+    Ok(Box::new(device::staged(backend, memory.as_ref())?))
 }
 
 /// The memory of a list as launches can take it.
@@ -126,7 +153,20 @@ fn to_launches(backend: &dyn Backend, mut memory: Box<dyn Buffer>) -> Result<Box
     Ok(own)
 }
 
+/// The way in which the gradients of ranks become one.
+fn how_to_reduce(run: &Run<'_, '_>) -> ReduceOp {
+    match run.plan.lanes {
+        Some(_) => ReduceOp::Tree(lanes::divisor(run)),
+        None => ReduceOp::Average,
+    }
+}
+
+/// The part that each rank gets. Sums that no number of ranks changes are formed over all of them,
+/// whatever groups share out shards.
 fn result_of_reduce(plan: &Plan) -> Reduced {
+    if plan.lanes.is_some() && plan.shard_group < plan.topology.world {
+        return Reduced::Whole;
+    }
     let result = plan.stages.iter().find_map(|stage| match stage {
         Stage::Reduce(reduce) => Some(reduce.result),
         _ => None,
@@ -168,7 +208,7 @@ pub(crate) fn reduce_all(run: &mut Run<'_, '_>) -> Result<()> {
 
 /// Takes the mean of the shard groups' results, in the order of groups.
 fn reduce_across(run: &mut Run<'_, '_>, index: usize, memory: &mut dyn Buffer) -> Result<()> {
-    if run.plan.shard_group == run.plan.topology.world {
+    if run.plan.shard_group == run.plan.topology.world || run.plan.lanes.is_some() {
         return Ok(());
     }
     if memory.host().is_none() {
@@ -230,7 +270,7 @@ pub(crate) fn agree_on_given(run: &mut Run<'_, '_>) -> Result<Vec<u8>> {
         return Ok(given);
     }
     let values = [handshake::take_compared(run.state), run.state.arena.weights_hash];
-    let [alike, weights] = handshake::largest(run.comms, &mut given, values)?;
+    let [alike, weights] = largest_of_step(run, &mut given, values)?;
     handshake::check_alike(run, alike)?;
     if plan.reduces_each() && !weights {
         return Err(PlanError::Topology {
@@ -241,6 +281,32 @@ pub(crate) fn agree_on_given(run: &mut Run<'_, '_>) -> Result<Vec<u8>> {
         });
     }
     Ok(given)
+}
+
+/// [`handshake::largest`]; settles the divisor of lanes, too, which any rank's weights decide.
+pub(crate) fn largest_of_step<const N: usize>(
+    run: &mut Run<'_, '_>,
+    given: &mut Vec<u8>,
+    values: [u64; N],
+) -> Result<[bool; N]> {
+    let Some(window) = &run.state.arena.window else {
+        return handshake::largest(run.comms, given, values);
+    };
+    let micro_batches = window.micro_batches;
+    given.push(u8::from(window.is_weighted || window.is_cut_short));
+    given.extend(micro_batches.to_le_bytes());
+    given.extend((!micro_batches).to_le_bytes());
+    let alike = handshake::largest(run.comms, given, values)?;
+    let told = given.split_off(given.len() - WORD_BYTES as usize);
+    if told[..8].iter().zip(&told[8..]).any(|(byte, complement)| byte ^ complement != 0xff) {
+        return Err(PlanError::Topology {
+            expected: format!("{micro_batches} micro-batches of the update on all ranks"),
+            found: "another number; give all ranks the same one".to_owned(),
+        });
+    }
+    let any_weighted = given.pop().is_some_and(|flag| flag > 0);
+    lanes::settle_divisor(run, any_weighted)?;
+    Ok(alike)
 }
 
 /// Reduces a bucket and updates this rank's part of it, everywhere, in one pass.
@@ -256,9 +322,13 @@ pub(crate) fn reduce_and_update(
     let segment = &run.plan.segments[bucket.segment];
     let spec = &run.plan.storages[bucket.storage];
     let grad = spec.grad_dtype();
-    let SegmentState::Here(Some(memory)) = run.state.arena.take(bucket.segment) else {
+    let SegmentState::Here(Some(mut memory)) = run.state.arena.take(bucket.segment) else {
         return Err(run.state.poison());
     };
+    let exchanges = run.state.arena.window.as_ref().is_some_and(|window| window.exchanges);
+    if exchanges && segment.buckets.start == index {
+        lanes::bring_to_first_rank(run, bucket.segment, memory.as_mut())?;
+    }
     let replicated = run.plan.replicated(spec);
     let mut buffers: SmallVec<[_; MAX_LISTS]> = SmallVec::new();
     for &index in &replicated {
@@ -280,12 +350,14 @@ pub(crate) fn reduce_and_update(
         counts: &bucket.counts(),
     };
     let context = CallContext { plan_hash: run.plan.hash(), bucket: Some(index as u32) };
+    let tree = run.plan.lanes.map(|_| lanes::divisor(run));
     let mut outcome = Ok(LaunchReport::default());
     let done = run.comms.reduce_update(call, context, &mut |mut memory| {
         let lists = replicated.iter().zip(&mut memory.replicas);
         let mut lists: SmallVec<[_; MAX_LISTS]> =
             lists.map(|(&list, ranks)| Replicated { list, ranks }).collect();
         let replicas = Replicas {
+            tree: tree.map(Divisor::value),
             rank: memory.rank,
             first: stage.elements.start,
             grads: &memory.grads,

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fusestep import _fusestep
 from fusestep._checks import positive
 from fusestep._report import Report
+from fusestep.torch._device import device_of
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._options import ACCUMULATE, CLIP_NORM, refuse_counted
 from fusestep.torch._planned import Member, Planned, members_of
@@ -171,7 +172,9 @@ class FusedBackward:
         cut: List[List[Member]] = []
         filled = 0
         for member, size in zip(ordered, sizes):
-            if not cut or filled + size > cap:
+            # A bucket has one plan, which is of one device.
+            others = not cut or device_of(cut[-1][0].tensor) != device_of(member.tensor)
+            if others or filled + size > cap:
                 cut.append([])
                 filled = 0
             cut[-1].append(member)
@@ -224,7 +227,7 @@ class FusedBackward:
             if report is not None:
                 break
             bucket.planned = None
-        if report is None:
+        if not isinstance(report, dict):
             raise RuntimeError("expected tensors that stay what they are during a step")
         self._reports.append(Report(**report))
         for member in given:
@@ -290,8 +293,11 @@ class FusedBackward:
 
     def _finish(self, rest: Report) -> Report:
         """Ends a step, of which ``rest`` was left for the end; what all of it has done."""
+        parts = [report.seconds for report in [rest, *self._reports] if report.seconds is not None]
         whole = dataclasses.replace(
             rest,
+            step=max(report.step for report in [rest, *self._reports]),
+            seconds={key: sum(part[key] for part in parts) for key in parts[0]} if parts else None,
             launches=rest.launches + sum(report.launches for report in self._reports),
             elements=rest.elements + sum(report.elements for report in self._reports),
             copied_gradients=rest.copied_gradients
@@ -327,8 +333,15 @@ def _written(name: str) -> RuntimeError:
 
 
 def _samples(tensors: List[Tensor]) -> List[int]:
-    """Of each parameter what a write through ``.data`` would change, which counts no version."""
-    return _fusestep.samples([(tensor.data_ptr(), _bytes_of(tensor)) for tensor in tensors])
+    """Of each parameter what a write through ``.data`` would change, which counts no version.
+
+    Of one on a device nothing: a look would wait for the device.
+    """
+    places = [
+        (tensor.data_ptr(), _bytes_of(tensor)) if device_of(tensor) is None else (0, 0)
+        for tensor in tensors
+    ]
+    return _fusestep.samples(places)
 
 
 def fuse_backward(
@@ -373,6 +386,11 @@ def fuse_backward(
         raise ValueError("optimizer: expected one that is not fused yet; call `remove()` first")
     # Buckets step one after the other, each with a plan that counts.
     optimizer.state
+    if optimizer._is_sharded:
+        raise ValueError(
+            "optimizer: expected parameters whose gradients autograd brings, found DTensors, whose "
+            "gradients processes reduce behind it; leave `fuse_backward` out"
+        )
     fused = FusedBackward(model, optimizer, bucket_mib)
     refuse_wrapped("fuse_backward", model, fused._known)
     optimizer._backward = fused

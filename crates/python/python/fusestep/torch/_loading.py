@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fusestep import _fusestep
 from fusestep.torch._options import refuse_bools, scale_loaded
 from fusestep.torch._planned import Member, members_of
-from fusestep.torch._tensors import FLOATING, has_no_storage
+from fusestep.torch._sharded import is_sharded, local_of
+from fusestep.torch._tensors import BESIDE, FLOATING, has_no_storage, shape_of
 
 if TYPE_CHECKING:
     from fusestep.torch._optimizer import Fused
@@ -102,6 +104,9 @@ _OTHER_STATE = {
     "z",
 }
 
+# The option of an optimizer that keeps what a parameter has beside it.
+_OPTION_OF = {"master": "master_weights", "remainder": "remainder"}
+
 # Counts of steps are below it, as in the kernels.
 _MOST_STEPS = 2**53
 
@@ -182,7 +187,7 @@ def _whole_group(optimizer: Fused, index: int, group: Mapping[str, Any]) -> Dict
         value = whole.get(flag)
         if value is not None and not _is_same(value, False):
             raise ValueError(
-                f"{where}: expected {flag}=False, because steps run on the CPU and in place, found "
+                f"{where}: expected {flag}=False, because the host counts steps, in place, found "
                 f"{value!r}; set it in the state dict"
             )
     try:
@@ -231,23 +236,25 @@ def _refuse_state(optimizer: Fused, member: Member, own: Any, group: Dict[str, A
     kind, name = type(optimizer).__name__, member.name
     if not isinstance(own, Mapping):
         raise ValueError(f"state of `{name}`: expected a dict, found {kind_of(own)}")
-    tensors = {*optimizer._keys.values(), "master"}
+    tensors = {*optimizer._all_keys().values()}
     tensors |= {"trained"} if "train_mode" in optimizer.defaults else set()
     known = {*tensors, "step"} if optimizer._counts else tensors
     present = {key for key in tensors if own.get(key) is not None}
     for key in sorted(present):
-        _refuse_tensor(member, key, own[key])
+        _refuse_tensor(optimizer, member, key, own[key])
     others = sorted(key for key in own if key in _OTHER_STATE and key not in known)
-    expected = ", ".join(optimizer._state_names(group)) or "none"
+    names = optimizer._own_names(member.tensor, group)
+    expected = ", ".join(names) or "none"
     if others:
         raise ValueError(
             f"state of `{name}`: expected that of {kind} ({expected}), found {', '.join(others)}"
         )
-    if "master" in present and not optimizer._options["master_weights"]:
-        raise ValueError(
-            f"master of `{name}`: expected none, because the optimizer keeps none, found one; make "
-            "it with `master_weights=True`, or take the entry out of the state dict"
-        )
+    for key, works in (("master", True), ("remainder", "remainder")):
+        if key in present and not optimizer._options.get(_OPTION_OF[key]):
+            raise ValueError(
+                f"{key} of `{name}`: expected none, because the optimizer keeps none, found one; "
+                f"make it with `master_weights={works!r}`, or take the entry out of the state dict"
+            )
     if not optimizer._counts or not own:
         return
     if "step" not in own:
@@ -256,31 +263,58 @@ def _refuse_state(optimizer: Fused, member: Member, own: Any, group: Dict[str, A
             f"{', '.join(map(str, own))}"
         )
     count = _count(name, own["step"])
-    missing = [key for key in optimizer._state_names(group) if key not in present]
+    missing = [key for key in names if key not in present]
     if count and missing:
         raise ValueError(
             f"{missing[0]} of `{name}`: expected a tensor, because it has stepped {count} times, "
             f"found none among {', '.join(map(str, own))}"
         )
     # What Adagrad has before its first step is a setting of PyTorch's.
-    for key in sorted(present - {"sum", "master"}) if count == 0 else ():
-        if bool(own[key].any()):
+    for key in sorted(present - {"sum", *BESIDE}) if count == 0 else ():
+        if bool(local_of(own[key]).any()):
             raise ValueError(
                 f"{key} of `{name}`: expected zeros, because `step` is 0, found other values"
             )
 
 
-def _refuse_tensor(member: Member, key: str, value: Any) -> None:
-    shape = () if is_lazy(member.tensor) else tuple(member.tensor.shape)
-    fits = isinstance(value, Tensor) and value.dtype in FLOATING
+def _refuse_whole(member: Member, key: str, value: Any) -> None:
+    """Raises for whole state of a parameter that is a DTensor, and for parts of another's."""
+    if isinstance(value, Tensor) and is_sharded(value) != is_sharded(member.tensor):
+        kinds = {True: "a DTensor", False: "a whole tensor"}
+        raise ValueError(
+            f"{key} of `{member.name}`: expected {kinds[is_sharded(member.tensor)]} like the "
+            f"parameter, found {kinds[is_sharded(value)]}; `set_optimizer_state_dict` of "
+            "torch.distributed.checkpoint.state_dict takes either"
+        )
+
+
+def _refuse_tensor(optimizer: Fused, member: Member, key: str, value: Any) -> None:
+    _refuse_whole(member, key, value)
+    shape = () if is_lazy(member.tensor) else shape_of(member.tensor, key)
+    dtypes = (torch.int16,) if key == "remainder" else FLOATING
+    dtype = optimizer._state_dtype(member.tensor, key)
+    if isinstance(value, Tensor) and torch.uint8 in (dtype, value.dtype):
+        _refuse_codes(member, key, value, dtype)
+        dtypes = (torch.uint8,)
+    fits = isinstance(value, Tensor) and value.dtype in dtypes
     fits = fits and value.layout.__str__() == "torch.strided" and value.device.type != "meta"
     if fits and is_lazy(member.tensor):
         # It has no shape yet.
         shape = tuple(value.shape)
-    if not fits or tuple(value.shape) != shape or has_no_storage(value):
+    if not fits or tuple(value.shape) != shape or has_no_storage(local_of(value)):
         raise ValueError(
             f"{key} of `{member.name}`: expected a dense, real tensor of floats of shape {shape}, "
             f"found {kind_of(value)}"
+        )
+
+
+def _refuse_codes(member: Member, key: str, value: Tensor, dtype: torch.dtype) -> None:
+    """Raises for codes where the optimizer keeps floats, and for floats where it keeps codes."""
+    if value.dtype != dtype:
+        works = {True: "int8", False: "f32"}[value.dtype == torch.uint8]
+        raise ValueError(
+            f"{key} of `{member.name}`: expected state of {dtype}, found one of {value.dtype}; "
+            f"make the optimizer with the state dict's own `state_dtype`, {works} here"
         )
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fusestep.torch._planned import Member
-from fusestep.torch._tensors import NARROW, Library
+from fusestep.torch._sharded import local_of, placed_as
+from fusestep.torch._tensors import NARROW, Library, in_order_of
 
 
 class MicroSteps:
@@ -69,8 +70,8 @@ class MicroSteps:
             assert total is not None
             return total.clone()
         if total is not None:
-            return torch.add(total, gradient)
-        return gradient.detach().to(_wide(gradient.dtype), copy=True).contiguous()
+            return total.clone().add_(gradient)
+        return in_order_of(tensor, gradient, _wide(gradient.dtype))
 
     def _gradients(self, members: Sequence[Member], last: bool) -> Dict[Tensor, Tensor]:
         """The gradients of a micro-step; raises unless all of them fit parameters and sums."""
@@ -78,7 +79,8 @@ class MicroSteps:
         for tensor, _, name in members:
             gradient, total = tensor.grad, self.sums.get(tensor)
             if gradient is not None:
-                Library.refuse(name, tensor, gradient)
+                gradient = placed_as(name, tensor, gradient)
+                Library.refuse(name, local_of(tensor), local_of(gradient))
                 gradients[tensor] = gradient
             if total is not None and (last or gradient is not None):
                 _refuse_sum(name, tensor, total)

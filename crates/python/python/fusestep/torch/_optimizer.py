@@ -17,25 +17,43 @@ from typing import (
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fusestep import _fusestep
 from fusestep._plans import Plans
 from fusestep._report import Report
+from fusestep.torch._device import CUDA, device_of, steps_on
 from fusestep.torch._loading import indexes, loadable
 from fusestep.torch._micro import MicroSteps
+from fusestep.torch._mixed import Mixed, planned_of
 from fusestep.torch._options import (
     ACCUMULATE,
     OPTIONS,
     checked,
     described,
     refuse_bools,
+    refuse_on_device,
     scale_loaded,
     taken,
 )
-from fusestep.torch._planned import Planned, members_of
+from fusestep.torch._planned import Enqueued, Planned, members_of
+from fusestep.torch._precision import expanded, is_silent, refuse_half, tell_memory
+from fusestep.torch._sharded import is_sharded, local_of, refuse_partial
 from fusestep.torch._state import State, Store
-from fusestep.torch._tensors import NARROW, refuse_kind, refuse_wrapper
+from fusestep.torch._tensors import (
+    BESIDE,
+    DEVICES,
+    LEAST_INT8,
+    NARROW,
+    UNITS,
+    empty_like,
+    is_units,
+    kept_beside,
+    refuse_kind,
+    refuse_wrapper,
+    shape_of,
+)
 from fusestep.torch._watched import unless_watched
 
 if TYPE_CHECKING:
@@ -59,6 +77,10 @@ class Fused(Optimizer):
     _fills_in: FrozenSet[str] = frozenset()
     # Whether PyTorch counts the steps of each parameter.
     _counts = True
+    # Whether parts of steps are measured.
+    _times = False
+    # Whether parameters are DTensors.
+    _is_sharded = False
 
     def __init__(
         self,
@@ -66,7 +88,10 @@ class Fused(Optimizer):
         *args: Any,
         **settings: Any,
     ) -> None:
+        silent = is_silent(settings)
+        choice = expanded(settings)
         self._options = checked(taken(type(self).__name__, settings, OPTIONS))
+        self._options.update(precision=choice, is_silent=silent)
         self._forget()
         super().__init__(params, *args, **settings)
         self._store: Optional[Store] = Store(self.__dict__.pop("state"))
@@ -114,12 +139,12 @@ class Fused(Optimizer):
     def _forget(self) -> None:
         """Drops what belongs to one run: plan, report, sums of micro-steps."""
         self._plans_made: int = getattr(self, "_plans_made", 0) + 1
-        self._whole: Optional[Planned] = None
+        self._whole: Union[Planned, Mixed, None] = None
         # Those that are not in use.
         self._plans = Plans()
         self._micro = MicroSteps()
         # What the last step did, as long as nobody has asked for more.
-        self._report: Union[Report, Dict[str, Any], None] = None
+        self._report: Union[Report, Dict[str, Any], Enqueued, None] = None
         # Set by `fuse_backward`; a copy has none.
         self._backward: Optional[FusedBackward] = getattr(self, "_backward", None)
         # Set by `DataParallel`, which has the state then.
@@ -147,17 +172,58 @@ class Fused(Optimizer):
         for flag in ("capturable", "differentiable"):
             if group.get(flag):
                 raise ValueError(
-                    f"{flag}: expected False, because steps run on the CPU and in place, found True"
+                    f"{flag}: expected False, because the host counts steps, which run in place, "
+                    "found True"
                 )
         for tensor in group["params"]:
             if tensor.is_complex() or tensor.layout != torch.strided:
                 refuse_kind("parameter", tensor)
+            if is_sharded(tensor):
+                self._take_sharded(tensor)
+            local = local_of(tensor)
             if tensor.requires_grad:
-                refuse_wrapper("parameter", tensor)
-                if tensor.device.type != "cpu":
-                    refuse_kind("parameter", tensor)
+                refuse_wrapper("parameter", local)
+                self._check_precision(tensor, group)
+                self._check_device(local)
         refuse_bools(group)
         _fusestep.check(self._settings(group))
+
+    def _check_device(self, tensor: Tensor) -> None:
+        """Raises for a parameter where no step can run; loads what steps there take."""
+        if tensor.device.type not in DEVICES:
+            refuse_kind("parameter", tensor)
+        index = device_of(tensor)
+        if index is not None:
+            steps_on("parameter", index)
+            refuse_on_device(self._options, f"{CUDA}:{index}")
+
+    def _check_precision(self, tensor: Tensor, group: Dict[str, Any]) -> None:
+        """Raises for a precision that this parameter cannot have; tells of more memory."""
+        if self._is_coded(tensor) and not tensor.is_contiguous():
+            raise ValueError(
+                "state_dtype: expected f32 or bf16 for parameters whose elements lie in another "
+                f"order than that of their indexes, found int8 and strides {tensor.stride()}; "
+                "units are those of 32 elements in a row"
+            )
+        if tensor.dtype in NARROW:
+            refuse_half(self._options.get("precision"), tensor)
+            if self._options.get("is_silent"):
+                tell_memory(type(self).__name__, len(self._state_names(group)))
+
+    def _take_sharded(self, tensor: Tensor) -> None:
+        """Has steps look for this process's parts; raises for what they cannot do with these."""
+        refuse_partial("parameter", tensor)
+        if self._options["update_norms"]:
+            raise ValueError(
+                "update_norms: expected none with DTensors, of whose changes each process knows "
+                "those of its part, found it; leave it out"
+            )
+        if self._options["state_dtype"] == torch.uint8:
+            raise ValueError(
+                "state_dtype: expected f32 or bf16 with DTensors, whose parts may end within a "
+                "group of 32 elements, found int8"
+            )
+        self._is_sharded = True
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a parameter group, as PyTorch does."""
@@ -192,13 +258,15 @@ class Fused(Optimizer):
         super().__setstate__(state)
         self._micro.restore(self._flat(), sums, micro_steps)
         self._store = None
+        self._is_sharded = any(is_sharded(tensor) for tensor in self._flat())
 
     def state_dict(self) -> Dict[str, Any]:
         """PyTorch's state dict; a loss scale that moves is one more entry, ``loss_scale``."""
         self._refuse_ranks("state_dict", "`save` of `DataParallel`, whose ranks have the state")
         self._refuse_pending("state_dict")
-        saved: Dict[str, Any] = super().state_dict()
+        # It waits for the last step's outcome, which counts may follow.
         scale = self._saved_options()["loss_scale_at"]
+        saved: Dict[str, Any] = super().state_dict()
         if scale is not None:
             saved["loss_scale"] = scale
         return saved
@@ -242,23 +310,21 @@ class Fused(Optimizer):
         """Puts the values saved, in the dtype that they are kept in, where PyTorch's cast is."""
         saved = indexes(state_dict)
         own = self._flat()
-        names = {*self._keys.values(), "master"}
+        names = {*self._all_keys().values()}
         for index, tensor in zip(saved, own):
             values = state_dict["state"].get(index, {})
             for name in names.intersection(values):
                 if values[name] is not None:
-                    self.state[tensor][name] = values[name].detach().to(
-                        device="cpu",
-                        dtype=self._state_dtype(tensor, name),
-                        copy=True,
-                        memory_format=torch.contiguous_format,
-                    )
+                    dtype = self._state_dtype(tensor, name)
+                    self.state[tensor][name] = kept_beside(tensor, name, values[name], dtype)
             step = self.state[tensor].get("step") if values else None
             if self._counts and isinstance(step, Tensor):
                 # PyTorch counts in tensors of any dtype and of shape (1,), too.
                 dtype = torch.float64 if step.dtype == torch.float64 else torch.float32
                 # PyTorch shares them with the state dict, and so with the optimizer it is of.
-                self.state[tensor]["step"] = step.reshape(()).to(dtype, copy=True)
+                # Those of its fused steps lie on the device.
+                own_step = step.reshape(()).to(device="cpu", dtype=dtype, copy=True)
+                self.state[tensor]["step"] = own_step
         self._forget()
         if "loss_scale" in state_dict:
             own = self._options["loss_scale"]
@@ -307,9 +373,15 @@ class Fused(Optimizer):
 
     def report(self) -> Optional[Report]:
         """What the last step did; ``None`` before the first."""
+        if isinstance(self._report, Enqueued):
+            self._report = self._report.told()
         if isinstance(self._report, dict):
             self._report = Report(**self._report)
         return self._report
+
+    def time_steps(self) -> None:
+        """Measures the parts of every step from here on, for ``report().seconds``."""
+        self._times = True
 
     def update_norms(self) -> Optional[Dict[str, float]]:
         """How far each parameter moved in the last step, ‖new − old‖; ``None`` unless asked for."""
@@ -345,9 +417,14 @@ class Fused(Optimizer):
     def _flat(self) -> List[Tensor]:
         return [tensor for group in self.param_groups for tensor in group["params"]]
 
-    def _update(self, gradients: Optional[List[Optional[Tensor]]]) -> Dict[str, Any]:
-        """Updates from these gradients or the parameters' own; returns what a `Report` has."""
+    def _update(
+        self, gradients: Optional[List[Optional[Tensor]]]
+    ) -> Union[Dict[str, Any], Enqueued]:
+        """Updates from these gradients or the parameters' own; returns what a `Report` has, or who
+        will have it."""
         lists: List[List[Tensor]] = [_list_of(group["params"]) for group in self.param_groups]
+        if self._is_sharded:
+            lists = [[local_of(tensor) for tensor in tensors] for tensors in lists]
         if self._whole is not None and not self._whole.fits(lists):
             self._put_plan_away()
         # The plan in use, then the one kept for these parameters, then a new one.
@@ -366,6 +443,7 @@ class Fused(Optimizer):
         except BaseException:
             backward._restore()
             raise
+        assert isinstance(report, dict), "no norm is taken, so no step is skipped"
         return backward._finish(Report(**report))
 
     def _saved_options(self) -> Dict[str, Any]:
@@ -375,12 +453,12 @@ class Fused(Optimizer):
             options["loss_scale_at"] = scale
         return options
 
-    def _planned(self) -> Planned:
-        """The plan over all parameters, made if there is none."""
+    def _planned(self) -> Union[Planned, Mixed]:
+        """The plan over all parameters, made if there is none; one for each device of several."""
         if self._whole is not None and self._whole.is_orphan:
             self._put_plan_away()
         if self._whole is None:
-            self._whole = Planned(self, members_of(self.param_groups))
+            self._whole = planned_of(self, members_of(self.param_groups))
         return self._whole
 
     def _settings(self, group: Dict[str, Any]) -> Dict[str, Any]:
@@ -391,24 +469,56 @@ class Fused(Optimizer):
         """The tensors that a parameter of a group has beside it."""
         return list(self._keys.values())
 
+    def _all_keys(self) -> Dict[str, str]:
+        """Roles of all lists that kernels may have, and their names in the state."""
+        units = {role + UNITS: name + UNITS for role, name in self._keys.items()}
+        return {**self._keys, **units, **{name: name for name in BESIDE}}
+
+    def _own_names(self, tensor: Tensor, group: Dict[str, Any]) -> List[str]:
+        """The tensors that this parameter of a group has beside it."""
+        names = self._state_names(group)
+        return names + [name + UNITS for name in names] if self._is_coded(tensor) else names
+
+    def _is_coded(self, tensor: Tensor) -> bool:
+        """Whether the state of a parameter is in int8: codes, and a unit for each 32 of them."""
+        is_asked = self._options["state_dtype"] == torch.uint8
+        if not is_asked or is_lazy(tensor) or tensor.numel() < LEAST_INT8:
+            return False
+        return not any(part in self._name_of(tensor) for part in self._options["keep_f32"])
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """The name of a parameter, where names are asked about."""
+        names = (member.name for member in members_of(self.param_groups) if member.tensor is tensor)
+        return next(names, "")
+
     def _state_dtype(self, tensor: Tensor, name: str) -> torch.dtype:
-        if name == "master":
+        if name in BESIDE:
+            return BESIDE[name]
+        if is_units(name):
             return torch.float32
+        if self._is_coded(tensor):
+            return torch.uint8
         if tensor.dtype not in NARROW:
             return tensor.dtype
         if self._options["state_dtype"] == torch.bfloat16 and tensor.dtype == torch.bfloat16:
             return torch.bfloat16
         return torch.float32
 
+    def _beside(self, tensor: Tensor) -> Optional[str]:
+        """The name of the copy or the bits that a 16-bit parameter has beside it, if any."""
+        if self._options["master_weights"] and tensor.dtype in NARROW:
+            return "master"
+        has_remainder = self._options.get("remainder") and tensor.dtype == torch.bfloat16
+        return "remainder" if has_remainder else None
+
     def _first_count(self, group: Dict[str, Any]) -> float:
         """How many steps a parameter without state has taken."""
         return 0.0
 
     def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
-        # Not on the default device, which is the user's for other tensors.
-        return torch.zeros(
-            tensor.shape, dtype=self._state_dtype(tensor, name), device=tensor.device
-        )
+        if is_units(name):
+            return torch.zeros(shape_of(tensor, name), dtype=torch.float32, device="cpu")
+        return empty_like(tensor, self._state_dtype(tensor, name)).zero_()
 
 
 Fused.__doc__ = f"{Fused.__doc__}\n{described(OPTIONS)}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 
 from fusestep import _fusestep
+from fusestep.torch._precision import PRECISION
 
 # The rows of the table of settings, by name.
 TABLE: Dict[str, Dict[str, Any]] = {row["name"]: row for row in _fusestep.settings()}
@@ -14,6 +15,8 @@ TABLE: Dict[str, Dict[str, Any]] = {row["name"]: row for row in _fusestep.settin
 # Settings that other modules read or name.
 ACCUMULATE = "accumulate"
 CLIP_NORM = "clip_norm"
+LANES = "lanes"
+REDUCE_DTYPE = "reduce_dtype"
 
 # Settings that PyTorch's own objects have, and which.
 _ELSEWHERE = {
@@ -26,7 +29,9 @@ _ELSEWHERE = {
 
 
 def _is_of_ranks(row: Dict[str, Any]) -> bool:
-    return bool(row["alone"] != row["name"] or row["section"] == "backward")
+    # These act on one rank, too, but their sums lie in memory of ranks.
+    is_kept = row["section"] == "backward" or row["name"] in (LANES, REDUCE_DTYPE)
+    return bool(row["alone"] != row["name"] or is_kept)
 
 
 # What every class takes, and what `DataParallel` takes.
@@ -38,7 +43,15 @@ _COUNTED = ("schedule", "rounding")
 
 Texts = Dict[str, List[str]]
 
-_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_DTYPES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int8: "int8",
+}
+
+# What state is kept in, where it is not what the parameter says.
+_STATE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 def described(names: Iterable[str]) -> str:
@@ -99,6 +112,11 @@ def taken(kind: str, settings: Dict[str, Any], own: FrozenSet[str]) -> Dict[str,
             works = "it as an argument of `DataParallel`"
             if TABLE[name]["section"] == "backward":
                 works += ", or `fuse_backward(model, optimizer)` in one process"
+            if name == LANES:
+                works += (
+                    ", whose ranks keep sums of lanes apart from PyTorch's tensors (a program that "
+                    "runs alone is a rank with FUSESTEP_ALONE=1), or `accumulate=` in one process"
+                )
         works = works or "it as an argument of the optimizer"
         raise TypeError(f"{name}: expected {works}, found it as an argument of `{kind}`")
     return found
@@ -110,6 +128,11 @@ def checked(given: Dict[str, Any]) -> Dict[str, Any]:
     Raises as :func:`texts_of`.
     """
     texts = texts_of(given)
+    if texts.get("master_weights") == ["remainder8"]:
+        raise ValueError(
+            "master_weights: expected none, f32 or remainder beside PyTorch's parameters, found "
+            "remainder8; remainders of 8 bits are for parameters that the optimizer keeps"
+        )
     said = {name: own[0] for name, own in texts.items() if own}
     scale: Any = said.get("loss_scale")
     try:
@@ -125,8 +148,10 @@ def checked(given: Dict[str, Any]) -> Dict[str, Any]:
         ACCUMULATE: int(said.get(ACCUMULATE, 1)),
         "sums": said.get("accumulated") == "sum",
         "master_weights": said.get("master_weights") == "f32",
+        "remainder": said.get("master_weights") == "remainder",
         "update_norms": said.get("update_norms") == "true",
-        "state_dtype": torch.bfloat16 if said.get("state_dtype") == "bf16" else None,
+        "state_dtype": _STATE_DTYPES.get(said.get("state_dtype", "f32")),
+        "keep_f32": tuple(texts.get("keep_f32", ())),
     }
 
 
@@ -141,6 +166,38 @@ def refuse_counted(kind: str, options: Dict[str, Any], why: str) -> None:
         for text in options["texts"].get(name, []):
             if text != TABLE[name]["default"]:
                 raise ValueError(f"{name}: expected {why}, found `{text}` of {kind}")
+
+
+def refuse_on_device(options: Dict[str, Any], device: str) -> None:
+    """Raises for settings that steps on a device do not have."""
+    if options["update_norms"]:
+        raise ValueError(
+            "update_norms: expected parameters on the cpu, because steps on borrowed tensors of a "
+            f"device do not sum up what they change, found them on {device}; leave it out"
+        )
+
+
+def refuse_sums_of_parts(options: Dict[str, Any], rules: Iterable[str], device: str) -> None:
+    """Raises for norms of DTensors on a device, whose processes share no sums."""
+    found = [name for name in (CLIP_NORM, "loss_scale") if options[name]]
+    found += [rule for rule in rules if rule in ("lars", "lamb")]
+    if found:
+        raise ValueError(
+            f"{found[0]}: expected DTensors on the cpu, because sums over whole parameters are "
+            f"added in host memory, found them on {device}; use `clip_grad_norm_`, a `GradScaler` "
+            "or another rule"
+        )
+
+
+def refuse_between_devices(options: Dict[str, Any], devices: Sequence[str]) -> None:
+    """Raises for settings with which parameters of all devices are updated alike, or none is."""
+    for name in (CLIP_NORM, "loss_scale", "update_norms"):
+        if options[name]:
+            raise ValueError(
+                f"{name}: expected parameters of one device, because norms are those of all "
+                f"gradients, found them on {' and '.join(devices)}; make an optimizer for each "
+                "device, or leave it out"
+            )
 
 
 # Settings that are numbers, in the groups of all rules.
@@ -167,7 +224,7 @@ _PEERS: Dict[str, Tuple[Any, str]] = {
     "amsgrad": (False, "`AdamW` has it"),
     "always_adapt": (False, "groups with `trust_ratio=False` take the plain rate"),
     "bias_correction": (True, "no rule goes without"),
-    "capturable": (False, "steps run on the CPU"),
+    "capturable": (False, "the host counts steps"),
     "dampening": (0, "`SGD` has it"),
     "differentiable": (False, "steps run in place"),
     "grad_averaging": (True, "no rule goes without"),
@@ -184,10 +241,10 @@ _NO_EFFECT = ("foreach", "fused")
 def refuse_unknown(kind: str, settings: Dict[str, Any], given: Dict[str, Any]) -> None:
     """Drops peers' arguments that change nothing from those given besides the settings, and raises
     for others that are unknown."""
-    for name in sorted(given.keys() - TABLE.keys()):
+    for name in sorted(given.keys() - TABLE.keys() - {PRECISION}):
         peers = _PEERS.get(name)
         if peers is None and name not in _NO_EFFECT:
-            own = ", ".join([*settings, *sorted(OPTIONS)])
+            own = ", ".join([*settings, *sorted(OPTIONS), PRECISION])
             raise TypeError(f"{kind}: expected arguments out of {own}, found {name}")
         if peers is not None and given[name] != peers[0]:
             raise TypeError(

@@ -11,6 +11,7 @@ from fusestep._checks import is_whole
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._options import refuse_unknown
 from fusestep.torch._schedule_free import BEGINS_AT, converted
+from fusestep.torch._sharded import local_of
 
 Betas = Tuple[float, float]
 
@@ -181,9 +182,10 @@ class ScheduleFreeAdamW(_Own):
                 state = self.state.get(tensor, {})
                 if "z" not in state or float(state["step"]) == 0:
                     continue
-                wide = torch.promote_types(tensor.dtype, torch.float32)
                 state["trained"] = tensor.detach().clone()
-                tensor.copy_(tensor.to(wide).lerp(state["z"].to(wide), beyond))
+                own, z = local_of(tensor), local_of(state["z"])
+                wide = torch.promote_types(own.dtype, torch.float32)
+                own.copy_(own.to(wide).lerp(z.to(wide), beyond))
             group["train_mode"] = False
 
     @torch.no_grad()
@@ -195,11 +197,12 @@ class ScheduleFreeAdamW(_Own):
                 trained = state.pop("trained", None)
                 if trained is None and not group["train_mode"] and "z" in state:
                     # Of `schedulefree`, which keeps the averages alone.
-                    wide = torch.promote_types(tensor.dtype, torch.float32)
+                    own, z = local_of(tensor), local_of(state["z"])
+                    wide = torch.promote_types(own.dtype, torch.float32)
                     share = 1 - float(group["betas"][0])
-                    trained = tensor.to(wide).lerp(state["z"].to(wide), share)
+                    trained = own.to(wide).lerp(z.to(wide), share)
                 if trained is not None:
-                    tensor.copy_(trained)
+                    local_of(tensor).copy_(local_of(trained))
             group["train_mode"] = True
 
     def _converted(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
+    Union,
 )
 
 import torch
@@ -21,8 +22,22 @@ from torch.nn.parameter import is_lazy
 
 from fusestep import _fusestep
 from fusestep._plans import Kept, Plans
-from fusestep.torch._options import refuse_counted, told
-from fusestep.torch._tensors import NARROW, Library, refuse_parameter
+from fusestep.torch._device import CUDA, CudaLibrary, device_of, refuse_recording, steps_on
+from fusestep.torch._options import (
+    refuse_counted,
+    refuse_on_device,
+    refuse_sums_of_parts,
+    told,
+)
+from fusestep.torch._sharded import Shares, is_sharded, local_gradients, local_of, local_state
+from fusestep.torch._tensors import (
+    BESIDE,
+    NARROW,
+    Library,
+    empty_like,
+    order_of,
+    refuse_parameter,
+)
 
 if TYPE_CHECKING:
     from fusestep.torch._optimizer import Fused
@@ -54,6 +69,7 @@ class Described(NamedTuple):
     shape: Tuple[int, ...]
     group: int
     trains: bool
+    strides: Optional[Tuple[int, ...]] = None
 
 
 def members_of(groups: Sequence[Dict[str, Any]]) -> List[Member]:
@@ -71,6 +87,25 @@ def members_of(groups: Sequence[Dict[str, Any]]) -> List[Member]:
     return members
 
 
+def trains(optimizer: Fused, member: Member) -> bool:
+    """Whether a step may update a parameter."""
+    tensor = member.tensor
+    # A lazy module's has no shape and no gradient before its first forward pass.
+    learns = not is_lazy(local_of(tensor)) and (tensor.requires_grad or tensor.grad is not None)
+    # One that was frozen between micro-steps has its sum to be updated from.
+    return learns or tensor in optimizer._micro.sums
+
+
+class Enqueued(NamedTuple):
+    """A step on a device whose outcome nobody has asked for."""
+
+    planned: Planned
+
+    def told(self) -> Dict[str, Any]:
+        """What a `Report` has; waits for the outcome."""
+        return self.planned.told()
+
+
 class Planned:
     """A plan over tensors that PyTorch keeps.
 
@@ -84,29 +119,34 @@ class Planned:
         # only when Python next looks for cycles.
         self._planned_for = weakref.ref(optimizer)
         self.members = members
-        self.tensors = [member.tensor for member in members]
-        sums = optimizer._micro.sums
+        # What is stepped: of a DTensor this process's part, whose state is found by that.
+        self.tensors = [local_of(member.tensor) for member in members]
+        self._is_sharded = any(is_sharded(member.tensor) for member in members)
+        self._local_state: Dict[Tensor, Dict[str, Any]] = {}
         described = []
-        for tensor, group, name in members:
-            # A lazy module's has no shape and no gradient before its first forward pass.
-            lazy = is_lazy(tensor)
-            trains = not lazy and (tensor.requires_grad or tensor.grad is not None)
-            # One that was frozen between micro-steps has its sum to be updated from.
-            trains = trains or tensor in sums
-            shape = () if lazy else tensor.shape
-            described.append((name, tensor.dtype, shape, group, trains))
+        # The number of the CUDA device of all that train; none in host memory.
+        self._device: Optional[int] = None
+        for member, tensor in zip(members, self.tensors):
+            is_updated = trains(optimizer, member)
+            self._device = device_of(tensor) if is_updated else self._device
+            shape = () if is_lazy(tensor) else tensor.shape
+            order = order_of(tensor) if is_updated else None
+            own = member.name, tensor.dtype, shape, member.group, is_updated, order
+            described.append(own)
         self._of_inference = any(
             not is_lazy(tensor) and tensor.is_inference() for tensor in self.tensors
         )
         # One thread at a time asks a session; the store's own lock is taken before it.
         self._lock = optimizer._plans.lock
-        self._key = tuple(described), len(optimizer.param_groups)
+        of_all = self._device, len(optimizer.param_groups), self._is_sharded
+        self._key = tuple(described), of_all
+        self.share = self._shares(described)
         # The plan, and the settings that it has.
         self.session, self._seen = self._kept() or (self._new_session(described), None)
         self._is_in_use = True
         # What the step at hand has added to the optimizer's state.
         self._made: List[Tuple[Tensor, List[str]]] = []
-        self._versions: Dict[int, int] = {}
+        self._versions: Dict[int, Tuple[int, int]] = {}
         # Where parameters with masters lay; what is kept here nobody else gets the address of.
         self._places: Dict[int, Tensor] = {}
 
@@ -120,17 +160,35 @@ class Planned:
 
     def _new_session(self, parameters: Sequence[Tuple[Any, ...]]) -> _fusestep.Session:
         described = []
-        for (name, dtype, shape, group, trains), tensor in zip(parameters, self.tensors):
-            if trains:
+        for (name, dtype, *rest), tensor in zip(parameters, self.tensors):
+            own = Described(name, str(dtype), *rest)
+            if own.trains:
                 refuse_parameter(name, tensor)
-            described.append(Described(name, str(dtype), shape, group, trains))
+            described.append(own)
         optimizer = self._optimizer
         if not optimizer._counts:
             why = "a rule with a count of steps in its state, or `DataParallel`, whose ranks count"
             refuse_counted(type(optimizer).__name__, optimizer._options, why)
         options = dict(told(optimizer._options), counts=optimizer._counts)
-        keys = dict(optimizer._keys, master="master")
-        return _fusestep.Session(self.tensors, described, self._rules(), options, keys, Library)
+        keys = optimizer._all_keys()
+        arguments = self.tensors, described, self._rules(), options, keys
+        if self._device is None:
+            return _fusestep.Session(*arguments, Library)
+        name = f"{CUDA}:{self._device}"
+        refuse_on_device(optimizer._options, name)
+        if self._is_sharded:
+            refuse_sums_of_parts(optimizer._options, [r["rule"] for r in self._rules()], name)
+        found: _fusestep.Session = steps_on("parameters", self._device).Session(
+            *arguments, CudaLibrary(self._device)
+        )
+        return found
+
+    def _shares(self, described: Sequence[Tuple[Any, ...]]) -> Optional[Shares]:
+        """How sums over parts become those over whole parameters, for the extension module."""
+        if not self._is_sharded or self._device is not None:
+            return None
+        trains = Described._fields.index("trains")
+        return Shares([m.tensor for m, own in zip(self.members, described) if own[trains]])
 
     def give_back(self, plans: Plans) -> None:
         """Has the plan kept for parameters like these; this steps no more."""
@@ -156,8 +214,15 @@ class Planned:
         return optimizer
 
     @property
+    def _whole_state(self) -> Any:
+        """The optimizer's state, by the parameters of its groups."""
+        return self._optimizer.state if self._is_sharded else self.state
+
+    @property
     def state(self) -> Any:
         """The optimizer's state, where the extension module looks for it."""
+        if self._is_sharded:
+            return self._local_state
         optimizer = self._optimizer
         store = optimizer._store
         return optimizer.state if store is None or "state" in optimizer.__dict__ else store.state
@@ -180,19 +245,21 @@ class Planned:
 
     def run(
         self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]]
-    ) -> Optional[Dict[str, Any]]:
+    ) -> Union[Dict[str, Any], Enqueued, None]:
         """Updates the tensors of ``lists``, those planned for, from ``gradients`` or their own.
 
-        Returns what a `Report` has, or ``None`` if the plan is no longer theirs; nothing has
-        changed then, nor where this raises.
+        Returns what a `Report` has, or who has it once a device has decided; ``None`` if the plan
+        is no longer theirs. Nothing has changed then, nor where this raises.
         """
-        if self._of_inference and not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "expected parameters that are no inference tensors outside of "
-                "`torch.inference_mode()`, found some that are; use `.clone()`"
-            )
+        self._refuse_inference()
+        refuse_recording(self._device)
         optimizer = self._optimizer
-        masters = optimizer._options["master_weights"]
+        if optimizer._times:
+            with self._lock:
+                self.session.time_steps()
+        if self._is_sharded:
+            gradients = self._localize(gradients)
+        masters = optimizer._options["master_weights"] or optimizer._options.get("remainder")
         if masters:
             self._follow()
         self._made = []
@@ -206,20 +273,48 @@ class Planned:
             with self._lock:
                 taken = self.session.has_updated()
             if not taken:
-                self._take_back()
+                self.take_back()
             raise
         if updated is None:
-            self._take_back()
+            self.take_back()
             return None
+        if masters:
+            self._versions = dict(enumerate(map(_version_of, self.members)))
+        with self._lock:
+            if self.session.is_enqueued():
+                return Enqueued(self)
+        report = self.told()
+        if report["skipped"]:
+            self.take_back()
+        return report
+
+    def told(self) -> Dict[str, Any]:
+        """What a `Report` has of the last step."""
         with self._lock:
             report = self.session.report()
         assert report is not None, "a step was taken"
-        if report["skipped"]:
-            self._take_back()
-        if masters:
-            versions = enumerate(tensor._version for tensors in lists for tensor in tensors)
-            self._versions = dict(versions)
         return report
+
+    def _refuse_inference(self) -> None:
+        if self._of_inference and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "expected parameters that are no inference tensors outside of "
+                "`torch.inference_mode()`, found some that are; use `.clone()`"
+            )
+
+    def looks(
+        self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]]
+    ) -> bool:
+        """Looks at the tensors of a step as :meth:`run` does, and makes the state that is missing.
+
+        ``False`` if the plan is no longer theirs; :meth:`take_back` removes what was made.
+        """
+        self._refuse_inference()
+        self._made = []
+        if self._is_sharded:
+            gradients = self._localize(gradients)
+        with self._lock:
+            return self.session.looks(lists, self._rules(), self, gradients)
 
     def ask(
         self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]], private: bool
@@ -238,7 +333,18 @@ class Planned:
             )
             if updated is not None:
                 self._seen = seen
+            if updated is not None and self._is_sharded:
+                # The parts are counted already.
+                written = (self.members[index].tensor for index in updated)
+                increment_version([tensor for tensor in written if is_sharded(tensor)])
             return updated
+
+    def _localize(self, given: Optional[List[Optional[Tensor]]]) -> List[Optional[Tensor]]:
+        """Finds the parts of state and gradients that this process has; returns gradients."""
+        state = self._optimizer.state
+        own = ((state.get(m.tensor), local) for m, local in zip(self.members, self.tensors))
+        self._local_state = {local: local_state(found) for found, local in own if found}
+        return local_gradients(self.members, given)
 
     def _rules(self) -> List[Dict[str, Any]]:
         return [self._optimizer._settings(group) for group in self._optimizer.param_groups]
@@ -247,11 +353,12 @@ class Planned:
         """Fills in what is missing of a parameter's state; whether its rule had none of it."""
         optimizer, (tensor, group_index, _) = self._optimizer, self.members[index]
         group = optimizer.param_groups[group_index]
-        made = [] if tensor in self.state else [""]
+        states = self._whole_state
+        made = [] if tensor in states else [""]
         # Before anything is made, so that a Ctrl-C in between leaves nothing behind.
         self._made.append((tensor, made))
-        state = self.state[tensor]
-        names = optimizer._state_names(group)
+        state = states[tensor]
+        names = optimizer._own_names(tensor, group)
         missing = [name for name in names if state.get(name) is None]
         if optimizer._counts:
             _refuse_part(self.members[index].name, state, names, missing)
@@ -264,15 +371,19 @@ class Planned:
         made += missing
         for name in missing:
             state[name] = optimizer._first_value(tensor, name, group)
-        if optimizer._options["master_weights"] and tensor.dtype in NARROW:
-            if state.get("master") is None:
-                made.append("master")
-                state["master"] = tensor.detach().to(torch.float32)
+        beside = optimizer._beside(tensor)
+        if beside is not None and state.get(beside) is None:
+            made.append(beside)
+            # A remainder of 0 is that of the parameter as it is.
+            first = empty_like(tensor, BESIDE[beside])
+            state[beside] = first.copy_(tensor.detach()) if beside == "master" else first.zero_()
+        if self._is_sharded:
+            state = self._local_state[self.tensors[index]] = local_state(state)
         return state, len(missing) == len(names)
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Removes state that was made for a step that has not happened."""
-        state = self.state
+        state = self._whole_state
         for tensor, names in self._made:
             for name in names:
                 if name and tensor in state:
@@ -283,7 +394,8 @@ class Planned:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Lets masters take over values that were written to their parameters between steps."""
+        """Lets masters take over values that were written to their parameters between steps, and
+        remainders begin anew."""
         for index, tensor in enumerate(self.tensors):
             place = self._places.get(index)
             # An assignment to `.data` is no new version.
@@ -294,14 +406,24 @@ class Planned:
                 continue
             if tensor.dtype not in NARROW:
                 # It is wide for now, and nobody keeps a master beside it.
-                self.state[tensor].pop("master", None)
+                for name in BESIDE:
+                    self._whole_state[self.members[index].tensor].pop(name, None)
                 continue
-            if not moved and self._versions.get(index) == tensor._version:
+            if not moved and self._versions.get(index) == _version_of(self.members[index]):
                 continue
+            remainder = self.state[tensor].get("remainder")
+            if remainder is not None and place is not None:
+                # Which elements were written nobody knows; what is loaded before a step fits.
+                remainder.zero_()
             master = self.state[tensor].get("master")
             if master is not None:
                 stays = master.to(tensor.dtype) == tensor
                 master.copy_(torch.where(stays, master, tensor.detach().to(torch.float32)))
+
+
+def _version_of(member: Member) -> Tuple[int, int]:
+    """How often a parameter was written, as a DTensor and by its part."""
+    return member.tensor._version, local_of(member.tensor)._version
 
 
 def _refuse_part(name: str, state: Dict[str, Any], names: List[str], missing: List[str]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusestep import _fusestep
 from fusestep.torch._optimizer import Fused
+from fusestep.torch._tensors import empty_like, is_units
 
 _RULES = _fusestep.rules()
 
@@ -28,7 +29,8 @@ class _Named(Fused):
         betas = {}
         if "betas" in group:
             betas["beta1"], betas["beta2"] = group["betas"]
-        for name, default in _RULES[self._rule].items():
+        # A rule that this build lacks is refused by its name.
+        for name, default in _RULES.get(self._rule, {}).items():
             if name in betas:
                 settings[name] = float(betas[name])
             elif name == "decoupled":
@@ -110,13 +112,21 @@ class Adagrad(_Named, torch.optim.Adagrad):
                 # PyTorch makes the sums at once, in the dtype of the parameter.
                 own = self._kept_state()[0].get(tensor)
                 if own is not None and "sum" in own:
+                    if self._is_coded(tensor):
+                        for name in self._own_names(tensor, group):
+                            own[name] = self._first_value(tensor, name, group)
+                        continue
                     own["sum"] = own["sum"].to(self._state_dtype(tensor, "sum"))
 
     def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
         # PyTorch reads none of a group's own.
         first = self.defaults["initial_accumulator_value"]
-        dtype = self._state_dtype(tensor, name)
-        return torch.full(tensor.shape, first, dtype=dtype, device=tensor.device)
+        if self._is_coded(tensor):
+            # The root of the largest is 255 units.
+            unit = torch.tensor(first).sqrt() / 255
+            filled = super()._first_value(tensor, name, group)
+            return filled.fill_(unit if is_units(name) else 255 if first else 0)
+        return empty_like(tensor, self._state_dtype(tensor, name)).fill_(first)
 
 
 class RMSprop(_Named, torch.optim.RMSprop):

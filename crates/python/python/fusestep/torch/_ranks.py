@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import partial
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fusestep._checks import is_whole
 from fusestep._report import Report
 from fusestep.torch._joining import check, joined, trained
 from fusestep.torch._optimizer import Fused
-from fusestep.torch._options import OPTIONS_OF_RANKS, described
+from fusestep.torch._options import ACCUMULATE, OPTIONS_OF_RANKS, described
 from fusestep.torch._planned import Described, members_of
 from fusestep.torch._taken import Lent, Taken, refuse_graph, refuse_wrapped, second_pass
 from fusestep.torch._tensors import Library
@@ -66,6 +66,8 @@ class DataParallel(torch.nn.Module):
     Ranks that average parameters have parameters of their own in between: :meth:`average` makes
     them equal, and :meth:`set_loss` tells the loss that an adaptive interval follows. With updates
     in backward rates are those of the first gradient, and gradients are gone behind ``backward``.
+    With ``lanes`` parameters have the same bits at any number of ranks, if each gives the gradients
+    of the micro-batches that :meth:`micro_batches` names.
 
     Settings of the optimizer mean what they mean in one process: norms and loss scales are those of
     all ranks. Buffers, such as running means, stay each rank's own.
@@ -130,6 +132,8 @@ class DataParallel(torch.nn.Module):
         self._used: Optional[List[Dict[str, Any]]] = None
         self._versions: List[int] = []
         self._norms: Optional[List[Tuple[str, float]]] = None
+        # Steps of the optimizer, and updates among them.
+        self._steps = self._updates = 0
         self._handles: List[Any] = []
         self._nodes: List[Any] = []
         self.follow_parameters()
@@ -155,6 +159,52 @@ class DataParallel(torch.nn.Module):
     def world_size(self) -> int:
         """How many processes there are."""
         return self._ranks.world_size
+
+    @property
+    def micro_batch(self) -> Optional[int]:
+        """The number, within the update's global batch, of the micro-batch whose gradients this
+        rank gives next. ``None`` without ``lanes``, and on a rank that has no micro-batch of this
+        update, which calls ``optimizer.step()`` without a gradient."""
+        return self._ranks.micro_batch()
+
+    def micro_batches(self, count: Optional[int] = None) -> Iterator[Optional[int]]:
+        """The values of :attr:`micro_batch` until the next update, for a loop that calls
+        ``optimizer.step()`` in every turn. Ranks may differ in their number. ``count`` is one for
+        :meth:`set_micro_batches`.
+
+        Raises ``RuntimeError`` without ``lanes``, and for a turn without ``optimizer.step()``.
+        """
+        self._refuse_without_lanes("micro_batches")
+        if count is not None:
+            self.set_micro_batches(count)
+        return self._until_update()
+
+    def set_micro_batches(self, count: int) -> None:
+        """Says that the next update is of so many micro-batches only, the first ones of its global
+        batch, such as those left over at an epoch's end. All ranks say so, before the first
+        gradient.
+
+        Raises ``RuntimeError`` without ``lanes``, and ``ValueError`` for a number that the global
+        batch has not and behind a gradient.
+        """
+        self._refuse_without_lanes("set_micro_batches")
+        if not is_whole(count) or not 1 <= count < 2**64:
+            raise ValueError(
+                "micro-batches of the update: expected a whole number from 1 on, found "
+                f"{count!r}"
+            )
+        self._ranks.set_micro_batches(count)
+
+    def set_weight(self, weight: float) -> None:
+        """Weighs this rank's micro-batch under way by the number of its samples, if micro-batches
+        of an update differ in length, before ``backward``. All ranks weigh, or none; the weight of
+        a rank without a micro-batch counts for nothing.
+
+        Raises ``RuntimeError`` without ``lanes``, and ``ValueError`` for a number that is not above
+        0 and behind a gradient.
+        """
+        self._refuse_without_lanes("set_weight")
+        self._ranks.set_weight(float(weight))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
@@ -183,7 +233,16 @@ class DataParallel(torch.nn.Module):
 
     def flush(self) -> None:
         """Updates from fewer micro-steps than were asked for, at an epoch's end. All ranks call
-        it."""
+        it.
+
+        Raises ``RuntimeError`` for ranks with ``lanes``: they do not wait for what may not come.
+        """
+        if self._ranks.has_lanes and self.world_size > 1:
+            raise RuntimeError(
+                "flush: expected `set_micro_batches(n)` on all ranks before the first gradient of "
+                "an update with `lanes`, since a rank that has all of its micro-batches does not "
+                "wait, found `flush` behind them"
+            )
         refuse_others(self)
         refuse_written_gradients(self)
         refuse_written_parameters(self)
@@ -258,6 +317,24 @@ class DataParallel(torch.nn.Module):
             "expected a copy or pickle of the model, `.module`, found one of its DataParallel, "
             "which is one of many ranks"
         )
+
+    def _refuse_without_lanes(self, name: str) -> None:
+        if not self._ranks.has_lanes:
+            raise RuntimeError(
+                f"{name}: expected a DataParallel with `lanes`, found one whose ranks all make "
+                f"`{ACCUMULATE}` micro-steps"
+            )
+
+    def _until_update(self) -> Iterator[Optional[int]]:
+        updates = self._updates
+        while self._updates == updates:
+            steps = self._steps
+            yield self.micro_batch
+            if self._steps == steps:
+                raise RuntimeError(
+                    "micro_batches: expected `optimizer.step()` in every turn of the loop, found "
+                    "a turn without"
+                )
 
     def _rules(self) -> List[Dict[str, Any]]:
         return [self._optimizer._settings(group) for group in self._optimizer.param_groups]
@@ -346,6 +423,8 @@ class DataParallel(torch.nn.Module):
         refuse_written_gradients(self)
         refuse_written_parameters(self)
         refuse_other_rules(self)
+        if self._optimizer._times:
+            self._ranks.time_steps()
         self._take(self._ranks.step(self._rules()))
 
     def _take(self, told: Dict[str, Any]) -> None:
@@ -353,9 +432,11 @@ class DataParallel(torch.nn.Module):
         for tensor in self._tensors:
             tensor.grad = None
         self._given, self._used = {}, None
+        self._steps += 1
         report = told["report"]
         if report is None:
             return
+        self._updates += 1
         self._optimizer._report = Report(**report)
         self._norms = told["update_norms"]
         if told["averaged"] or not report["skipped"]:

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Tuple
+from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from fusestep.torch._sharded import is_sharded
+
 NARROW = (torch.float16, torch.bfloat16)
+# What a 16-bit parameter has beside it: a copy, or the bits that it lacks.
+BESIDE = {"master": torch.float32, "remainder": torch.int16}
+# The types of devices that steps run on.
+DEVICES = ("cpu", "cuda")
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# State in int8: elements that share a unit, and elements from which on a parameter has it.
+GROUP = 32
+LEAST_INT8 = 4096
+# What the name of a tensor of units ends in, behind the name of the codes.
+UNITS = "_units"
+
+
+def is_units(name: str) -> bool:
+    """Whether this is the name of the units of another tensor of state, which is in codes."""
+    return name.endswith(UNITS)
+
+
+def shape_of(parameter: Tensor, name: str) -> Tuple[int, ...]:
+    """The shape of a tensor of state: the parameter's, or that of its units."""
+    if is_units(name):
+        return (-(-parameter.numel() // GROUP),)
+    return tuple(parameter.shape)
 
 
 class Library:
@@ -39,19 +62,43 @@ class Library:
             return [*both, torch.empty(1, device="cpu")]
 
     @staticmethod
-    def describe(tensor: Tensor) -> Tuple[int, str, Tuple[int, ...], bool]:
-        """Address, dtype, shape, and whether elements lie in order."""
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            raise ValueError(f"a {tensor.layout} tensor on {tensor.device}")
+    def describe(tensor: Tensor) -> Tuple[int, str, Tuple[int, ...], Union[bool, Tuple[int, ...]]]:
+        """Address, dtype, shape and strides; ``False`` for values with the sign turned."""
+        if tensor.device.type != "cpu":
+            raise ValueError(f"a tensor on {tensor.device}")
+        return Library.described(tensor)
+
+    @staticmethod
+    def described(
+        tensor: Tensor,
+    ) -> Tuple[int, str, Tuple[int, ...], Union[bool, Tuple[int, ...]]]:
+        """What :meth:`describe` says of a tensor on whatever device."""
+        if tensor.layout != torch.strided:
+            raise ValueError(f"a {tensor.layout} tensor")
         shape = tuple(tensor.shape)
-        in_order = tensor.is_contiguous() and not tensor.is_neg()
-        return tensor.data_ptr(), str(tensor.dtype), shape, in_order
+        order = False if tensor.is_neg() else tuple(tensor.stride())
+        return tensor.data_ptr(), str(tensor.dtype), shape, order
+
+    @staticmethod
+    def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+        """A copy whose elements lie in the parameter's order."""
+        return in_order_of(parameter, tensor, tensor.dtype)
+
+    @staticmethod
+    def reorder(parameter: Tensor, tensor: Tensor) -> None:
+        """Brings state to the parameter's order, with its values."""
+        tensor.data = in_order_of(parameter, tensor, tensor.dtype)
 
     @staticmethod
     def refuse(name: str, parameter: Tensor, gradient: Tensor) -> None:
         """Raises what PyTorch would for a gradient that no kernel takes."""
         refuse_wrapper(f"gradient of `{name}`", gradient)
         refuse_kind(f"gradient of `{name}`", gradient)
+        if gradient.device != parameter.device:
+            raise RuntimeError(
+                f"gradient of `{name}`: expected a tensor on {parameter.device}, where the "
+                f"parameter is, found one on {gradient.device}"
+            )
         if gradient.dtype != parameter.dtype:
             raise TypeError(
                 f"gradient of `{name}`: expected {parameter.dtype}, found {gradient.dtype}"
@@ -64,15 +111,66 @@ class Library:
         refuse_without_memory(f"gradient of `{name}`", gradient)
 
 
+@torch.no_grad()
+def in_order_of(parameter: Tensor, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of the tensor in this dtype, whose elements lie in the parameter's order."""
+    return empty_like(parameter, dtype).copy_(tensor.detach())
+
+
+def empty_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the parameter's shape and order, with any values."""
+    if is_sharded(parameter):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    # Not on the default device, which is the user's for other tensors.
+    return torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device
+    )
+
+
+def kept_beside(parameter: Tensor, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a value that is loaded, as state of this name beside the parameter."""
+    if not is_lazy(parameter) and not is_units(name):
+        return in_order_of(parameter, value, dtype)
+    plain = torch.contiguous_format
+    return value.detach().to(device="cpu", dtype=dtype, copy=True, memory_format=plain)
+
+
+def order_of(tensor: Tensor) -> Optional[Tuple[int, ...]]:
+    """The strides of a tensor whose last index is not the fastest; ``None`` for others."""
+    return None if tensor.is_contiguous() else tuple(tensor.stride())
+
+
+def _refuse_order(name: str, tensor: Tensor) -> None:
+    """Raises unless each element has a place of its own and none lies idle between them."""
+    extents = sorted(
+        (stride, extent) for extent, stride in zip(tensor.shape, tensor.stride()) if extent != 1
+    )
+    dense = 1
+    for stride, extent in extents:
+        if stride != dense:
+            shared = stride < dense
+            raise ValueError(
+                f"parameter `{name}`: expected elements that lie densely, in any order of the "
+                f"dimensions, found strides {tuple(tensor.stride())} of shape "
+                f"{tuple(tensor.shape)}, at which elements "
+                f"{'share memory' if shared else 'have gaps between them'}; use "
+                "`parameter.data = parameter.data.clone()`"
+            )
+        dense *= extent
+
+
 def refuse_kind(what: str, tensor: Tensor) -> None:
-    """Raises unless the tensor is dense, on the CPU, and of a dtype that kernels have."""
+    """Raises unless the tensor is dense, on a device that steps run on, and of a dtype that kernels
+    have."""
     if tensor.layout != torch.strided:
         raise RuntimeError(
             f"{what}: expected a dense tensor, found {tensor.layout}; "
             "fusestep does not support sparse gradients"
         )
-    if tensor.device.type != "cpu":
-        raise RuntimeError(f"{what}: expected a tensor on the cpu, found one on {tensor.device}")
+    if tensor.device.type not in DEVICES:
+        raise RuntimeError(
+            f"{what}: expected a tensor on the cpu or a CUDA device, found one on {tensor.device}"
+        )
     if tensor.dtype not in FLOATING:
         raise TypeError(
             f"{what}: expected float32, float64, float16 or bfloat16, found {tensor.dtype}"
@@ -88,10 +186,8 @@ def refuse_wrapper(what: str, tensor: Tensor) -> None:
     if "DTensor" in bases:
         raise ValueError(
             f"{what}: expected a tensor with memory of its own, found a DTensor, as of FSDP2 "
-            "(`fully_shard`) and tensor parallel; the optimizer steps local parts: make it of "
-            "`parameter.to_local().detach()`, and before each step set their `.grad` to "
-            "`parameter.grad.to_local()`. Norms are those of the parts then; a model that fits one "
-            "process trains by `fusestep.torch.DataParallel`"
+            "(`fully_shard`) and tensor parallel; an optimizer alone, without `DataParallel`, "
+            "steps parameters that are DTensors with gradients that are"
         )
     if "FakeTensor" in bases:
         raise ValueError(
@@ -129,11 +225,8 @@ def refuse_parameter(name: str, tensor: Tensor) -> None:
         )
     refuse_wrapper(f"parameter `{name}`", tensor)
     refuse_kind(f"parameter `{name}`", tensor)
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"parameter `{name}`: expected a contiguous tensor, found strides "
-            f"{tuple(tensor.stride())} of shape {tuple(tensor.shape)}; use `.contiguous()`"
-        )
+    if tensor.numel():
+        _refuse_order(name, tensor)
     if tensor.is_neg():
         raise ValueError(
             f"parameter `{name}`: expected a tensor of its own values, found a negated view; use "

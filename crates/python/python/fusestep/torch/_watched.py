@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 from typing import Any, Callable, List
 
 import torch
@@ -31,6 +32,24 @@ _HOOKS_OF_ALL: List[Any] = [
 ]
 
 
+def _leave_graphs(step: Any) -> None:
+    """Has a compiled function break its graph at a step, once, and trace nothing of it.
+
+    ``torch.compiler.disable`` does so, too, at the cost of a step over a few small parameters.
+    """
+    step._torchdynamo_disable = True
+    step._torchdynamo_disable_msg = "a step of fusestep runs outside of graphs"
+    step._torchdynamo_disable_recursive = True
+    try:
+        strategies: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+        skip = strategies._FrameAction.SKIP
+        strategy = strategies._FrameExecStrategy(skip, skip)
+        strategies.set_code_exec_strategy(step.__code__, strategy)
+    except (ImportError, AttributeError, TypeError):
+        # An older PyTorch, whose graphs break at each part of a step.
+        pass
+
+
 def unless_watched(step: Callable[..., Any]) -> Callable[..., Any]:
     """What PyTorch's optimizers do with the step of their class: hooks and a profiler's record.
 
@@ -54,4 +73,5 @@ def unless_watched(step: Callable[..., Any]) -> Callable[..., Any]:
             return watched(self, *args, **kwargs)
         return step(self, *args, **kwargs)
 
+    _leave_graphs(either)
     return either

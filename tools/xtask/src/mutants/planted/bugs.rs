@@ -333,4 +333,40 @@ pub(super) const BUGS: &[Planted] = &[
         to: "if look(claim.files(), &file.target).is_ok() {",
         finder: Tool::Simulate,
     },
+    Planted {
+        name: "lanes: a sum is added twice to the lane that completes it",
+        place: "crates/planner/src/run/memory/absorb.rs",
+        from: "                add(sums, &memory.slots[at][wides.clone()]);",
+        to: r"                add(sums, &memory.slots[at][wides.clone()]);
+                add(sums, &memory.slots[at][wides.clone()]);",
+        finder: Tool::Test("fusestep-tests", "distributed", "lanes"),
+    },
+    Planted {
+        name: "lanes: the tree is cut in the middle",
+        place: "crates/planner/src/plan/lanes.rs",
+        from: "self.first + lanes.next_power_of_two() / 2",
+        to: "self.first + lanes / 2",
+        finder: Tool::Test("fusestep-tests", "distributed", "lanes"),
+    },
+    Planted {
+        name: "lanes: the mean divides by the micro-batches of one rank",
+        place: "crates/planner/src/run/memory/lanes.rs",
+        from: "=> Divisor::of(total)",
+        to: "=> Divisor::of(total / plan.topology.world as f64)",
+        finder: Tool::Test("fusestep-tests", "distributed", "lanes"),
+    },
+    Planted {
+        name: "lanes: a short window divides by all of its micro-batches",
+        place: "crates/planner/src/run/memory/lanes.rs",
+        from: "        self.micro_batches = micro_batches;",
+        to: "        let _ = micro_batches;",
+        finder: Tool::Test("fusestep-tests", "distributed", "lanes"),
+    },
+    Planted {
+        name: "lanes: what is left of a tree over ranks is added from the first on",
+        place: "crates/collective/src/rank_order/tree.rs",
+        from: "for left in held[..depth].iter().rev() {",
+        to: "for left in held[..depth].iter() {",
+        finder: Tool::Test("fusestep-collective", "collective", "trees"),
+    },
 ];

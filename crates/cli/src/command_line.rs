@@ -1,0 +1,122 @@
+//! The command line: what is typed, as clap reads it, and its errors in a form that is safe to
+//! print.
+
+use std::ffi::OsString;
+
+use clap::error::{ContextKind, ContextValue};
+use clap::{CommandFactory, FromArgMatches};
+use fusestep_collective_processes::says_first;
+use fusestep_tensor::Quoted;
+
+use crate::Cli;
+use crate::config::{FromFile, repeating};
+use crate::help::with_help;
+use crate::output::say;
+
+/// The command as clap reads it; help follows what is `typed`.
+pub(crate) fn command(typed: &[OsString]) -> clap::Command {
+    with_negative_numbers(with_help(Cli::command(), typed))
+}
+
+/// Reads the command line and the file of flags that it names; ends the program where it asks for
+/// help or cannot be understood.
+///
+/// # Errors
+/// The fault of the file of flags.
+pub(crate) fn parse() -> anyhow::Result<Cli> {
+    let typed: Vec<OsString> = std::env::args_os().collect();
+    let from_file = FromFile::read(&command(&typed), &typed)?;
+    let all = from_file.with(&typed, &command(&typed));
+    let mut command = command(&all);
+    let matches = command.try_get_matches_from_mut(&all);
+    let cli = matches.and_then(|matches| {
+        let mut cli =
+            Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
+        let of_command = matches.subcommand().and_then(|(name, matches)| {
+            let command = command.find_subcommand(name)?;
+            repeating(command, matches)
+        });
+        if let Some(config) = cli.command.config_mut() {
+            config.given = of_command;
+        }
+        Ok(cli)
+    });
+    Ok(cli.unwrap_or_else(|error| refuse(error, &from_file, &all)))
+}
+
+/// Ends the program with an error, and says where the flag stands that it names.
+fn refuse(error: clap::Error, from_file: &FromFile, all: &[OsString]) -> ! {
+    let error = quoted(error, all);
+    let flag = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(flag)) => Some(flag.clone()),
+        _ => None,
+    };
+    // Help goes to standard output, as each rank is asked for it; nobody is left to tell if it
+    // cannot be printed.
+    if !error.use_stderr() || says_first(&error.to_string()) {
+        let _ = error.print();
+        if let Some(note) = flag.and_then(|flag| from_file.note(&flag)) {
+            say(&note);
+        }
+    }
+    std::process::exit(error.exit_code())
+}
+
+/// Takes `-1` for a flag's value, so that the flag can say what it expects.
+fn with_negative_numbers(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(|arg| {
+        let takes_value = arg.get_action().takes_values() && !arg.is_positional();
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
+    });
+    command.mut_subcommands(with_negative_numbers)
+}
+
+/// An error that quotes typed text short, with nothing that a terminal would obey. Of flags that
+/// go with none of a group it names those that were `typed`, and of advice what helps.
+fn quoted(mut error: clap::Error, typed: &[OsString]) -> clap::Error {
+    let is_typed = |flag: &String| {
+        let name = flag.split([' ', '=']).next().unwrap_or_default();
+        let typed = typed.iter().filter_map(|text| text.to_str()?.split('=').next());
+        typed.clone().any(|typed| typed == name)
+    };
+    let quoted = |(kind, value): (ContextKind, &ContextValue)| match value {
+        ContextValue::Strings(flags) if kind == ContextKind::PriorArg => {
+            let named: Vec<String> = flags.iter().filter(|flag| is_typed(flag)).cloned().collect();
+            (!named.is_empty()).then_some((kind, ContextValue::Strings(named)))
+        }
+        // Advice to pass what looks like a flag as a value: no value here begins with dashes.
+        ContextValue::StyledStrs(all)
+            if all.iter().any(|text| text.to_string().contains("as a value")) =>
+        {
+            let helpful = all.iter().filter(|text| !text.to_string().contains("as a value"));
+            Some((kind, ContextValue::StyledStrs(helpful.cloned().collect())))
+        }
+        ContextValue::String(text) => Some((kind, ContextValue::String(Quoted(text).to_string()))),
+        // Advice that repeats typed text.
+        ContextValue::StyledStrs(all) => {
+            let is_safe = |text: String| Quoted(&text).to_string() == text;
+            let safe = all.iter().all(|text| is_safe(text.to_string()));
+            (!safe).then_some((kind, ContextValue::None))
+        }
+        _ => None,
+    };
+    for (kind, value) in error.context().filter_map(quoted).collect::<Vec<_>>() {
+        error.insert(kind, value);
+    }
+    error
+}
+
+/// A message in which typed names break no line; lines of its own stay.
+pub(crate) fn in_one_line(mut message: String, typed: impl Iterator<Item = OsString>) -> String {
+    for argument in typed {
+        let argument = argument.to_string_lossy();
+        let value = argument.split_once('=').map_or("", |(_, value)| value);
+        for text in [&*argument, value] {
+            if text.contains(['\n', '\t']) && !text.trim().is_empty() {
+                let safe = text.replace('\n', "\\u{a}").replace('\t', "\\u{9}");
+                message = message.replace(text, &safe);
+            }
+        }
+    }
+    message
+}

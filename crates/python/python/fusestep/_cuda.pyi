@@ -1,0 +1,7 @@
+"""The extension module for CUDA devices: what ``_fusestep`` has for host memory."""
+
+from fusestep._fusestep import Session as Session
+
+__all__ = ["__version__", "Session"]
+
+__version__: str

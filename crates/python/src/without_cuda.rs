@@ -1,0 +1,68 @@
+//! CUDA devices in a build without them: there is none, which the types say.
+
+use std::convert::Infallible;
+
+use fusestep::SharedBackend;
+use fusestep::launch::{Backend, BackendError, Buffer, Launch, LaunchReport, Reduce};
+use fusestep::planner::Brought;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::stream::{LendPlace, Stream};
+
+/// A CUDA device; no value of it exists here.
+pub(crate) struct OnCuda(Infallible);
+
+impl OnCuda {
+    pub(crate) fn open(ordinal: u32, _: Stream) -> PyResult<Self> {
+        Err(PyRuntimeError::new_err(format!(
+            "cuda:{ordinal}: expected the extension module `fusestep._cuda`, found the one for the \
+             CPU"
+        )))
+    }
+
+    pub(crate) fn backend(&self) -> SharedBackend {
+        match self.0 {}
+    }
+
+    pub(crate) fn as_backend(&self) -> &dyn Backend {
+        match self.0 {}
+    }
+
+    pub(crate) fn ordered<T, E: From<BackendError>>(
+        &self,
+        _: Stream,
+        _: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match self.0 {}
+    }
+
+    pub(crate) fn launch(
+        &self,
+        _: LendPlace<'_>,
+        _: Launch<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn bring(&self, _: &dyn Buffer, _: usize) -> Result<Box<dyn Brought>, BackendError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn reduce(
+        &self,
+        _: LendPlace<'_>,
+        _: Reduce<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        match self.0 {}
+    }
+}
+
+/// Context of the calling thread, of which there is none here.
+pub(crate) struct ContextBefore;
+
+impl ContextBefore {
+    pub(crate) fn remember() -> Self {
+        Self
+    }
+}

@@ -1,0 +1,163 @@
+"""State in int8: codes and units as tensors, what they load from, and what has none."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from support import same_bits
+
+import fusestep.torch
+
+# An embedding, a matrix with a group that ends early, and two that are too small for int8.
+SHAPES = {"embedding": (512, 64), "matrix": (67, 131), "norm": (4095,), "bias": (3,)}
+
+RULES = {
+    "AdamW": {},
+    "Adam": {"amsgrad": True},
+    "NAdam": {},
+    "Adamax": {},
+    "RMSprop": {"momentum": 0.9},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "SGD": {"momentum": 0.9},
+    "Lion": {},
+}
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    named = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.nn.Parameter(values.to(dtype)) for name, values in named.items()}
+
+
+def go_on(optimizer, named, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for tensor in named.values():
+            tensor.grad = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        optimizer.step()
+
+
+def made(rule="AdamW", named=None, **settings):
+    named = parameters() if named is None else named
+    settings = {"lr": 1e-3, "state_dtype": "int8", **RULES.get(rule, {}), **settings}
+    return named, getattr(fusestep.torch, rule)(list(named.items()), **settings)
+
+
+def trained(rule="AdamW", steps=range(3), **settings):
+    named, optimizer = made(rule, **settings)
+    go_on(optimizer, named, steps)
+    return named, optimizer
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_codes_and_units_are_tensors_of_the_state(rule):
+    named, optimizer = trained(rule)
+    for name, tensor in named.items():
+        state = {key: own for key, own in optimizer.state[tensor].items() if key != "step"}
+        coded = tensor.numel() >= 4096
+        assert any(key.endswith("_units") for key in state) == coded
+        for key, own in state.items():
+            if key.endswith("_units"):
+                groups = -(-tensor.numel() // 32)
+                assert (own.dtype, tuple(own.shape)) == (torch.float32, (groups,)), (name, key)
+            else:
+                dtype = torch.uint8 if coded else torch.float32
+                assert (own.dtype, own.shape) == (dtype, tensor.shape), (name, key)
+    # Close to what state in float32 leads to, and not the same.
+    whole, _ = trained(rule, state_dtype=None)
+    for name in SHAPES:
+        apart = (named[name] - whole[name]).abs().max().item()
+        assert (apart == 0) == (named[name].numel() < 4096), name
+        assert apart < 2e-2, (name, apart)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_state_dict_goes_through_a_file_and_on_with_the_same_bits(rule):
+    straight, _ = trained(rule, steps=range(6))
+    named, optimizer = trained(rule)
+    file = io.BytesIO()
+    torch.save((optimizer.state_dict(), {n: t.detach() for n, t in named.items()}), file)
+    file.seek(0)
+    saved, values = torch.load(file)
+    others = {name: torch.nn.Parameter(values[name].clone()) for name in SHAPES}
+    _, other = made(rule, named=others)
+    other.load_state_dict(saved)
+    go_on(other, others, range(3, 6))
+    assert same_bits(list(straight.values()), list(others.values()))
+    for twin in (copy.deepcopy((named, optimizer)), pickle.loads(pickle.dumps((named, optimizer)))):
+        go_on(twin[1], twin[0], range(3, 6))
+        assert same_bits(list(straight.values()), list(twin[0].values()))
+
+
+def test_a_state_dict_of_another_kind_of_state_is_refused_by_name():
+    _, floats = trained(state_dtype=None)
+    named, codes = trained()
+    before = {name: tensor.detach().clone() for name, tensor in named.items()}
+    with pytest.raises(ValueError, match="exp_avg of `embedding`: expected state of torch.uint8"):
+        codes.load_state_dict(floats.state_dict())
+    with pytest.raises(ValueError, match="found one of torch.uint8"):
+        floats.load_state_dict(codes.state_dict())
+    saved = codes.state_dict()
+    del saved["state"][0]["exp_avg_units"]
+    with pytest.raises(ValueError, match="exp_avg_units of `embedding`: expected a tensor"):
+        codes.load_state_dict(saved)
+    saved = codes.state_dict()
+    saved["state"][0] = {**saved["state"][0], "exp_avg_units": torch.zeros(5)}
+    with pytest.raises(ValueError, match=r"exp_avg_units of `embedding`: .* of shape \(1024,\)"):
+        codes.load_state_dict(saved)
+    assert all(torch.equal(named[name], before[name]) for name in SHAPES)
+
+
+def test_names_that_are_kept_have_state_of_float32():
+    named, optimizer = trained(keep_f32=["embed"])
+    assert optimizer.state[named["embedding"]]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[named["matrix"]]["exp_avg"].dtype == torch.uint8
+    text = optimizer.plan()
+    assert "2 tensors of fewer than 4,096 elements and of 1 tensor with `embed`" in text
+    with pytest.raises(ValueError, match="keep_f32: expected state_dtype too"):
+        made(state_dtype=None, keep_f32=["embed"])
+
+
+@pytest.mark.parametrize("beside", [{}, {"master_weights": True}, {"master_weights": "remainder"}])
+def test_parameters_of_bfloat16_have_codes_beside_whatever_else_they_have(beside):
+    named = parameters(torch.bfloat16)
+    _, optimizer = made(named=named, **beside)
+    go_on(optimizer, named, range(3))
+    own = optimizer.state[named["matrix"]]
+    assert own["exp_avg"].dtype == torch.uint8 and own["exp_avg_sq_units"].dtype == torch.float32
+    others = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in named.items()}
+    _, other = made(named=others, **beside)
+    other.load_state_dict(optimizer.state_dict())
+    for pair in ((optimizer, named), (other, others)):
+        go_on(*pair, range(3, 5))
+    assert same_bits(list(named.values()), list(others.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_what_has_no_codes_is_refused_by_name(dtype):
+    named = parameters(dtype)
+    _, optimizer = made(named=named)
+    before = {name: tensor.detach().clone() for name, tensor in named.items()}
+    with pytest.raises((ValueError, RuntimeError), match="state of .* parameters: expected .*int8"):
+        go_on(optimizer, named, range(1))
+    assert all(torch.equal(named[name], before[name]) for name in SHAPES)
+
+
+def test_remainders_of_8_bits_are_refused_by_name():
+    with pytest.raises(ValueError, match="master_weights: expected none, f32 or remainder"):
+        made(named=parameters(torch.bfloat16), master_weights="remainder8")
+
+
+@pytest.mark.parametrize("rule", ["ScheduleFreeAdamW", "Lars", "Lamb"])
+def test_rules_without_codes_are_refused_by_name(rule):
+    named, optimizer = made(rule)
+    with pytest.raises((ValueError, RuntimeError), match="expected f32 or bf16, .*int8"):
+        go_on(optimizer, named, range(1))
+
+
+def test_parameters_in_another_order_are_refused():
+    named = {"weight": torch.nn.Parameter(torch.randn(64, 128).t())}
+    with pytest.raises(ValueError, match="state_dtype: expected f32 or bf16 .*strides"):
+        made(named=named)
