@@ -305,11 +305,15 @@ const MUTANTS: [Mutant; 5] = [
     },
     Mutant {
         name: "misaligned_packs",
-        edits: &[(
-            "multi_tensor.cuh",
-            "reinterpret_cast<u64>(address) % 16 == 0;",
-            "reinterpret_cast<u64>(address) % 4 == 0;",
-        )],
+        edits: &[
+            (
+                "multi_tensor.cuh",
+                "reinterpret_cast<u64>(address) % 16 == 0;",
+                "reinterpret_cast<u64>(address) % 4 == 0;",
+            ),
+            // Gradients are looked at by themselves: their type is known from the header alone.
+            ("fused_adam.cu", "body.grad % 16 == 0 &&", "body.grad % 4 == 0 &&"),
+        ],
     },
     Mutant {
         name: "steps_counted_when_skipped",
