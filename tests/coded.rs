@@ -7,6 +7,8 @@ use fusestep_elementwise::coded::{
 };
 use fusestep_fused_adam::{Adam, AdamTensors, CodedAdamTensors, SecondMoment, WeightDecay};
 use fusestep_fused_sgd::{CodedSgdTensors, Nesterov, Sgd, SgdTensors};
+use fusestep_lamb::{CodedLambTensors, Lamb, LambTensors};
+use fusestep_lars_momentum::{CodedLarsTensors, Lars, LarsTensors};
 use fusestep_lion::{CodedLionTensors, Lion, LionTensors};
 use fusestep_nadam::{CodedNAdamTensors, NAdam, NAdamTensors};
 use fusestep_planner::Optimizer;
@@ -47,7 +49,7 @@ const ADAM: Adam = Adam {
     objective: fusestep_launch::Objective::Minimize,
 };
 
-fn rules() -> [Rule; 9] {
+fn rules() -> [Rule; 11] {
     use Coding::{Positive, Root, Signed};
     [
         Rule {
@@ -101,7 +103,47 @@ fn rules() -> [Rule; 9] {
         rmsprop(),
         rmsprop_with_momentum(),
         adagrad(),
+        lars(),
+        lamb(),
     ]
+}
+
+/// Rates that are those of a ratio of norms, and large enough to tell.
+fn lars() -> Rule {
+    const RULE: fn() -> Lars = || Lars { trust_coefficient: 0.1, rescale: 0.5, ..Lars::default() };
+    Rule {
+        name: "lars",
+        optimizer: RULE().into(),
+        codings: &[Coding::Signed],
+        coded: |pool, step, param, state| {
+            let [velocity] = taken(state);
+            let tensor = CodedLarsTensors::new(param, velocity);
+            assert!(RULE().step_coded_with(pool, step, &mut [tensor]).unwrap().is_empty());
+        },
+        plain: |_, param, grad, state| {
+            let [velocity] = taken(state);
+            RULE().step(&mut [LarsTensors::new(param, grad, velocity)]).unwrap();
+        },
+    }
+}
+
+fn lamb() -> Rule {
+    Rule {
+        name: "lamb",
+        optimizer: Lamb::default().into(),
+        codings: &[Coding::Signed, Coding::Root],
+        coded: |pool, step, param, state| {
+            let [moment1, moment2] = taken(state);
+            let tensor = CodedLambTensors::new(param, moment1, moment2);
+            let skipped = Lamb::default().step_coded_with(pool, step, &mut [tensor]).unwrap();
+            assert!(skipped.is_empty());
+        },
+        plain: |step, param, grad, state| {
+            let [moment1, moment2] = taken(state);
+            let tensor = LambTensors::new(param, grad, moment1, moment2);
+            Lamb::default().step(step, &mut [tensor]).unwrap();
+        },
+    }
 }
 
 fn amsgrad() -> Rule {
@@ -324,6 +366,38 @@ fn a_remainder_of_8_bits_is_the_f32_rule_rounded_to_24_bits() {
             }
         }
     }
+}
+
+#[test]
+fn a_tensor_with_a_norm_that_is_not_finite_keeps_every_code() {
+    let numel = 70_000;
+    let mut grad = grads(numel, 1);
+    grad[66_000] = f32::INFINITY;
+    let mut param: Vec<f32> = (0..numel).map(draw).collect();
+    let before = param.clone();
+    let mut lists = vec![List::zeros(numel); 2];
+    for list in &mut lists {
+        list.codes.fill(3);
+        list.units.fill(1e-6);
+    }
+    let kept = lists.clone();
+    let state = lists.iter_mut();
+    let [moment1, moment2] =
+        taken(state.map(|l| CodedState { codes: &mut l.codes, units: &mut l.units }));
+    let slices = ParamSlices::F32 { param: &mut param, grad: &grad };
+    let tensor = CodedLambTensors::new(slices, moment1, moment2);
+    assert_eq!(Lamb::default().step_coded(2, &mut [tensor]).unwrap(), [0]);
+    assert!(param == before);
+    for (list, kept) in lists.iter().zip(&kept) {
+        assert!(list.codes == kept.codes && list.units == kept.units);
+    }
+    let [velocity] = taken([&mut lists[0]]);
+    let (codes, units) = (&mut velocity.codes, &mut velocity.units);
+    let slices = ParamSlices::F32 { param: &mut param, grad: &grad };
+    let mut tensor = CodedLarsTensors::new(slices, CodedState { codes, units });
+    tensor.lr_scale = -1.0;
+    let error = Lars::default().step_coded(1, &mut [tensor]).unwrap_err().to_string();
+    assert_eq!(error, "lr_scale of tensor 0: expected a finite value of at least 0, found -1");
 }
 
 #[test]

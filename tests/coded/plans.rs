@@ -3,12 +3,12 @@
 use std::num::NonZeroUsize;
 
 use fusestep_cpu::CpuBackend;
-use fusestep_elementwise::coded::{CodedState, ParamSlices};
-use fusestep_launch::{Master, Precision, StateDType};
+use fusestep_elementwise::coded::{CodedState, Dither, ParamSlices};
+use fusestep_launch::{GradDType, Master, Precision, StateDType};
 use fusestep_planner::{
     ClipByGlobalNorm, LEAST_INT8_ELEMENTS, LossScaling, Plan, Planner, RunAlone, State, UpdateNorms,
 };
-use fusestep_simd::{Level, Pool};
+use fusestep_simd::{Level, Pool, join_bf16_24, split_bf16, split_bf16_24};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::bf16;
 
@@ -183,6 +183,69 @@ fn parameters_of_bf16_step_as_on_slices_alone_and_with_8_bits_beside() {
                 let found: &[u8] = state.view(Role::Remainder, "p").unwrap();
                 assert!(found == bytemuck::cast_slice::<i8, u8>(&remainder), "{}", rule.name);
             }
+        }
+    }
+}
+
+/// A value as a parameter of bf16 keeps it.
+fn kept(master: Master, value: f32) -> f32 {
+    match master {
+        Master::None => bf16::from_f32(value).to_f32(),
+        Master::F32 | Master::Remainder => value,
+        Master::Remainder8 => {
+            let (upper, lower) = split_bf16_24(value);
+            join_bf16_24(upper, lower)
+        }
+    }
+}
+
+/// The parameter of bf16 beside what keeps the rest of a value.
+fn stored(master: Master, value: f32) -> bf16 {
+    match master {
+        Master::None | Master::F32 => bf16::from_f32(value),
+        Master::Remainder => bf16::from_bits(split_bf16(value).0),
+        Master::Remainder8 => bf16::from_bits(split_bf16_24(value).0),
+    }
+}
+
+#[test]
+fn gradients_of_f32_beside_parameters_of_bf16_lose_nothing() {
+    let masters = [Master::None, Master::F32, Master::Remainder, Master::Remainder8];
+    for rule in rules() {
+        for (master, place) in masters.into_iter().zip(places().into_iter().cycle()) {
+            let precision = Precision { master, grad: GradDType::Compute, ..int8() };
+            let planner = Planner::new(rule.optimizer).precision(precision);
+            let threads = NonZeroUsize::new(place.threads).unwrap();
+            let backend = CpuBackend::new(threads).at_level(place.level);
+            let numel = 66_015;
+            let desc = ParamDesc::new("p", Shape::new([numel as u64]).unwrap(), DType::BF16);
+            let plan = planner.plan(&[desc]).unwrap();
+            let mut state = plan.allocate(&backend).unwrap();
+            let first: Vec<bf16> = (0..numel).map(|at| bf16::from_f32(draw(at))).collect();
+            state.write(&backend, Role::Param, "p", bytemuck::cast_slice(&first)).unwrap();
+            let mut expected: Vec<f32> = first.iter().map(|value| value.to_f32()).collect();
+            let mut lists = vec![List::zeros(numel); rule.codings.len()];
+            for step in 1..=3 {
+                let grad = grads(numel, step);
+                state.write(&backend, Role::Grad, "p", bytemuck::cast_slice(&grad)).unwrap();
+                RunAlone::of(&plan, &mut state, &backend).step_all().unwrap();
+                let read = lists.iter().zip(rule.codings);
+                let mut values: Vec<Vec<f32>> =
+                    read.map(|(list, coding)| list.read(*coding)).collect();
+                (rule.plain)(step, &mut expected, &grad, &mut values);
+                expected.iter_mut().for_each(|value| *value = kept(master, *value));
+                let dither = Dither::of_step(step);
+                for ((list, coding), values) in lists.iter_mut().zip(rule.codings).zip(&values) {
+                    *list = List::written(*coding, values, &dither);
+                }
+            }
+            let params: Vec<bf16> =
+                expected.into_iter().map(|value| stored(master, value)).collect();
+            let found = state.param::<bf16>("p").unwrap();
+            assert!(found == params, "{} {master:?} {place:?}", rule.name);
+            let role = state.roles("p").unwrap()[2];
+            let codes: &[u8] = state.view(role, "p").unwrap();
+            assert!(codes == lists[0].codes, "{} {master:?} {place:?}", rule.name);
         }
     }
 }

@@ -7,11 +7,12 @@ use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
-use fusestep_launch::{Master, Precision};
+use fusestep_launch::{Master, Precision, StateDType};
 use fusestep_planner::{
     Accumulated, Comms, Distributed, GradientAccumulation, Lanes, LocalSgd, Planner, ReducedWhen,
     Run, Topology, ZeroStage,
 };
+use fusestep_tensor::{DType, Role};
 
 use crate::lane_case::LaneCase;
 use crate::run::{Case, Measured, Mixed};
@@ -136,6 +137,40 @@ fn sixteen_bits_norms_and_layer_wise_rules_are_the_same() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn state_in_int8_reads_the_sums_in_f32() {
+    for rule in [Adam::default().into(), Lars::default().into(), Lamb::default().into()] {
+        for master in [Master::None, Master::F32, Master::Remainder8] {
+            let precision = Precision { master, state: StateDType::Int8, ..Precision::default() };
+            let case = Case {
+                rule,
+                mixed: Mixed::Yes,
+                precision: Some(precision),
+                numels: vec![5_003, 4_097, 0, 1, 4_096, 17],
+                steps: 2,
+                ..Case::default()
+            };
+            let case = LaneCase { case, lanes: 6, of_lane: 1, ..LaneCase::default() };
+            let expected = case.on(1);
+            for world in [2, 4] {
+                for zero in [ZeroStage::None, ZeroStage::Two, ZeroStage::Three] {
+                    let mut other = case.clone();
+                    other.case.zero = zero;
+                    assert!(other.on(world) == expected, "{world} ranks: {other:?}");
+                }
+            }
+        }
+    }
+    let precision = Some(Precision { state: StateDType::Int8, ..Precision::default() });
+    let case = Case { mixed: Mixed::Yes, precision, numels: vec![5_003], ..Case::default() };
+    let lanes = LaneCase { case, ..LaneCase::default() };
+    let plan = lanes.planner().plan(&lanes.case.params()).unwrap();
+    for spec in plan.storages() {
+        let grads = spec.lists.iter().filter(|list| list.role == Role::Grad);
+        grads.for_each(|list| assert_eq!(list.dtype, DType::F32, "{list:?}"));
     }
 }
 

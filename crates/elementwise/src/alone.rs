@@ -55,7 +55,7 @@ impl<C: Compute> FormatVisitor<C> for Param<'_> {
 
 // A function of its own, which formats that differ only in state or rounding share.
 #[inline(never)]
-fn param_sum<C: Compute, K: ParamStorage<C>>(
+pub(crate) fn param_sum<C: Compute, K: ParamStorage<C>>(
     level: Level,
     param: &[K::Param],
     master: &[K::Master],

@@ -31,17 +31,21 @@ mod coding;
 mod convert;
 mod groups;
 mod host;
+mod normed;
 pub mod reference;
 mod run;
 mod slices;
 mod storage;
+mod sums;
 mod tensor;
 #[cfg(test)]
 mod tests;
 
 pub use coding::{Coding, Dither, GROUP, units_of};
 pub(crate) use host::run_coded;
+pub(crate) use sums::{coded_chunk_sums, coded_param_sum};
 
 pub use convert::{CodedError, decode, encode};
+pub use normed::{NormedCodedTensor, step_coded_normed_slices};
 pub use slices::step_coded_slices;
 pub use tensor::{CodedState, CodedTensor, ParamSlices};

@@ -5,6 +5,7 @@ mod across;
 mod alone;
 mod bytes;
 pub mod coded;
+mod coded_normed_rule;
 mod coded_rule;
 mod compute;
 mod converted;

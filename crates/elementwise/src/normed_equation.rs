@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use fusestep_launch::{Excluded, Format, GroupValues, HostCall, MAX_LISTS, MAX_SUMS, Settings};
 use fusestep_tensor::Role;
 
+use crate::coded::{Coding, coded_chunk_sums, coded_param_sum};
 use crate::{
     Compute, Terms, Update, chunk_sums, grad_chunk_sum, padded_bytes, param_chunk_sum, read_values,
 };
@@ -62,6 +63,8 @@ pub trait NormedEquation<const STATES: usize>: Settings + Send + Sync + 'static 
     type StepScalars<T: Compute>: Scalars<T>;
     /// Scalars of one tensor's update, once its norms are known.
     type TensorScalars<T: Compute>: Scalars<T>;
+    /// Codings of the state where it is kept in 8 bits.
+    const CODINGS: [Coding; STATES];
 
     /// The scalars of the rate that all tensors share.
     fn rate_scalars(&self) -> Self::RateScalars;
@@ -178,6 +181,9 @@ pub trait Norms<E: ?Sized, const STATES: usize>: 'static {
 
     /// The sums of squares over one chunk.
     fn chunk_sums<T: Compute>(chunk: SummedChunk<'_>) -> [f64; MAX_SUMS];
+
+    /// The sums of squares over one chunk whose state is in codes.
+    fn coded_chunk_sums(chunk: SummedChunk<'_>) -> [f64; MAX_SUMS];
 }
 
 /// The norms of the parameter and of the gradient as it is stored, each list read by itself.
@@ -198,6 +204,18 @@ impl<E: NormedEquation<STATES>, const STATES: usize> Norms<E, STATES> for ParamA
         }
         sums
     }
+
+    fn coded_chunk_sums(chunk: SummedChunk<'_>) -> [f64; MAX_SUMS] {
+        let SummedChunk { call, format, lists, wanted, .. } = chunk;
+        let mut sums = [0.0; MAX_SUMS];
+        if wanted[PARAM_SUM] {
+            sums[PARAM_SUM] = coded_param_sum::<STATES>(call.level, format, lists);
+        }
+        if wanted[SECOND_SUM] {
+            sums[SECOND_SUM] = grad_chunk_sum::<f32>(call.level, format, lists[1]);
+        }
+        sums
+    }
 }
 
 /// The norms of the parameter and of the rule's direction, taken together.
@@ -208,12 +226,13 @@ impl<E: Directed<STATES>, const STATES: usize> Norms<E, STATES> for ParamAndDire
     const GRAD_SUM: Option<usize> = None;
 
     fn chunk_sums<T: Compute>(chunk: SummedChunk<'_>) -> [f64; MAX_SUMS] {
-        let terms = DirectionTerms::<E, T, STATES> {
-            scalars: E::Scalars::read(chunk.scalars),
-            step_scalars: E::StepScalars::read(chunk.step_scalars),
-            grad_factor: T::round(chunk.call.grad_factor),
-        };
+        let terms = DirectionTerms::<E, T, STATES>::of(&chunk);
         chunk_sums::<T, _, STATES, MAX_SUMS>(chunk.call.level, &terms, chunk.format, chunk.lists)
+    }
+
+    fn coded_chunk_sums(chunk: SummedChunk<'_>) -> [f64; MAX_SUMS] {
+        let terms = DirectionTerms::<E, f32, STATES>::of(&chunk);
+        coded_chunk_sums(chunk.call.level, &terms, E::CODINGS, chunk.format, chunk.lists)
     }
 }
 
@@ -222,6 +241,16 @@ struct DirectionTerms<E: NormedEquation<STATES>, T: Compute, const STATES: usize
     scalars: E::Scalars<T>,
     step_scalars: E::StepScalars<T>,
     grad_factor: T,
+}
+
+impl<E: NormedEquation<STATES>, T: Compute, const STATES: usize> DirectionTerms<E, T, STATES> {
+    fn of(chunk: &SummedChunk<'_>) -> Self {
+        Self {
+            scalars: E::Scalars::read(chunk.scalars),
+            step_scalars: E::StepScalars::read(chunk.step_scalars),
+            grad_factor: T::round(chunk.call.grad_factor),
+        }
+    }
 }
 
 impl<E, T, const STATES: usize> Terms<T, STATES, MAX_SUMS> for DirectionTerms<E, T, STATES>
@@ -264,6 +293,7 @@ where
 {
     type StepScalars = E::TensorScalars<T>;
     const STEP_SCALAR_BYTES: usize = E::TensorScalars::<T>::LEN_BYTES;
+    const CODINGS: Option<[Coding; STATES]> = Some(E::CODINGS);
 
     #[inline(always)]
     fn step_scalars(&self, bytes: &[u8]) -> E::TensorScalars<T> {

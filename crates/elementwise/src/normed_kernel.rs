@@ -9,6 +9,7 @@ use fusestep_launch::{
 };
 use fusestep_tensor::{DType, Trust};
 
+use crate::coded::run_coded;
 use crate::normed_equation::ByNormedEquation;
 use crate::{
     Compute, NormedRule, Norms, Scalars, SummedChunk, read_values, run_format, write_padded,
@@ -34,19 +35,41 @@ where
     rule.validate()?;
     check_width(rule, dtype)?;
     let format = Format::new(rule.name(), dtype, precision)?;
-    if format.is_coded() {
-        return Err(RuleError::Precision {
-            rule: rule.name(),
-            what: "state",
-            dtype,
-            expected: "f32 or bf16, since rules with norms have no codes yet",
-            found: precision.state.name(),
-        });
-    }
-    Ok(match dtype {
-        DType::F64 => Box::new(Kernel::<R, f64, STATES>::new(*rule, format)),
-        _ => Box::new(Kernel::<R, f32, STATES>::new(*rule, format)),
+    Ok(match (dtype, format.is_coded()) {
+        (DType::F64, _) => Kernel::<R, f64, STATES>::boxed(*rule, format, OnHost::values::<f64>()),
+        (_, false) => Kernel::<R, f32, STATES>::boxed(*rule, format, OnHost::values::<f32>()),
+        (_, true) => Kernel::<R, f32, STATES>::boxed(*rule, format, OnHost::codes()),
     })
+}
+/// The host's loops over lists of a format: over values, or over state in codes.
+struct OnHost<R, const STATES: usize> {
+    run: fn(Format, HostRun<'_, '_>),
+    sums: fn(SummedChunk<'_>) -> [f64; MAX_SUMS],
+    rule: PhantomData<R>,
+}
+
+impl<R: NormedRule<STATES>, const STATES: usize> OnHost<R, STATES> {
+    fn values<T: Compute>() -> Self {
+        Self {
+            run: |format, run| {
+                let update = Kernel::<R, T, STATES>::update(run.call);
+                run_format::<T, _, STATES>(&update, format, run);
+            },
+            sums: R::Norms::chunk_sums::<T>,
+            rule: PhantomData,
+        }
+    }
+
+    fn codes() -> Self {
+        Self {
+            run: |format, run| {
+                let update = Kernel::<R, f32, STATES>::update(run.call);
+                run_coded::<_, STATES>(update, format, run);
+            },
+            sums: R::Norms::coded_chunk_sums,
+            rule: PhantomData,
+        }
+    }
 }
 
 /// A rule with all arithmetic of an element in `T`, for tensors kept in any format that is computed
@@ -60,6 +83,7 @@ struct Kernel<R, T, const STATES: usize> {
     rule: R,
     format: Format,
     lists: Vec<TensorList>,
+    on_host: OnHost<R, STATES>,
     compute: PhantomData<T>,
 }
 
@@ -76,8 +100,17 @@ impl<R: NormedRule<STATES>, T: Compute, const STATES: usize> Kernel<R, T, STATES
     /// Bytes of a group's step scalars.
     const STEP_SCALAR_BYTES: usize = Self::STEP_SCALARS_AT + R::StepScalars::<T>::LEN_BYTES;
 
-    fn new(rule: R, format: Format) -> Self {
-        Self { rule, format, lists: format.lists(&R::STATE), compute: PhantomData }
+    fn boxed(rule: R, format: Format, on_host: OnHost<R, STATES>) -> Box<dyn MultiTensorKernel> {
+        let lists = format.lists(&R::STATE);
+        Box::new(Self { rule, format, lists, on_host, compute: PhantomData })
+    }
+
+    /// The update of a call whose scalars this kernel wrote.
+    fn update(call: HostCall<'_>) -> ByNormedEquation<R, T, STATES> {
+        ByNormedEquation {
+            scalars: R::Scalars::read(&call.scalars[Self::SCALARS_AT..]),
+            rule: PhantomData,
+        }
     }
 
     /// The bytes of a group's step scalars, as this kernel wrote them, and of the key behind them.
@@ -143,11 +176,7 @@ where
     }
 
     fn run_host(&self, run: HostRun<'_, '_>) {
-        let update = ByNormedEquation::<R, T, STATES> {
-            scalars: R::Scalars::read(&run.call.scalars[Self::SCALARS_AT..]),
-            rule: PhantomData,
-        };
-        run_format::<T, _, STATES>(&update, self.format, run);
+        (self.on_host.run)(self.format, run);
     }
 
     fn normed(&self) -> Option<&dyn NormedKernel> {
@@ -172,7 +201,7 @@ where
         lists: [&[u8]; MAX_LISTS],
         wanted: [bool; MAX_SUMS],
     ) -> [f64; MAX_SUMS] {
-        R::Norms::chunk_sums::<T>(SummedChunk {
+        (self.on_host.sums)(SummedChunk {
             call,
             format: self.format,
             scalars: &call.scalars[Self::SCALARS_AT..],

@@ -5,7 +5,7 @@ use fusestep_launch::{
     Precision, RuleError, UpdateRule,
 };
 use fusestep_simd::{Level, Pool, Split};
-use fusestep_tensor::Trust;
+use fusestep_tensor::{DType, Trust};
 
 use crate::{Compute, Tensor, step_tensor};
 
@@ -35,6 +35,19 @@ pub struct OwnHyper {
 impl Default for OwnHyper {
     fn default() -> Self {
         Self { lr_scale: 1.0, weight_decay: None, trust: None }
+    }
+}
+
+impl OwnHyper {
+    /// Whether the values of tensor `tensor` are finite and at least 0.
+    pub(crate) fn check(&self, tensor: usize) -> Result<(), StepError> {
+        let values = [("lr_scale", Some(self.lr_scale)), ("weight_decay", self.weight_decay)];
+        for (what, value) in values {
+            if let Some(found) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
+                return Err(StepError::OwnHyper { what, tensor, found });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -143,30 +156,13 @@ pub fn step_normed_slices<T: Compute, const N: usize>(
     let prepared = Prepared::new::<T>(rule, step)?;
     prepared.check(tensors.iter().map(|(tensor, _)| tensor))?;
     for (tensor, (_, own)) in tensors.iter().enumerate() {
-        let values = [("lr_scale", Some(own.lr_scale)), ("weight_decay", own.weight_decay)];
-        for (what, value) in values {
-            if let Some(found) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
-                return Err(StepError::OwnHyper { what, tensor, found });
-            }
-        }
+        own.check(tensor)?;
     }
     let mut skipped = Vec::new();
     for (index, (tensor, own)) in tensors.into_iter().enumerate() {
         let step_scalars = prepared.step_scalars(own);
-        let tensor = Tensor {
-            kernel: prepared.kernel.as_ref(),
-            call: prepared.call(&step_scalars),
-            group: 0,
-            numel: tensor.param.len(),
-            parameter: 0,
-            first_element: 0,
-            lists: tensor.into_lists(),
-            // The caller may write its parameters between two calls.
-            cached: None,
-            grad_sum: None,
-            sums: None,
-            update_sums: None,
-        };
+        let numel = tensor.param.len();
+        let tensor = prepared.tensor(&step_scalars, numel, tensor.into_lists());
         if step_tensor(tensor, pool) == Outcome::Skip {
             skipped.push(index);
         }
@@ -175,7 +171,7 @@ pub fn step_normed_slices<T: Compute, const N: usize>(
 }
 
 /// A rule's kernel for one step on slices.
-struct Prepared {
+pub(crate) struct Prepared {
     kernel: Box<dyn MultiTensorKernel>,
     scalars: Vec<u8>,
     lr: f64,
@@ -185,7 +181,17 @@ struct Prepared {
 
 impl Prepared {
     fn new<T: Compute>(rule: &dyn UpdateRule, step: u64) -> Result<Self, StepError> {
-        let kernel = rule.kernel(T::DTYPE, Precision::default())?;
+        Self::of(rule, step, T::DTYPE, Precision::default())
+    }
+
+    /// The kernel for parameters of a type that are kept with a precision.
+    pub(crate) fn of(
+        rule: &dyn UpdateRule,
+        step: u64,
+        dtype: DType,
+        precision: Precision,
+    ) -> Result<Self, StepError> {
+        let kernel = rule.kernel(dtype, precision)?;
         if step == 0 {
             return Err(StepError::StepZero);
         }
@@ -220,7 +226,7 @@ impl Prepared {
     }
 
     /// The step scalars of a tensor.
-    fn step_scalars(&self, own: OwnHyper) -> Vec<u8> {
+    pub(crate) fn step_scalars(&self, own: OwnHyper) -> Vec<u8> {
         let mut step_scalars = vec![0; self.kernel.argument_layout().step_scalar_bytes];
         let values = GroupValues {
             lr: self.lr,
@@ -231,6 +237,29 @@ impl Prepared {
         };
         self.kernel.write_step_scalars(values, &mut step_scalars);
         step_scalars
+    }
+
+    /// A tensor of these lists.
+    pub(crate) fn tensor<'a>(
+        &'a self,
+        step_scalars: &'a [u8],
+        numel: usize,
+        lists: [HostList<'a>; MAX_LISTS],
+    ) -> Tensor<'a> {
+        Tensor {
+            kernel: self.kernel.as_ref(),
+            call: self.call(step_scalars),
+            group: 0,
+            numel,
+            parameter: 0,
+            first_element: 0,
+            lists,
+            // The caller may write its parameters between two calls.
+            cached: None,
+            grad_sum: None,
+            sums: None,
+            update_sums: None,
+        }
     }
 
     fn call<'a>(&'a self, step_scalars: &'a [u8]) -> HostCall<'a> {

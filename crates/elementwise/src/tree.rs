@@ -17,7 +17,7 @@ use crate::rounding::Rounding;
 const BLOCK: usize = 16;
 
 /// The values of a leaf that are to be squared.
-type Leaf<C, const SUMS: usize> = [[C; LEAF]; SUMS];
+pub(crate) type Leaf<C, const SUMS: usize> = [[C; LEAF]; SUMS];
 
 const _: () = assert!(NORM_CHUNK_ELEMENTS == CHUNK_ELEMENTS as usize);
 
@@ -107,14 +107,14 @@ impl<T, const N: usize, const SUMS: usize> Sums<'_, T, N, SUMS> {
 }
 
 /// The elements of a chunk in each list.
-struct Chunk<'a, C: Compute, K: ParamStorage<C>, G, S, const N: usize> {
-    param: &'a [K::Param],
-    grad: &'a [G],
-    state: [&'a [S]; N],
+pub(crate) struct Chunk<'a, C: Compute, K: ParamStorage<C>, G, S, const N: usize> {
+    pub(crate) param: &'a [K::Param],
+    pub(crate) grad: &'a [G],
+    pub(crate) state: [&'a [S]; N],
     /// Empty if there is no such list.
-    master: &'a [K::Master],
+    pub(crate) master: &'a [K::Master],
     /// Distance in elements from the elements under way to those that are asked for.
-    ahead: usize,
+    pub(crate) ahead: usize,
 }
 
 impl<C, K, G, S, const N: usize> Chunk<'_, C, K, G, S, N>
@@ -155,7 +155,7 @@ where
     /// and kept in `values`, which fits the nearest cache. Then they are summed in an order that
     /// keeps running sums in registers.
     #[inline(always)]
-    fn leaf_sums<T, const SUMS: usize>(
+    pub(crate) fn leaf_sums<T, const SUMS: usize>(
         &self,
         terms: &T,
         elements: Range<usize>,

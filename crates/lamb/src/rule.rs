@@ -1,5 +1,6 @@
 //! The rule of LAMB: settings, scalars, the trust ratio, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{
     Compute, Directed, NormedEquation, ParamAndDirection, integer_power, normed_rule,
 };
@@ -38,6 +39,7 @@ impl NormedEquation<2> for Lamb {
     type RateStepScalars = [f64; 0];
     type StepScalars<T: Compute> = [T; 3];
     type TensorScalars<T: Compute> = [T; 4];
+    const CODINGS: [Coding; 2] = [Coding::Signed, Coding::Root];
 
     fn rate_scalars(&self) -> [f64; 0] {
         []

@@ -1,5 +1,6 @@
 //! The rule of LARS: settings, scalars, the local rate, and the update of one element.
 
+use fusestep_elementwise::coded::Coding;
 use fusestep_elementwise::{Compute, NormedEquation, ParamAndGradient, normed_rule};
 use fusestep_launch::{Domain, Excluded, GroupValues, settings};
 
@@ -39,6 +40,7 @@ impl NormedEquation<1> for Lars {
     type RateStepScalars = [f64; 1];
     type StepScalars<T: Compute> = [T; 0];
     type TensorScalars<T: Compute> = [T; 2];
+    const CODINGS: [Coding; 1] = [Coding::Signed];
 
     fn rate_scalars(&self) -> [f64; 3] {
         [self.trust_coefficient, self.eps, self.rescale]

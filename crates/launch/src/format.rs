@@ -108,9 +108,6 @@ impl Format {
         if format.is_coded() && format.is_stochastic() {
             return Err(refuse("rounding", "nearest with state in int8", "stochastic"));
         }
-        if format.is_coded() && format.has_wide_gradients() {
-            return Err(refuse("gradients", "bf16 with state in int8", "f32"));
-        }
         if format.is_stochastic() && !format.narrows_to_bf16() {
             let expected =
                 "nearest, unless bf16 state or bf16 without master weights is to be rounded";
@@ -149,9 +146,11 @@ impl Format {
 
     /// The format of a parameter that is kept as gradients are here.
     pub fn of_gradients(&self) -> Self {
-        let layout = match self.grad() {
-            grad if grad == self.param => self.layout,
-            _ => Layout::F32,
+        let layout = match (self.grad(), self.layout) {
+            (grad, _) if grad != self.param => Layout::F32,
+            (DType::F32, Layout::F32State8) => Layout::F32,
+            (DType::BF16, _) if self.is_coded() => Layout::Bf16,
+            (_, own) => own,
         };
         Self { layout, param: self.grad(), precision: self.precision }
     }

@@ -36,25 +36,29 @@ pub fn decode(
 ) -> Result<(), CodedError> {
     check("codes", values.len(), codes.len())?;
     check("units", units_of(values.len()), units.len())?;
-    let groups = values.chunks_mut(GROUP).zip(codes.chunks(GROUP)).zip(units);
     Level::detect().run(
         #[inline(always)]
-        || {
-            for ((values, codes), &unit) in groups {
-                for (value, &code) in values.iter_mut().zip(codes) {
-                    *value = match coding {
-                        Coding::Signed => fusestep_simd::decode_signed(code) * unit,
-                        Coding::Root => {
-                            let root = fusestep_simd::decode_positive(code) * unit;
-                            root * root
-                        }
-                        Coding::Positive => fusestep_simd::decode_positive(code) * unit,
-                    };
-                }
-            }
-        },
+        || decode_groups(coding, codes, units, values),
     );
     Ok(())
+}
+
+/// [`decode`] of lists whose lengths go together, as part of a loop that is compiled for a level.
+#[inline(always)]
+pub(super) fn decode_groups(coding: Coding, codes: &[u8], units: &[f32], values: &mut [f32]) {
+    let groups = values.chunks_mut(GROUP).zip(codes.chunks(GROUP)).zip(units);
+    for ((values, codes), &unit) in groups {
+        for (value, &code) in values.iter_mut().zip(codes) {
+            *value = match coding {
+                Coding::Signed => fusestep_simd::decode_signed(code) * unit,
+                Coding::Root => {
+                    let root = fusestep_simd::decode_positive(code) * unit;
+                    root * root
+                }
+                Coding::Positive => fusestep_simd::decode_positive(code) * unit,
+            };
+        }
+    }
 }
 
 /// Writes codes and units of values. Reading them again and writing what was read moves a unit by a

@@ -1,16 +1,16 @@
 //! Updates over coded state of all tensors of a host call.
 
-use bytemuck::cast_slice;
-use fusestep_launch::{Format, HostList, HostRun, KEY_BYTES, Layout, MAX_LISTS};
-use half::bf16;
+use bytemuck::{Pod, cast_slice};
+use fusestep_launch::{Format, HostList, HostRun, KEY_BYTES, MAX_LISTS};
 
 use super::coding::{Dither, GROUP, units_of};
+use super::groups::Grads;
 use super::run::{Shared, run_tensor};
-use super::storage::GroupStorage;
+use super::storage::{CodedVisitor, GroupStorage, visit_coded};
 use super::tensor::CodedState;
 use crate::across::Around;
 use crate::compute::Compute;
-use crate::param_storage::{Plain, WithMaster, WithRemainder, WithRemainder8, master};
+use crate::param_storage::master;
 use crate::parts::{outside, part_mut};
 use crate::{Update, read_values};
 
@@ -25,25 +25,44 @@ pub(crate) fn run_coded<U: Update<f32, N>, const N: usize>(
     format: Format,
     run: HostRun<'_, '_>,
 ) {
-    match format.layout() {
-        Layout::F32State8 => run_over::<Plain<f32>, U, N>(update, run),
-        Layout::Bf16State8 => run_over::<Plain<bf16>, U, N>(update, run),
-        Layout::Bf16MasterState8 => run_over::<WithMaster<bf16>, U, N>(update, run),
-        Layout::Bf16RemainderState8 => run_over::<WithRemainder, U, N>(update, run),
-        Layout::Bf16Remainder8State8 => run_over::<WithRemainder8, U, N>(update, run),
-        other => panic!("expected a format with state in codes, found {other:?}"),
+    let has_wide_gradients = format.has_wide_gradients();
+    visit_coded(format, OverHost::<U, N> { update, run, has_wide_gradients });
+}
+
+/// A call before its format is known to the compiler.
+struct OverHost<'a, 'b, U, const N: usize> {
+    update: U,
+    run: HostRun<'a, 'b>,
+    has_wide_gradients: bool,
+}
+
+impl<U: Update<f32, N>, const N: usize> CodedVisitor for OverHost<'_, '_, U, N> {
+    type Output = ();
+
+    fn visit<K: GroupStorage>(self) {
+        // Beside parameters of f32 both are one type.
+        if self.has_wide_gradients && !K::IS_VALUE {
+            run_over::<K, f32, U, N>(self.update, self.run, |list| Grads::Wide(list));
+        } else {
+            run_over::<K, K::Param, U, N>(self.update, self.run, |list| Grads::Own(list));
+        }
     }
 }
 
-fn run_over<K, U, const N: usize>(update: U, run: HostRun<'_, '_>)
-where
+/// The update over gradients of `G`, which `grads` names for the loop.
+fn run_over<K, G, U, const N: usize>(
+    update: U,
+    run: HostRun<'_, '_>,
+    grads: fn(&[G]) -> Grads<'_, K::Param>,
+) where
     K: GroupStorage,
+    G: Pod,
     U: Update<f32, N>,
 {
     let call = run.call;
     let mut lists = run.lists.iter_mut();
     let param = HostList::take_mut::<K::Param>(&mut lists);
-    let mut around = Around::<f32, K, K::Param>::of(call, lists.next(), run.across);
+    let mut around = Around::<f32, K, G>::of(call, lists.next(), run.across);
     let mut codes: [&mut [u8]; N] = std::array::from_fn(|_| HostList::take_mut(&mut lists));
     let mut units: [&mut [f32]; N] = std::array::from_fn(|_| HostList::take_mut(&mut lists));
     let mut none = Vec::new();
@@ -64,7 +83,7 @@ where
             let elements = own.start..own.start + own.numel;
             let param = part_mut(param, &elements);
             let master = part_mut(master, &elements);
-            let grad = around.before(elements.clone(), param, master);
+            let grad = grads(around.before(elements.clone(), param, master));
             let state = parts(&mut codes, &mut units, &elements);
             run_tensor::<K, U, N>(call.level, shared, param, master, grad, state);
             if !around.is_alone {

@@ -10,11 +10,10 @@ use bytemuck::Pod;
 use fusestep_simd::{Codec, CodedWork, Level, prefetch_ahead};
 
 use super::coding::{Coding, Dither, GROUP};
-use super::groups::{Groups, Padded};
+use super::groups::{Grads, Groups, Padded};
 use super::storage::GroupStorage;
 use super::tensor::{CodedState, unzip};
 use crate::Update;
-use crate::compute::Storage;
 use crate::parts::outside;
 
 /// Elements between a group and the lines that are asked for.
@@ -47,7 +46,7 @@ pub(super) fn run_tensor<K, U, const N: usize>(
     shared: Shared<'_, U, N>,
     param: &mut [K::Param],
     master: &mut [K::Master],
-    grad: &[K::Param],
+    grad: Grads<'_, K::Param>,
     state: [CodedState<'_>; N],
 ) where
     K: GroupStorage,
@@ -166,6 +165,7 @@ impl<K: GroupStorage, const N: usize> Groups<'_, K, N> {
         let codes: [[u8; GROUP]; N] = std::array::from_fn(|list| *at(self.codes[list], group));
         let units: [f32; N] = std::array::from_fn(|list| *at(self.units[list], group));
         let mut params = self.widen(codec, group);
+        let all_grads = self.grads(group, shared.grad_factor);
         let mut signed = [[0.0; GROUP]; N];
         for list in 0..N {
             if codings[list] == Coding::Signed {
@@ -175,12 +175,8 @@ impl<K: GroupStorage, const N: usize> Groups<'_, K, N> {
         for first in (0..GROUP).step_by(BLOCK) {
             // One loop for each list, each on arrays of one width.
             let mut values = block(&params, first);
-            let grad: [K::Param; BLOCK] = block(at(self.grad, group), first);
-            let mut grads = [0.0; BLOCK];
+            let grads = block(&all_grads, first);
             let mut states = [[0.0; BLOCK]; N];
-            for lane in 0..BLOCK {
-                grads[lane] = grad[lane].widen() * shared.grad_factor;
-            }
             for (list, values) in states.iter_mut().enumerate() {
                 for (lane, value) in values.iter_mut().enumerate() {
                     let at = first + lane;
@@ -250,13 +246,13 @@ impl<K: GroupStorage, const N: usize> Groups<'_, K, N> {
     #[inline(always)]
     fn prefetch(&self, group: usize) {
         let ahead = group * GROUP + AHEAD;
-        prefetch_group(self.param, ahead);
-        prefetch_group(self.grad, ahead);
+        prefetch_group(self.param.as_flattened(), ahead);
+        self.grad.prefetch(ahead);
         // A line of bytes has two groups.
         if group.is_multiple_of(2) {
-            prefetch_group(self.master, ahead);
+            prefetch_group(self.master.as_flattened(), ahead);
             for codes in &self.codes {
-                prefetch_group(codes, ahead);
+                prefetch_group(codes.as_flattened(), ahead);
             }
         }
     }
@@ -264,12 +260,12 @@ impl<K: GroupStorage, const N: usize> Groups<'_, K, N> {
 
 /// Asks for the lines of the group that begins with an element.
 #[inline(always)]
-fn prefetch_group<T>(list: &[[T; GROUP]], element: usize) {
+pub(super) fn prefetch_group<T>(list: &[T], element: usize) {
     let bytes = GROUP * size_of::<T>();
     let mut line = 0;
     while line * LINE_BYTES < bytes {
         // Not reached for elements without bytes, which divide by 0.
-        prefetch_ahead(list.as_flattened(), element + line * LINE_BYTES / size_of::<T>());
+        prefetch_ahead(list, element + line * LINE_BYTES / size_of::<T>());
         line += 1;
     }
 }

@@ -6,6 +6,7 @@ use fusestep_tensor::DType;
 use half::bf16;
 
 use super::coding::{Dither, GROUP};
+use super::groups::Grads;
 use super::run::{Shared, run_tensor};
 use super::tensor::{CodedState, CodedTensor, ParamSlices};
 use crate::param_storage::{Plain, WithRemainder8};
@@ -127,14 +128,33 @@ impl<U: Update<f32, N>, const N: usize> Split for Work<'_, U, N> {
             let mut none = vec![(); param.numel()];
             match param {
                 ParamSlices::F32 { param, grad } => {
-                    run_tensor::<Plain<f32>, U, N>(level, shared, param, &mut none, grad, state);
+                    run_tensor::<Plain<f32>, U, N>(
+                        level,
+                        shared,
+                        param,
+                        &mut none,
+                        Grads::Own(grad),
+                        state,
+                    );
                 }
                 ParamSlices::Bf16 { param, grad } => {
-                    run_tensor::<Plain<bf16>, U, N>(level, shared, param, &mut none, grad, state);
+                    run_tensor::<Plain<bf16>, U, N>(
+                        level,
+                        shared,
+                        param,
+                        &mut none,
+                        Grads::Own(grad),
+                        state,
+                    );
                 }
                 ParamSlices::Bf16Remainder8 { param, remainder, grad } => {
                     run_tensor::<WithRemainder8, U, N>(
-                        level, shared, param, remainder, grad, state,
+                        level,
+                        shared,
+                        param,
+                        remainder,
+                        Grads::Own(grad),
+                        state,
                     );
                 }
             }

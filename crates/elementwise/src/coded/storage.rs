@@ -1,6 +1,7 @@
 //! Parameters of whole groups, as values and back.
 
 use bytemuck::{cast_mut, cast_ref};
+use fusestep_launch::{Format, Layout};
 use fusestep_simd::{Codec, join_bf16, split_bf16, widen_bf16};
 use half::bf16;
 
@@ -8,8 +9,32 @@ use super::coding::GROUP;
 use crate::compute::ParamStorage;
 use crate::param_storage::{Plain, WithMaster, WithRemainder, WithRemainder8};
 
+/// Code that is compiled for every way to keep parameters beside coded state.
+pub(crate) trait CodedVisitor {
+    /// The result of the code.
+    type Output;
+
+    /// Runs for parameters kept as `K`.
+    fn visit<K: GroupStorage>(self) -> Self::Output;
+}
+
+/// Runs a visitor for a format with state in codes.
+///
+/// # Panics
+/// If the format has no codes.
+pub(crate) fn visit_coded<V: CodedVisitor>(format: Format, visitor: V) -> V::Output {
+    match format.layout() {
+        Layout::F32State8 => visitor.visit::<Plain<f32>>(),
+        Layout::Bf16State8 => visitor.visit::<Plain<bf16>>(),
+        Layout::Bf16MasterState8 => visitor.visit::<WithMaster<bf16>>(),
+        Layout::Bf16RemainderState8 => visitor.visit::<WithRemainder>(),
+        Layout::Bf16Remainder8State8 => visitor.visit::<WithRemainder8>(),
+        other => panic!("expected a format with state in codes, found {other:?}"),
+    }
+}
+
 /// A way to keep parameters beside coded state, a group at a time.
-pub(super) trait GroupStorage: ParamStorage<f32> {
+pub(crate) trait GroupStorage: ParamStorage<f32> {
     /// Values of parameters.
     fn widen_group<C: Codec>(
         codec: C,

@@ -1,5 +1,7 @@
 //! The slices of one parameter whose state is coded.
 
+use bytemuck::{cast_slice, cast_slice_mut};
+use fusestep_launch::{HostList, MAX_LISTS};
 use half::bf16;
 
 use super::coding::{GROUP, units_of};
@@ -148,6 +150,31 @@ impl<'a, const N: usize> CodedTensor<'a, N> {
         let (param, param_rest) = self.param.split_at(middle);
         let (state, rest) = unzip(self.state.map(|list| list.split_at(middle)));
         (Self { param, state }, Self { param: param_rest, state: rest })
+    }
+
+    /// The lists as a kernel of a format with `N` roles of state declares them.
+    pub(super) fn into_lists(self) -> [HostList<'a>; MAX_LISTS] {
+        let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
+        for (at, state) in self.state.into_iter().enumerate() {
+            lists[2 + at] = HostList::ReadWrite(state.codes);
+            lists[2 + N + at] = HostList::ReadWrite(cast_slice_mut(state.units));
+        }
+        match self.param {
+            ParamSlices::F32 { param, grad } => {
+                lists[0] = HostList::ReadWrite(cast_slice_mut(param));
+                lists[1] = HostList::Read(cast_slice(grad));
+            }
+            ParamSlices::Bf16 { param, grad } => {
+                lists[0] = HostList::ReadWrite(cast_slice_mut(param));
+                lists[1] = HostList::Read(cast_slice(grad));
+            }
+            ParamSlices::Bf16Remainder8 { param, remainder, grad } => {
+                lists[0] = HostList::ReadWrite(cast_slice_mut(param));
+                lists[1] = HostList::Read(cast_slice(grad));
+                lists[2 + 2 * N] = HostList::ReadWrite(cast_slice_mut(remainder));
+            }
+        }
+        lists
     }
 
     /// Whether every list is as long as its parameter; `index` and `names` are for the error.

@@ -3,6 +3,7 @@
 use fusestep_simd::{Level, join_bf16_24, split_bf16_24};
 use half::bf16;
 
+use super::groups::Grads;
 use super::run::{Shared, run_tensor};
 use super::storage::GroupStorage;
 use super::{CodedState, Coding, Dither, GROUP, decode, encode, reference, units_of};
@@ -64,7 +65,7 @@ impl<K: GroupStorage> Lists<K> {
             shared,
             &mut self.param,
             &mut self.master,
-            &self.grad,
+            Grads::Own(&self.grad),
             state,
         );
     }

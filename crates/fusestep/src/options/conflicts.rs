@@ -23,10 +23,6 @@ pub(super) const KEPT: &[Conflict] =
 pub(super) const ROUNDED: &[Conflict] =
     &[int8("codes are dithered, and parameters beside them are rounded to nearest")];
 
-/// Conflicts of gradients that are added in f32.
-pub(super) const WIDE_GRADIENTS: &[Conflict] =
-    &[int8("updates of state in codes read gradients in the parameter's type")];
-
 /// Conflicts of averaged state.
 pub(super) const AVERAGED_STATE: &[Conflict] =
     &[int8("means of codes are no codes of means; average parameters alone")];

@@ -10,9 +10,7 @@ use fusestep_simd::MAX_THREADS;
 use fusestep_tensor::Trust;
 
 use super::OptionError;
-use super::conflicts::{
-    AVERAGED_STATE, GROUPS, ROUNDED_BY_RANK, SENDS_NONE, SLICES, WIDE_GRADIENTS, sent_as,
-};
+use super::conflicts::{AVERAGED_STATE, GROUPS, ROUNDED_BY_RANK, SENDS_NONE, SLICES, sent_as};
 use super::of_params::{OfParams, OwnRule, PrecisionOf};
 use super::of_precision::of_precision;
 use super::row::{About, Conflict, Field, ListField, Rows, Section, Visit};
@@ -367,11 +365,7 @@ fn of_micro_steps(rows: &mut Rows<'_>, of: MicroSteps<'_>) -> Result<(), OptionE
     let says = "Type in which gradients are added up and travel between ranks.";
     // Sums of 16-bit gradients are f32 on one rank, too, where nothing travels.
     let is_sent_narrower = of.reduce_dtype.wire().is_some();
-    let about = if is_sent_narrower {
-        About::of_ranks(says)
-    } else {
-        About::from(says).conflicts(WIDE_GRADIENTS)
-    };
+    let about = if is_sent_narrower { About::of_ranks(says) } else { About::from(says) };
     rows.choice("reduce_dtype", of.reduce_dtype, about)
 }
 

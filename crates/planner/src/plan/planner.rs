@@ -4,7 +4,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use fusestep_launch::{LaunchLimits, Precision, StateDType, TensorList};
+use fusestep_launch::{LaunchLimits, Precision, TensorList};
 use fusestep_schedule::Schedule;
 use fusestep_tensor::{
     DType, ParamDesc, Quoted, check_total_numel, check_unique_names, counted_are,
@@ -295,12 +295,10 @@ impl Planner {
     fn naive_plan(&self, params: &[ParamDesc], topology: Topology) -> Result<Plan> {
         let (rules, rule_of) = self.rules(params)?;
         let mut precisions = self.precisions.clone();
-        if self.reduce_dtype == ReduceDType::F32 {
-            precisions.widen_gradients(|_| true);
-        } else if self.passes.iter().any(|pass| matches!(pass, Pass::Lanes(_))) {
-            // Sums of lanes are f32 as it is, so that rounding them would only lose bits. Loops
-            // over codes read gradients in the parameter's type.
-            precisions.widen_gradients(|precision| precision.state != StateDType::Int8);
+        // Sums of lanes are f32 as it is, so that rounding them would only lose bits.
+        let has_lanes = self.passes.iter().any(|pass| matches!(pass, Pass::Lanes(_)));
+        if has_lanes || self.reduce_dtype == ReduceDType::F32 {
+            precisions.widen_gradients();
         }
         let mut plan = Plan {
             params: Arc::from(params),

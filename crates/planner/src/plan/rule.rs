@@ -299,13 +299,11 @@ impl Precisions {
         self.exceptions.push((dtype, precision));
     }
 
-    /// Keeps gradients of 16-bit parameters in f32 where this is so of their precision.
-    pub(crate) fn widen_gradients(&mut self, is_wide: impl Fn(Precision) -> bool) {
+    /// Keeps gradients of 16-bit parameters in f32.
+    pub(crate) fn widen_gradients(&mut self) {
         for dtype in [DType::F16, DType::BF16] {
             let precision = self.of(dtype);
-            if is_wide(precision) {
-                self.set(dtype, Precision { grad: GradDType::Compute, ..precision });
-            }
+            self.set(dtype, Precision { grad: GradDType::Compute, ..precision });
         }
     }
 
