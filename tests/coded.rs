@@ -9,11 +9,13 @@ use fusestep_fused_adam::{Adam, AdamTensors, CodedAdamTensors, SecondMoment, Wei
 use fusestep_fused_sgd::{CodedSgdTensors, Nesterov, Sgd, SgdTensors};
 use fusestep_lamb::{CodedLambTensors, Lamb, LambTensors};
 use fusestep_lars_momentum::{CodedLarsTensors, Lars, LarsTensors};
+use fusestep_launch::{Precision, StateDType};
 use fusestep_lion::{CodedLionTensors, Lion, LionTensors};
 use fusestep_nadam::{CodedNAdamTensors, NAdam, NAdamTensors};
 use fusestep_planner::Optimizer;
 use fusestep_rmsprop::{Centering, CodedRmsPropTensors, RmsProp, RmsPropTensors};
 use fusestep_simd::{Pool, join_bf16_24, split_bf16_24};
+use fusestep_tensor::DType;
 use half::bf16;
 
 #[path = "coded/golden.rs"]
@@ -300,6 +302,17 @@ fn draw(seed: usize) -> f32 {
 fn grads(numel: usize, step: u64) -> Vec<f32> {
     let of = |at: usize| draw(at * 64 + step as usize) * 10f32.powf(4.0 * draw(at) - 2.0);
     (0..numel).map(|at| if (at + step as usize).is_multiple_of(8) { 0.0 } else { of(at) }).collect()
+}
+
+#[test]
+fn a_list_has_one_coding_in_all_rules() {
+    let int8 = Precision { state: StateDType::Int8, ..Precision::default() };
+    for Rule { name, optimizer, codings, .. } in rules() {
+        let kernel = optimizer.rule().kernel(DType::F32, int8).unwrap();
+        let coded = kernel.lists().iter().filter(|list| list.dtype == DType::U8);
+        let found: Vec<Coding> = coded.map(|list| Coding::of(list.role).unwrap()).collect();
+        assert_eq!(found, codings, "{name}");
+    }
 }
 
 #[test]

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use fusestep_checkpoint::{load, load_state, save, save_state};
+use fusestep_checkpoint::{KeptState, Manifest, convert, load, load_state, save, save_state};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
+use fusestep_elementwise::coded::{Coding, decode};
 use fusestep_launch::{Master, Precision, StateDType};
 use fusestep_planner::{
     Averaged, Comms, Distributed, FuseReduceIntoUpdate, LocalSgd, Ownership, PlanError, Planner,
@@ -240,6 +241,50 @@ fn runs_saved_on_4_ranks_go_on_exactly_on_others() {
             assert!(resumed == part(&other, whole.path(), 0, 4), "{world} {zero:?}");
         }
     }
+}
+
+/// Values of a state's list of a parameter, read from its codes if it has some.
+fn values_of(folder: &Path, name: &str, role: Role) -> Vec<f32> {
+    let (manifest, tensors) = Manifest::read_whole(folder).unwrap();
+    let key = format!("{name}@{role}");
+    let of_f32 = |key: &str| bytemuck::pod_collect_to_vec::<u8, f32>(&tensors[key]);
+    match manifest.tensors[&key].dtype {
+        DType::U8 => {
+            let units = of_f32(&format!("{name}@{}", role.units().unwrap()));
+            let mut values = vec![0.0; tensors[&key].len()];
+            decode(Coding::of(role).unwrap(), &tensors[&key], &units, &mut values).unwrap();
+            values
+        }
+        _ => of_f32(&key),
+    }
+}
+
+#[test]
+fn checkpoints_are_converted_to_other_types_of_state_and_back() {
+    let base = Case { world: 2, zero: ZeroStage::One, ..case() };
+    let [coded, wide, again] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    part(&base, coded.path(), 0, 2);
+    let converted = |from: &tempfile::TempDir, to: &tempfile::TempDir, dtype| {
+        let state = KeptState { dtype, keep_f32: &[] };
+        convert(from.path(), to.path(), state).unwrap()
+    };
+    let manifest = converted(&coded, &wide, StateDType::Compute);
+    converted(&wide, &again, StateDType::Int8);
+    let names: Vec<String> = base.params().into_iter().map(|param| param.name).collect();
+    for (name, numel) in names.iter().zip(NUMELS) {
+        for role in [Role::Moment1, Role::Moment2] {
+            let key = format!("{name}@{role}");
+            assert_eq!(manifest.tensors[&key].dtype, DType::F32, "{key}");
+            let read = values_of(coded.path(), name, role);
+            assert!(read == values_of(wide.path(), name, role), "{key} of {numel}");
+            let codes = |folder: &Path| Manifest::read_whole(folder).unwrap().1[&key].clone();
+            assert!(codes(coded.path()) == codes(again.path()), "{key} of {numel}");
+        }
+    }
+    // A run in f32 goes on with the one, and a run in int8 with the other.
+    let in_f32 = Case { state: StateDType::Compute, ..base.clone() };
+    part(&in_f32, wide.path(), 2, 4);
+    part(&base, again.path(), 2, 4);
 }
 
 #[test]

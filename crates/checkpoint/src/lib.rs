@@ -5,6 +5,7 @@ mod agree;
 mod begun;
 mod checkpoints;
 mod commits;
+mod converted;
 mod counts;
 mod fits;
 mod flight;
@@ -30,6 +31,7 @@ mod verified;
 mod writer;
 
 pub use checkpoints::{Checkpoints, Remembered};
+pub use converted::{KeptState, convert};
 pub use load::load;
 pub use manifest::{Manifest, ShardSpec, TensorSpec};
 pub use open_run::{OpenRun, OpenWindow};

@@ -19,12 +19,18 @@ use fusestep_tensor::Quoted;
 /// Key of a setting as it is now.
 const NOW: &str = "set.";
 
+/// Key of the precision of parameters, before their type.
+pub(crate) const PRECISION: &str = "set.precision.";
+
+/// Key of the names whose state stays in f32.
+pub(crate) const KEPT: &str = "set.keep_f32";
+
 /// Key of the policy of a loss scale. A fixed scale keeps itself, and none is 1: only policies that
 /// move it are compared.
 const SCALING: &str = "loss_scaling";
 
 /// Key that says that a file has all settings.
-const MARK: &str = "set";
+pub(crate) const MARK: &str = "set";
 const BUILT: &str = "built.";
 const NONE: &str = "none";
 

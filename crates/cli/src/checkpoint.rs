@@ -1,11 +1,13 @@
 //! `fusestep checkpoint`: the contents of a checkpoint, whether it is intact, and the same tensors
-//! in another number of files.
+//! in another number of files or another type of state.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
-use fusestep_checkpoint::{MAX_SHARDS, Manifest};
+use fusestep_checkpoint::{KeptState, MAX_SHARDS, Manifest, convert};
+use fusestep_launch::StateDType;
+use fusestep_planner::PlanError;
 use fusestep_tensor::{Quoted, counted};
 use serde::Serialize;
 
@@ -46,6 +48,26 @@ enum Action {
         #[arg(long)]
         average: bool,
     },
+    /// Write the same run with its optimizer state in another type, for one that keeps it so
+    Convert {
+        #[command(flatten)]
+        folder: FolderArgs,
+        /// Type of the state: f32, bf16 or int8
+        #[arg(long, value_name = "TYPE", value_parser = state_dtype)]
+        state_dtype: StateDType,
+        /// Part of the names of parameters whose state stays in f32, not int8; may be given again
+        #[arg(long, value_name = "SUBSTRING")]
+        keep_f32: Vec<String>,
+        /// An empty or new folder
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
+}
+
+fn state_dtype(text: &str) -> Result<StateDType, String> {
+    let all = [StateDType::Compute, StateDType::Bf16, StateDType::Int8];
+    let named = all.into_iter().find(|dtype| dtype.name() == text);
+    named.ok_or_else(|| "expected f32, bf16 or int8".to_owned())
 }
 
 #[derive(Debug, Args)]
@@ -106,29 +128,68 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
         }
         Action::Reshard { folder, world, out, average } => {
             let manifest = Manifest::read(&folder.folder)?;
-            require_beside("--out", out, "the checkpoint", &folder.folder)?;
-            let is_new = !out.exists();
-            make_folder("--out", out)?;
-            let named = || format!("--out {}", out.display());
-            ensure!(
-                std::fs::read_dir(out).with_context(named)?.next().is_none(),
-                "--out {}: expected an empty folder, found files; give another folder, or empty it",
-                out.display()
-            );
             let (from, count) = (&folder.folder, *world);
-            let written = if *average {
-                manifest.average(from, out, count)
-            } else {
-                manifest.reshard(from, out, count)
-            };
-            if written.is_err() && is_new {
-                // Other files that are in the folder by now stay; the reason that nothing was
-                // written counts.
-                let _ = std::fs::remove_dir(out);
-            }
+            let written = write_to(out, from, || {
+                if *average {
+                    manifest.average(from, out, count)
+                } else {
+                    manifest.reshard(from, out, count)
+                }
+            });
             inspect(folder, &written?)
         }
+        Action::Convert { folder, state_dtype, keep_f32, out } => {
+            let state = KeptState { dtype: *state_dtype, keep_f32 };
+            inspect(folder, &converted(&folder.folder, out, state)?)
+        }
     }
+}
+
+/// Writes a checkpoint to `--out` with its state in another type.
+fn converted(from: &Path, out: &Path, state: KeptState<'_>) -> anyhow::Result<Manifest> {
+    ensure!(
+        state.dtype == StateDType::Int8 || state.keep_f32.is_empty(),
+        "--keep-f32 without --state-dtype int8: expected state in int8, which the names are taken \
+         from, found {}; leave --keep-f32 out",
+        state.dtype.name()
+    );
+    let manifest = Manifest::read(from)?;
+    for part in state.keep_f32 {
+        let has = |name: &String| {
+            name.rsplit_once('@').is_some_and(|(param, _)| param.contains(part.as_str()))
+        };
+        ensure!(
+            manifest.tensors.keys().any(has),
+            "--keep-f32 {}: expected a part of the name of a parameter, found none with it in {}",
+            Quoted(part),
+            from.display()
+        );
+    }
+    write_to(out, from, || convert(from, out, state))
+}
+
+/// Writes a checkpoint to `--out`, an empty or new folder, which goes again if nothing was written.
+fn write_to(
+    out: &Path,
+    from: &Path,
+    write: impl FnOnce() -> Result<Manifest, PlanError>,
+) -> anyhow::Result<Manifest> {
+    require_beside("--out", out, "the checkpoint", from)?;
+    let is_new = !out.exists();
+    make_folder("--out", out)?;
+    let named = || format!("--out {}", out.display());
+    ensure!(
+        std::fs::read_dir(out).with_context(named)?.next().is_none(),
+        "--out {}: expected an empty folder, found files; give another folder, or empty it",
+        out.display()
+    );
+    let written = write();
+    if written.is_err() && is_new {
+        // Other files that are in the folder by now stay; the reason that nothing was written
+        // counts.
+        let _ = std::fs::remove_dir(out);
+    }
+    Ok(written?)
 }
 
 fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {

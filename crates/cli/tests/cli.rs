@@ -13,6 +13,8 @@ use serde_json::Value;
 mod checkpoints;
 #[path = "cli/config.rs"]
 mod config;
+#[path = "cli/converted.rs"]
+mod converted;
 #[path = "cli/counts.rs"]
 mod counts;
 #[path = "cli/effects.rs"]

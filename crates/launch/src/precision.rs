@@ -124,6 +124,34 @@ impl StateDType {
     }
 }
 
+impl Precision {
+    /// The precision that a text of [`Precision`]'s `Display` is of; `None` for any other text.
+    ///
+    /// ```
+    /// # use fusestep_launch::{Precision, StateDType};
+    /// let coded = Precision { state: StateDType::Int8, ..Precision::default() };
+    /// assert_eq!(Precision::from_text(&coded.to_string()), Some(coded));
+    /// assert_eq!(Precision::from_text("state int8"), None);
+    /// ```
+    pub fn from_text(text: &str) -> Option<Self> {
+        let seeds = text.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse().ok());
+        let stochastic = seeds.map(|seed| Rounding::Stochastic { seed });
+        let roundings: Vec<Rounding> = stochastic.chain([Rounding::Nearest]).collect();
+        let masters = [Master::None, Master::F32, Master::Remainder, Master::Remainder8];
+        let states = [StateDType::Compute, StateDType::Bf16, StateDType::Int8];
+        let all = masters.into_iter().flat_map(|master| {
+            let roundings = &roundings;
+            states.into_iter().flat_map(move |state| {
+                roundings.iter().flat_map(move |&rounding| {
+                    let with = move |grad| Self { master, state, rounding, grad };
+                    [GradDType::Param, GradDType::Compute].map(with)
+                })
+            })
+        });
+        all.into_iter().find(|precision| precision.to_string() == text)
+    }
+}
+
 impl fmt::Display for Precision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match self.state {

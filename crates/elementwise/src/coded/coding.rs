@@ -1,7 +1,7 @@
 //! Codings of state lists, their units, and the dither of a step.
 
 use fusestep_simd::{CODED_GROUP, factor_of};
-use fusestep_tensor::UNIT_ELEMENTS;
+use fusestep_tensor::{Role, UNIT_ELEMENTS};
 
 /// Elements of a tensor with one unit.
 pub const GROUP: usize = CODED_GROUP;
@@ -25,6 +25,16 @@ pub enum Coding {
 }
 
 impl Coding {
+    /// The coding of a list of state, which is one for all rules; `None` for lists that have none.
+    pub const fn of(role: Role) -> Option<Self> {
+        match role {
+            Role::Moment1 | Role::Velocity => Some(Coding::Signed),
+            Role::Moment2 | Role::MaxMoment2 | Role::Sum => Some(Coding::Root),
+            Role::MaxGrad => Some(Coding::Positive),
+            _ => None,
+        }
+    }
+
     /// The code that the largest value of a group gets, in steps of the smallest.
     pub(crate) const fn most(self) -> f32 {
         match self {
