@@ -10,7 +10,7 @@ use fusestep_tensor::DType;
 use half::{bf16, f16};
 
 use self::number::{Arithmetic, LANES, Number};
-use crate::ReduceOp;
+use crate::{Divisor, ReduceOp};
 
 /// Bytes of a rank that are asked for at a time. Memory gives consecutive lines of one rank faster
 /// than lines of several ranks in turns. Longer bursts keep each other waiting.
@@ -84,6 +84,57 @@ pub fn reduce_in_rank_order(
     }
 }
 
+/// The order in which sums of parts of a tree are added.
+#[derive(Clone, Copy, Debug)]
+pub struct TreeOrder<'a> {
+    /// The number that the sum of all is divided by.
+    pub divisor: Divisor,
+    /// Left neighbours that are added to each sum before the next one comes, the nearest first.
+    pub merges: &'a [usize],
+}
+
+/// Adds sums that ranks bring along one binary tree, some ranks more than one, and divides once.
+///
+/// ```text
+/// T(a, b) = T(a, m) + T(m, b)
+/// ```
+/// The sums come in the order of the tree's leaves, each as what one rank of `sums` contributes. The
+/// bits are those of [`ReduceOp::Tree`] where each rank brings one sum of as many leaves.
+///
+/// # Shapes
+/// As many sums as [`TreeOrder::merges`], which leave one sum at the end.
+/// # Panics
+/// If `dtype` is an integer, or a neighbour is added that is not there.
+/// # Cost
+/// As [`reduce_in_rank_order`].
+#[inline(never)]
+pub fn reduce_along_tree(
+    level: Level,
+    dtype: DType,
+    order: TreeOrder<'_>,
+    len_bytes: usize,
+    sums: &mut dyn Ranks,
+) {
+    match dtype {
+        DType::F32 => along_tree::<f32>(level, order, len_bytes, sums),
+        DType::F64 => along_tree::<f64>(level, order, len_bytes, sums),
+        DType::F16 => along_tree::<f16>(level, order, len_bytes, sums),
+        DType::BF16 => along_tree::<bf16>(level, order, len_bytes, sums),
+        other => panic!("expected floating-point sums, found {other}"),
+    }
+}
+
+fn along_tree<T: Number>(
+    level: Level,
+    TreeOrder { divisor, merges }: TreeOrder<'_>,
+    len_bytes: usize,
+    sums: &mut dyn Ranks,
+) {
+    assert_eq!(merges.len(), sums.world_size(), "an entry for each sum");
+    let ahead = ahead_of::<T>(sums);
+    tree::reduce::<T>(level, divisor, merges, len_bytes, sums, ahead);
+}
+
 /// [`reduce_in_rank_order`] of slices: `out ← reduce(inputs[0], inputs[1], …)`.
 ///
 /// # Panics
@@ -125,13 +176,19 @@ impl Ranks for Slices<'_> {
     }
 }
 
-fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
+/// Distance in bytes at which inputs are asked for; 0 asks for none.
+fn ahead_of<T: Number>(ranks: &dyn Ranks) -> usize {
     let in_all = ranks.share_bytes().saturating_mul(ranks.world_size());
     let asks = in_all > CACHED_BYTES && !fetches_by_itself(size_of::<T>());
-    let ahead = if asks { AHEAD_BYTES } else { 0 };
+    if asks { AHEAD_BYTES } else { 0 }
+}
+
+fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
+    let ahead = ahead_of::<T>(ranks);
     // Of up to three ranks the tree is their order.
     if let (ReduceOp::Tree(divisor), 4..) = (op, ranks.world_size()) {
-        return tree::reduce::<T>(level, divisor, len_bytes, ranks, ahead);
+        let merges = tree::merges(ranks.world_size());
+        return tree::reduce::<T>(level, divisor, &merges, len_bytes, ranks, ahead);
     }
     // The whole loop is compiled for the level: calls for parts of a line would take as long as the
     // whole line.

@@ -12,10 +12,12 @@
 
 use std::ops::Range;
 
-use fusestep_collective::{Divisor, Ranks, ReduceOp, reduce_in_rank_order};
+use fusestep_collective::{
+    Divisor, Ranks, ReduceOp, TreeOrder, reduce_along_tree, reduce_in_rank_order,
+};
 use fusestep_launch::{
     ACROSS_BYTES, AcrossRanks, BackendError, Batch, Gate, HostCall, HostList, HostRun, HostSpans,
-    Launch, MAX_LISTS, MultiTensorKernel, Places, Replicas, Stride,
+    Launch, MAX_LISTS, MultiTensorKernel, Places, Replicas, Stride, SumsOfRanks,
 };
 use fusestep_simd::{Level, Split, StreamingCopies, streaming};
 use fusestep_tensor::{DType, Role};
@@ -55,8 +57,8 @@ pub(crate) struct ReducedPieces<'a> {
     grad: usize,
     dtype: DType,
     /// The way in which the ranks' gradients become one.
-    how: ReduceOp,
-    /// Gradients of each rank, from `first` on.
+    how: SumsOfRanks<'a>,
+    /// Gradients of each rank, or each sum that ranks bring, from `first` on.
     grads: SmallVec<[&'a [u8]; INLINE_RANKS]>,
     /// Replicas of the other ranks for each list, `first..end`.
     others: [SmallVec<[&'a mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
@@ -122,10 +124,7 @@ impl<'a> ReducedPieces<'a> {
             strides,
             grad,
             dtype: kernel.lists()[grad].dtype,
-            how: match replicas.tree {
-                Some(divisor) => ReduceOp::Tree(Divisor::of(divisor)),
-                None => ReduceOp::Average,
-            },
+            how: replicas.sums,
             grads,
             others,
             is_streaming: len_bytes >= CACHED_BYTES,
@@ -207,7 +206,7 @@ impl Split for ReducedPieces<'_> {
 struct Across<'a, 'b> {
     level: Level,
     dtype: DType,
-    how: ReduceOp,
+    how: SumsOfRanks<'a>,
     grads: &'a [&'b [u8]],
     others: &'a mut [SmallVec<[&'b mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
     strides: [Stride; MAX_LISTS],
@@ -224,7 +223,17 @@ impl AcrossRanks for Across<'_, '_> {
         let len_bytes = averages.len();
         let mut block =
             Block { grads: self.grads, first: stride.len_bytes(elements.start), averages };
-        reduce_in_rank_order(self.level, self.dtype, self.how, len_bytes, &mut block);
+        let (level, dtype) = (self.level, self.dtype);
+        let mut in_rank_order =
+            |how| reduce_in_rank_order(level, dtype, how, len_bytes, &mut block);
+        match self.how {
+            SumsOfRanks::Average => in_rank_order(ReduceOp::Average),
+            SumsOfRanks::Tree(divisor) => in_rank_order(ReduceOp::Tree(Divisor::of(divisor))),
+            SumsOfRanks::Along { divisor, merges } => {
+                let order = TreeOrder { divisor: Divisor::of(divisor), merges };
+                reduce_along_tree(level, dtype, order, len_bytes, &mut block);
+            }
+        }
         block.averages
     }
 
@@ -286,7 +295,16 @@ fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), Bac
              pass; reduce first and update then"
         ));
     }
-    let ranks = replicas.grads.len();
+    let ranks = match (replicas.sums, replicas.lists.first()) {
+        (SumsOfRanks::Along { merges, .. }, Some(list)) => {
+            let sums = replicas.grads.len();
+            if merges.len() != sums {
+                return refuse(format!("expected {} sums of ranks, found {sums}", merges.len()));
+            }
+            list.ranks.len()
+        }
+        _ => replicas.grads.len(),
+    };
     let found = replicas.lists.iter().map(|list| list.ranks.len());
     let found = found.chain([ranks]).find(|&found| found != ranks);
     if found.is_some() || replicas.rank >= ranks {

@@ -16,7 +16,7 @@ use fusestep_collective::{
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
-    Batch, HostLaunches, Launches, ListBuffer, Precision, Record, Replicas, Replicated,
+    Batch, HostLaunches, Launches, ListBuffer, Precision, Record, Replicas, Replicated, SumsOfRanks,
 };
 use fusestep_tensor::{DType, Role};
 
@@ -82,7 +82,7 @@ impl Rank {
         let (backend, lists) = (&self.backend, &mut self.lists);
         comm.reduce_update(call, &mut |mut memory| {
             let replicas = Replicas {
-                tree: None,
+                sums: SumsOfRanks::Average,
                 rank: memory.rank,
                 first: firsts[0],
                 grads: &memory.grads,

@@ -14,7 +14,7 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{
     BackendError, ControlBlock, HostLaunches, Launches, ListBuffer, Master, Precision, Replicas,
-    Replicated, Rounding, UnitSums, UpdateRule, UpdateSums,
+    Replicated, Rounding, SumsOfRanks, UnitSums, UpdateRule, UpdateSums,
 };
 use fusestep_simd::Level;
 use fusestep_tensor::{DType, Role};
@@ -122,7 +122,7 @@ impl Case {
         };
         comm.reduce_update(call, &mut |mut memory| {
             let replicas = Replicas {
-                tree: None,
+                sums: SumsOfRanks::Average,
                 rank: memory.rank,
                 first: elements.start,
                 grads: &memory.grads,
@@ -276,7 +276,7 @@ fn elements_between_those_of_the_batches_stay_as_they_are() {
     let mut lists = storage.buffers();
     let grads: &[u8] = &storage.lists[1];
     let replicas = Replicas {
-        tree: None,
+        sums: SumsOfRanks::Average,
         rank: 0,
         first: 0,
         grads: &[grads, grads],
@@ -305,7 +305,7 @@ fn what_has_no_place_in_one_pass_is_refused() {
         let mut launch = storage.launch(&batches, &mut lists, &[]);
         launch.update_sums = sums.then_some(UpdateSums { rows: rows.as_mut(), firsts: &[0, 1] });
         let replicas = Replicas {
-            tree: None,
+            sums: SumsOfRanks::Average,
             rank,
             first,
             grads: &[&storage.lists[1]],
@@ -333,7 +333,8 @@ fn lists_that_are_missing_are_counted_in_the_error() {
     lists.pop();
     let launch = storage.launch(&batches, &mut lists, &[]);
     let grads: &[&[u8]] = &[&storage.lists[1]];
-    let replicas = Replicas { tree: None, rank: 0, first: 0, grads, lists: &mut [] };
+    let replicas =
+        Replicas { sums: SumsOfRanks::Average, rank: 0, first: 0, grads, lists: &mut [] };
     let error = backend(1).launch_reduced(launch, replicas).unwrap_err().to_string();
     let counts = format!("expected {whole} lists of tensors, found {}", whole - 1);
     assert!(error.contains(&counts), "{error}");

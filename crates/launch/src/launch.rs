@@ -56,16 +56,31 @@ impl Launch<'_> {
 pub struct Replicas<'a, 'b, 'c> {
     /// This rank.
     pub rank: usize,
-    /// The number that gradients, added in one binary tree over the ranks, are divided by. `None`
-    /// for their average in rank order.
-    pub tree: Option<f64>,
+    /// The way in which gradients become one.
+    pub sums: SumsOfRanks<'c>,
     /// Element of the storage that all these slices begin with; they are of one numel and hold all
     /// elements of the batches.
     pub first: u64,
-    /// Each rank's gradients, in rank order.
+    /// Each rank's gradients, in rank order; with [`SumsOfRanks::Along`] those of each sum.
     pub grads: &'a [&'b [u8]],
     /// The lists that every rank has a replica of: the parameters, and at ZeRO stage 0 the state.
     pub lists: &'c mut [Replicated<'a, 'b>],
+}
+
+/// The way in which gradients of ranks become one.
+#[derive(Clone, Copy, Debug)]
+pub enum SumsOfRanks<'a> {
+    /// Their average, added in rank order.
+    Average,
+    /// Their sum in one binary tree over the ranks, divided by a number.
+    Tree(f64),
+    /// The sum of what ranks bring of one tree, some of them more than one part of it.
+    Along {
+        /// The number that the sum is divided by.
+        divisor: f64,
+        /// Left neighbours that are added to each part before the next one comes.
+        merges: &'a [usize],
+    },
 }
 
 /// One list of a kernel in the memory of all ranks.

@@ -43,7 +43,7 @@ pub use host::{
     LEAF_ELEMENTS, LeafSums, MAX_LISTS, Places,
 };
 pub use kernel::MultiTensorKernel;
-pub use launch::{Launch, LaunchReport, Replicas, Replicated};
+pub use launch::{Launch, LaunchReport, Replicas, Replicated, SumsOfRanks};
 pub use leaves::{ChunkSums, FoldLeaves, LeafSquares, TensorSums, leaf_place};
 pub use limits::{
     ARGUMENT_BYTES_CLASSIC, ARGUMENT_BYTES_LARGE, ArgumentLayout, CHUNK_ELEMENTS, HEADER_BYTES,

@@ -69,7 +69,8 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
                 let spec = &plan.storages[update.storage];
                 let replicas = plan.replicated(spec).into_iter();
                 let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
-                let width = spec.grad_dtype().len_bytes() + replicas.sum::<usize>();
+                let grads = spec.grad_dtype().len_bytes() * plan.sums_of_lanes().max(1);
+                let width = grads + replicas.sum::<usize>();
                 let shared = Shared { len_bytes: numel * width as u64, ranks: world };
                 calls.data(Operation::ReduceUpdate, update.bucket, shared, 1);
             }
@@ -215,7 +216,7 @@ impl Calls<'_> {
         };
         let (numel, index) = (plan.buckets[reduce.bucket].numel(), Some(reduce.bucket));
         let sums = lanes.contributions(self.world as usize);
-        let slots = sums.iter().map(|sum| sum.slot + 1).max().unwrap_or(1);
+        let slots = plan.sums_of_lanes();
         let lists = slots + usize::from(width < 4);
         let in_world = |bytes: u64| Shared { len_bytes: numel * bytes, ranks: self.world };
         let wide = width.max(4);

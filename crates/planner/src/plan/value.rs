@@ -213,7 +213,7 @@ impl Plan {
             })
     }
 
-    fn has_narrow_gradients(&self) -> bool {
+    pub(crate) fn has_narrow_gradients(&self) -> bool {
         self.storages.iter().any(|spec| spec.grad_dtype().len_bytes() < 4)
     }
 
@@ -242,6 +242,15 @@ impl Plan {
         let is_tree = |lanes: Lanes| lanes.is_tree_of_ranks(self.topology.world);
         self.lanes.is_some_and(|lanes| !is_tree(lanes) || self.has_narrow_gradients())
             && self.reduces()
+    }
+
+    /// Memories of sums of lanes that ranks show each other; 0 if each brings one gradient.
+    pub(crate) fn sums_of_lanes(&self) -> usize {
+        let Some(lanes) = self.lanes.filter(|_| self.exchanges_lanes()) else {
+            return 0;
+        };
+        let sums = lanes.contributions(self.topology.world).into_iter();
+        sums.map(|sum| sum.slot + 1).max().unwrap_or(1)
     }
 
     /// Hash of parameters, layout, passes and stages. States and ranks with equal hashes fit

@@ -1,5 +1,6 @@
 //! Pass `fuse_reduce_into_update`: a bucket is reduced and updated in one pass over memory.
 
+use fusestep_collective::ReduceUpdate;
 use fusestep_launch::Stride;
 use fusestep_tensor::{Role, UNIT_ELEMENTS, counted_are};
 
@@ -71,6 +72,16 @@ impl Rewrite for FuseReduceIntoUpdate {
     }
 }
 
+/// Whether one call shows other ranks all lists of a storage and all sums of lanes.
+fn shows_all(plan: &Plan, spec: &StorageSpec) -> bool {
+    // What ranks share out is not there yet.
+    let lists = match plan.zero {
+        ZeroStage::None => spec.lists.iter().filter(|list| list.role != Role::Grad).count(),
+        _ => 1,
+    };
+    lists + plan.sums_of_lanes().saturating_sub(1) <= ReduceUpdate::MAX_REPLICAS
+}
+
 /// The update of all tensors that a bucket has elements of.
 fn update_of(plan: &Plan, bucket: usize) -> Optimize {
     let Bucket { storage, elements, segment, .. } = &plan.buckets[bucket];
@@ -107,8 +118,10 @@ fn refusal(plan: &Plan) -> Result<Option<&'static str>> {
         Some("updates are measured, by chunks that one rank updates")
     } else if plan.reduces_each() {
         Some("gradients are reduced in micro-steps that update nothing")
-    } else if plan.exchanges_lanes() {
-        Some("sums of lanes are exchanged, which are not one gradient for each rank")
+    } else if plan.exchanges_lanes() && plan.has_narrow_gradients() {
+        Some("sums of lanes are wider than the gradients that the update reads")
+    } else if !plan.storages.iter().all(|spec| shows_all(plan, spec)) {
+        Some("sums of lanes are too many to be shown to other ranks beside parameters and state")
     } else if plan.wire.is_some() {
         Some("gradients travel in another type than that of their sums")
     } else if plan.shard_group != world {
@@ -135,14 +148,16 @@ pub(crate) fn bytes_of_element(plan: &Plan) -> u64 {
     // A rank's gather of its part: read once, written by every other rank.
     let gather = |width: u64| (world - 1) * 2 * width;
     let update = grad + 2 * (param + state);
+    let sums = plan.lanes.filter(|_| plan.exchanges_lanes());
+    let sums = sums.map_or(world, |lanes| lanes.contributions(world as usize).len() as u64);
     let all = match (plan.is_fused(), plan.zero) {
-        (true, ZeroStage::None) => world * grad + (1 + world) * (param + state),
-        (true, _) => world * grad + 2 * state + param + world * param,
+        (true, ZeroStage::None) => sums * grad + (1 + world) * (param + state),
+        (true, _) => sums * grad + 2 * state + param + world * param,
         _ if world == 1 => update,
-        (false, ZeroStage::None) => 2 * world * grad + world * update,
+        (false, ZeroStage::None) => (sums + world) * grad + world * update,
         // Of the sum only the owner's part is written.
-        (false, ZeroStage::Three) => world * grad + grad + update,
-        (false, _) => world * grad + grad + update + gather(param),
+        (false, ZeroStage::Three) => sums * grad + grad + update,
+        (false, _) => sums * grad + grad + update + gather(param),
     };
     all.div_ceil(UNIT_ELEMENTS)
 }

@@ -5,10 +5,11 @@ use std::ops::Range;
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Buffers, Call, CallContext, Divisor, OfRanks, Operation, RankMemory, ReduceUpdate, Replica,
-    even_counts,
+    Buffers, Call, CallContext, Divisor, OfRanks, Operation, RankMemory, Ranks, ReduceUpdate,
+    Replica, TreeOrder, even_counts, reduce_along_tree,
 };
 use fusestep_launch::Buffer;
+use fusestep_simd::Level;
 use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
@@ -18,7 +19,7 @@ use crate::plan::lanes::Contribution;
 use crate::plan::stage::Reduced;
 use crate::run::comms::calls::Comms;
 use crate::run::comms::sums::{Scope, sum_over};
-use crate::run::memory::absorb::{BLOCK, Wide, clear, narrowed, sum_dtype};
+use crate::run::memory::absorb::{clear, narrowed, sum_dtype};
 use crate::run::memory::device;
 use crate::run::memory::lanes::mean;
 use crate::run::run::Run;
@@ -93,7 +94,7 @@ pub(crate) fn reduce_segment(
 }
 
 /// The sums of all ranks, and how many are added to each before the next one comes.
-fn order(run: &Run<'_, '_>) -> (Vec<Contribution>, Vec<usize>) {
+pub(crate) fn order(run: &Run<'_, '_>) -> (Vec<Contribution>, Vec<usize>) {
     let window = run.state.arena.window.as_ref();
     let contributions = window.map_or(Vec::new(), |window| window.contributions.clone());
     let merges = match run.plan.lanes {
@@ -372,47 +373,11 @@ impl Exchange<'_> {
 
     /// Adds so many elements of all sums along the tree, and divides.
     fn add(&self, numel: usize, memory: &mut dyn Summed) {
-        match sum_dtype(self.dtype) {
-            DType::F64 => self.add_as::<f64>(numel, memory),
-            _ => self.add_as::<f32>(numel, memory),
-        }
-    }
-
-    fn add_as<W: Wide>(&self, numel: usize, memory: &mut dyn Summed) {
-        let divisor = W::of(self.divisor.value());
-        let mut held: Vec<[W; BLOCK]> = Vec::new();
-        for start in (0..numel).step_by(BLOCK) {
-            let elements = start..numel.min(start + BLOCK);
-            let mut depth = 0;
-            for (at, &merges) in self.merges.iter().enumerate() {
-                if held.len() == depth {
-                    held.push([W::IDENTITY; BLOCK]);
-                }
-                let (before, rest) = held.split_at_mut(depth);
-                let sum = &mut rest[0][..elements.len()];
-                let given = memory.sum(at, elements.clone()).chunks_exact(size_of::<W>());
-                for (sum, given) in sum.iter_mut().zip(given) {
-                    *sum = bytemuck::pod_read_unaligned(given);
-                }
-                for left in before.iter().rev().take(merges) {
-                    for (sum, left) in sum.iter_mut().zip(left) {
-                        *sum = left.plus(*sum);
-                    }
-                }
-                if merges > 0 {
-                    held.swap(depth - merges, depth);
-                }
-                depth = depth + 1 - merges;
-            }
-            let Some(sums) = held.first_mut() else {
-                return;
-            };
-            let sums = &mut sums[..elements.len()];
-            if divisor != W::of(1.0) {
-                sums.iter_mut().for_each(|sum| *sum = sum.over(divisor));
-            }
-            memory.store(elements, bytemuck::cast_slice(sums));
-        }
+        let dtype = sum_dtype(self.dtype);
+        let order = TreeOrder { divisor: self.divisor, merges: self.merges };
+        let len_bytes = numel * dtype.len_bytes();
+        let mut sums = Sums { memory, count: self.merges.len(), len_bytes, dtype };
+        reduce_along_tree(Level::detect(), dtype, order, len_bytes, &mut sums);
     }
 
     /// Writes sums, or their nearest gradients where these are narrower.
@@ -425,6 +390,40 @@ impl Exchange<'_> {
             let sum: f32 = bytemuck::pod_read_unaligned(sum);
             result.copy_from_slice(&narrowed(self.dtype, sum).to_le_bytes());
         }
+    }
+}
+
+/// The sums of a part as a reduction reads them.
+struct Sums<'a> {
+    memory: &'a mut dyn Summed,
+    count: usize,
+    len_bytes: usize,
+    dtype: DType,
+}
+
+impl Sums<'_> {
+    fn elements(&self, bytes: Range<usize>) -> Range<usize> {
+        let width = self.dtype.len_bytes();
+        bytes.start / width..bytes.end / width
+    }
+}
+
+impl Ranks for Sums<'_> {
+    fn world_size(&self) -> usize {
+        self.count
+    }
+
+    fn share_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    fn input(&self, sum: usize, bytes: Range<usize>) -> &[u8] {
+        self.memory.sum(sum, self.elements(bytes))
+    }
+
+    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
+        let elements = self.elements(bytes);
+        self.memory.store(elements, result);
     }
 }
 
