@@ -1,13 +1,14 @@
 //! Reduction of every element in rank order.
 
 mod number;
-mod tree;
+pub(crate) mod tree;
 
 use std::ops::Range;
 
 use fusestep_simd::{Level, fetches_by_itself, prefetch_ahead};
 use fusestep_tensor::DType;
 use half::{bf16, f16};
+use smallvec::SmallVec;
 
 use self::number::{Arithmetic, LANES, Number};
 use crate::{Divisor, ReduceOp};
@@ -84,6 +85,14 @@ pub fn reduce_in_rank_order(
     }
 }
 
+/// The merges of [`TreeOrder`] for one sum of each rank, which has as many leaves on all.
+///
+/// # Panics
+/// If there is no rank.
+pub fn merges_of_ranks(world_size: usize) -> SmallVec<[usize; 16]> {
+    tree::merges(world_size)
+}
+
 /// The order in which sums of parts of a tree are added.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeOrder<'a> {
@@ -98,8 +107,8 @@ pub struct TreeOrder<'a> {
 /// ```text
 /// T(a, b) = T(a, m) + T(m, b)
 /// ```
-/// The sums come in the order of the tree's leaves, each as what one rank of `sums` contributes. The
-/// bits are those of [`ReduceOp::Tree`] where each rank brings one sum of as many leaves.
+/// The sums come in the order of the tree's leaves, each as what one rank of `sums` contributes.
+/// The bits are those of [`ReduceOp::Tree`] where each rank brings one sum of as many leaves.
 ///
 /// # Shapes
 /// As many sums as [`TreeOrder::merges`], which leave one sum at the end.
@@ -112,27 +121,19 @@ pub fn reduce_along_tree(
     level: Level,
     dtype: DType,
     order: TreeOrder<'_>,
+    waiting: &mut tree::WaitingSums,
     len_bytes: usize,
     sums: &mut dyn Ranks,
 ) {
+    assert_eq!(order.merges.len(), sums.world_size(), "an entry for each sum");
+    let TreeOrder { divisor, merges } = order;
     match dtype {
-        DType::F32 => along_tree::<f32>(level, order, len_bytes, sums),
-        DType::F64 => along_tree::<f64>(level, order, len_bytes, sums),
-        DType::F16 => along_tree::<f16>(level, order, len_bytes, sums),
-        DType::BF16 => along_tree::<bf16>(level, order, len_bytes, sums),
+        DType::F32 => tree::reduce::<f32>(level, divisor, merges, waiting, len_bytes, sums),
+        DType::F64 => tree::reduce::<f64>(level, divisor, merges, waiting, len_bytes, sums),
+        DType::F16 => tree::reduce::<f16>(level, divisor, merges, waiting, len_bytes, sums),
+        DType::BF16 => tree::reduce::<bf16>(level, divisor, merges, waiting, len_bytes, sums),
         other => panic!("expected floating-point sums, found {other}"),
     }
-}
-
-fn along_tree<T: Number>(
-    level: Level,
-    TreeOrder { divisor, merges }: TreeOrder<'_>,
-    len_bytes: usize,
-    sums: &mut dyn Ranks,
-) {
-    assert_eq!(merges.len(), sums.world_size(), "an entry for each sum");
-    let ahead = ahead_of::<T>(sums);
-    tree::reduce::<T>(level, divisor, merges, len_bytes, sums, ahead);
 }
 
 /// [`reduce_in_rank_order`] of slices: `out ← reduce(inputs[0], inputs[1], …)`.
@@ -184,12 +185,13 @@ fn ahead_of<T: Number>(ranks: &dyn Ranks) -> usize {
 }
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
-    let ahead = ahead_of::<T>(ranks);
     // Of up to three ranks the tree is their order.
     if let (ReduceOp::Tree(divisor), 4..) = (op, ranks.world_size()) {
-        let merges = tree::merges(ranks.world_size());
-        return tree::reduce::<T>(level, divisor, &merges, len_bytes, ranks, ahead);
+        let (merges, mut waiting) =
+            (tree::merges(ranks.world_size()), tree::WaitingSums::default());
+        return tree::reduce::<T>(level, divisor, &merges, &mut waiting, len_bytes, ranks);
     }
+    let ahead = ahead_of::<T>(ranks);
     // The whole loop is compiled for the level: calls for parts of a line would take as long as the
     // whole line.
     level.run(

@@ -13,7 +13,8 @@
 use std::ops::Range;
 
 use fusestep_collective::{
-    Divisor, Ranks, ReduceOp, TreeOrder, reduce_along_tree, reduce_in_rank_order,
+    Divisor, Ranks, ReduceOp, TreeOrder, WaitingSums, merges_of_ranks, reduce_along_tree,
+    reduce_in_rank_order,
 };
 use fusestep_launch::{
     ACROSS_BYTES, AcrossRanks, BackendError, Batch, Gate, HostCall, HostList, HostRun, HostSpans,
@@ -56,8 +57,9 @@ pub(crate) struct ReducedPieces<'a> {
     strides: [Stride; MAX_LISTS],
     grad: usize,
     dtype: DType,
-    /// The way in which the ranks' gradients become one.
-    how: SumsOfRanks<'a>,
+    /// The order in which gradients are added along a tree, and what their sum is divided by; else
+    /// they are averaged in rank order.
+    order: Option<Along>,
     /// Gradients of each rank, or each sum that ranks bring, from `first` on.
     grads: SmallVec<[&'a [u8]; INLINE_RANKS]>,
     /// Replicas of the other ranks for each list, `first..end`.
@@ -88,6 +90,7 @@ impl<'a> ReducedPieces<'a> {
         let (batches, offsets, firsts) = (launch.batches, launch.offsets, launch.firsts);
         let elements = covered(batches, offsets);
         let grad = position(kernel, Role::Grad)?;
+        let order = Along::of(&replicas);
         let strides = strides(kernel);
         let within = |len_bytes, stride| place(&elements, replicas.first, stride, len_bytes);
         let mut lists: [HostList<'a>; MAX_LISTS] = Default::default();
@@ -124,13 +127,35 @@ impl<'a> ReducedPieces<'a> {
             strides,
             grad,
             dtype: kernel.lists()[grad].dtype,
-            how: replicas.sums,
+            order,
             grads,
             others,
             is_streaming: len_bytes >= CACHED_BYTES,
             first: elements.start,
             end: elements.end,
         }))
+    }
+}
+
+/// Sums along a tree.
+#[derive(Clone)]
+struct Along {
+    divisor: Divisor,
+    merges: SmallVec<[usize; INLINE_RANKS]>,
+}
+
+impl Along {
+    fn of(replicas: &Replicas<'_, '_, '_>) -> Option<Self> {
+        let (divisor, merges) = match replicas.sums {
+            SumsOfRanks::Average => return None,
+            SumsOfRanks::Tree(divisor) => (divisor, merges_of_ranks(replicas.grads.len())),
+            SumsOfRanks::Along { divisor, merges } => (divisor, merges.iter().copied().collect()),
+        };
+        Some(Self { divisor: Divisor::of(divisor), merges })
+    }
+
+    fn order(&self) -> TreeOrder<'_> {
+        TreeOrder { divisor: self.divisor, merges: &self.merges }
     }
 }
 
@@ -144,7 +169,7 @@ impl Split for ReducedPieces<'_> {
         let at = at.clamp(self.first, self.end);
         let numel = (at - self.first) as usize;
         let mut right_lists: [HostList<'_>; MAX_LISTS] = Default::default();
-        let strides = self.strides;
+        let (strides, order) = (self.strides, self.order.take());
         for ((list, right), stride) in self.lists.iter_mut().zip(&mut right_lists).zip(strides) {
             (*list, *right) = std::mem::take(list).split_at(stride.len_bytes(numel));
         }
@@ -164,6 +189,7 @@ impl Split for ReducedPieces<'_> {
             grads: right_grads,
             others: right_others,
             first: at,
+            order: order.clone(),
             ..self
         };
         let left = Self {
@@ -172,6 +198,7 @@ impl Split for ReducedPieces<'_> {
             others: self.others,
             first: self.first,
             end: at,
+            order,
             ..right
         };
         (left, right)
@@ -184,7 +211,8 @@ impl Split for ReducedPieces<'_> {
             let mut across = Across {
                 level: call.level,
                 dtype: self.dtype,
-                how: self.how,
+                order: self.order.as_ref().map(Along::order),
+                waiting: WaitingSums::default(),
                 grads: &self.grads,
                 others: &mut self.others,
                 strides: self.strides,
@@ -206,7 +234,8 @@ impl Split for ReducedPieces<'_> {
 struct Across<'a, 'b> {
     level: Level,
     dtype: DType,
-    how: SumsOfRanks<'a>,
+    order: Option<TreeOrder<'a>>,
+    waiting: WaitingSums,
     grads: &'a [&'b [u8]],
     others: &'a mut [SmallVec<[&'b mut [u8]; INLINE_REPLICAS]>; MAX_LISTS],
     strides: [Stride; MAX_LISTS],
@@ -224,14 +253,13 @@ impl AcrossRanks for Across<'_, '_> {
         let mut block =
             Block { grads: self.grads, first: stride.len_bytes(elements.start), averages };
         let (level, dtype) = (self.level, self.dtype);
-        let mut in_rank_order =
-            |how| reduce_in_rank_order(level, dtype, how, len_bytes, &mut block);
-        match self.how {
-            SumsOfRanks::Average => in_rank_order(ReduceOp::Average),
-            SumsOfRanks::Tree(divisor) => in_rank_order(ReduceOp::Tree(Divisor::of(divisor))),
-            SumsOfRanks::Along { divisor, merges } => {
-                let order = TreeOrder { divisor: Divisor::of(divisor), merges };
-                reduce_along_tree(level, dtype, order, len_bytes, &mut block);
+        match self.order {
+            Some(order) => {
+                let waiting = &mut self.waiting;
+                reduce_along_tree(level, dtype, order, waiting, len_bytes, &mut block);
+            }
+            None => {
+                reduce_in_rank_order(level, dtype, ReduceOp::Average, len_bytes, &mut block);
             }
         }
         block.averages

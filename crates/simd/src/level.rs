@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::OnceLock;
 
 #[cfg(target_arch = "x86_64")]
 use crate::avx2_codec::Avx2Codec;
@@ -32,7 +33,8 @@ impl Level {
 
     /// The widest level of this processor.
     pub fn detect() -> Self {
-        Self::available().pop().unwrap_or(Self::PORTABLE)
+        static WIDEST: OnceLock<Level> = OnceLock::new();
+        *WIDEST.get_or_init(|| Self::available().pop().unwrap_or(Self::PORTABLE))
     }
 
     /// All levels of this processor, narrowest first.

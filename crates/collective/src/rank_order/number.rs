@@ -86,7 +86,7 @@ integers!(i32, i64, u8, u16);
 
 /// A storage type and the type it is reduced in.
 pub(super) trait Number: Element {
-    type Wide: Arithmetic;
+    type Wide: Arithmetic + bytemuck::Pod;
     /// The values, unchanged.
     fn widen(line: &[Self; LANES]) -> [Self::Wide; LANES];
     /// The nearest values, ties to even.

@@ -15,7 +15,8 @@ use crate::run::memory::units::Begun;
 use crate::run::report::StepReport;
 use crate::run::run::Run;
 use crate::run::stages::{
-    device_norm, device_trust, gather, launches, norm, optimize, parts, reduce, trust, update_norms,
+    device_norm, device_trust, gather, launches, norm, optimize, parts, reduce, reduce_update,
+    trust, update_norms,
 };
 
 pub(crate) fn run_stages(
@@ -239,7 +240,7 @@ fn run_stage_of_ranks(
             }
         }
         Stage::ReduceUpdate(optimize) => {
-            return reduce::reduce_and_update(run, optimize, update);
+            return reduce_update::reduce_and_update(run, optimize, update);
         }
         // After a skipped step nothing has changed.
         Stage::Trust | Stage::Gather(_) if *skipped => {}

@@ -1,9 +1,11 @@
 //! Gradient accumulation: gradients of one micro-step are added to the sums.
 
+use std::ops::Range;
+
 use bytemuck::Pod;
 use fusestep_collective::Divisor;
 use fusestep_launch::Accumulation;
-use fusestep_simd::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use fusestep_simd::{Level, copy_bytes, narrow_bf16, narrow_f16, widen_bf16, widen_f16};
 use fusestep_tensor::DType;
 use smallvec::{SmallVec, smallvec};
 
@@ -196,6 +198,9 @@ fn absorb_alone<W: Wide, T: Pod>(
         Addend::Missing if how.begins => return fill::<W>(sums),
         Addend::Missing => return,
     };
+    if how.begins && how.weight.is_none() && size_of::<T>() == size_of::<W>() {
+        return copy_bytes(Level::detect(), sums, given);
+    }
     let weight = how.weight.map(W::of);
     let sums = bytemuck::cast_slice_mut::<u8, W>(sums);
     for (sum, grad) in sums.iter_mut().zip(given.chunks_exact(size_of::<T>())) {
@@ -212,65 +217,128 @@ fn absorb_as<W: Wide, T: Pod>(
     widen: impl Fn(T) -> W,
     narrow: impl Fn(W) -> T,
 ) {
-    let numel = memory.slots.first().map_or(0, |slot| slot.len()) / size_of::<W>();
-    let weight = how.weight.map(W::of);
-    let divisor = how.last.map(|last| W::of(last.value()));
-    if how.ends.is_none() && divisor.is_none() {
+    let ends_alone = |end: &LaneEnd| end.adds.is_empty() && end.into == how.slot;
+    if how.last.is_none() && how.ends.is_none_or(ends_alone) {
         return absorb_alone(memory, grad, how, widen);
     }
-    let mut block = [W::IDENTITY; BLOCK];
-    for start in (0..numel).step_by(BLOCK) {
-        let elements = start..numel.min(start + BLOCK);
-        let sums = &mut block[..elements.len()];
-        let narrows = elements.start * size_of::<T>()..elements.end * size_of::<T>();
-        let wides = elements.start * size_of::<W>()..elements.end * size_of::<W>();
-        let given = match &grad {
-            Addend::Given(bytes) => Some(&bytes[narrows.clone()]),
-            Addend::InPlace => memory.out.as_ref().map(|out| &out[narrows.clone()]),
+    let (adds, into) = match how.ends {
+        Some(end) => (&end.adds[..], end.into),
+        None => (&[][..], how.slot),
+    };
+    let numel = memory.slots.first().map_or(0, |slot| slot.len()) / size_of::<W>();
+    let sum = std::mem::take(&mut memory.slots[into]);
+    let out = memory.out.as_deref_mut();
+    let own = (!how.begins).then_some(how.slot);
+    let slots = &memory.slots;
+    let of_slot = |&at: &usize| (at != into).then(|| bytemuck::cast_slice(&*slots[at]));
+    let held = own.iter().chain(adds).map(of_slot);
+    let mut lane = Lane::<W> {
+        grad,
+        weight: how.weight.map(W::of),
+        held: held.collect(),
+        sum: bytemuck::cast_slice_mut(&mut *sum),
+        divisor: how.last.map(|last| W::of(last.value())),
+        out,
+    };
+    Level::detect().run(
+        #[inline(always)]
+        || {
+            let whole = numel / STRIP * STRIP;
+            for first in (0..whole).step_by(STRIP) {
+                lane.add::<T, true>(first..first + STRIP, &widen, &narrow);
+            }
+            if whole < numel {
+                lane.add::<T, false>(whole..numel, &widen, &narrow);
+            }
+        },
+    );
+    drop(lane);
+    memory.slots[into] = sum;
+}
+
+/// Elements that are added in registers.
+const STRIP: usize = 64;
+
+/// The last gradient of a lane, and all that is added to it: one pass, whatever is added.
+struct Lane<'a, W> {
+    grad: Addend<'a>,
+    weight: Option<W>,
+    /// Sums to the left of the gradient, the nearest first; none is the one that is written.
+    held: SmallVec<[Option<&'a [W]>; 8]>,
+    /// The sum that the result is written to, unless that goes to `out`.
+    sum: &'a mut [W],
+    divisor: Option<W>,
+    /// The gradient's own place, which gets a result that is divided.
+    out: Option<&'a mut [u8]>,
+}
+
+impl<W: Wide> Lane<'_, W> {
+    /// Adds elements, which are [`STRIP`] if they are `WHOLE`.
+    #[inline(always)]
+    fn add<T: Pod, const WHOLE: bool>(
+        &mut self,
+        elements: Range<usize>,
+        widen: &impl Fn(T) -> W,
+        narrow: &impl Fn(W) -> T,
+    ) {
+        let bytes = elements.start * size_of::<T>()..elements.end * size_of::<T>();
+        let given = match &self.grad {
+            Addend::Given(given) => Some(&given[bytes.clone()]),
+            Addend::InPlace => self.out.as_deref().map(|out| &out[bytes.clone()]),
             Addend::Missing => None,
         };
-        match given {
-            Some(bytes) => {
-                for (sum, grad) in sums.iter_mut().zip(bytes.chunks_exact(size_of::<T>())) {
-                    *sum = widen(bytemuck::pod_read_unaligned(grad));
-                }
-                if let Some(weight) = weight {
-                    sums.iter_mut().for_each(|sum| *sum = sum.times(weight));
-                }
+        let mut sums = [W::IDENTITY; STRIP];
+        if let Some(given) = given {
+            let mut narrows = [T::zeroed(); STRIP];
+            load::<u8, WHOLE>(bytemuck::cast_slice_mut(&mut narrows), given);
+            for (sum, grad) in sums.iter_mut().zip(narrows) {
+                *sum = widen(grad);
             }
-            None => sums.fill(W::IDENTITY),
-        }
-        let add = |sums: &mut [W], slot: &[u8]| {
-            for (sum, held) in sums.iter_mut().zip(bytemuck::cast_slice::<u8, W>(slot)) {
-                *sum = held.plus(*sum);
+            if let Some(weight) = self.weight {
+                sums.iter_mut().for_each(|sum| *sum = sum.times(weight));
             }
-        };
-        if !how.begins {
-            add(sums, &memory.slots[how.slot][wides.clone()]);
         }
-        let mut into = how.slot;
-        if let Some(end) = how.ends {
-            for &at in &end.adds {
-                add(sums, &memory.slots[at][wides.clone()]);
+        for held in &self.held {
+            let mut left = [W::IDENTITY; STRIP];
+            load::<W, WHOLE>(&mut left, &held.unwrap_or(&*self.sum)[elements.clone()]);
+            for (sum, left) in sums.iter_mut().zip(left) {
+                *sum = left.plus(*sum);
             }
-            into = end.into;
         }
-        let Some(divisor) = divisor else {
-            memory.slots[into][wides].copy_from_slice(bytemuck::cast_slice(sums));
-            continue;
+        let Some(divisor) = self.divisor else {
+            return store::<W, WHOLE>(&mut self.sum[elements], &sums);
         };
         if divisor != W::of(1.0) {
             sums.iter_mut().for_each(|sum| *sum = sum.over(divisor));
         }
-        match &mut memory.out {
+        match &mut self.out {
             Some(out) => {
-                let out = out[narrows].chunks_exact_mut(size_of::<T>());
-                for (out, sum) in out.zip(sums) {
-                    out.copy_from_slice(bytemuck::bytes_of(&narrow(*sum)));
-                }
+                let narrows = sums.map(narrow);
+                store::<u8, WHOLE>(&mut out[bytes], bytemuck::cast_slice(&narrows));
             }
-            None => memory.slots[into][wides].copy_from_slice(bytemuck::cast_slice(sums)),
+            None => store::<W, WHOLE>(&mut self.sum[elements], &sums),
         }
+    }
+}
+
+/// Reads the elements of a strip, all of them if they are `WHOLE`.
+#[inline(always)]
+fn load<E: Copy, const WHOLE: bool>(strip: &mut [E], from: &[E]) {
+    if WHOLE {
+        strip.copy_from_slice(from);
+    } else {
+        strip[..from.len()].copy_from_slice(from);
+    }
+}
+
+/// Writes the elements of a strip, all of them if they are `WHOLE`.
+#[inline(always)]
+fn store<E: Copy, const WHOLE: bool>(to: &mut [E], strip: &[E]) {
+    if WHOLE {
+        to.copy_from_slice(strip);
+    } else {
+        let len = to.len();
+        to.copy_from_slice(&strip[..len]);
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Buffers, Call, CallContext, Divisor, OfRanks, Operation, RankMemory, Ranks, ReduceUpdate,
-    Replica, TreeOrder, even_counts, reduce_along_tree,
+    Replica, TreeOrder, WaitingSums, even_counts, reduce_along_tree,
 };
 use fusestep_launch::Buffer;
 use fusestep_simd::Level;
@@ -377,7 +377,8 @@ impl Exchange<'_> {
         let order = TreeOrder { divisor: self.divisor, merges: self.merges };
         let len_bytes = numel * dtype.len_bytes();
         let mut sums = Sums { memory, count: self.merges.len(), len_bytes, dtype };
-        reduce_along_tree(Level::detect(), dtype, order, len_bytes, &mut sums);
+        let mut waiting = WaitingSums::default();
+        reduce_along_tree(Level::detect(), dtype, order, &mut waiting, len_bytes, &mut sums);
     }
 
     /// Writes sums, or their nearest gradients where these are narrower.

@@ -12,6 +12,7 @@ pub(crate) mod norm;
 pub(crate) mod optimize;
 pub(crate) mod parts;
 pub(crate) mod reduce;
+pub(crate) mod reduce_update;
 pub(crate) mod trust;
 pub(crate) mod update_norms;
 pub(crate) mod wire;

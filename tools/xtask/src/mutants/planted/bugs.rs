@@ -336,9 +336,8 @@ pub(super) const BUGS: &[Planted] = &[
     Planted {
         name: "lanes: a sum is added twice to the lane that completes it",
         place: "crates/planner/src/run/memory/absorb.rs",
-        from: "                add(sums, &memory.slots[at][wides.clone()]);",
-        to: r"                add(sums, &memory.slots[at][wides.clone()]);
-                add(sums, &memory.slots[at][wides.clone()]);",
+        from: "*sum = left.plus(*sum);",
+        to: "*sum = left.plus(left.plus(*sum));",
         finder: Tool::Test("fusestep-tests", "distributed", "lanes"),
     },
     Planted {
@@ -363,10 +362,17 @@ pub(super) const BUGS: &[Planted] = &[
         finder: Tool::Test("fusestep-tests", "distributed", "lanes"),
     },
     Planted {
-        name: "lanes: what is left of a tree over ranks is added from the first on",
+        name: "lanes: a sum over ranks takes its first neighbour for the nearest",
         place: "crates/collective/src/rank_order/tree.rs",
-        from: "for left in held[..depth].iter().rev() {",
-        to: "for left in held[..depth].iter() {",
+        from: "add_to(&held[depth], &mut sum);",
+        to: "add_to(&held[0], &mut sum);",
         finder: Tool::Test("fusestep-collective", "collective", "trees"),
+    },
+    Planted {
+        name: "lanes: an update sees the first sum of each rank alone",
+        place: "crates/planner/src/run/stages/reduce_update.rs",
+        from: "slot => further[slot - 1][sum.rank],",
+        to: "_ => grads[sum.rank],",
+        finder: Tool::Test("fusestep-tests", "distributed", "lanes"),
     },
 ];
