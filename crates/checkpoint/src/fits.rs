@@ -18,6 +18,12 @@ use crate::{Result, own_values};
 /// Most tensors that a refusal names.
 const MOST_NAMED: usize = 9;
 
+/// Advice where the run's own setting is another than the saved one.
+const OR_ELSEWHERE: &str = "; go on with that, or begin in another folder";
+
+/// Advice where the run's own tensors are others than the saved ones.
+const AS_SAVED: &str = "; go on with the model, rule and precision that it was saved with";
+
 /// Most steps in which schedules are compared; comparing so many takes a few seconds.
 const MOST_COMPARED: u64 = 1 << 22;
 
@@ -25,10 +31,8 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
     let rules = Rules(&image.rules);
     let own = &image.rules.first;
     if manifest.optimizer != *own {
-        let found = format!(
-            "{}, which it was saved with; go on with that, or begin in another folder",
-            Quoted(&manifest.optimizer)
-        );
+        let found =
+            format!("{}, which it was saved with{OR_ELSEWHERE}", Quoted(&manifest.optimizer));
         return Err(refuse(folder, "optimizer", own, found));
     }
     if manifest.has_checksum() {
@@ -53,6 +57,7 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
         };
         found += &format!("; {differ} too: {}", others.join(", "));
     }
+    found += AS_SAVED;
     Err(refuse(folder, name, expected, found))
 }
 
@@ -90,7 +95,7 @@ fn check_rules(rules: &Rules<'_>, manifest: &Manifest, folder: &Path) -> Result<
     let (own, found) = (&rules.0.objective, &manifest.objective);
     if own != found {
         let expected = own.as_deref().unwrap_or(none);
-        let found = Quoted(found.as_deref().unwrap_or(none));
+        let found = Quoted(found.as_deref().unwrap_or(none)).to_string() + OR_ELSEWHERE;
         return Err(refuse(folder, "objective", expected, found));
     }
     let (own, found) = (&rules.0.own, &manifest.optimizer_of);
@@ -135,7 +140,12 @@ fn check_schedule(image: &RunImage, manifest: &Manifest, folder: &Path) -> Resul
         "`{}`, or one that is the same in the steps taken",
         Quoted(own.as_deref().unwrap_or(none))
     );
-    Err(refuse(folder, "schedule", &expected, format_args!("`{}`: {differs}", Quoted(found))))
+    Err(refuse(
+        folder,
+        "schedule",
+        &expected,
+        format_args!("`{}`: {differs}{OR_ELSEWHERE}", Quoted(found)),
+    ))
 }
 
 /// Tensors in which the plan and a checkpoint differ: name, expected, found.

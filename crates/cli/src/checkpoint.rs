@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
 use fusestep_checkpoint::{MAX_SHARDS, Manifest};
-use fusestep_tensor::{Quoted, counted};
+use fusestep_tensor::{Quoted, counted, grouped};
 use serde::Serialize;
 
 use crate::options::whole;
@@ -27,7 +27,13 @@ pub(crate) struct CheckpointArgs {
 #[derive(Debug, Subcommand)]
 enum Action {
     /// Print what a checkpoint holds
-    Inspect(FolderArgs),
+    Inspect {
+        #[command(flatten)]
+        folder: FolderArgs,
+        /// Print the bits of floating-point numbers beside their values
+        #[arg(long)]
+        bits: bool,
+    },
     /// Read every file, compare it with its checksum, and look for state that no run can have
     Verify(FolderArgs),
     /// Write the same tensors as a checkpoint of another number of files
@@ -72,8 +78,9 @@ struct Verified {
 
 pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
     match &args.action {
-        Action::Inspect(folder) => {
-            inspect(folder, &Manifest::read(&folder.folder)?)?;
+        Action::Inspect { folder, bits } => {
+            let shown = if *bits { Shown::WithBits } else { Shown::Value };
+            inspect(folder, &Manifest::read(&folder.folder)?, shown)?;
             warn_of(&folder.folder);
             Ok(())
         }
@@ -97,7 +104,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 let told = non_finite(names).map_or_else(String::new, |told| format!("; {told}"));
                 print(&format!(
                     "step {}: {} ({}) in {}, all intact{told}\n",
-                    verified.step,
+                    grouped(verified.step),
                     counted(verified.tensors as u64, "tensor"),
                     counted(verified.bytes as u64, "byte"),
                     counted(verified.shards as u64, "file")
@@ -126,12 +133,19 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 // written counts.
                 let _ = std::fs::remove_dir(out);
             }
-            inspect(folder, &written?)
+            inspect(folder, &written?, Shown::Value)
         }
     }
 }
 
-fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
+/// Form of numbers that a checkpoint has as bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shown {
+    Value,
+    WithBits,
+}
+
+fn inspect(args: &FolderArgs, manifest: &Manifest, shown: Shown) -> anyhow::Result<()> {
     if args.json {
         return print_json(manifest);
     }
@@ -140,12 +154,12 @@ fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
         manifest.format,
         manifest.version,
         manifest.optimizer,
-        manifest.step,
-        manifest.skipped,
+        grouped(manifest.step),
+        grouped(manifest.skipped),
         counted(manifest.shards.len() as u64, "file"),
     );
     for (key, value) in &manifest.caller {
-        text += &format!("{} = {}\n", Quoted(key), shown(key, value));
+        text += &format!("{} = {}\n", Quoted(key), text_of(key, value, shown));
     }
     for (name, spec) in &manifest.tensors {
         text += &format!("{}: {} {}\n", Quoted(name), spec.dtype, spec.shape);
@@ -154,10 +168,13 @@ fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
 }
 
 /// A text of the run that was saved, as a number where it is the bits of one.
-fn shown(key: &str, value: &str) -> String {
+fn text_of(key: &str, value: &str, shown: Shown) -> String {
     let bits = u64::from_str_radix(value, 16).ok().filter(|_| value.len() == BITS_DIGITS);
     match bits.filter(|_| BITS.contains(&key)) {
-        Some(bits) => format!("{} (bits {value})", f64::from_bits(bits)),
+        Some(bits) if shown == Shown::WithBits => {
+            format!("{} (bits {value})", f64::from_bits(bits))
+        }
+        Some(bits) => f64::from_bits(bits).to_string(),
         None => Quoted(value).to_string(),
     }
 }

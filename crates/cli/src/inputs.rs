@@ -4,14 +4,17 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, anyhow, bail, ensure};
+use fusestep_checkpoint::{MODEL_FILE, Manifest};
 use fusestep_tensor::{DType, ParamDesc, Quoted, Shape};
 use fusestep_tensor_file::{Disk, Files, TensorFile, TensorFileError, object_entries};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
+
+use crate::output::note;
 
 /// One entry of a shapes file: `[{"name": "fc.weight", "shape": [10, 64]}, …]`, or of a map
 /// `{"fc.weight": [10, 64], …}`.
@@ -55,12 +58,41 @@ pub(crate) struct Model {
     pub(crate) buffers: Vec<String>,
 }
 
+/// The file of a checkpoint that has its parameters whole.
+fn file_of_checkpoint(folder: &Path) -> anyhow::Result<PathBuf> {
+    let manifest = Manifest::read_if_any(folder)?.with_context(|| {
+        format!(
+            "{}: expected a model, or the folder of a checkpoint, found a folder without a \
+             manifest.json; name a file in it",
+            folder.display()
+        )
+    })?;
+    let file = folder.join(&manifest.generation).join(MODEL_FILE);
+    ensure!(
+        file.is_file(),
+        "{}: expected a checkpoint of whole parameters, found one without {MODEL_FILE}; each rank \
+         has a slice of its own",
+        folder.display()
+    );
+    Ok(file)
+}
+
 /// Reads a `.json` file of shapes, a safetensors file, or the files that an index names. `dtype` is
-/// for shapes that state none.
+/// for shapes that state none. Of a checkpoint's folder it reads the whole
+/// parameters, and says from which file.
 ///
 /// # Errors
 /// The fault of a file; a `dtype` where every tensor has its own.
 pub(crate) fn read_model(path: &Path, dtype: Option<DType>) -> anyhow::Result<Model> {
+    if path.is_dir() {
+        let file = file_of_checkpoint(path)?;
+        note(&format!(
+            "note: {} is a checkpoint; its parameters are in {}",
+            path.display(),
+            file.display()
+        ));
+        return read_model(&file, dtype);
+    }
     let (model, takes_dtype) = if path.extension().and_then(OsStr::to_str) == Some("json") {
         let named = || path.display().to_string();
         let text = Disk.read(path).with_context(named)?;

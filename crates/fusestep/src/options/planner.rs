@@ -248,7 +248,8 @@ impl StepOptions {
     /// Writes settings of some parameters into their descriptors.
     ///
     /// # Errors
-    /// [`OptionError::Unmatched`] names a part of a name that no parameter has.
+    /// [`OptionError::Unmatched`] names a part of a name that no parameter has,
+    /// [`OptionError::KeptAnyway`] one of parameters whose state is in f32 in any case.
     pub fn describe(&self, params: &mut [ParamDesc]) -> Result<(), OptionError> {
         let mut each = |name, pattern: &str, change: &dyn Fn(&mut ParamDesc)| {
             let count = params.len();
@@ -285,7 +286,30 @@ impl StepOptions {
                 parts.iter().try_for_each(|part| each("groups", part, &|_| {}))?;
             }
         }
+        self.check_kept(params)?;
         self.check_trust(params)
+    }
+
+    /// Refuses names of which every parameter is too small for state in int8, where that is asked
+    /// for.
+    fn check_kept(&self, params: &[ParamDesc]) -> Result<(), OptionError> {
+        let mut precisions = self.precision_of.iter().map(|of| of.precision);
+        let is_int8 = |precision: Precision| precision.state == StateDType::Int8;
+        if !is_int8(self.precision) && !precisions.any(is_int8) {
+            return Ok(());
+        }
+        for pattern in &self.keep_f32 {
+            let matches = params.iter().filter(|param| param.name.contains(pattern.as_str()));
+            let largest = matches.max_by_key(|param| param.numel());
+            if let Some(param) = largest.filter(|param| keeps_f32(param, &[])) {
+                return Err(OptionError::KeptAnyway {
+                    found: pattern.clone(),
+                    param: param.name.clone(),
+                    numel: param.numel(),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Refuses trust ratios of parameters whose rules have none.
