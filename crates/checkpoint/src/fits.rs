@@ -9,7 +9,7 @@ use fusestep_tensor::Quoted;
 
 use crate::lists;
 use crate::manifest::{Manifest, TensorSpec};
-use crate::refusal::refuse;
+use crate::refusal::{OR_ELSEWHERE, refuse};
 use crate::settings::{Difference, Rules};
 use crate::values::{self, SavedTensors};
 use crate::verified::check_tensor;
@@ -17,9 +17,6 @@ use crate::{Result, own_values};
 
 /// Most tensors that a refusal names.
 const MOST_NAMED: usize = 9;
-
-/// Advice where the run's own setting is another than the saved one.
-const OR_ELSEWHERE: &str = "; go on with that, or begin in another folder";
 
 /// Advice where the run's own tensors are others than the saved ones.
 const AS_SAVED: &str = "; go on with the model, rule and precision that it was saved with";
@@ -46,8 +43,9 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
     };
     let mut found = Quoted(found).to_string();
     if let Some(slices) = other_slices(image, manifest) {
-        found += &format!("; {slices}");
-    } else if differences.len() > 1 {
+        return Err(refuse(folder, name, expected, format!("{found}; {slices}")));
+    }
+    if differences.len() > 1 {
         let others = differences[1..].iter();
         let others = others.map(|(name, ..)| Quoted(name).to_string());
         let others: Vec<String> = others.take(MOST_NAMED).collect();

@@ -162,9 +162,22 @@ fn with_flags(message: &str) -> String {
     let mut told = message.to_owned();
     for name in [ReduceDType::NAME, "state_dtype", "any_settings"] {
         let flag = flag_of(name);
-        told = told.replace(&format!("`{name}`"), &flag).replace(name, &flag);
+        told = words_replaced(&told.replace(&format!("`{name}`"), &flag), name, &flag);
     }
     told
+}
+
+/// A message with another word in place of `name`, but where that is a part of a path or name.
+fn words_replaced(message: &str, name: &str, word: &str) -> String {
+    let is_part = |c: char| c.is_alphanumeric() || "/\\._-".contains(c);
+    let (mut told, mut rest) = (String::new(), message);
+    while let Some((before, behind)) = rest.split_once(name) {
+        told += before;
+        let stands_alone = !told.ends_with(is_part) && !behind.starts_with(is_part);
+        told += if stands_alone { word } else { name };
+        rest = behind;
+    }
+    told + rest
 }
 
 #[cfg(test)]
@@ -178,6 +191,13 @@ mod tests {
         let error = PlanError::Conflict { first, second, why }.into();
         let told = "--reduce-dtype f32 and a model do not go together; leave --reduce-dtype out";
         assert_eq!(in_words(&error), told);
+    }
+
+    #[test]
+    fn paths_and_names_stay_as_they_are() {
+        let path = "/runs/any_settings/state_dtype.json: use state_dtype bf16";
+        let told = in_words(&anyhow::anyhow!(path));
+        assert_eq!(told, "/runs/any_settings/state_dtype.json: use --state-dtype bf16");
     }
 
     #[test]

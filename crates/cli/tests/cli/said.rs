@@ -51,6 +51,11 @@ fn a_run_under_another_setting_is_told_its_flag_and_the_saved_value() {
             assert!(error.contains("; go on with ") && !error.contains("any_settings"), "{error}");
         }
     }
+    let averaged = ["--clip-norm", "1", "--ranks", "2", "--local-sgd", "4"];
+    let error = refused(&[&resume[..], &averaged].concat());
+    let said =
+        "run: --local-sgd: expected averages every 4 steps, found no averages of parameters; go";
+    assert!(error.contains(said), "{error}");
     let error = refused(&[&resume[..], &["--clip-norm", "2"]].concat());
     assert!(error.contains("or allow other settings by --any-settings"), "{error}");
     ok(&[&resume[..], &["--clip-norm", "2", "--any-settings"]].concat());

@@ -1,5 +1,7 @@
 //! Numbers of a step of many ranks: calls, bytes of the worst and the mean rank, time.
 
+use std::collections::BTreeMap;
+
 use fusestep_coalesce::FlatLayout;
 use fusestep_collective::Operation;
 use fusestep_tensor::{counted, grouped};
@@ -250,14 +252,19 @@ fn naive_collectives(plan: &Plan) -> u64 {
         // Before the forward pass of each micro-step, and before its backward pass.
         ZeroStage::Three => 2 * u64::from(plan.micro_steps()),
     };
-    let storages = plan.storages.iter().enumerate().filter(|(_, spec)| !spec.distributed);
-    let calls = storages.map(|(storage, spec)| {
+    let width_of = |spec: &StorageSpec| spec.grad_dtype().len_bytes();
+    // Gradients of one width are reduced by the same calls, however long a bucket is. A naive plan
+    // has as many buckets as tensors, so each width is looked at once.
+    let mut reductions = BTreeMap::<usize, u64>::new();
+    for (index, bucket) in plan.buckets.iter().enumerate() {
+        let width = width_of(&plan.storages[bucket.storage]);
+        reductions.entry(width).or_insert_with(|| calls::reductions(plan, index));
+    }
+    let storages = plan.storages.iter().filter(|spec| !spec.distributed);
+    let calls = storages.map(|spec| {
         let is_full = |tensor: &usize| spec.layout.numel(*tensor) > 0;
         let tensors = (0..spec.layout.tensors()).filter(is_full).count() as u64;
-        // Buckets of one storage are reduced by the same calls, however long they are.
-        let bucket = plan.buckets.iter().position(|bucket| bucket.storage == storage);
-        let reductions = bucket.map_or(0, |bucket| calls::reductions(plan, bucket));
-        tensors * (reductions + gathers)
+        tensors * (reductions.get(&width_of(spec)).copied().unwrap_or(0) + gathers)
     });
     calls.sum()
 }
