@@ -10,7 +10,7 @@ use fusestep_collective_processes::says_first;
 use fusestep_tensor::Quoted;
 
 use crate::Cli;
-use crate::config::{FromFile, repeating};
+use crate::config::{FromFile, files_of, repeating};
 use crate::help::with_help;
 use crate::output::say;
 use crate::rule_names::meant;
@@ -36,10 +36,10 @@ pub(crate) fn parse() -> anyhow::Result<Cli> {
             Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
         let of_command = matches.subcommand().and_then(|(name, matches)| {
             let command = command.find_subcommand(name)?;
-            repeating(command, matches)
+            Some((repeating(command, matches), files_of(command, matches)))
         });
-        if let Some(config) = cli.command.config_mut() {
-            config.given = of_command;
+        if let (Some(config), Some((given, others))) = (cli.command.config_mut(), of_command) {
+            (config.given, config.others) = (given, others);
         }
         Ok(cli)
     });

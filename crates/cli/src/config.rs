@@ -12,7 +12,7 @@ use fusestep_tensor_file::{Disk, Files, check_writable};
 use toml::{Table, Value};
 
 use crate::output::{is_first_process, write_page};
-use crate::places::require_folder;
+use crate::places::{require_apart, require_folder};
 use crate::settings::stands_for;
 
 /// Flags of files of flags.
@@ -28,6 +28,16 @@ pub(crate) struct ConfigArgs {
     /// Text of that file; `None` where a flag is no text.
     #[arg(skip)]
     pub(crate) given: Option<String>,
+    /// Files that other flags name.
+    #[arg(skip)]
+    pub(crate) others: Vec<OfFlag>,
+}
+
+/// A file and the flag that names it.
+#[derive(Clone, Debug)]
+pub(crate) struct OfFlag {
+    flag: String,
+    path: PathBuf,
 }
 
 impl ConfigArgs {
@@ -43,6 +53,9 @@ impl ConfigArgs {
             self.given.is_some(),
             "--write-config: expected flags that are UTF-8, found other bytes; rename that file"
         );
+        for OfFlag { flag, path: other } in &self.others {
+            require_apart((flag, Some(other)), &[("--write-config", Some(path))])?;
+        }
         require_folder("--write-config", path)?;
         check_writable(path).context("--write-config")
     }
@@ -216,6 +229,33 @@ const OUTPUTS: [&str; 12] = [
 
 /// Flags of which a run's file has the defaults, too: with another default it would be another run.
 const DECIDING: [&str; 6] = ["model", "optimizer", "epochs", "batch", "seed", "dtype"];
+
+/// Flags of files beside the one of flags itself.
+const FILES: [&str; 11] = [
+    "model",
+    "params",
+    "grads",
+    "state",
+    "out",
+    "state_out",
+    "average_out",
+    "log",
+    "report",
+    "html",
+    "svg",
+];
+
+/// The files that are typed for a run of `command`.
+pub(crate) fn files_of(command: &Command, matches: &ArgMatches) -> Vec<OfFlag> {
+    let typed = command.get_arguments().filter_map(|arg| {
+        let id = arg.get_id().as_str();
+        let path = matches.try_get_one::<PathBuf>(id).ok().flatten()?;
+        let flag =
+            arg.get_long().map_or_else(|| "the model".to_owned(), |long| format!("--{long}"));
+        FILES.contains(&id).then(|| OfFlag { flag, path: path.clone() })
+    });
+    typed.collect()
+}
 
 /// The file of flags that repeats a run of `command`; `None` where a flag is no text.
 pub(crate) fn repeating(command: &Command, matches: &ArgMatches) -> Option<String> {

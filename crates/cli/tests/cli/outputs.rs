@@ -45,6 +45,26 @@ fn a_file_that_is_replaced_is_told() {
 }
 
 #[test]
+fn a_file_of_flags_takes_the_place_of_no_other_file_of_the_run() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let (file, out) = (folder.path("file"), folder.path("out"));
+    let step = ["step", "--params", text(&params), "--grads", text(&grads), "--out", text(&out)];
+    for (command, flag, path) in [
+        (&["train", "--epochs", "1", "--report", text(&file)][..], "--report", &file),
+        (&["train", "--epochs", "1", "--log", text(&file)], "--log", &file),
+        (&["plan", text(&params)], "the model", &params),
+        (&step, "--params", &params),
+        (&step, "--out", &out),
+    ] {
+        let error = refused(&[command, &["--write-config", text(path)]].concat());
+        let said = format!("--write-config: expected another file than {flag}, found ");
+        assert!(error.contains(&said), "{error}");
+    }
+    assert!(!file.exists() && !out.exists());
+}
+
+#[test]
 #[cfg(target_os = "linux")]
 fn logs_of_ranks_that_are_replaced_are_told() {
     let folder = Folder::new();
