@@ -151,6 +151,7 @@ impl<S: Subcommand> Settings<S> {
         self.refused.clone().map_or(Ok(()), |error| Err(refused(error)))?;
         let mut options = StepOptions { rule, ..self.given.clone() };
         options.describe(params).map_err(refused)?;
+        options.check_kept(params).map_err(refused)?;
         for Overlap { counts, yields, param, count } in overlaps(&options, params) {
             let more = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
             note(&format!(

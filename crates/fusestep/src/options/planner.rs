@@ -248,8 +248,7 @@ impl StepOptions {
     /// Writes settings of some parameters into their descriptors.
     ///
     /// # Errors
-    /// [`OptionError::Unmatched`] names a part of a name that no parameter has,
-    /// [`OptionError::KeptAnyway`] one of parameters whose state is in f32 in any case.
+    /// [`OptionError::Unmatched`] names a part of a name that no parameter has.
     pub fn describe(&self, params: &mut [ParamDesc]) -> Result<(), OptionError> {
         let mut each = |name, pattern: &str, change: &dyn Fn(&mut ParamDesc)| {
             let count = params.len();
@@ -286,13 +285,15 @@ impl StepOptions {
                 parts.iter().try_for_each(|part| each("groups", part, &|_| {}))?;
             }
         }
-        self.check_kept(params)?;
         self.check_trust(params)
     }
 
     /// Refuses names of which every parameter is too small for state in int8, where that is asked
-    /// for.
-    fn check_kept(&self, params: &[ParamDesc]) -> Result<(), OptionError> {
+    /// for. `params` are those of a whole model: of a part of it such names may be right.
+    ///
+    /// # Errors
+    /// [`OptionError::KeptAnyway`] names the first.
+    pub fn check_kept(&self, params: &[ParamDesc]) -> Result<(), OptionError> {
         let mut precisions = self.precision_of.iter().map(|of| of.precision);
         let is_int8 = |precision: Precision| precision.state == StateDType::Int8;
         if !is_int8(self.precision) && !precisions.any(is_int8) {
