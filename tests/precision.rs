@@ -281,7 +281,7 @@ fn what_cannot_be_kept_is_refused_by_name() {
     assert_eq!(
         error.to_string(),
         "`tensor.1`: adamw: master weights of f32 parameters: expected none, because such a \
-         parameter loses nothing, found f32"
+         parameter loses nothing, found f32 (setting `master_weights`)"
     );
     let plan = planner().precision_of(DType::F32, Precision::default());
     let plan = plan.plan(&case.params).unwrap();

@@ -186,7 +186,7 @@ fn every_other_setting_that_decides_bits_is_compared_for_every_rule() {
             }
             for outcome in both_loaded(other, folder.path()) {
                 let error = outcome.expect_err(named).to_string();
-                assert!(error.contains(named) && error.contains("--any-settings"), "{error}");
+                assert!(error.contains(named) && error.contains("by `any_settings`"), "{error}");
             }
             let (plan, mut state, backend) = start(other);
             state.any_settings();

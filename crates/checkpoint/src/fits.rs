@@ -9,7 +9,7 @@ use fusestep_tensor::Quoted;
 
 use crate::lists;
 use crate::manifest::{Manifest, TensorSpec};
-use crate::refusal::refuse;
+use crate::refusal::{OR_ELSEWHERE, refuse};
 use crate::settings::{Difference, Rules};
 use crate::values::{self, SavedTensors};
 use crate::verified::check_tensor;
@@ -18,6 +18,9 @@ use crate::{Result, own_values};
 /// Most tensors that a refusal names.
 const MOST_NAMED: usize = 9;
 
+/// Advice where the run's own tensors are others than the saved ones.
+const AS_SAVED: &str = "; go on with the model, rule and precision that it was saved with";
+
 /// Most steps in which schedules are compared; comparing so many takes a few seconds.
 const MOST_COMPARED: u64 = 1 << 22;
 
@@ -25,10 +28,8 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
     let rules = Rules(&image.rules);
     let own = &image.rules.first;
     if manifest.optimizer != *own {
-        let found = format!(
-            "{}, which it was saved with; go on with that, or begin in another folder",
-            Quoted(&manifest.optimizer)
-        );
+        let found =
+            format!("{}, which it was saved with{OR_ELSEWHERE}", Quoted(&manifest.optimizer));
         return Err(refuse(folder, "optimizer", own, found));
     }
     if manifest.has_checksum() {
@@ -42,8 +43,9 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
     };
     let mut found = Quoted(found).to_string();
     if let Some(slices) = other_slices(image, manifest) {
-        found += &format!("; {slices}");
-    } else if differences.len() > 1 {
+        return Err(refuse(folder, name, expected, format!("{found}; {slices}")));
+    }
+    if differences.len() > 1 {
         let others = differences[1..].iter();
         let others = others.map(|(name, ..)| Quoted(name).to_string());
         let others: Vec<String> = others.take(MOST_NAMED).collect();
@@ -53,6 +55,7 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
         };
         found += &format!("; {differ} too: {}", others.join(", "));
     }
+    found += AS_SAVED;
     Err(refuse(folder, name, expected, found))
 }
 
@@ -90,7 +93,7 @@ fn check_rules(rules: &Rules<'_>, manifest: &Manifest, folder: &Path) -> Result<
     let (own, found) = (&rules.0.objective, &manifest.objective);
     if own != found {
         let expected = own.as_deref().unwrap_or(none);
-        let found = Quoted(found.as_deref().unwrap_or(none));
+        let found = Quoted(found.as_deref().unwrap_or(none)).to_string() + OR_ELSEWHERE;
         return Err(refuse(folder, "objective", expected, found));
     }
     let (own, found) = (&rules.0.own, &manifest.optimizer_of);
@@ -135,7 +138,12 @@ fn check_schedule(image: &RunImage, manifest: &Manifest, folder: &Path) -> Resul
         "`{}`, or one that is the same in the steps taken",
         Quoted(own.as_deref().unwrap_or(none))
     );
-    Err(refuse(folder, "schedule", &expected, format_args!("`{}`: {differs}", Quoted(found))))
+    Err(refuse(
+        folder,
+        "schedule",
+        &expected,
+        format_args!("`{}`: {differs}{OR_ELSEWHERE}", Quoted(found)),
+    ))
 }
 
 /// Tensors in which the plan and a checkpoint differ: name, expected, found.

@@ -34,6 +34,7 @@ pub use checkpoints::{Checkpoints, Remembered};
 pub use converted::{KeptState, convert};
 pub use load::load;
 pub use manifest::{Manifest, ShardSpec, TensorSpec};
+pub use names::MODEL_FILE;
 pub use open_run::{OpenRun, OpenWindow};
 pub use place::{CheckpointFolder, FolderLock};
 pub use saves::{Saved, Saves, save};

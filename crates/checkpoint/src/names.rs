@@ -9,8 +9,8 @@ pub(crate) const SUM: &str = "xxh3";
 /// Metadata key of the number of values that are not finite, before the tensor's name.
 const NON_FINITE: &str = "non_finite@";
 
-/// Name of the file of whole parameters.
-pub(crate) const MODEL_FILE: &str = "model.safetensors";
+/// Name of the file of whole parameters in the folder of a generation.
+pub const MODEL_FILE: &str = "model.safetensors";
 
 /// Suffixes of two generations of one step, so that two saves of a step never write to one folder.
 pub(crate) const TURNS: [&str; 2] = ["a", "b"];

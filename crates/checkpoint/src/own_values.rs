@@ -18,7 +18,7 @@ use fusestep_tensor::{DType, Shape, counted};
 
 use crate::manifest::{Manifest, TensorSpec};
 use crate::open_run::{OpenRun, OpenWindow};
-use crate::refusal::refuse;
+use crate::refusal::{OR_ELSEWHERE, refuse};
 use crate::values::WholeTensors;
 use crate::{Result, counts};
 
@@ -102,7 +102,8 @@ pub(crate) fn check_open(image: &RunImage, manifest: &Manifest, folder: &Path) -
             Some(every) => format!("averages every {}", counted(every, "step")),
             None => "no averages of parameters".to_owned(),
         };
-        return Err(refuse(folder, RunImage::AVERAGES, text(own), text(averages)));
+        let found = text(averages) + OR_ELSEWHERE;
+        return Err(refuse(folder, RunImage::AVERAGES, text(own), found));
     }
     let Some(open) = found else {
         return Ok(());
@@ -140,7 +141,8 @@ pub(crate) fn check_open(image: &RunImage, manifest: &Manifest, folder: &Path) -
         None => "no merge".to_owned(),
     };
     let found = text(window.every, window.reduced);
-    let found = format!("{} of {found}", counted(window.micro_steps.into(), "micro-step"));
+    let micro_steps = counted(window.micro_steps.into(), "micro-step");
+    let found = format!("{micro_steps} of {found}{OR_ELSEWHERE}");
     Err(refuse(folder, RunImage::ACCUMULATION, &expected, found))
 }
 
@@ -156,7 +158,7 @@ fn check_lanes(image: &RunImage, lanes: &OpenLanes, folder: &Path) -> Result<()>
     };
     let found = text(lanes.count.into(), lanes.of_lane.into());
     if expected != found {
-        return Err(refuse(folder, RunImage::LANES, expected, found));
+        return Err(refuse(folder, RunImage::LANES, expected, found + OR_ELSEWHERE));
     }
     if lanes.is_valid() {
         return Ok(());

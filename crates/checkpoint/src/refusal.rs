@@ -5,6 +5,9 @@ use std::path::Path;
 
 use fusestep_planner::PlanError;
 
+/// Advice where the run's own setting is another than the saved one.
+pub(crate) const OR_ELSEWHERE: &str = "; go on with that, or begin in another folder";
+
 /// Error of a part of a checkpoint or state file, with both sides.
 pub(crate) fn refuse(
     path: &Path,

@@ -87,8 +87,7 @@ impl Rules<'_> {
             let same_built = began(of_own(&built), own_now) == began(of_found(&built), found_now);
             if !same_now && !same_built {
                 let found = format!(
-                    "{}; go on with that, or allow other settings (`State::any_settings`, \
-                     --any-settings)",
+                    "{}; go on with that, or allow other settings by `any_settings`",
                     Quoted(of_found(&now).unwrap_or(NONE))
                 );
                 let expected = of_own(&now).unwrap_or(NONE).to_owned();

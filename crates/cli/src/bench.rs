@@ -16,7 +16,7 @@ use serde::Serialize;
 use self::args::{BenchArgs, Peer, dtypes};
 use self::subject::Subject;
 use crate::ceiling::Ceiling;
-use crate::inputs::read_model;
+use crate::given_model::read_given;
 use crate::options::pool;
 use crate::output::{detail, duration, progress, show};
 use crate::peers::{self, CandlePair, CandleTimes};
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     args.check()?;
     let model =
         args.model.as_deref().context("a model, which the flags require without a collective")?;
-    let mut params = read_model(model, args.dtype)?.params;
+    let mut params = read_given(model, args.dtype)?.params;
     args.optimizer.require_excluded(args.settings.exclude())?;
     let rule = args.optimizer.rule()?;
     let options = args.settings.of_model(rule, &mut params)?;

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use fusestep_checkpoint::{KeptState, MAX_SHARDS, Manifest, convert};
 use fusestep_launch::StateDType;
 use fusestep_planner::PlanError;
-use fusestep_tensor::{Quoted, counted};
+use fusestep_tensor::{Quoted, counted, grouped};
 use serde::Serialize;
 
 use crate::options::whole;
@@ -29,7 +29,13 @@ pub(crate) struct CheckpointArgs {
 #[derive(Debug, Subcommand)]
 enum Action {
     /// Print what a checkpoint holds
-    Inspect(FolderArgs),
+    Inspect {
+        #[command(flatten)]
+        folder: FolderArgs,
+        /// Print the bits of floating-point numbers beside their values
+        #[arg(long)]
+        bits: bool,
+    },
     /// Read every file, compare it with its checksum, and look for state that no run can have
     Verify(FolderArgs),
     /// Write the same tensors as a checkpoint of another number of files
@@ -94,8 +100,9 @@ struct Verified {
 
 pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
     match &args.action {
-        Action::Inspect(folder) => {
-            inspect(folder, &Manifest::read(&folder.folder)?)?;
+        Action::Inspect { folder, bits } => {
+            let shown = if *bits { Shown::WithBits } else { Shown::Value };
+            inspect(folder, &Manifest::read(&folder.folder)?, shown)?;
             warn_of(&folder.folder);
             Ok(())
         }
@@ -119,7 +126,7 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                 let told = non_finite(names).map_or_else(String::new, |told| format!("; {told}"));
                 print(&format!(
                     "step {}: {} ({}) in {}, all intact{told}\n",
-                    verified.step,
+                    grouped(verified.step),
                     counted(verified.tensors as u64, "tensor"),
                     counted(verified.bytes as u64, "byte"),
                     counted(verified.shards as u64, "file")
@@ -136,11 +143,11 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
                     manifest.reshard(from, out, count)
                 }
             });
-            inspect(folder, &written?)
+            inspect(folder, &written?, Shown::Value)
         }
         Action::Convert { folder, state_dtype, keep_f32, out } => {
             let state = KeptState { dtype: *state_dtype, keep_f32 };
-            inspect(folder, &converted(&folder.folder, out, state)?)
+            inspect(folder, &converted(&folder.folder, out, state)?, Shown::Value)
         }
     }
 }
@@ -192,7 +199,14 @@ fn write_to(
     Ok(written?)
 }
 
-fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
+/// Form of numbers that a checkpoint has as bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shown {
+    Value,
+    WithBits,
+}
+
+fn inspect(args: &FolderArgs, manifest: &Manifest, shown: Shown) -> anyhow::Result<()> {
     if args.json {
         return print_json(manifest);
     }
@@ -201,12 +215,12 @@ fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
         manifest.format,
         manifest.version,
         manifest.optimizer,
-        manifest.step,
-        manifest.skipped,
+        grouped(manifest.step),
+        grouped(manifest.skipped),
         counted(manifest.shards.len() as u64, "file"),
     );
     for (key, value) in &manifest.caller {
-        text += &format!("{} = {}\n", Quoted(key), shown(key, value));
+        text += &format!("{} = {}\n", Quoted(key), text_of(key, value, shown));
     }
     for (name, spec) in &manifest.tensors {
         text += &format!("{}: {} {}\n", Quoted(name), spec.dtype, spec.shape);
@@ -215,10 +229,13 @@ fn inspect(args: &FolderArgs, manifest: &Manifest) -> anyhow::Result<()> {
 }
 
 /// A text of the run that was saved, as a number where it is the bits of one.
-fn shown(key: &str, value: &str) -> String {
+fn text_of(key: &str, value: &str, shown: Shown) -> String {
     let bits = u64::from_str_radix(value, 16).ok().filter(|_| value.len() == BITS_DIGITS);
     match bits.filter(|_| BITS.contains(&key)) {
-        Some(bits) => format!("{} (bits {value})", f64::from_bits(bits)),
+        Some(bits) if shown == Shown::WithBits => {
+            format!("{} (bits {value})", f64::from_bits(bits))
+        }
+        Some(bits) => f64::from_bits(bits).to_string(),
         None => Quoted(value).to_string(),
     }
 }

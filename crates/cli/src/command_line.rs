@@ -3,15 +3,17 @@
 
 use std::ffi::OsString;
 
-use clap::error::{ContextKind, ContextValue};
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches};
 use fusestep_collective_processes::says_first;
 use fusestep_tensor::Quoted;
 
 use crate::Cli;
-use crate::config::{FromFile, repeating};
+use crate::config::{FromFile, files_of, repeating};
 use crate::help::with_help;
 use crate::output::say;
+use crate::rule_names::meant;
 
 /// The command as clap reads it; help follows what is `typed`.
 pub(crate) fn command(typed: &[OsString]) -> clap::Command {
@@ -34,10 +36,10 @@ pub(crate) fn parse() -> anyhow::Result<Cli> {
             Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))?;
         let of_command = matches.subcommand().and_then(|(name, matches)| {
             let command = command.find_subcommand(name)?;
-            repeating(command, matches)
+            Some((repeating(command, matches), files_of(command, matches)))
         });
-        if let Some(config) = cli.command.config_mut() {
-            config.given = of_command;
+        if let (Some(config), Some((given, others))) = (cli.command.config_mut(), of_command) {
+            (config.given, config.others) = (given, others);
         }
         Ok(cli)
     });
@@ -103,7 +105,53 @@ fn quoted(mut error: clap::Error, typed: &[OsString]) -> clap::Error {
     for (kind, value) in error.context().filter_map(quoted).collect::<Vec<_>>() {
         error.insert(kind, value);
     }
+    if let Some(tip) = flag_of_others(&error, typed) {
+        // What clap takes for alike is another flag altogether, as is its usage.
+        error.remove(ContextKind::SuggestedArg);
+        error.remove(ContextKind::Usage);
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    }
+    if let Some(meant) = meant_rule(&error) {
+        let tip = StyledStr::from(format!("`{meant}` asks for that rule here"));
+        error.remove(ContextKind::SuggestedValue);
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+    }
     error
+}
+
+/// A word on other subcommands that have a flag of this name, if the typed one has none.
+fn flag_of_others(error: &clap::Error, typed: &[OsString]) -> Option<String> {
+    let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let name = flag.strip_prefix("--")?;
+    if error.kind() != ErrorKind::UnknownArgument {
+        return None;
+    }
+    let command = Cli::command();
+    let own = typed.iter().find_map(|text| command.find_subcommand(text))?;
+    let has = |of: &clap::Command| {
+        of.get_arguments().any(|arg| arg.get_long() == Some(name) && !arg.is_hide_set())
+    };
+    let others = command.get_subcommands().filter(|of| has(of)).map(clap::Command::get_name);
+    let others: Vec<&str> = others.collect();
+    let (last, before) = others.split_last()?;
+    let all = match before {
+        [] => (*last).to_owned(),
+        before => format!("{} and {last}", before.join(", ")),
+    };
+    Some(format!("`{flag}` is a flag of {all}, and has no effect in {}", own.get_name()))
+}
+
+/// The flags that a rule's name stands for that is unknown here and known elsewhere.
+fn meant_rule(error: &clap::Error) -> Option<String> {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    let flag = text(ContextKind::InvalidArg)?;
+    let typed = text(ContextKind::InvalidValue)?;
+    if flag.starts_with("--optimizer ") { meant(&typed) } else { None }
 }
 
 /// A message in which typed names break no line; lines of its own stay.

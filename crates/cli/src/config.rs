@@ -8,11 +8,11 @@ use anyhow::{Context, anyhow, bail, ensure};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command};
 use fusestep_tensor::Quoted;
-use fusestep_tensor_file::{Disk, Files, Prepared, check_writable, commit_together};
+use fusestep_tensor_file::{Disk, Files, check_writable};
 use toml::{Table, Value};
 
-use crate::output::is_first_process;
-use crate::places::require_folder;
+use crate::output::{is_first_process, write_page};
+use crate::places::{require_apart, require_folder};
 use crate::settings::stands_for;
 
 /// Flags of files of flags.
@@ -28,6 +28,16 @@ pub(crate) struct ConfigArgs {
     /// Text of that file; `None` where a flag is no text.
     #[arg(skip)]
     pub(crate) given: Option<String>,
+    /// Files that other flags name.
+    #[arg(skip)]
+    pub(crate) others: Vec<OfFlag>,
+}
+
+/// A file and the flag that names it.
+#[derive(Clone, Debug)]
+pub(crate) struct OfFlag {
+    flag: String,
+    path: PathBuf,
 }
 
 impl ConfigArgs {
@@ -43,6 +53,9 @@ impl ConfigArgs {
             self.given.is_some(),
             "--write-config: expected flags that are UTF-8, found other bytes; rename that file"
         );
+        for OfFlag { flag, path: other } in &self.others {
+            require_apart((flag, Some(other)), &[("--write-config", Some(path))])?;
+        }
         require_folder("--write-config", path)?;
         check_writable(path).context("--write-config")
     }
@@ -53,7 +66,7 @@ impl ConfigArgs {
             return Ok(());
         };
         if is_first_process() {
-            commit_together(vec![Prepared::bytes(path, text.as_bytes())?])?;
+            write_page(path, text)?;
         }
         Ok(())
     }
@@ -197,12 +210,60 @@ fn text(value: &Value) -> anyhow::Result<String> {
     })
 }
 
+/// Flags of what a run writes, and of the checkpoint that it goes on from. A run that is repeated
+/// would write over these files, or add to them.
+const OUTPUTS: [&str; 12] = [
+    "checkpoint",
+    "save_every",
+    "resume",
+    "log",
+    "tensorboard",
+    "report",
+    "html",
+    "svg",
+    "out",
+    "state_out",
+    "average_out",
+    "flight_recorder",
+];
+
 /// Flags of which a run's file has the defaults, too: with another default it would be another run.
 const DECIDING: [&str; 6] = ["model", "optimizer", "epochs", "batch", "seed", "dtype"];
 
+/// Flags of files beside the one of flags itself.
+const FILES: [&str; 11] = [
+    "model",
+    "params",
+    "grads",
+    "state",
+    "out",
+    "state_out",
+    "average_out",
+    "log",
+    "report",
+    "html",
+    "svg",
+];
+
+/// The files that are typed for a run of `command`.
+pub(crate) fn files_of(command: &Command, matches: &ArgMatches) -> Vec<OfFlag> {
+    let typed = command.get_arguments().filter_map(|arg| {
+        let id = arg.get_id().as_str();
+        let path = matches.try_get_one::<PathBuf>(id).ok().flatten()?;
+        let flag =
+            arg.get_long().map_or_else(|| "the model".to_owned(), |long| format!("--{long}"));
+        FILES.contains(&id).then(|| OfFlag { flag, path: path.clone() })
+    });
+    typed.collect()
+}
+
 /// The file of flags that repeats a run of `command`; `None` where a flag is no text.
 pub(crate) fn repeating(command: &Command, matches: &ArgMatches) -> Option<String> {
-    let mut table = Table::new();
+    let (mut table, mut outputs) = (Table::new(), Table::new());
+    let is_output = |id: &str| {
+        // Of `step` a state that is read is no output.
+        OUTPUTS.contains(&id) || id == "any_settings" && matches.try_contains_id("resume").is_ok()
+    };
     for arg in command.get_arguments() {
         let id = arg.get_id().as_str();
         let source = matches.value_source(id);
@@ -224,12 +285,18 @@ pub(crate) fn repeating(command: &Command, matches: &ArgMatches) -> Option<Strin
         } else {
             Value::Boolean(true)
         };
+        let table = if is_output(id) { &mut outputs } else { &mut table };
         table.insert(key.to_owned(), value);
     }
     let (name, version) = (command.get_name(), env!("CARGO_PKG_VERSION"));
     let text = toml::to_string(&table).ok()?;
+    let outputs = toml::to_string(&outputs).ok()?;
+    let mut outputs: String = outputs.lines().map(|line| format!("# {line}\n")).collect();
+    if !outputs.is_empty() {
+        outputs.insert_str(0, "# What this run wrote, and would write over:\n");
+    }
     Some(format!(
-        "# `fusestep {name} --config FILE` repeats this run of fusestep {version}.\n{text}"
+        "# `fusestep {name} --config FILE` repeats this run of fusestep {version}.\n{text}{outputs}"
     ))
 }
 

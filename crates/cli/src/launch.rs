@@ -10,7 +10,7 @@ use fusestep_collective::{ALONE_REMEDY, started_together};
 use fusestep_collective_processes::{LaunchOptions, Launched, Prefix, launch};
 
 use crate::options::{MOST_RANKS, parse_timeout, whole};
-use crate::output::{note, say};
+use crate::output::{did_write, note, say};
 use crate::places::make_folder;
 
 /// Flags of `launch`.
@@ -56,6 +56,7 @@ pub(crate) fn run(args: &LaunchArgs) -> anyhow::Result<()> {
     if let Some(folder) = &args.log_dir {
         make_folder("--log-dir", folder)?;
     }
+    let did = args.log_dir.as_ref().map_or("wrote", |folder| did_write(&folder.join("rank-0.log")));
     let options = LaunchOptions {
         arguments: arguments.to_vec(),
         patience: args.patience,
@@ -69,7 +70,7 @@ pub(crate) fn run(args: &LaunchArgs) -> anyhow::Result<()> {
         std::process::exit(i32::from(code));
     }
     if let Some(folder) = &args.log_dir {
-        note(&format!("wrote {}/rank-0.log to rank-{}.log", folder.display(), args.ranks - 1));
+        note(&format!("{did} {}/rank-0.log to rank-{}.log", folder.display(), args.ranks - 1));
     }
     if !launched.met && args.ranks > 1 {
         note(&format!(

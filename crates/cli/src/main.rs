@@ -13,6 +13,7 @@ mod command_line;
 mod config;
 mod engine;
 mod figures;
+mod given_model;
 mod headings;
 mod help;
 mod inputs;
@@ -29,6 +30,7 @@ mod ranks;
 mod records;
 mod report;
 mod rule_flags;
+mod rule_names;
 mod rules;
 mod settings;
 mod shadow;
@@ -39,6 +41,7 @@ mod train;
 mod training;
 mod values;
 mod verify;
+mod words;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -54,7 +57,7 @@ use fusestep_tensor::escaped;
 use crate::command_line::{in_one_line, parse};
 use crate::config::ConfigArgs;
 use crate::output::Told;
-use crate::planning::in_words;
+use crate::words::in_words;
 
 /// The tail of a training step, fused: everything between the end of backward and the next forward.
 #[derive(Debug, Parser)]

@@ -39,6 +39,11 @@ pub(crate) fn whole<T: FromStr, const LEAST: u64, const MOST: u64>(
         .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
 }
 
+/// Reads any number.
+pub(crate) fn number(text: &str) -> Result<f64, String> {
+    text.parse().map_err(|_| "expected a number such as 0.001".to_owned())
+}
+
 /// Seconds above zero, a day at most.
 pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok();

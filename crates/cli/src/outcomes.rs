@@ -4,6 +4,8 @@ use anyhow::{Error, anyhow};
 use fusestep_collective::CollectiveError;
 use fusestep_planner::PlanError;
 
+use crate::words::in_words;
+
 /// The result of rank 0, unless a rank has failed.
 ///
 /// # Panics
@@ -25,15 +27,16 @@ pub(crate) fn first<T>(
     let Some((rank, cause)) = errors.next() else {
         return Ok(found);
     };
-    let cause = format!("{cause:#}");
+    let said = format!("{cause:#}");
     let mut others = String::new();
     for (rank, error) in errors {
-        let error = format!("{error:#}");
         // Equal errors of all ranks, or another rank's error that was passed on, are told once.
-        if !error.contains(&cause) {
-            others += &format!("\nrank {rank}: {error}");
+        if !format!("{error:#}").contains(&said) {
+            others += &format!("\nrank {rank}: {}", in_words(&error));
         }
     }
+    // Texts alone cross over from here, so settings get their flags now.
+    let cause = in_words(&cause);
     if others.is_empty() {
         return Err(anyhow!(cause));
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use anyhow::Context;
-use fusestep_tensor::{Quoted, escaped, escaped_json};
+use fusestep_tensor::{Quoted, escaped, escaped_json, grouped};
 use fusestep_tensor_file::{Prepared, commit_together};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -120,9 +120,15 @@ pub(crate) fn say(text: &str) {
 
 /// Writes a page, all or nothing, and says so on standard error.
 pub(crate) fn write_page(path: &Path, page: &str) -> anyhow::Result<()> {
+    let did = did_write(path);
     commit_together(vec![Prepared::bytes(path, page.as_bytes())?])?;
-    note(&format!("wrote {}", path.display()));
+    note(&format!("{did} {}", path.display()));
     Ok(())
+}
+
+/// The word for a file that is about to be written: an earlier one of its name is lost.
+pub(crate) fn did_write(path: &Path) -> &'static str {
+    if path.exists() { "replaced" } else { "wrote" }
 }
 
 /// A sentence about tensors of state with values that are infinite or NaN; `None` without such
@@ -149,6 +155,12 @@ pub(crate) fn warn_non_finite<'n>(place: &Path, names: impl IntoIterator<Item = 
     }
 }
 
+/// A number of at least 0 to one decimal, its digits in groups of three: 17,227.0.
+pub(crate) fn grouped_tenths(value: f64) -> String {
+    let tenths = (10.0 * value).round() as u64;
+    format!("{}.{}", grouped(tenths / 10), tenths % 10)
+}
+
 /// Nanoseconds as a readable duration.
 pub(crate) fn duration(nanoseconds: f64) -> String {
     match nanoseconds {
@@ -156,5 +168,19 @@ pub(crate) fn duration(nanoseconds: f64) -> String {
         n if n >= 1e6 => format!("{:.2} ms", n / 1e6),
         n if n >= 1e3 => format!("{:.1} µs", n / 1e3),
         n => format!("{n:.0} ns"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tenths_stand_behind_groups_of_three() {
+        for (value, expected) in
+            [(0.0, "0.0"), (2.04, "2.0"), (6.96, "7.0"), (17_226.5, "17,226.5")]
+        {
+            assert_eq!(grouped_tenths(value), expected);
+        }
     }
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::config::ConfigArgs;
 use crate::figures::FiguresArgs;
-use crate::inputs::read_model;
+use crate::given_model::read_given;
 use crate::options::param_dtype;
 use crate::output::{detail, note, print, print_json, write_page};
 use crate::places::{require_apart, require_folder};
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     for (flag, path) in written {
         path.map_or(Ok(()), |path| require_folder(flag, path))?;
     }
-    let mut model = read_model(&args.model, args.dtype)?;
+    let mut model = read_given(&args.model, args.dtype)?;
     args.optimizer.require_excluded(args.settings.exclude())?;
     args.settings.require_several(args.world.world, "--world")?;
     let mut options = args.settings.of_model(args.optimizer.rule()?, &mut model.params)?;

@@ -7,7 +7,7 @@ use fusestep_collective::{Costs, Link, measure};
 use fusestep_planner::{CostModel, MAX_WORLD, Reach, Topology};
 
 use crate::engine::{Engine, Ranks, Watch};
-use crate::options::whole;
+use crate::options::{number, whole};
 
 /// Most threads between which a link is measured.
 const MOST_MEASURED: usize = 16;
@@ -31,30 +31,30 @@ pub(crate) struct WorldArgs {
     /// Microseconds of a call between ranks that moves next to nothing, as `fusestep check
     /// --engine` measures it [default: this machine's figures; 20 without any, or beside another
     /// of these flags]
-    #[arg(long, value_name = "US", requires = "world")]
+    #[arg(long, value_name = "US", requires = "world", value_parser = number)]
     pub(crate) latency_us: Option<f64>,
     /// Gigabytes of a buffer that an all-reduce gets through in a second, as `fusestep check
     /// --engine` measures them [default: this machine's figures; 10 without any, or beside another
     /// of these flags]
-    #[arg(long, value_name = "GB/S", requires = "world")]
+    #[arg(long, value_name = "GB/S", requires = "world", value_parser = number)]
     pub(crate) bandwidth_gbs: Option<f64>,
     /// Gigabytes of a buffer that a reduce-scatter gets through in a second [default: twice an
     /// all-reduce's]
-    #[arg(long, value_name = "GB/S", requires = "world")]
+    #[arg(long, value_name = "GB/S", requires = "world", value_parser = number)]
     pub(crate) scatter_gbs: Option<f64>,
     /// Gigabytes of a buffer that an all-gather gets through in a second [default: twice an
     /// all-reduce's]
-    #[arg(long, value_name = "GB/S", requires = "world")]
+    #[arg(long, value_name = "GB/S", requires = "world", value_parser = number)]
     pub(crate) gather_gbs: Option<f64>,
     /// Gigabytes that a rank reads and writes in a second when it copies; its own copies and its
     /// update are predicted then
-    #[arg(long, value_name = "GB/S", requires = "world")]
+    #[arg(long, value_name = "GB/S", requires = "world", value_parser = number)]
     pub(crate) memory_gbs: Option<f64>,
     /// Measure all these costs between ranks that are threads of this machine
     #[arg(long, requires = "world", conflicts_with_all = ["latency_us", "bandwidth_gbs", "scatter_gbs", "gather_gbs", "memory_gbs"])]
     pub(crate) measure: bool,
     /// Milliseconds of one backward pass, behind which calls are hidden unless --comm-streams is 0
-    #[arg(long, value_name = "MS", default_value_t = 0.0, requires = "world")]
+    #[arg(long, value_name = "MS", default_value_t = 0.0, requires = "world", value_parser = number)]
     pub(crate) backward_ms: f64,
 }
 

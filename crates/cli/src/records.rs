@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, ensure};
 use clap::Args;
+use fusestep_tensor::counted;
 use fusestep_tensor_file::check_writable;
 
 use self::events::Events;
@@ -57,9 +58,10 @@ impl RecordArgs {
             let len_bytes = std::fs::metadata(path).map_or(0, |found| found.len());
             ensure!(
                 resume || len_bytes == 0,
-                "--log {}: expected a new file, found one of {len_bytes} bytes, which may be \
-                 another run's; give another path, or --resume to add to it",
-                path.display()
+                "--log {}: expected a new file, found one of {}, which may be another run's; give \
+                 another path, or --resume to add to it",
+                path.display(),
+                counted(len_bytes, "byte")
             );
         }
         let Some(folder) = &self.tensorboard else {

@@ -4,11 +4,12 @@ use std::fmt::Write;
 
 use fusestep_pictures::{COLORS, Line, Lines, safe};
 use fusestep_planner::{Plan, html_page};
+use fusestep_tensor::grouped;
 
 use crate::output::duration;
 use crate::records::curves::{Curve, Drawn};
 use crate::train::summary::{Epoch, TrainSummary};
-use crate::training::recorder::Recorded;
+use crate::training::recorder::{Recorded, Stopped};
 
 /// Most lines of one chart.
 const MOST_LINES: usize = COLORS.len();
@@ -20,38 +21,80 @@ const MOST_TIMES: usize = 90;
 const CHARTS: &str = "<div style=\"display:grid;gap:.4em 1.2em;\
 grid-template-columns:repeat(auto-fill,minmax(min(100%,440px),1fr))\">\n";
 
-/// The page.
+/// The page of a run that was done.
 pub(crate) fn report_page(
     summary: &TrainSummary,
     plan: &Plan,
     recorded: Option<&Recorded>,
 ) -> String {
-    let skipped = Some(summary.skipped_steps).filter(|skipped| *skipped > 0);
     let ours = Some(summary.optimizer_ns_per_step).filter(|_| !summary.was_complete());
     let rows = [
         ("test accuracy", Some(format!("{:.2} %", 100.0 * summary.test_accuracy))),
         ("final loss", Some(format!("{:.4}", summary.final_loss))),
-        ("steps", Some(summary.steps.to_string())),
-        ("steps skipped", skipped.map(|skipped| skipped.to_string())),
+        ("steps", Some(grouped(summary.steps))),
+        ("steps skipped", skipped(summary.skipped_steps)),
         ("optimizer, per step", ours.map(duration)),
         ("candle's AdamW, per step", summary.candle_ns_per_step.map(duration)),
         ("parameters (xxh3)", Some(summary.params_hash.clone())),
     ];
+    let mut outcome = "<h2>Outcome</h2>\n".to_owned();
+    table(&mut outcome, &rows);
+    let epochs = Epochs { of: &summary.history, before: summary.resumed_epochs.unwrap_or(0) };
+    page(&Page { outcome, epochs, plan, recorded, config: summary.config.as_deref() })
+}
+
+/// The page of a run that has ended early by this error, as far as rank 0 has seen it.
+pub(crate) fn page_of_stopped(stopped: &Stopped, error: &str, config: Option<&str>) -> String {
+    let rows =
+        [("steps", Some(grouped(stopped.steps))), ("steps skipped", skipped(stopped.skipped))];
+    let mut outcome =
+        format!("<h2>The run has ended early</h2>\n<pre>error: {}</pre>\n", safe_lines(error));
+    table(&mut outcome, &rows);
+    let epochs = Epochs { of: &stopped.history, before: stopped.resumed_epochs.unwrap_or(0) };
+    let (plan, recorded) = (&stopped.plan, Some(&stopped.recorded));
+    page(&Page { outcome, epochs, plan, recorded, config })
+}
+
+fn skipped(steps: u64) -> Option<String> {
+    (steps > 0).then(|| grouped(steps))
+}
+
+fn table(body: &mut String, rows: &[(&str, Option<String>)]) {
+    body.push_str("<table>");
+    for (what, value) in rows.iter().filter_map(|(what, value)| Some((what, value.as_ref()?))) {
+        let _ = write!(body, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
+    }
+    body.push_str("</table>\n");
+}
+
+/// Parts of a page.
+struct Page<'a> {
+    outcome: String,
+    epochs: Epochs<'a>,
+    plan: &'a Plan,
+    recorded: Option<&'a Recorded>,
+    config: Option<&'a str>,
+}
+
+/// Epochs of a session, and how many were over before it.
+struct Epochs<'a> {
+    of: &'a [Epoch],
+    before: usize,
+}
+
+fn page(of: &Page<'_>) -> String {
+    let Page { outcome, epochs, plan, recorded, config } = of;
     let mut body = String::new();
     if let Some(recorded) = recorded {
         run(&mut body, recorded);
     }
-    body.push_str("<h2>Outcome</h2>\n<table>");
-    for (what, value) in rows.into_iter().filter_map(|(what, value)| Some((what, value?))) {
-        let _ = write!(body, "<tr><td>{what}</td><td class=\"n\">{value}</td></tr>");
-    }
-    body.push_str("</table>\n");
+    body.push_str(outcome);
     if let Some(recorded) = recorded {
         by_update(&mut body, &recorded.drawn);
         times(&mut body, &recorded.drawn);
     }
-    by_epoch(&mut body, summary);
-    if let Some(config) = &summary.config {
+    by_epoch(&mut body, epochs);
+    if let Some(config) = config {
         let config = safe_lines(config);
         let _ = write!(body, "<h2>File of flags that repeats the run</h2>\n<pre>{config}</pre>\n");
     }
@@ -236,18 +279,17 @@ impl Unit {
 }
 
 /// Curves of the losses and the accuracy of epochs.
-fn by_epoch(body: &mut String, summary: &TrainSummary) {
-    if summary.history.is_empty() {
+fn by_epoch(body: &mut String, epochs: &Epochs<'_>) {
+    let Epochs { of: history, before } = epochs;
+    if history.is_empty() {
         return;
     }
-    let before = summary.resumed_epochs.unwrap_or(0);
     let drawn = Drawn {
-        updates: (1..=summary.history.len()).map(|epoch| (before + epoch) as f64).collect(),
+        updates: (1..=history.len()).map(|epoch| (before + epoch) as f64).collect(),
         ..Drawn::default()
     };
-    let curve = |name: &str, of: fn(&Epoch) -> f64| {
-        Curve::of(name, summary.history.iter().map(of).collect())
-    };
+    let curve =
+        |name: &str, of: fn(&Epoch) -> f64| Curve::of(name, history.iter().map(of).collect());
     let losses = [curve("training", |epoch| epoch.loss), curve("test", |epoch| epoch.test_loss)];
     let accuracy = curve("accuracy", |epoch| 100.0 * epoch.test_accuracy);
     body.push_str("<h2>By epoch</h2>\n");
@@ -295,8 +337,8 @@ fn buckets(plan: &Plan) -> String {
             table,
             "<tr><td>{index}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>",
             plan.segments()[bucket.segment].tensors.len(),
-            bucket.numel(),
-            part.end - part.start,
+            grouped(bucket.numel()),
+            grouped(part.end - part.start),
         );
     }
     table.push_str("</table>\n");

@@ -4,12 +4,12 @@ use std::sync::OnceLock;
 
 use anyhow::bail;
 use clap::builder::PossibleValuesParser;
-use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id, value_parser};
+use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id};
 use fusestep_launch::SettingValue;
 use fusestep_planner::{NamedRule, Optimizer};
 
 use crate::headings::RULE;
-use crate::options::whole;
+use crate::options::{self, whole};
 
 /// Number below which a default is printed with an exponent.
 const SMALL: f64 = 1e-4;
@@ -159,7 +159,7 @@ impl Flag {
         match self.kind {
             Kind::Number => arg
                 .value_name(self.value_name)
-                .value_parser(value_parser!(f64))
+                .value_parser(options::number)
                 .allow_hyphen_values(true),
             Kind::Count => {
                 arg.value_name(self.value_name).value_parser(whole::<u32, 0, { u32::MAX as u64 }>)
@@ -188,6 +188,11 @@ impl Flag {
 
 fn number(value: f64) -> String {
     if value != 0.0 && value.abs() < SMALL { format!("{value:e}") } else { value.to_string() }
+}
+
+/// The name on the command line of a rule's setting; `None` if no rule has it.
+pub(crate) fn long_of(setting: &str) -> Option<&'static str> {
+    flags().iter().find(|flag| flag.name == setting).map(|flag| flag.long)
 }
 
 /// Hides flags that the rule of this name has not, and says of the others what they are to it.

@@ -37,6 +37,27 @@ pub(crate) fn stands_for(flag: &str) -> Option<&'static str> {
     earlier.find(|(name, ..)| *name == flag).map(|(_, setting, _)| *setting)
 }
 
+/// Whether the table has a setting of this name.
+pub(crate) fn is_setting(name: &str) -> bool {
+    let mut known = Known { name, is_there: false };
+    // The defaults are in range.
+    let _ = StepOptions::default().each(&mut known);
+    known.is_there
+}
+
+/// Looks for a setting's name.
+struct Known<'a> {
+    name: &'a str,
+    is_there: bool,
+}
+
+impl Visit for Known<'_> {
+    fn row(&mut self, row: Row<'_>) -> Result<(), OptionError> {
+        self.is_there |= row.name == self.name;
+        Ok(())
+    }
+}
+
 /// A subcommand, by the settings that have an effect in it.
 pub(crate) trait Subcommand {
     /// Whether the subcommand has a setting of this name and part of the table.
@@ -130,6 +151,7 @@ impl<S: Subcommand> Settings<S> {
         self.refused.clone().map_or(Ok(()), |error| Err(refused(error)))?;
         let mut options = StepOptions { rule, ..self.given.clone() };
         options.describe(params).map_err(refused)?;
+        options.check_kept(params).map_err(refused)?;
         for Overlap { counts, yields, param, count } in overlaps(&options, params) {
             let more = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
             note(&format!(
@@ -189,8 +211,8 @@ impl<S: Subcommand> Settings<S> {
     }
 
     /// Refuses settings of many ranks without `what`, the flag of their number. A world of one that
-    /// is asked for may be one of several that are tried; but what is to stay apart there is
-    /// nothing.
+    /// is asked for may be one of several that are tried, so that a note tells what it leaves
+    /// without effect; but what is to stay apart there is nothing.
     ///
     /// # Errors
     /// A setting that would do nothing.
@@ -201,6 +223,11 @@ impl<S: Subcommand> Settings<S> {
         let found = expected_several(ranks, what);
         ensure!(!self.given.separate, "--separate: {found}; one rank has nothing to reduce");
         if ranks.is_some() {
+            let idle = self.given.idle_alone().map_err(refused)?;
+            let flags: Vec<String> = idle.into_iter().map(flag_of).collect();
+            if !flags.is_empty() {
+                note(&format!("note: {}: no effect on one rank", flags.join(", ")));
+            }
             return Ok(());
         }
         match self.given.check_alone() {

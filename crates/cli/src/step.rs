@@ -25,7 +25,7 @@ use crate::config::ConfigArgs;
 use crate::inputs::{Model, model_of};
 use crate::options::BackendArgs;
 use crate::options::whole;
-use crate::output::{print_json, progress, warn, warn_non_finite};
+use crate::output::{did_write, print_json, progress, warn, warn_non_finite};
 use crate::places::{Place, require_apart, require_folder};
 use crate::planning::planner;
 use crate::rules::OptimizerArgs;
@@ -170,12 +170,14 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     versions.require_same()?;
     let summary = run_steps(args, &plan, &mut state, backend.as_ref())?;
     let prepared = prepare_files(args, &params, &model, &state, backend.as_ref())?;
+    let wrote: Vec<String> =
+        written(args).map(|path| format!("{} {}", did_write(path), path.display())).collect();
     claim.commit(prepared.files)?;
     warn_non_finite(&args.out, prepared.params_non_finite.iter().map(String::as_str));
     if let Some(path) = &args.state_out {
         warn_non_finite(path, prepared.non_finite.iter().map(String::as_str));
     }
-    if args.json { print_json(&summary) } else { summary.print(written(args)) }
+    if args.json { print_json(&summary) } else { summary.print(&wrote) }
 }
 
 fn run_steps(

@@ -3,18 +3,25 @@
 pub(crate) mod args;
 pub(crate) mod summary;
 
+use std::sync::Mutex;
+
 use anyhow::{Context, ensure};
+use fusestep::StepOptions;
+use fusestep_models::Task;
 use fusestep_tensor_file::check_writable;
 
 use self::args::TrainArgs;
+use self::summary::TrainSummary;
 use crate::engine::{Engine, Ranks};
 use crate::options::{require_candle_threads, start_compute_threads};
 use crate::output::{is_first_process, show, warn, write_page};
 use crate::places::{require_beside, require_folder};
-use crate::report::report_page;
+use crate::report::{page_of_stopped, report_page};
 use crate::tasks::{Model, plain_rates, rate};
+use crate::training::recorder::Stopped;
 use crate::training::{self, Asked, Trained};
 use crate::values::descs;
+use crate::words::in_words;
 
 /// Trains on all ranks; rank 0 prints.
 pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
@@ -57,16 +64,49 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
     // Ranks that are threads need more than the caller's.
     let one = args.threads.filter(|_| engine != Engine::Thread || engine.is_one(&ranks));
     start_compute_threads(one)?;
+    let stopped = Mutex::new(None);
     let trained = engine.run(&ranks, |comm| {
-        let asked = Asked { args, options: &options, known: &known, params: &params };
-        training::train(asked, task, comm)
-    })?;
+        let (options, known, params, stopped) = (&options, &known, &params[..], &stopped);
+        training::train(Asked { args, options, known, params, stopped }, task, comm)
+    });
+    let trained = trained.inspect_err(|error| report_stopped(args, stopped, error))?;
     // Other ranks have nothing to say.
     let Some(Trained { summary, plan, recorded }) = trained else {
         return Ok(());
     };
     if let Some(path) = &args.report {
         write_page(path, &report_page(&summary, &plan, recorded.as_ref()))?;
+    }
+    warn_of_outcome(&summary, &options, task);
+    show(args.json, &summary)
+}
+
+/// Writes the page of a run that has ended early, with what there is; the error stays the run's.
+fn report_stopped(args: &TrainArgs, stopped: Mutex<Option<Stopped>>, error: &anyhow::Error) {
+    let (Some(path), Ok(Some(stopped))) = (&args.report, stopped.into_inner()) else {
+        return;
+    };
+    let page = page_of_stopped(&stopped, &in_words(error), args.config.given.as_deref());
+    if let Err(error) = write_page(path, &page) {
+        warn(&format!("warning: --report {}: cannot write ({error:#})", path.display()));
+    }
+}
+
+/// Warns of a run that has changed nothing or learned nothing.
+fn warn_of_outcome(summary: &TrainSummary, options: &StepOptions, task: &dyn Task) {
+    if summary.steps > 0 && summary.skipped_steps == summary.steps {
+        let what = match options.loss_scale.filter(|scale| scale.policy().is_fixed()) {
+            Some(scale) => format!(
+                "with --loss-scale {} a gradient is not finite in each; give --loss-scale dynamic, \
+                 or a smaller constant",
+                scale.scale()
+            ),
+            None => "a gradient was not finite in each; give more --epochs if the loss scale is \
+                     still going down, or --dtype bf16"
+                .to_owned(),
+        };
+        warn(&format!("warning: every step was skipped: {what}"));
+        return;
     }
     // Guesses among equals have this loss.
     let guessed = (task.answers() as f64).ln();
@@ -77,5 +117,4 @@ pub(crate) fn run(args: &TrainArgs) -> anyhow::Result<()> {
             summary.test_loss
         ));
     }
-    show(args.json, &summary)
 }

@@ -9,6 +9,7 @@ mod summary;
 mod tally;
 
 use std::num::NonZeroU64;
+use std::sync::Mutex;
 use std::time::Instant;
 
 use anyhow::{bail, ensure};
@@ -18,7 +19,7 @@ use fusestep::{Section, Session, StepOptions};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_models::Task;
 use fusestep_planner::{MicroStepReport, Plan, Topology};
-use fusestep_tensor::{DType, ParamDesc, counted};
+use fusestep_tensor::{DType, ParamDesc, counted, counted_are};
 use indicatif::ProgressBar;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -26,7 +27,7 @@ use rand_chacha::ChaCha8Rng;
 
 use self::checkpoints::{Position, check_folder, make_folder};
 use self::handshake::{compare_calls, own_settings};
-use self::recorder::{Recorded, Recorder};
+use self::recorder::{Recorded, Recorder, Stopped};
 use self::run::Training;
 use self::tally::Tally;
 use crate::figures::Known;
@@ -54,6 +55,8 @@ pub(crate) struct Asked<'a> {
     /// Figures of the machine, from which settings are chosen.
     pub(crate) known: &'a Known,
     pub(crate) params: &'a [ParamDesc],
+    /// Place for what rank 0 has of a run that ends early.
+    pub(crate) stopped: &'a Mutex<Option<Stopped>>,
 }
 
 /// Trains as one rank of `comm`.
@@ -62,16 +65,10 @@ pub(crate) fn train(
     task: &dyn Task,
     comm: &mut dyn Communicator,
 ) -> anyhow::Result<Trained> {
-    let Asked { args, options, known, params } = asked;
+    let Asked { args, options, known, params, stopped } = asked;
     let topology = Topology::of(comm);
     let first = topology.rank == 0;
-    ensure!(
-        args.batch >= topology.world,
-        "--batch: expected a sample for each of {} ranks at least, found {}; give a larger \
-         --batch, or start fewer ranks",
-        topology.world,
-        args.batch
-    );
+    require_samples(args, topology.world)?;
     let is_cpu = args.backend == BackendName::Cpu;
     let mut reason = None;
     let threads = if is_cpu { known.threads(args.threads, &mut reason)? } else { threads(None)? };
@@ -117,15 +114,27 @@ pub(crate) fn train(
         tally: Tally::default(),
         compared: 0,
         resumed_epochs: None,
+        history: Vec::new(),
         recorder: Recorder::default(),
         warned: false,
     };
     run.session.meet()?;
-    let (history, last) = run.epochs()?;
-    let summary = run.summary(history, last)?;
+    let last = run.epochs_or_stopped(stopped)?;
+    let summary = run.summary(last)?;
     let recorded = run.recorded()?;
     drop(run);
     Ok(Trained { summary, plan, recorded })
+}
+
+/// Refuses batches that leave a rank without a sample.
+fn require_samples(args: &TrainArgs, ranks: usize) -> anyhow::Result<()> {
+    ensure!(
+        args.batch >= ranks,
+        "--batch: expected a sample for each of {ranks} ranks at least, found {}; give a larger \
+         --batch, or start fewer ranks",
+        args.batch
+    );
+    Ok(())
 }
 
 /// Samples between two losses: a batch, or, with lanes, all batches of an update.
@@ -165,6 +174,17 @@ fn announce(args: &TrainArgs, task: &dyn Task, plan: &Plan, batch: usize) -> any
             counted(rest as u64, "micro-step")
         ));
     }
+    if let Some(lanes) = plan.lanes()
+        && args.batch < lanes.count.get() as usize
+    {
+        note(&format!(
+            "note: {} of {} without a sample in every update: --batch {} is smaller; raise it, or \
+             give fewer --lanes",
+            lanes.count.get() as usize - args.batch,
+            counted_are(lanes.count.get().into(), "lane"),
+            args.batch
+        ));
+    }
     detail(&format!("{batches} batches of {batch} an epoch"));
     Ok(())
 }
@@ -189,12 +209,23 @@ impl Training<'_> {
         Ok(vars)
     }
 
-    /// Trains; returns the epochs of this run, and the last one of all runs.
-    fn epochs(&mut self) -> anyhow::Result<(Vec<Epoch>, Epoch)> {
+    /// [`Self::epochs`]; leaves what there is for a page in `stopped` if they end in an error.
+    fn epochs_or_stopped(&mut self, stopped: &Mutex<Option<Stopped>>) -> anyhow::Result<Epoch> {
+        let ended = self.epochs();
+        if ended.is_err()
+            && let Ok(mut stopped) = stopped.lock()
+            && let Some(own) = self.stopped()
+        {
+            *stopped = Some(own);
+        }
+        ended
+    }
+
+    /// Trains; returns the last epoch of all runs.
+    fn epochs(&mut self) -> anyhow::Result<Epoch> {
         let batch = batch_of(self.args, self.options);
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..self.task.samples()).collect();
-        let mut history: Vec<Epoch> = Vec::new();
         let resumed = self.resume()?;
         self.resumed_epochs = resumed.map(|position| position.epochs);
         if resumed.is_some() {
@@ -211,7 +242,7 @@ impl Training<'_> {
             if epoch <= start.epochs {
                 continue;
             }
-            let last_loss = history.last().map_or(start.last_loss, |epoch| epoch.loss);
+            let last_loss = self.history.last().map_or(start.last_loss, |epoch| epoch.loss);
             self.recorder.epoch = epoch;
             let mut at = Position { epochs: epoch - 1, last_loss, ..Position::default() };
             if epoch == start.epochs + 1 {
@@ -237,13 +268,14 @@ impl Training<'_> {
                     self.save(at)?;
                 }
             }
-            history.push(self.end_epoch(at)?);
+            let ended = self.end_epoch(at)?;
+            self.history.push(ended);
         }
         self.finish_saves()?;
         self.bar.finish();
-        match history.last().copied() {
-            Some(last) => Ok((history, last)),
-            None => Ok((history, self.tested(start.last_loss)?)),
+        match self.history.last().copied() {
+            Some(last) => Ok(last),
+            None => self.tested(start.last_loss),
         }
     }
 

@@ -21,7 +21,8 @@ use self::args::VerifyArgs;
 use self::drawn::{Drawn, Place, room};
 use self::summary::{Ended, Summary, one_hash, rank_order_hashes};
 use crate::engine::{Engine, Ranks, Watch};
-use crate::inputs::{dtype_names, read_model};
+use crate::given_model::read_given;
+use crate::inputs::dtype_names;
 use crate::options::{name_of, threads};
 use crate::output::{print, print_json};
 use crate::planning::told;
@@ -41,7 +42,7 @@ struct Asked<'a> {
 
 /// Runs every world on every engine, a row of the table after the other, and compares.
 pub(crate) fn run(args: &VerifyArgs) -> anyhow::Result<()> {
-    let mut params = read_model(&args.model, args.dtype)?.params;
+    let mut params = read_given(&args.model, args.dtype)?.params;
     args.optimizer.require_excluded(args.settings.exclude())?;
     let options = args.settings.of_model(args.optimizer.rule()?, &mut params)?;
     let worlds = args.worlds(&options)?;

@@ -40,6 +40,8 @@ mod non_finite;
 mod norms;
 #[path = "cli/numbers.rs"]
 mod numbers;
+#[path = "cli/outputs.rs"]
+mod outputs;
 #[path = "cli/precision.rs"]
 mod precision;
 #[path = "cli/ranks.rs"]
@@ -50,6 +52,8 @@ mod records;
 mod report;
 #[path = "cli/runs.rs"]
 mod runs;
+#[path = "cli/said.rs"]
+mod said;
 #[path = "cli/stumbles.rs"]
 mod stumbles;
 #[path = "cli/told.rs"]
@@ -232,7 +236,7 @@ fn settings_out_of_range_are_refused_and_nothing_is_written() {
         (vec!["--beta1", "1"], "beta1: expected a value in [0, 1), found 1"),
         (vec!["--beta2", "-0.1"], "beta2: expected a value in [0, 1), found -0.1"),
         (vec!["--eps", "-1e-8"], "eps: expected a finite value of at least 0"),
-        (vec!["--weight-decay", "-1"], "weight_decay: expected a finite value of at least 0"),
+        (vec!["--weight-decay", "-1"], "--weight-decay: expected a finite value of at least 0"),
         (
             vec!["--optimizer", "nosuch"],
             "possible values: adamw, adam, sgd, momentum, lion, adagrad, rmsprop, schedule-free",

@@ -52,7 +52,7 @@ pub use fusestep_simd::{self as simd, Level, Pool, Team};
 pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorError, Trust};
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};
 pub use options::{
-    Alone, Changed, Chosen, Conflict, Named, Names, OfParams, OptionError, Overlap, OwnRule,
+    Alone, Changed, Chosen, Conflict, Named, Names, Need, OfParams, OptionError, Overlap, OwnRule,
     Pattern, PrecisionOf, Row, Section, StepOptions, Visit, overlaps,
 };
 pub use session::{Borrowed, Report, Session, SessionError};

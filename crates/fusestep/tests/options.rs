@@ -71,7 +71,11 @@ impl Visit for Page {
             Alone::ActsWith(other) => notes.push(format!("ranks, or `{other}`")),
             Alone::Idle => notes.push("ranks".to_owned()),
         }
-        notes.extend(row.needs.map(|needs| format!("has no effect without `{needs}`")));
+        notes.extend(row.needs.map(|need| {
+            let works = need.works;
+            let space = if works.is_empty() { "" } else { " " };
+            format!("has no effect without `{}`{space}{works}", need.with)
+        }));
         notes.extend(row.conflicts.iter().map(|conflict| {
             let at = match (conflict.at, conflict.except) {
                 (Some(at), _) => format!(" {at}"),
@@ -137,17 +141,24 @@ fn fields_out_of_range_are_refused_when_a_planner_is_made() {
 #[test]
 fn settings_without_effect_are_refused() {
     for ([name, text], needs) in [
-        (["accumulated", "sum"], "accumulate"),
-        (["reduced", "per_micro_step"], "accumulate"),
-        (["shard_group", "2"], "zero"),
-        (["owners", "tensors"], "zero"),
-        (["local_sgd_begin", "5"], "local_sgd"),
-        (["local_sgd_interval", "adaptive"], "local_sgd"),
+        (["accumulated", "sum"], "accumulate of 2 or more too, found 1"),
+        (["reduced", "per_micro_step"], "accumulate of 2 or more too, found 1"),
+        (["shard_group", "2"], "zero of 1 or more too, found 0"),
+        (["owners", "tensors"], "zero of 1 or more too, found 0"),
+        (["broadcast_cap_mib", "2"], "owners tensors too, found elements"),
+        (["local_sgd_begin", "5"], "local_sgd too, found none"),
+        (["local_sgd_interval", "adaptive"], "local_sgd too, found none"),
+        (["keep_f32", "head"], "state_dtype int8 too, found f32"),
     ] {
         let found = refusal(&[[name, text]], 4);
-        let expected = format!("{name}: expected {needs} too, without which it has no effect");
+        let expected = format!("{name}: expected {needs}; it has no effect otherwise");
         assert_eq!(found, Some(expected));
     }
+    let beside_bf16 = refusal(&[["keep_f32", "head"], ["state_dtype", "bf16"]], 1);
+    let expected =
+        "keep_f32: expected state_dtype int8 too, found bf16; it has no effect otherwise";
+    assert_eq!(beside_bf16.as_deref(), Some(expected));
+    assert_eq!(refusal(&[["keep_f32", "head"], ["state_dtype", "int8"]], 1), None);
     assert_eq!(refusal(&[["accumulated", "sum"], ["accumulate", "2"]], 4), None);
     assert_eq!(refusal(&[["shard_group", "2"], ["zero", "1"]], 4), None);
 }

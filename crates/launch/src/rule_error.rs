@@ -27,7 +27,11 @@ pub enum RuleError {
         found: DType,
     },
     /// Parameters of this dtype cannot be kept so.
-    #[error("{rule}: {what} of {dtype} parameters: expected {expected}, found {found}")]
+    #[error(
+        "{rule}: {what} of {dtype} parameters: expected {expected}, found {found} (setting \
+         `{}`)",
+        setting_of(what)
+    )]
     Precision {
         /// The rule.
         rule: &'static str,
@@ -40,4 +44,26 @@ pub enum RuleError {
         /// The value asked for.
         found: &'static str,
     },
+}
+
+impl RuleError {
+    /// Name of the setting that was refused, as tables of settings have it; `None` where it is the
+    /// parameter's own dtype.
+    pub fn setting(&self) -> Option<&'static str> {
+        match self {
+            Self::Hyper { what, .. } => Some(what),
+            Self::DType { .. } => None,
+            Self::Precision { what, .. } => Some(setting_of(what)),
+        }
+    }
+}
+
+/// The setting of a part of a precision.
+fn setting_of(what: &'static str) -> &'static str {
+    match what {
+        "master weights" => "master_weights",
+        "state" => "state_dtype",
+        "gradients" => "reduce_dtype",
+        other => other,
+    }
 }

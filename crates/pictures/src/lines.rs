@@ -60,6 +60,7 @@ impl Lines<'_> {
         let top = GAP + FONT / 2.0;
         let height = top + PLOT + 2.0 * LINE + GAP + LINE * rows as f64;
         let size = Size { width: WIDTH, height };
+        let along = self.named_places(&down.scale);
         picture(self.title, size, |area| {
             let (plot, _) = area.split_vertically(fine(top + PLOT + 2.0 * LINE));
             let mut builder = ChartBuilder::on(&plot);
@@ -81,7 +82,7 @@ impl Lines<'_> {
                     .light_line_style(TRANSPARENT)
                     .label_style(text.clone())
                     .axis_desc_style(text)
-                    .x_desc(self.along)
+                    .x_desc(&along)
                     .x_label_formatter(&|place| across.label(*place))
                     .y_label_formatter(&|value| down.label(*value))
                     .draw(),
@@ -103,6 +104,12 @@ impl Lines<'_> {
             }
             self.draw_legend(area, &legend, top + PLOT + 2.5 * LINE + GAP / 2.0);
         })
+    }
+
+    /// The places' name, and how values are drawn above them where that is not by themselves.
+    fn named_places(&self, scale: &Scale) -> String {
+        let log = if scale.is_log() { " (values on a log scale)" } else { "" };
+        format!("{}{log}", self.along)
     }
 
     /// Parts of a line between which values are missing.
@@ -208,6 +215,15 @@ mod tests {
             assert!(texts.iter().filter(is_number).count() >= 2, "{svg}");
             assert!(texts.iter().any(|text| text.text == "update"), "{svg}");
         }
+    }
+
+    #[test]
+    fn a_log_scale_is_told() {
+        let told = |values: &[f64]| chart(&[("a", values)], &[1.0, 2.0]);
+        let label = "update (values on a log scale)";
+        let has_label = |svg: &str| texts(svg).iter().any(|text| text.text == label);
+        assert!(has_label(&told(&[1e-3, 1.0])));
+        assert!(!has_label(&told(&[1.0, 2.0])));
     }
 
     #[test]

@@ -54,6 +54,11 @@ impl Scale {
         Axis { scale: self, ticks: ticks(&self, most) }
     }
 
+    /// Whether values are drawn by their logarithms.
+    pub(super) fn is_log(&self) -> bool {
+        self.is_log
+    }
+
     /// Whether a value can be drawn.
     pub(super) fn takes(&self, value: f64) -> bool {
         value.abs() <= MOST && (!self.is_log || value > 0.0)

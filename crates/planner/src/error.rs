@@ -5,7 +5,7 @@ use fusestep_coalesce::CoalesceError;
 use fusestep_collective::CollectiveError;
 use fusestep_launch::{BackendError, LaunchError, RuleError};
 use fusestep_schedule::ScheduleError;
-use fusestep_tensor::{DType, Quoted, Role, TensorError, counted};
+use fusestep_tensor::{DType, Quoted, Role, TensorError, advised, counted};
 use fusestep_tensor_file::TensorFileError;
 
 /// Result of a function of this crate that can fail.
@@ -33,11 +33,12 @@ pub enum PlanError {
     #[error("{pass}: expected the pass once, found it twice; remove one")]
     PassTwice { pass: &'static str },
     /// Two passes contradict each other.
-    #[error("{first} and {second} {why}; remove one")]
+    #[error("{first} and {second} {}", advised(why))]
     Conflict {
         first: String,
         second: String,
-        /// Reason why the two contradict each other, in words.
+        /// Reason why the two contradict each other, in words; advice beyond removing one stands
+        /// behind a semicolon.
         why: &'static str,
     },
     /// The slices that ranks have of a parameter do not fit each other, or not this rank's.

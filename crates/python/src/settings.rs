@@ -136,7 +136,7 @@ impl Rows<'_> {
                 Alone::Idle => None,
             },
         )?;
-        told.set_item("needs", row.needs)?;
+        told.set_item("needs", row.needs.map(|need| need.with))?;
         self.list.append(told)
     }
 }

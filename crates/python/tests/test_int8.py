@@ -116,7 +116,7 @@ def test_names_that_are_kept_have_state_of_float32():
     assert optimizer.state[named["matrix"]]["exp_avg"].dtype == torch.uint8
     text = optimizer.plan()
     assert "2 tensors of fewer than 4,096 elements and of 1 tensor with `embed`" in text
-    with pytest.raises(ValueError, match="keep_f32: expected state_dtype too"):
+    with pytest.raises(ValueError, match="keep_f32: expected state_dtype int8 too"):
         made(state_dtype=None, keep_f32=["embed"])
 
 

@@ -333,7 +333,7 @@ def test_what_ranks_refuse_is_named(ranks):
     for found in ranks:
         assert "zero: expected 0, 1 or 2, found 3" in found["stage 3"]["error"]
         assert "update_in_backward and clip_norm" in found["contradiction"]["error"]
-        assert "shard_group: expected zero too" in found["nothing to share"]["error"]
+        assert "shard_group: expected zero of 1 or more too" in found["nothing to share"]["error"]
         assert "naive: expected it as an argument of the opt" in found["own to ranks"]["error"]
 
 
@@ -458,10 +458,10 @@ def test_the_step_in_backward_refuses_what_counts_whole_steps(name):
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
-        ({"schedule": "up"}, ValueError, "schedule: expected phases joined by commas"),
+        ({"schedule": "up"}, ValueError, "schedule: expected constant, warmup, linear"),
         ({"rounding": "down"}, ValueError, "rounding: expected nearest or stochastic, found .down"),
-        ({"rounding_seed": 7}, ValueError, "rounding_seed: expected rounding too"),
-        ({"accumulated": "sum"}, ValueError, "accumulated: expected accumulate too"),
+        ({"rounding_seed": 7}, ValueError, "rounding_seed: expected rounding stochastic too"),
+        ({"accumulated": "sum"}, ValueError, "accumulated: expected accumulate of 2 or more too"),
         ({"argument_bytes": 0}, ValueError, "argument_bytes: expected a whole number from 1 on"),
         ({"argument_bytes": 1.5}, ValueError, "a whole number from 1 on, found `1.5`"),
         ({"naive": 1}, TypeError, "naive: expected True or False, found 1"),

@@ -1,5 +1,6 @@
 //! Errors of reading and writing files.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use fusestep_tensor::{Quoted, TensorError};
@@ -23,8 +24,8 @@ pub enum TensorFileError {
     NotAFile {
         /// The path.
         path: PathBuf,
-        /// Kind of thing that the path names.
-        found: &'static str,
+        /// Thing that the path names.
+        found: Cow<'static, str>,
     },
     /// The file ends too early or goes on too long.
     #[error("{path}: {what}: expected {expected} bytes, found {found}; the file is truncated or not in safetensors format", path = path.display())]

@@ -165,5 +165,5 @@ fn check_name(path: &Path, target: &Path) -> Result<(), TensorFileError> {
 }
 
 fn not_a_file(path: &Path, found: &'static str) -> TensorFileError {
-    TensorFileError::NotAFile { path: path.to_owned(), found }
+    TensorFileError::NotAFile { path: path.to_owned(), found: found.into() }
 }

@@ -8,7 +8,7 @@ use fusestep_tensor::{DType, Shape};
 use safetensors::{Dtype, SafeTensors};
 
 use crate::error::io_error;
-use crate::{Disk, FileKind, Files, TensorBytes, TensorFileError, diagnose};
+use crate::{Disk, FileKind, Files, TensorBytes, TensorFileError, diagnose, object_entries};
 
 /// A tensor of a file: its dtype, shape and place.
 #[derive(Clone, Debug, PartialEq)]
@@ -62,6 +62,22 @@ pub struct TensorFile {
     metadata: HashMap<String, String>,
 }
 
+/// Name of the file that says which folder of a checkpoint counts.
+const MANIFEST: &str = "manifest.json";
+
+/// The whole parameters of the checkpoint in a folder, if its manifest names a folder that has
+/// them.
+fn model_of_checkpoint(files: &dyn Files, folder: &Path) -> Option<PathBuf> {
+    let manifest = files.read(&folder.join(MANIFEST)).ok()?;
+    let entries = object_entries(std::str::from_utf8(&manifest).ok()?)?;
+    let (_, generation) = entries.into_iter().find(|(key, _)| key == "generation")?;
+    let name = generation.strip_prefix('"')?.strip_suffix('"')?;
+    let model = folder.join(name).join("model.safetensors");
+    // A name that leads out of the folder is none that a checkpoint has.
+    let is_within = Path::new(name).file_name() == Some(name.as_ref());
+    (is_within && files.kind(&model).is_ok()).then_some(model)
+}
+
 impl TensorFile {
     /// Reads and checks a file.
     ///
@@ -82,12 +98,17 @@ impl TensorFile {
     pub fn read_in(files: &dyn Files, path: &Path) -> Result<Self, TensorFileError> {
         let not_a_file = |found| TensorFileError::NotAFile { path: path.to_owned(), found };
         match files.kind(path).map_err(io_error(path, "open"))? {
-            FileKind::Folder if files.kind(&path.join("manifest.json")).is_ok() => Err(not_a_file(
-                "a folder with a checkpoint; its parameters are model.safetensors in the folder \
-                 that manifest.json names",
-            )),
-            FileKind::Folder => Err(not_a_file("a folder")),
-            FileKind::Other => Err(not_a_file("a pipe, socket or device")),
+            FileKind::Folder if files.kind(&path.join(MANIFEST)).is_ok() => {
+                let place = model_of_checkpoint(files, path);
+                let place = place.map_or_else(
+                    || "model.safetensors in the folder that manifest.json names".to_owned(),
+                    |place| place.display().to_string(),
+                );
+                let found = format!("a folder with a checkpoint; its parameters are {place}");
+                Err(not_a_file(found.into()))
+            }
+            FileKind::Folder => Err(not_a_file("a folder".into())),
+            FileKind::Other => Err(not_a_file("a pipe, socket or device".into())),
             FileKind::File { .. } => {
                 Self::parse(path, files.read(path).map_err(io_error(path, "read"))?)
             }

@@ -1,4 +1,6 @@
-//! Numbers of things in messages.
+//! Numbers of things in messages, and advice.
+
+use std::borrow::Cow;
 
 /// A count with its noun: 1 tensor, 2 tensors, 25,557,032 elements, 2 launches. The noun `what` is
 /// in the singular, and takes an s in the plural or is launch.
@@ -20,6 +22,12 @@ pub fn counted_are(count: u64, what: &str) -> String {
 /// A number as text, with an exponent if its digits would fill a line.
 pub fn short_number(value: f64) -> String {
     if value.is_finite() && value.abs() >= 1e21 { format!("{value:e}") } else { value.to_string() }
+}
+
+/// The reason why two settings contradict each other, with advice: its own, which stands behind a
+/// semicolon, or to remove one of the two.
+pub fn advised(why: &str) -> Cow<'_, str> {
+    if why.contains("; ") { why.into() } else { format!("{why}; remove one").into() }
 }
 
 /// Digits in groups of three: 25,557,032.
@@ -48,5 +56,11 @@ mod tests {
         assert_eq!(counted_are(1, "bucket"), "1 bucket is");
         assert_eq!(counted_are(25_557_032, "element"), "25,557,032 elements are");
         assert_eq!(grouped(999), "999");
+    }
+
+    #[test]
+    fn a_reason_has_one_advice() {
+        assert_eq!(advised("both decide"), "both decide; remove one");
+        assert_eq!(advised("both decide; use stage 2"), "both decide; use stage 2");
     }
 }

@@ -136,14 +136,31 @@ impl Curves {
         names: &[&str],
         comm: &mut dyn Communicator,
     ) -> anyhow::Result<Drawn> {
-        let (rank, world, points) = (comm.rank(), comm.world_size(), self.bins.len());
-        // Each rank has its own part of the sum, and zeros in the others'.
+        let mut times = self.times(comm.rank(), comm.world_size());
+        comm.all_reduce(&mut times, ReduceOp::Sum).context("--report: times of all ranks")?;
+        Ok(self.drawn(names, &times))
+    }
+
+    /// The curves of this rank alone, where no other rank can be asked any more.
+    pub(crate) fn alone(&self, names: &[&str]) -> Drawn {
+        self.drawn(names, &self.times(0, 1))
+    }
+
+    /// Times of `world` ranks, of which this one is `rank`: zeros are those of the others.
+    fn times(&self, rank: usize, world: usize) -> Vec<f64> {
+        let points = self.bins.len();
         let mut times = vec![0.0; world * points * TIMES];
         let own = times.chunks_exact_mut(TIMES).skip(rank * points);
         for (own, bin) in own.zip(&self.bins) {
             own.iter_mut().zip(bin.times).for_each(|(own, mean)| *own = mean.value());
         }
-        comm.all_reduce(&mut times, ReduceOp::Sum).context("--report: times of all ranks")?;
+        times
+    }
+
+    /// The curves, with the times of each rank.
+    fn drawn(&self, names: &[&str], times: &[f64]) -> Drawn {
+        let points = self.bins.len();
+        let world = times.len() / (points * TIMES).max(1);
         let mut done = self.first;
         let updates = self.bins.iter().map(|bin| {
             done += bin.updates;
@@ -165,13 +182,13 @@ impl Curves {
             });
             curves.collect()
         };
-        Ok(Drawn {
+        Drawn {
             updates: updates.collect(),
             of_point: self.of_bin,
             of_run: of_run.filter(Curve::is_known).collect(),
             tensors: tensors.filter(Curve::is_known).collect(),
             ranks: (0..world).map(of_rank).collect(),
-        })
+        }
     }
 }
 

@@ -1,9 +1,7 @@
 //! The summary of `step`, as JSON or in words.
 
-use std::path::Path;
-
 use fusestep_planner::GradReport;
-use fusestep_tensor::{Quoted, counted};
+use fusestep_tensor::{Quoted, counted, grouped};
 use serde::Serialize;
 
 use crate::output::{duration, print};
@@ -59,19 +57,18 @@ pub(super) struct Gradient {
 
 impl StepSummary {
     /// Prints the summary in words, with the files that were written.
-    pub(super) fn print<'p>(&self, wrote: impl Iterator<Item = &'p Path>) -> anyhow::Result<()> {
+    pub(super) fn print(&self, wrote: &[String]) -> anyhow::Result<()> {
         let launches = counted(self.launches, "launch");
         let each = self
             .ns_per_step
             .map_or_else(String::new, |ns| format!(" {launches} and {} per step;", duration(ns)));
-        let wrote = wrote.map(|path| path.display().to_string());
         print(&format!(
-            "{} on {} ({}, {}):{each} wrote {}\n",
+            "{} on {} ({}, {}):{each} {}\n",
             counted(self.steps, &format!("{} step", self.optimizer)),
             self.backend,
             counted(self.parameters as u64, "parameter"),
             counted(self.elements, "element"),
-            wrote.collect::<Vec<_>>().join(", "),
+            told(wrote),
         ))?;
         if let Some(norm) = self.grad_norm {
             print(&format!(
@@ -88,6 +85,20 @@ impl StepSummary {
     }
 }
 
+/// Files after the word for each, which is said once where the next file has the same.
+fn told(wrote: &[String]) -> String {
+    let mut told = String::new();
+    let mut before = "";
+    for file in wrote {
+        let (did, path) = file.split_once(' ').unwrap_or(("", file));
+        let comma = if told.is_empty() { "" } else { ", " };
+        told +=
+            &if did == before { format!("{comma}{path}") } else { format!("{comma}{did} {path}") };
+        before = did;
+    }
+    told
+}
+
 /// Most tensors that are named, as the cause of a skipped step or as the farthest moved.
 const NAMED: usize = 5;
 
@@ -99,7 +110,7 @@ fn culprits(gradients: &[Gradient]) -> String {
         text += &format!(
             "gradient `{}`: expected finite elements, found {} infinite or NaN\n",
             Quoted(&gradient.name),
-            gradient.report.non_finite
+            grouped(gradient.report.non_finite)
         );
     }
     if found.len() > NAMED {

@@ -3,7 +3,7 @@
 use fusestep_tensor::{counted, grouped};
 use serde::Serialize;
 
-use crate::output::duration;
+use crate::output::{duration, grouped_tenths};
 
 /// The result that `--json` prints.
 #[derive(Debug, Serialize)]
@@ -184,8 +184,8 @@ impl TrainSummary {
         if !self.was_complete() {
             write!(
                 f,
-                ", {:.1} calls and {} sent per step",
-                numbers.collectives_per_step,
+                ", {} calls and {} sent per step",
+                grouped_tenths(numbers.collectives_per_step),
                 counted(numbers.bytes_sent_per_step.round() as u64, "byte"),
             )?;
         }

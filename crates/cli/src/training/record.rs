@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use fusestep_planner::MicroStepReport;
 
-use super::recorder::Recorded;
+use super::recorder::{Recorded, Stopped};
 use super::run::Training;
 use crate::options::name_of;
 use crate::output::warn;
@@ -47,6 +47,19 @@ impl Training<'_> {
         };
         let drawn = curves.gather(&self.names, self.session.communicator())?;
         Ok(self.recorder.run.take().map(|run| Recorded { run, drawn }))
+    }
+
+    /// Parts for the page of a run that has ended early; `None` on ranks that write none.
+    pub(super) fn stopped(&mut self) -> Option<Stopped> {
+        let (run, curves) = (self.recorder.run.take()?, self.recorder.curves.take()?);
+        Some(Stopped {
+            plan: self.session.plan().clone(),
+            recorded: Recorded { run, drawn: curves.alone(&self.names) },
+            history: std::mem::take(&mut self.history),
+            resumed_epochs: self.resumed_epochs,
+            steps: self.tally.steps,
+            skipped: self.tally.skipped,
+        })
     }
 
     /// Begins a batch, which an update's record counts from.

@@ -2,9 +2,12 @@
 
 use std::time::Instant;
 
+use fusestep_planner::Plan;
+
 use crate::records::Records;
 use crate::records::curves::{Curves, Drawn};
 use crate::records::told::RunLine;
+use crate::train::summary::Epoch;
 
 /// Records, and what the next one is made of.
 #[derive(Default)]
@@ -23,6 +26,16 @@ pub(super) struct Recorder {
     pub(super) model_seconds: f64,
     /// Beginning of the update's first batch, and the time of candle's optimizer until then.
     pub(super) begun: Option<(Instant, f64)>,
+}
+
+/// A run that has ended early by an error, as far as rank 0 has seen it.
+pub(crate) struct Stopped {
+    pub(crate) plan: Plan,
+    pub(crate) recorded: Recorded,
+    pub(crate) history: Vec<Epoch>,
+    pub(crate) resumed_epochs: Option<usize>,
+    pub(crate) steps: u64,
+    pub(crate) skipped: u64,
 }
 
 /// Content of a run's page beside the outcome: the run, and its curves.

@@ -8,6 +8,7 @@ use super::recorder::Recorder;
 use super::tally::Tally;
 use crate::shadow::Shadow;
 use crate::train::args::TrainArgs;
+use crate::train::summary::Epoch;
 
 /// A model being trained.
 pub(super) struct Training<'a> {
@@ -24,6 +25,8 @@ pub(super) struct Training<'a> {
     pub(super) compared: u64,
     /// Epochs that were over in the checkpoint that the run goes on from.
     pub(super) resumed_epochs: Option<usize>,
+    /// Epochs of this session that are over.
+    pub(super) history: Vec<Epoch>,
     pub(super) recorder: Recorder,
     /// Whether the user was warned that state is not finite.
     pub(super) warned: bool,

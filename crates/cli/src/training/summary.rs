@@ -38,11 +38,7 @@ impl Training<'_> {
         self.tally.bytes += self.session.comms().bytes_sent() - begun.bytes;
     }
 
-    pub(super) fn summary(
-        &mut self,
-        history: Vec<Epoch>,
-        last: Epoch,
-    ) -> anyhow::Result<TrainSummary> {
+    pub(super) fn summary(&mut self, last: Epoch) -> anyhow::Result<TrainSummary> {
         let params_hash = params_hash(&mut self.session)?;
         let averages = self.averages()?;
         let written = match self.session.plan().topology().rank {
@@ -91,7 +87,7 @@ impl Training<'_> {
                 parameter_bytes: parameter_bytes.sum(),
             },
             config: self.args.config.given.clone(),
-            history,
+            history: self.history.clone(),
             written,
         })
     }

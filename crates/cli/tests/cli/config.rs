@@ -26,9 +26,17 @@ fn a_run_is_repeated_from_the_file_that_it_writes_and_typed_flags_win() {
         assert!(written.lines().any(|found| found == line), "{line}: {written}");
     }
     assert!(written.contains(r#"exclude = ["bias", "layer0"]"#), "{written}");
-    assert!(fs::read_to_string(&report).unwrap().contains("update-norms = true"));
-    let again = ok(&["train", "--config", text(&file)]);
-    assert_eq!(hash(&again), hash(&first));
+    let page = fs::read_to_string(&report).unwrap();
+    assert!(page.contains("update-norms = true"));
+    // What the run wrote stays as it is when the run is repeated.
+    let told =
+        format!("# What this run wrote, and would write over:\n# report = {:?}", text(&report));
+    assert!(written.ends_with(&format!("{told}\n")), "{written}");
+    assert!(page.contains("would write over:\n# report = "), "{page}");
+    let again = fusestep(&["train", "--config", text(&file)]);
+    assert_eq!(hash(&String::from_utf8(again.stdout).unwrap()), hash(&first));
+    assert!(!String::from_utf8(again.stderr).unwrap().contains("report.html"));
+    assert_eq!(fs::read_to_string(&report).unwrap(), page);
     let other = ok(&["train", "--config", text(&file), "--clip-norm", "5", "--json"]);
     let other: Value = serde_json::from_str(&other).unwrap();
     assert!(!hash(&first).contains(other["params_hash"].as_str().unwrap()));

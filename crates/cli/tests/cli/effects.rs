@@ -111,7 +111,11 @@ fn flags_that_others_leave_without_effect_are_refused() {
         (&ranks[..], &["--apart", "--naive"][..], "--separate and --naive: the second"),
         (&ranks, &["--apart", "--comm-streams", "2"], "--separate and --comm-streams: w"),
         (&ranks, &["--bucket-cap-mib", "1", "--naive"], "--bucket-cap-mib and --naive: the s"),
-        (&plan, &["--rounding-seed", "3"], "--rounding-seed: expected --rounding too"),
+        (
+            &plan,
+            &["--rounding-seed", "3"],
+            "--rounding-seed: expected --rounding stochastic too, found nearest",
+        ),
         (&plan, &["--optimizer", "lars", "--excluded", "trust-ratio"], "--excluded: expected"),
         (&plan, &["--optimizer", "sgd", "--exclude", "a"], "--exclude `a`: expected a --weight-d"),
         (&plan, &["--weight-decay", "0", "--exclude", "a"], "--exclude `a`: expected a --weight-d"),

@@ -26,6 +26,12 @@ const INT8: [&[&str]; 4] = [
     &["--state-dtype", "int8", "--master-weights", "remainder8"],
 ];
 
+/// Beginning of a refusal of an element type of state.
+const OF_STATE: &str = "--state-dtype with --optimizer";
+
+/// Shapes with a layer of more than 4,096 elements.
+const SHAPES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/shapes/resnet50.json");
+
 /// Whether the state of a rule, as the command line has it, may be in int8.
 fn has_codes(rule: &str) -> bool {
     let name = rule.split(' ').next().unwrap_or(rule);
@@ -98,22 +104,30 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
         }
         let args = ["plan", text(&shapes), "--optimizer", rule, "--dtype", "f16"];
         let error = refused(&[&args[..], &["--state-dtype", "bf16"]].concat());
-        assert!(error.contains(&format!("`a`: {rule}: state of f16 parameters")), "{error}");
+        assert!(
+            error.contains(&format!("{OF_STATE} {rule} and parameters of f16 such as `a`")),
+            "{error}"
+        );
     }
 }
 
 #[test]
 fn int8_is_refused_by_name_where_there_are_no_codes() {
     for (flags, expected) in [
+        (&["--optimizer", "schedule-free"][..], "schedule-free and parameters of f32 such as"),
+        (&["--optimizer", "sgd"], "sgd and parameters of f32 such as `layer0.bias`: expected f32"),
         (
-            &["--optimizer", "schedule-free"][..],
-            "schedule-free: state of f32 parameters: expected f32",
+            &["--dtype", "f16"],
+            "expected f32, found int8; give one of these, or leave --state-dtype",
         ),
-        (&["--optimizer", "sgd"], "sgd: state of f32 parameters: expected f32 or bf16"),
-        (&["--dtype", "f16"], "adamw: state of f16 parameters: expected f32, found int8"),
         (&["--rounding", "stochastic"], "--rounding and --state-dtype: codes are dithered"),
-        (&["--master-weights", "remainder8"], "master weights of f32 parameters: expected none"),
+        (&["--master-weights", "remainder8"], "--master-weights with --optimizer adamw and"),
         (&["--keep-f32", "nothing"], "--keep-f32: expected a part of a parameter's name"),
+        (
+            &["--keep-f32", "bias"],
+            "found `bias`, which is in names of smaller ones alone: `layer0.",
+        ),
+        (&["--keep-f32", "bias"], "state below 4,096 stays in f32 anyway; leave it out"),
     ] {
         let error =
             refused(&[&["train", "--epochs", "1", "--state-dtype", "int8"], flags].concat());
@@ -122,8 +136,33 @@ fn int8_is_refused_by_name_where_there_are_no_codes() {
     let bf16 = ["train", "--epochs", "1", "--dtype", "bf16", "--master-weights", "remainder8"];
     let error = refused(&bf16);
     assert!(error.contains("remainder, unless state is in int8, found remainder8"), "{error}");
-    let error = refused(&["train", "--epochs", "1", "--keep-f32", "layer0"]);
-    assert!(error.contains("--keep-f32: expected --state-dtype too"), "{error}");
+    // However f32 comes about, the flag names the one value that works.
+    for (state, found) in [(&[][..], "f32"), (&["--state-dtype", "bf16"], "bf16")] {
+        for command in [&["train", "--epochs", "1"][..], &["plan", SHAPES]] {
+            let error = refused(&[command, &["--keep-f32", "layer"], state].concat());
+            let said =
+                format!("--keep-f32: expected --state-dtype int8 too, found {found}; it has");
+            assert!(error.contains(&said), "{error}");
+        }
+    }
+}
+
+#[test]
+fn refusals_of_int8_name_flags_on_ranks_that_are_threads_too() {
+    for ranks in ["1", "2"] {
+        let train = ["train", "--ranks", ranks, "--optimizer", "sgd", "--state-dtype", "int8"];
+        let error = refused(&train);
+        assert!(error.contains("error: --state-dtype with --optimizer sgd and"), "{error}");
+        assert!(error.contains("or leave --state-dtype out"), "{error}");
+    }
+}
+
+#[test]
+fn plans_say_how_values_beside_codes_are_rounded() {
+    let plan = |more: &[&str]| ok(&[&["plan", SHAPES, "--optimizer", "adamw"], more].concat());
+    let told = "state int8, second moments and maxima dithered, all else rounded to nearest";
+    assert!(plan(&["--state-dtype", "int8"]).contains(told));
+    assert!(!plan(&["--state-dtype", "bf16"]).contains("dithered"));
 }
 
 #[test]

@@ -75,10 +75,13 @@ fn state_of_other_settings_is_refused_unless_it_is_asked_for() {
     let again = ["--state", text(&state), "--out", text(&out), "--any-parameters"];
     ok(&as_args(&step(&folder, &[&lars[..], &again].concat())));
     for (changed, named) in [
-        (vec!["--momentum", "0.5"], "`momentum`: expected 0.5, found 0.9"),
-        (vec!["--excluded", "trust-ratio"], "`excluded`: expected trust_ratio, found plain_lr"),
-        (vec!["--exclude", "a"], "`weight_decay_of@a`: expected 0, found none"),
-        (vec!["--weight-decay", "0.25"], "`weight_decay`: expected 0.25"),
+        (
+            vec!["--momentum", "0.5"],
+            "--momentum: expected 0.5, found 0.9; go on with --momentum 0.9",
+        ),
+        (vec!["--excluded", "trust-ratio"], "--excluded: expected trust_ratio, found plain_lr"),
+        (vec!["--exclude", "a"], "--exclude and --weight-decay-of of `a`: expected 0, found none"),
+        (vec!["--weight-decay", "0.25"], "--weight-decay: expected 0.25"),
     ] {
         let more = [&lars[..], &again, &changed].concat();
         let error = refused(&as_args(&step(&folder, &more)));
@@ -87,7 +90,7 @@ fn state_of_other_settings_is_refused_unless_it_is_asked_for() {
     }
     let unclipped = [&lars[..4], &again].concat();
     let error = refused(&as_args(&step(&folder, &unclipped)));
-    assert!(error.contains("`clip_norm`: expected none, found 1"), "{error}");
+    assert!(error.contains("--clip-norm: expected none, found 1"), "{error}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{Alone, Conflict, OptionError, Row, Section, StepOptions, Visit};
+use super::{Alone, Conflict, Need, OptionError, Row, Section, StepOptions, Visit};
 
 impl StepOptions {
     /// Settings that differ from their defaults, in the table's order. The rule, groups and
@@ -47,8 +47,12 @@ impl StepOptions {
         let value = |name: &str| given.values.get(name).and_then(Option::as_deref);
         let is_set = |name: &str| given.values.get(name) != usual.values.get(name);
         for told in given.told.iter().filter(|told| is_set(told.name)) {
-            if let Some(needs) = told.needs.filter(|needs| !is_set(needs)) {
-                return Err(OptionError::Needs { name: told.name, needs });
+            if let Some(need) = told.needs {
+                let found = value(need.with);
+                if !is_set(need.with) || need.at.is_some_and(|at| found != Some(at)) {
+                    let found = found.unwrap_or("none").to_owned();
+                    return Err(OptionError::needs(told.name, need, found));
+                }
             }
             for conflict in told.conflicts {
                 let other = value(conflict.with);
@@ -71,9 +75,21 @@ impl StepOptions {
     /// # Errors
     /// [`OptionError::NeedsRanks`] names the first.
     pub fn check_alone(&self) -> Result<(), OptionError> {
+        let Some(&name) = self.idle_alone()?.first() else {
+            return Ok(());
+        };
+        let found = self.value_of(name)?.unwrap_or_default();
+        Err(OptionError::NeedsRanks { name, found })
+    }
+
+    /// Settings of many ranks, which have no effect in a process that trains alone.
+    ///
+    /// # Errors
+    /// A value out of range.
+    pub fn idle_alone(&self) -> Result<Vec<&'static str>, OptionError> {
         let (given, usual) = (Given::of(self)?, Given::of(&StepOptions::of(self.rule))?);
         let is_set = |name: &str| given.values.get(name) != usual.values.get(name);
-        let idle = given.told.iter().find(|told| {
+        let idle = given.told.iter().filter(|told| {
             is_set(told.name)
                 && match told.alone {
                     Alone::Acts => false,
@@ -81,11 +97,7 @@ impl StepOptions {
                     Alone::Idle => true,
                 }
         });
-        let Some(Told { name, .. }) = idle else {
-            return Ok(());
-        };
-        let found = given.values.get(name).cloned().flatten().unwrap_or_default();
-        Err(OptionError::NeedsRanks { name, found })
+        Ok(idle.map(|told| told.name).collect())
     }
 }
 
@@ -121,7 +133,7 @@ struct Told {
     name: &'static str,
     section: Section,
     alone: Alone,
-    needs: Option<&'static str>,
+    needs: Option<Need>,
     conflicts: &'static [Conflict],
 }
 

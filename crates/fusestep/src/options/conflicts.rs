@@ -15,10 +15,6 @@ const ROUNDED_AGAIN: &str = "means of groups would be rounded once more";
 pub(super) const GROUPS: &[Conflict] =
     &[sent_as("bf16", ROUNDED_AGAIN), sent_as("f16", ROUNDED_AGAIN)];
 
-/// Conflicts of names whose state stays in f32.
-pub(super) const KEPT: &[Conflict] =
-    &[Conflict::of("state_dtype", "the second keeps the state of all parameters alike").at("bf16")];
-
 /// Conflicts of random rounding.
 pub(super) const ROUNDED: &[Conflict] =
     &[int8("codes are dithered, and parameters beside them are rounded to nearest")];

@@ -1,7 +1,10 @@
 //! Errors of settings.
 
-use fusestep_tensor::Quoted;
+use fusestep_planner::LEAST_INT8_ELEMENTS;
+use fusestep_tensor::{Quoted, advised, counted, grouped};
 use thiserror::Error;
+
+use super::Need;
 
 /// A setting that cannot be had; names are those of [`crate::StepOptions::each`].
 #[derive(Clone, Debug, Error, PartialEq)]
@@ -18,7 +21,7 @@ pub enum OptionError {
         found: String,
     },
     /// Two settings that contradict each other.
-    #[error("{first} and {second}: {why}; remove one")]
+    #[error("{first} and {second}: {}", advised(why))]
     Conflict {
         /// The setting whose row names the conflict.
         first: &'static str,
@@ -68,13 +71,44 @@ pub enum OptionError {
         found: String,
     },
     /// A setting that has no effect without another.
-    #[error("{name}: expected {needs} too, without which it has no effect")]
+    #[error("{name}: expected {needs}{works} too, found {found}; it has no effect otherwise")]
     Needs {
         /// The setting.
         name: &'static str,
         /// The setting that is missing.
         needs: &'static str,
+        /// Its values that work, behind a space; empty where any does.
+        works: String,
+        /// Its value.
+        found: String,
     },
+    /// Names of parameters whose state would stay in f32 in any case.
+    #[error(
+        "keep_f32: expected a part of the name of a parameter whose state is in int8, found \
+         `{found}`, which is in names of smaller ones alone: `{param}` has {}, and state below {} \
+         stays in f32 anyway; leave it out",
+        counted(*numel, "element"),
+        grouped(LEAST_INT8_ELEMENTS),
+        found = Quoted(found),
+        param = Quoted(param)
+    )]
+    KeptAnyway {
+        /// Part of the parameters' names.
+        found: String,
+        /// The largest of them.
+        param: String,
+        /// Its number of elements.
+        numel: u64,
+    },
+}
+
+impl OptionError {
+    /// The error of a setting without the one that it needs, which has another value.
+    pub(super) fn needs(name: &'static str, need: Need, found: String) -> Self {
+        let space = if need.works.is_empty() { "" } else { " " };
+        let works = format!("{space}{}", need.works);
+        Self::Needs { name, needs: need.with, works, found }
+    }
 }
 
 /// Names, each quoted, as a choice.

@@ -17,5 +17,5 @@ pub use choice::Named;
 pub use chosen::Chosen;
 pub use error::OptionError;
 pub use of_params::{Names, OfParams, Overlap, OwnRule, Pattern, PrecisionOf, overlaps};
-pub use row::{Alone, Conflict, Row, Section, Visit};
+pub use row::{Alone, Conflict, Need, Row, Section, Visit};
 pub use step_options::StepOptions;

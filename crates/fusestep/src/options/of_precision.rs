@@ -3,9 +3,11 @@
 use fusestep_launch::{Precision, Rounding};
 
 use super::OptionError;
-use super::conflicts::{KEPT, ROUNDED};
-use super::row::{About, ListField, Rows, Section};
+use super::conflicts::ROUNDED;
+use super::row::{About, ListField, Need, Rows, Section};
 use super::text::{RoundingKind, parse_name};
+
+const RANDOM: Need = Need::at("rounding", "stochastic");
 
 /// Visits the settings of a precision, and the names whose state stays in f32.
 pub(super) fn of_precision(
@@ -27,7 +29,7 @@ pub(super) fn of_precision(
         ListField { name: "keep_f32", field: keep_f32, expected: "a part of a parameter's name" },
         parse_name,
         String::clone,
-        about.needs("state_dtype").conflicts(KEPT),
+        about.needs(Need::at("state_dtype", "int8")),
     )?;
     let (mut kind, mut seed) = match *rounding {
         Rounding::Nearest => (RoundingKind::Nearest, 0),
@@ -37,12 +39,13 @@ pub(super) fn of_precision(
         About::from("How bf16 state, and bf16 parameters without master weights, are rounded.");
     rows.choice("rounding", &mut kind, about.conflicts(ROUNDED))?;
     let about = About::from("Start of the random numbers of stochastic rounding.");
-    rows.count("rounding_seed", &mut seed, 0..=u64::MAX, about.needs("rounding"))?;
+    rows.count("rounding_seed", &mut seed, 0..=u64::MAX, about.needs(RANDOM))?;
     *rounding = match kind {
         RoundingKind::Nearest if seed == 0 => Rounding::Nearest,
         // A seed alone is kept for the check of what has no effect.
         RoundingKind::Nearest => {
-            return Err(OptionError::Needs { name: "rounding_seed", needs: "rounding" });
+            let found = "nearest".to_owned();
+            return Err(OptionError::needs("rounding_seed", RANDOM, found));
         }
         RoundingKind::Stochastic => Rounding::Stochastic { seed },
     };

@@ -288,6 +288,31 @@ impl StepOptions {
         self.check_trust(params)
     }
 
+    /// Refuses names of which every parameter is too small for state in int8, where that is asked
+    /// for. `params` are those of a whole model: of a part of it such names may be right.
+    ///
+    /// # Errors
+    /// [`OptionError::KeptAnyway`] names the first.
+    pub fn check_kept(&self, params: &[ParamDesc]) -> Result<(), OptionError> {
+        let mut precisions = self.precision_of.iter().map(|of| of.precision);
+        let is_int8 = |precision: Precision| precision.state == StateDType::Int8;
+        if !is_int8(self.precision) && !precisions.any(is_int8) {
+            return Ok(());
+        }
+        for pattern in &self.keep_f32 {
+            let matches = params.iter().filter(|param| param.name.contains(pattern.as_str()));
+            let largest = matches.max_by_key(|param| param.numel());
+            if let Some(param) = largest.filter(|param| keeps_f32(param, &[])) {
+                return Err(OptionError::KeptAnyway {
+                    found: pattern.clone(),
+                    param: param.name.clone(),
+                    numel: param.numel(),
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses trust ratios of parameters whose rules have none.
     fn check_trust(&self, params: &[ParamDesc]) -> Result<(), OptionError> {
         let named =

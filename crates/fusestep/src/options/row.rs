@@ -27,7 +27,7 @@ pub struct Row<'a> {
     /// The setting's effect in a process that trains alone.
     pub alone: Alone,
     /// A setting without which this one has no effect.
-    pub needs: Option<&'static str>,
+    pub needs: Option<Need>,
     /// Settings that contradict this one, whatever the ranks.
     pub conflicts: &'static [Conflict],
     /// Sets the value from its text; in a list, adds it.
@@ -106,6 +106,29 @@ pub enum Alone {
     Idle,
 }
 
+/// A setting without which another one has no effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// The setting.
+    pub with: &'static str,
+    /// Its one value that works; any but its default if `None`.
+    pub at: Option<&'static str>,
+    /// The values that work, in words behind its name; empty where any does.
+    pub works: &'static str,
+}
+
+impl Need {
+    /// A need of any value but the default; `works` says which there are.
+    pub(super) const fn of(with: &'static str, works: &'static str) -> Self {
+        Self { with, at: None, works }
+    }
+
+    /// A need of one value.
+    pub(super) const fn at(with: &'static str, value: &'static str) -> Self {
+        Self { with, at: Some(value), works: value }
+    }
+}
+
 /// A setting that another one contradicts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conflict {
@@ -157,7 +180,7 @@ pub trait Visit {
 pub(super) struct About {
     pub(super) says: &'static str,
     pub(super) alone: Alone,
-    pub(super) needs: Option<&'static str>,
+    pub(super) needs: Option<Need>,
     pub(super) conflicts: &'static [Conflict],
 }
 
@@ -179,8 +202,8 @@ impl About {
     }
 
     /// Names the setting without which this one has no effect.
-    pub(super) fn needs(self, name: &'static str) -> Self {
-        Self { needs: Some(name), ..self }
+    pub(super) fn needs(self, need: Need) -> Self {
+        Self { needs: Some(need), ..self }
     }
 
     /// Names the settings that contradict this one.
@@ -301,15 +324,24 @@ impl Rows<'_> {
         text: impl Fn(&T) -> String,
         about: impl Into<About>,
     ) -> Result<(), OptionError> {
+        let expected = field.expected.clone();
+        let parse = |text: &str| parse(text).ok_or_else(|| expected.to_string());
+        self.told(field, parse, text, about)
+    }
+
+    /// Row of [`Rows::optional`] whose reader says by itself what it expected.
+    pub(super) fn told<T>(
+        &mut self,
+        field: Field<'_, T>,
+        parse: impl Fn(&str) -> Result<T, String>,
+        text: impl Fn(&T) -> String,
+        about: impl Into<About>,
+    ) -> Result<(), OptionError> {
         let Field { name, field, expected } = field;
         let value = field.as_ref().map(text);
         let set = &mut |text: &str| {
-            let found = parse(text).ok_or_else(|| OptionError::Range {
-                name,
-                expected: expected.to_string(),
-                found: text.to_owned(),
-            })?;
-            *field = Some(found);
+            let refused = |expected| OptionError::Range { name, expected, found: text.to_owned() };
+            *field = Some(parse(text).map_err(refused)?);
             Ok(())
         };
         let section = self.section;

@@ -13,7 +13,7 @@ use super::OptionError;
 use super::conflicts::{AVERAGED_STATE, GROUPS, ROUNDED_BY_RANK, SENDS_NONE, SLICES, sent_as};
 use super::of_params::{OfParams, OwnRule, PrecisionOf};
 use super::of_precision::of_precision;
-use super::row::{About, Conflict, Field, ListField, Rows, Section, Visit};
+use super::row::{About, Conflict, Field, ListField, Need, Rows, Section, Visit};
 use super::text;
 use crate::Figures;
 
@@ -193,6 +193,12 @@ const LOCAL: &[Conflict] = &[
     sent_as("f16", SENDS_NONE),
 ];
 
+const MICRO_STEPS: Need = Need::of("accumulate", "of 2 or more");
+
+const SHARED: Need = Need::of("zero", "of 1 or more");
+
+const AVERAGED: Need = Need::of("local_sgd", "");
+
 /// Most lanes: tables of them are part of every plan.
 const MOST_LANES: u64 = 1 << 16;
 
@@ -248,9 +254,9 @@ impl StepOptions {
         let rows = &mut Rows { visit, section: Section::Parameters };
         of_params(rows, Patterns { exclude, lr_scale, weight_decay_of, trust_of })?;
         rows.section = Section::Rate;
-        rows.optional(
+        rows.told(
             Field { name: "schedule", field: schedule, expected: text::SCHEDULE.into() },
-            |text| text.parse().ok(),
+            text::parse_schedule,
             Schedule::to_string,
             "Factor on the learning rate at every update; it follows from the step count.",
         )?;
@@ -321,7 +327,7 @@ fn of_gradients(rows: &mut Rows<'_>, of: Gradients<'_>) -> Result<(), OptionErro
         of.clip_norm,
         "Largest norm of all gradients together; larger ones are scaled down to it.",
     )?;
-    rows.optional(
+    rows.told(
         Field { name: "loss_scale", field: of.loss_scale, expected: text::LOSS_SCALE.into() },
         text::parse_loss_scale,
         text::loss_scale_text,
@@ -354,9 +360,9 @@ fn of_micro_steps(rows: &mut Rows<'_>, of: MicroSteps<'_>) -> Result<(), OptionE
         "Micro-steps whose gradients are added before each update.",
     )?;
     let about = About::from("Use of the gradients of all micro-steps.");
-    rows.choice("accumulated", of.accumulated, about.needs("accumulate"))?;
+    rows.choice("accumulated", of.accumulated, about.needs(MICRO_STEPS))?;
     let about = About::of_ranks("When ranks add gradients of micro-steps to each other's.");
-    rows.choice("reduced", of.reduced, about.needs("accumulate"))?;
+    rows.choice("reduced", of.reduced, about.needs(MICRO_STEPS))?;
     let about = About::from(
         "Lanes of the global batch, along which gradients are added with the same bits at any \
          number of ranks; a lane has as many micro-batches as accumulate says.",
@@ -383,11 +389,15 @@ fn of_shares(rows: &mut Rows<'_>, of: Shares<'_>) -> Result<(), OptionError> {
         "Memory that ranks share out: 1 optimizer state, 2 gradients too, 3 parameters too.";
     rows.count("zero", of.zero, 0..=3, About::of_ranks(about))?;
     let about = About::of_ranks("Consecutive ranks that share out among themselves.");
-    let about = about.needs("zero").conflicts(GROUPS);
+    let about = about.needs(SHARED).conflicts(GROUPS);
     rows.count_or_none("shard_group", of.shard_group, 1..=u64::MAX, about)?;
-    rows.choice("owners", of.owners, About::of_ranks("Ends of shards.").needs("zero"))?;
+    rows.choice("owners", of.owners, About::of_ranks("Ends of shards.").needs(SHARED))?;
     let about = About::of_ranks("Most MiB of one broadcast of parameters that an owner updated.");
-    rows.above_0("broadcast_cap_mib", of.broadcast_cap_mib, about.needs("owners"))
+    rows.above_0(
+        "broadcast_cap_mib",
+        of.broadcast_cap_mib,
+        about.needs(Need::at("owners", "tensors")),
+    )
 }
 
 /// Settings of calls between ranks.
@@ -433,12 +443,12 @@ fn of_averages(rows: &mut Rows<'_>, of: Averages<'_>) -> Result<(), OptionError>
     );
     rows.count_or_none("local_sgd", of.local_sgd, 1..=u64::MAX, about.conflicts(LOCAL))?;
     let about = About::of_ranks("Steps at the start that each average.");
-    rows.count("local_sgd_begin", of.local_sgd_begin, 0..=u64::MAX, about.needs("local_sgd"))?;
+    rows.count("local_sgd_begin", of.local_sgd_begin, 0..=u64::MAX, about.needs(AVERAGED))?;
     let about = About::of_ranks("Tensors that are averaged.");
-    let about = about.needs("local_sgd").conflicts(AVERAGED_STATE);
+    let about = about.needs(AVERAGED).conflicts(AVERAGED_STATE);
     rows.choice("local_sgd_averaged", of.local_sgd_averaged, about)?;
     let about = About::of_ranks("Whether the number of steps between averages follows the loss.");
-    rows.choice("local_sgd_interval", of.local_sgd_interval, about.needs("local_sgd"))
+    rows.choice("local_sgd_interval", of.local_sgd_interval, about.needs(AVERAGED))
 }
 
 /// Settings of parameters whose names contain a pattern.

@@ -1,11 +1,12 @@
 //! Texts of values: names of choices, loss scales, settings of some parameters.
 
-use fusestep_amp::{LossScale, ScalePolicy};
+use fusestep_amp::{AmpError, LossScale, ScalePolicy};
 use fusestep_launch::{Master, StateDType};
 use fusestep_planner::{
-    Accumulated, Averaged, Initial, Interval, Ownership, ReduceDType, ReducedWhen, TableKind,
+    Accumulated, Averaged, Initial, Interval, Ownership, ReduceDType, ReducedWhen, Schedule,
+    ScheduleError, TableKind,
 };
-use fusestep_tensor::Trust;
+use fusestep_tensor::{Quoted, Trust};
 
 use super::choice::{Choice, Named};
 use super::of_params::OfParams;
@@ -101,38 +102,107 @@ pub(super) const SCHEDULE: &str = "phases joined by commas: warmup:STEPS, cosine
     polynomial:STEPS:POWER[:FLOOR], linear:STEPS:FROM:TO, constant[:STEPS[:FACTOR]], \
     step:EVERY:GAMMA[:STEPS]";
 
+/// Reads a schedule.
+///
+/// # Errors
+/// What was expected of the phase that is wrong.
+pub(super) fn parse_schedule(text: &str) -> Result<Schedule, String> {
+    text.parse().map_err(|error| match error {
+        ScheduleError::Text { index, expected, found } => {
+            format!("{expected} as phase {}, not `{}`", index + 1, Quoted(&found))
+        }
+        ScheduleError::Range { index, phase, what, expected, found } => {
+            format!("{what} of phase {}, {phase}, to be {expected}, not {found}", index + 1)
+        }
+        ScheduleError::Endless { index, phase } => format!(
+            "a number of steps for phase {}, {phase}, since another phase follows",
+            index + 1
+        ),
+        ScheduleError::Phases { found } => format!("fewer phases, not {found}"),
+        _ => SCHEDULE.to_owned(),
+    })
+}
+
 /// Texts of loss scales.
 pub(super) const LOSS_SCALE: &str = "a power of two from 1 on, `dynamic`, or dynamic: followed by \
     start=, growth=, growth_interval=, backoff=, backoff_interval=, floor= or ceiling=, joined by \
     commas";
 
-/// Reads a loss scale; `None` where the text is none.
-pub(super) fn parse_loss_scale(text: &str) -> Option<LossScale> {
+/// Keys behind `dynamic:`, each with its values.
+const SCALE_KEYS: [(&str, &str); 7] = [
+    ("start", "a power of two from 1 to 2^126"),
+    ("growth", "a power of two from 1 on"),
+    ("growth_interval", "a whole number from 1 on"),
+    ("backoff", "a power of two up to 1"),
+    ("backoff_interval", "a whole number from 1 on"),
+    ("floor", "a power of two from 1 to start"),
+    ("ceiling", "a power of two from start to 2^126"),
+];
+
+/// Reads a loss scale.
+///
+/// # Errors
+/// What was expected: of a key or value that is wrong, its own.
+pub(super) fn parse_loss_scale(text: &str) -> Result<LossScale, String> {
+    let any = || LOSS_SCALE.to_owned();
     if let Ok(scale) = text.parse() {
-        return LossScale::fixed(scale).ok();
+        return LossScale::fixed(scale).map_err(|_| any());
     }
-    let rest = text.strip_prefix("dynamic")?;
+    let rest = text.strip_prefix("dynamic").ok_or_else(any)?;
     let mut start = LossScale::dynamic().scale();
     let mut policy = ScalePolicy::default();
     let settings = match rest.strip_prefix(':') {
         Some(settings) => settings.split(','),
-        None if rest.is_empty() => return Some(LossScale::dynamic()),
-        None => return None,
+        None if rest.is_empty() => return Ok(LossScale::dynamic()),
+        None => return Err(any()),
     };
     for setting in settings {
-        let (name, value) = setting.split_once('=')?;
-        match name.trim() {
-            "start" => start = value.parse().ok()?,
-            "growth" => policy.growth = value.parse().ok()?,
-            "growth_interval" => policy.growth_interval = value.parse().ok()?,
-            "backoff" => policy.backoff = value.parse().ok()?,
-            "backoff_interval" => policy.backoff_interval = value.parse().ok()?,
-            "floor" => policy.floor = value.parse().ok()?,
-            "ceiling" => policy.ceiling = value.parse().ok()?,
-            _ => return None,
-        }
+        let (name, value) = setting.split_once('=').unwrap_or((setting, ""));
+        let name = name.trim();
+        let taken = take_scale_key(name, value.trim(), &mut start, &mut policy);
+        taken.ok_or_else(|| wrong_scale_key(name))?;
     }
-    LossScale::with_policy(start, policy).ok()
+    LossScale::with_policy(start, policy).map_err(|error| {
+        let what = match error {
+            AmpError::PowerOfTwo { what, .. } | AmpError::Interval { what } => what,
+            _ => return any(),
+        };
+        wrong_scale_key(&what.replace("loss scale", "start").replace(' ', "_"))
+    })
+}
+
+/// Sets the value of a key; `None` where there is no such key, or the value is no number.
+fn take_scale_key(
+    name: &str,
+    value: &str,
+    start: &mut f64,
+    policy: &mut ScalePolicy,
+) -> Option<()> {
+    match name {
+        "start" => *start = value.parse().ok()?,
+        "growth" => policy.growth = value.parse().ok()?,
+        "growth_interval" => policy.growth_interval = value.parse().ok()?,
+        "backoff" => policy.backoff = value.parse().ok()?,
+        "backoff_interval" => policy.backoff_interval = value.parse().ok()?,
+        "floor" => policy.floor = value.parse().ok()?,
+        "ceiling" => policy.ceiling = value.parse().ok()?,
+        _ => return None,
+    }
+    Some(())
+}
+
+/// The expectation of a key behind `dynamic:`, by the key itself if there is one of its name.
+fn wrong_scale_key(name: &str) -> String {
+    if let Some((key, values)) = SCALE_KEYS.iter().find(|(key, _)| *key == name) {
+        return format!("{key}= to be {values}");
+    }
+    let keys: Vec<&str> = SCALE_KEYS.iter().map(|(key, _)| *key).collect();
+    format!(
+        "keys of {} with values behind `dynamic:`, such as start=1024, joined by commas; `{}` is \
+         none of them",
+        keys.join(", "),
+        Quoted(name)
+    )
 }
 
 /// A loss scale as [`parse_loss_scale`] reads it; counters of steps are no settings.
@@ -198,9 +268,37 @@ mod tests {
             let scale = parse_loss_scale(text).expect("a scale");
             assert_eq!(loss_scale_text(&scale), text);
         }
-        for wrong in ["3", "0", "NaN", "dynamics", "dynamic:", "dynamic:floor=3", "dynamic:x=2"] {
-            assert_eq!(parse_loss_scale(wrong), None, "{wrong}");
+        for wrong in ["3", "0", "NaN", "dynamics"] {
+            assert_eq!(parse_loss_scale(wrong), Err(LOSS_SCALE.to_owned()), "{wrong}");
         }
+        for (wrong, told) in [
+            ("dynamic:", "keys of start, growth, growth_interval, "),
+            ("dynamic:x=2", "joined by commas; `x` is none of them"),
+            ("dynamic:floor=3", "floor= to be a power of two from 1 to start"),
+            ("dynamic:floor", "floor= to be a power of two from 1 to start"),
+            ("dynamic:start=many", "start= to be a power of two from 1 to 2^126"),
+            ("dynamic:start=3", "start= to be a power of two from 1 to 2^126"),
+            ("dynamic:growth_interval=0", "growth_interval= to be a whole number from 1 on"),
+            ("dynamic:start=8,ceiling=4", "ceiling= to be a power of two from start to 2^126"),
+        ] {
+            let error = parse_loss_scale(wrong).expect_err(wrong);
+            assert!(error.contains(told), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_schedule_is_refused_by_its_phase() {
+        for (wrong, told) in [
+            ("warmup", "warmup:STEPS as phase 1, not `warmup`"),
+            ("warmup:10,cosine", "cosine:STEPS[:FLOOR] as phase 2, not `cosine`"),
+            ("warmup:10,cos:3", "polynomial or step as phase 2, not `cos:3`"),
+            ("constant,cosine:80", "steps for phase 1, constant, since another phase follows"),
+            ("polynomial:9:-1", "of phase 1, polynomial, to be"),
+        ] {
+            let error = parse_schedule(wrong).expect_err(wrong);
+            assert!(error.contains(told), "{wrong}: {error}");
+        }
+        assert_eq!(parse_schedule("warmup:4,constant"), Ok("warmup:4,constant".parse().unwrap()));
     }
 
     #[test]

@@ -49,9 +49,8 @@ const LARGEST: Operation = Operation::AllReduce(ReduceOp::Max);
 
 /// Implementation of [`Plan::calls`].
 pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
-    let (world, group) = (plan.topology.world as u64, plan.shard_group as u64);
-    let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
-    let mut calls = Calls { all: Vec::new(), plan, world, group, windows };
+    let world = plan.topology.world as u64;
+    let mut calls = Calls::of(plan);
     if world == 1 {
         return calls.all;
     }
@@ -96,6 +95,17 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
     calls.all
 }
 
+/// Calls by which a bucket is reduced where that is a stage of its own.
+pub(crate) fn reductions(plan: &Plan, bucket: usize) -> u64 {
+    let result = match plan.zero {
+        ZeroStage::None => Reduced::Whole,
+        ZeroStage::One | ZeroStage::Two | ZeroStage::Three => Reduced::Part,
+    };
+    let mut calls = Calls::of(plan);
+    calls.reduce(&crate::Reduce { bucket, result });
+    calls.all.iter().map(|call| call.times).sum()
+}
+
 /// Bytes of each rank's buffer in a call, and the number of ranks that make the call.
 struct Shared {
     len_bytes: u64,
@@ -109,6 +119,19 @@ struct Calls<'a> {
     group: u64,
     /// Number of times that gradients are reduced in a step.
     windows: u64,
+}
+
+impl<'a> Calls<'a> {
+    /// No calls of a plan so far.
+    fn of(plan: &'a Plan) -> Self {
+        Self {
+            all: Vec::new(),
+            plan,
+            world: plan.topology.world as u64,
+            group: plan.shard_group as u64,
+            windows: if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 },
+        }
+    }
 }
 
 impl Calls<'_> {

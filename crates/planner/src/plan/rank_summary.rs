@@ -1,8 +1,10 @@
 //! Numbers of a step of many ranks: calls, bytes of the worst and the mean rank, time.
 
+use std::collections::BTreeMap;
+
 use fusestep_coalesce::FlatLayout;
 use fusestep_collective::Operation;
-use fusestep_tensor::counted;
+use fusestep_tensor::{counted, grouped};
 use serde::Serialize;
 
 use crate::plan::calls;
@@ -80,7 +82,7 @@ impl std::fmt::Display for RankSummary {
             counted(self.world as u64, "rank"),
             self.zero,
             counted(self.collectives, "call"),
-            self.naive_collectives,
+            grouped(self.naive_collectives),
             counted(self.control_calls, "small call"),
             bytes(self.bytes_on_wire),
             counted(self.buckets as u64, "bucket"),
@@ -244,18 +246,27 @@ fn naive_collectives(plan: &Plan) -> u64 {
     if !plan.reduces() {
         return 0;
     }
-    let tensors = plan.storages.iter().filter(|spec| !spec.distributed);
-    let full = tensors.map(|spec| {
-        (0..spec.layout.tensors()).filter(|&tensor| spec.layout.numel(tensor) > 0).count()
-    });
-    let tensors = full.sum::<usize>() as u64;
-    let windows = if plan.reduces_each() { u64::from(plan.micro_steps()) } else { 1 };
     let gathers = match plan.zero {
         ZeroStage::None => 0,
         ZeroStage::One | ZeroStage::Two => 1,
-        ZeroStage::Three => 2,
+        // Before the forward pass of each micro-step, and before its backward pass.
+        ZeroStage::Three => 2 * u64::from(plan.micro_steps()),
     };
-    tensors * (windows + gathers)
+    let width_of = |spec: &StorageSpec| spec.grad_dtype().len_bytes();
+    // Gradients of one width are reduced by the same calls, however long a bucket is. A naive plan
+    // has as many buckets as tensors, so each width is looked at once.
+    let mut reductions = BTreeMap::<usize, u64>::new();
+    for (index, bucket) in plan.buckets.iter().enumerate() {
+        let width = width_of(&plan.storages[bucket.storage]);
+        reductions.entry(width).or_insert_with(|| calls::reductions(plan, index));
+    }
+    let storages = plan.storages.iter().filter(|spec| !spec.distributed);
+    let calls = storages.map(|spec| {
+        let is_full = |tensor: &usize| spec.layout.numel(*tensor) > 0;
+        let tensors = (0..spec.layout.tensors()).filter(is_full).count() as u64;
+        tensors * (reductions.get(&width_of(spec)).copied().unwrap_or(0) + gathers)
+    });
+    calls.sum()
 }
 
 /// `n` buckets of `S` bytes in all cost `n·α` in latency and leave `S / (n·β)` behind the

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use fusestep_launch::Precision;
+use fusestep_launch::{Precision, StateDType};
 use fusestep_tensor::{DType, Quoted, counted, escaped, grouped};
 
 use crate::plan::passes::rewrite::Rewrite;
@@ -13,6 +13,9 @@ use crate::plan::value::Plan;
 
 /// Batches of a stage that are printed one by one; the rest is summed up.
 const BATCHES_SHOWN: usize = 8;
+
+/// Rounding beside state in codes, all of whose roots and maxima are dithered.
+const ROUNDED_IN_CODES: &str = "second moments and maxima dithered, all else rounded to nearest";
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -105,6 +108,10 @@ fn fmt_precisions(plan: &Plan, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             // Ranks and files compare the precision's own text, which is the same for all dtypes.
             let state = if dtype == DType::F64 { "state f64" } else { "state f32" };
             let text = precision.to_string().replace("state as computed", state);
+            let text = match precision.state {
+                StateDType::Int8 => text.replace("rounded to nearest", ROUNDED_IN_CODES),
+                _ => text,
+            };
             writeln!(f, "  {dtype} parameters: {text}")?;
         }
     }
