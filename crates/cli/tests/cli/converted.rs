@@ -30,7 +30,7 @@ fn a_run_goes_on_in_int8_and_in_f32_again() {
     // Its own files say how it keeps its state, so that no other run takes it.
     let other = ["train", "--resume", "--state-dtype", "int8", "--checkpoint", text(&coded)];
     let error = refused(&other);
-    assert!(error.contains("keep_f32`: expected none, found layer2"), "{error}");
+    assert!(error.contains("--keep-f32: expected none, found layer2"), "{error}");
     let int8 = "train --epochs 2 --resume --state-dtype int8 --keep-f32 layer2";
     let whole = hash(int8, &coded, &["--ranks", "3", "--zero", "2"]);
     assert!(whole.is_string());
