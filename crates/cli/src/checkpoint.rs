@@ -7,7 +7,7 @@ use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
 use fusestep_checkpoint::{KeptState, MAX_SHARDS, Manifest, convert};
 use fusestep_launch::StateDType;
-use fusestep_planner::PlanError;
+use fusestep_planner::{LEAST_INT8_ELEMENTS, PlanError};
 use fusestep_tensor::{Quoted, counted, grouped};
 use serde::Serialize;
 
@@ -162,13 +162,16 @@ fn converted(from: &Path, out: &Path, state: KeptState<'_>) -> anyhow::Result<Ma
     );
     let manifest = Manifest::read(from)?;
     for part in state.keep_f32 {
-        let has = |name: &String| {
-            name.rsplit_once('@').is_some_and(|(param, _)| param.contains(part.as_str()))
-        };
+        let large = manifest.tensors.iter().filter_map(|(name, spec)| {
+            let (param, _) = name.rsplit_once('@')?;
+            (spec.shape.numel() >= LEAST_INT8_ELEMENTS).then_some(param)
+        });
         ensure!(
-            manifest.tensors.keys().any(has),
-            "--keep-f32 {}: expected a part of the name of a parameter, found none with it in {}",
+            large.into_iter().any(|param| param.contains(part.as_str())),
+            "--keep-f32 {}: expected a part of the name of a parameter of {} elements or more, \
+             found none with it in {}; state of smaller ones stays in f32 anyway",
             Quoted(part),
+            grouped(LEAST_INT8_ELEMENTS),
             from.display()
         );
     }

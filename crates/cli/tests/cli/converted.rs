@@ -24,14 +24,14 @@ fn a_run_goes_on_in_int8_and_in_f32_again() {
     let folder = Folder::new();
     let [wide, coded, back] = ["wide", "coded", "back"].map(|name| folder.path(name));
     hash("train --epochs 1 --ranks 2 --zero 1", &wide, &[]);
-    let told = convert(&wide, &coded, &["--state-dtype", "int8", "--keep-f32", "layer2"]);
+    let told = convert(&wide, &coded, &["--state-dtype", "int8", "--keep-f32", "layer1"]);
     assert!(told.contains("layer0.weight@moment1: u8") && told.contains("moment1_units"), "{told}");
-    assert!(told.contains("layer2.weight@moment1: f32"), "{told}");
+    assert!(told.contains("layer1.weight@moment1: f32"), "{told}");
     // Its own files say how it keeps its state, so that no other run takes it.
     let other = ["train", "--resume", "--state-dtype", "int8", "--checkpoint", text(&coded)];
     let error = refused(&other);
-    assert!(error.contains("--keep-f32: expected none, found layer2"), "{error}");
-    let int8 = "train --epochs 2 --resume --state-dtype int8 --keep-f32 layer2";
+    assert!(error.contains("--keep-f32: expected none, found layer1"), "{error}");
+    let int8 = "train --epochs 2 --resume --state-dtype int8 --keep-f32 layer1";
     let whole = hash(int8, &coded, &["--ranks", "3", "--zero", "2"]);
     assert!(whole.is_string());
     convert(&coded, &back, &["--state-dtype", "f32"]);
@@ -69,6 +69,8 @@ fn what_cannot_be_converted_is_refused_by_name() {
     assert!(error.contains("--keep-f32 without --state-dtype int8"), "{error}");
     let error = refused(&["--state-dtype", "int8", "--keep-f32", "layer9"]);
     assert!(error.contains("--keep-f32 layer9: expected a part of the name"), "{error}");
+    let error = refused(&["--state-dtype", "int8", "--keep-f32", "bias"]);
+    assert!(error.contains("state of smaller ones stays in f32 anyway"), "{error}");
     let error = refused(&["--state-dtype", "int4"]);
     assert!(error.contains("expected f32, bf16 or int8"), "{error}");
     let free = folder.path("free");
