@@ -6,6 +6,8 @@ use std::sync::OnceLock;
 
 #[cfg(target_arch = "x86_64")]
 use crate::avx2_codec::Avx2Codec;
+#[cfg(target_arch = "x86_64")]
+use crate::avx512_codec::Avx512Codec;
 use crate::codec::{CodedWork, PortableCodec};
 #[cfg(target_arch = "x86_64")]
 use crate::features::{Avx2, Avx512};
@@ -118,7 +120,7 @@ impl Level {
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512(avx512) => avx512.run(
                 #[inline(always)]
-                || work.run(PortableCodec),
+                || work.run(Avx512Codec::new(avx512)),
             ),
             #[cfg(target_arch = "aarch64")]
             Kind::Neon => work.run(PortableCodec),

@@ -3,6 +3,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2_codec;
+#[cfg(target_arch = "x86_64")]
+mod avx512_codec;
 mod codec;
 mod copy;
 #[cfg(target_arch = "x86_64")]
