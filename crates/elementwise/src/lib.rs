@@ -13,6 +13,7 @@ mod element_kernel;
 mod equation;
 mod floats;
 mod format;
+pub mod mixed;
 mod norm;
 mod normed;
 mod normed_equation;

@@ -99,6 +99,12 @@ pub enum StepError {
     /// Steps count from 1.
     #[error("step: expected at least 1, found 0; steps count from 1")]
     StepZero,
+    /// A factor on gradients is infinite or no number.
+    #[error("factor on gradients: expected a finite number, found {found}")]
+    GradFactor {
+        /// The factor given.
+        found: f64,
+    },
     /// A tensor's own hyper-parameter is out of range.
     #[error("{what} of tensor {tensor}: expected a finite value of at least 0, found {found}")]
     OwnHyper {

@@ -9,6 +9,9 @@ mod slices;
 pub use coded::CodedAdamTensors;
 pub use fusestep_elementwise::StepError;
 pub use fusestep_elementwise::coded::{CodedState, ParamSlices, units_of};
+pub use fusestep_elementwise::mixed::{
+    BiasCorrection, Floats, FloatsMut, MixedStep, StateMut, square_sums,
+};
 pub use fusestep_launch::{Objective, WeightDecay};
 pub use rule::{Adam, SecondMoment};
-pub use slices::AdamTensors;
+pub use slices::{AdamBefore, AdamTensors, MixedAdamTensors};

@@ -23,7 +23,7 @@ pub use fusestep_collective::{self as collective, Communicator};
 pub use fusestep_cpu::{BorrowedPiece, CpuBackend};
 #[cfg(feature = "cuda")]
 pub use fusestep_cuda::{CudaBackend, DeviceInfo};
-pub use fusestep_fused_adam::{self as fused_adam, AdamTensors, SecondMoment};
+pub use fusestep_fused_adam::{self as fused_adam, AdamTensors, MixedAdamTensors, SecondMoment};
 #[cfg(feature = "sgd")]
 pub use fusestep_fused_sgd::{self as fused_sgd, Nesterov, SgdTensors, StepError};
 #[cfg(feature = "lamb")]

@@ -18,7 +18,7 @@ use pyo3::{ffi, intern};
 use crate::gradient::Direct;
 use crate::openmp;
 use crate::parameter::Parameter;
-use crate::tensor::{Expected, Place, Told, Unfit, lie_as};
+use crate::tensor::{Expected, Place, Seen, Told, Unfit, lie_as};
 
 /// Most classes of tensors that are remembered.
 const MOST_KNOWN: usize = 4;
@@ -123,6 +123,23 @@ impl Interface {
         memory: Memory,
         expected: Expected<'_>,
     ) -> Result<Place, Unfit> {
+        // SAFETY: as the caller promises.
+        let seen = unsafe { self.look(handle, memory)? };
+        let told = Told {
+            dtype: seen.dtype,
+            shape: seen.shape,
+            is_in_order: lie_as(expected.strides, seen.shape, seen.strides),
+            address: seen.address,
+        };
+        told.place(expected)
+    }
+
+    /// A tensor's properties, if it lies in this memory.
+    ///
+    /// # Safety
+    /// `handle` is that of a tensor, which nobody changes as long as the result is used.
+    #[inline(always)]
+    unsafe fn look<'a>(&self, handle: *const c_void, memory: Memory) -> Result<Seen<'a>, Unfit> {
         // SAFETY: as the caller promises; the extents and strides that are told have `dim` numbers,
         // and stay until the tensor is changed.
         unsafe {
@@ -140,17 +157,14 @@ impl Interface {
                 return Err(no_memory("it is not strided"));
             }
             let dim = told(self.dim, handle)?;
-            let shape = extents(told(self.sizes, handle)?, dim);
-            let strides = extents(told(self.strides, handle)?, dim);
             let dtype = told(self.dtype, handle)?;
             let dtype = self.dtypes.iter().find(|known| known.0 == dtype);
-            let told = Told {
+            Ok(Seen {
                 dtype: dtype.map(|known| known.1),
-                shape,
-                is_in_order: lie_as(expected.strides, shape, strides),
+                shape: extents(told(self.sizes, handle)?, dim),
+                strides: extents(told(self.strides, handle)?, dim),
                 address: told(self.address, handle)?.expose_provenance(),
-            };
-            told.place(expected)
+            })
         }
     }
 }
@@ -272,6 +286,20 @@ impl Handles {
         self.place_in(self.interface.cpu, tensor, expected)
     }
 
+    /// The properties of `tensor`, if it is in host memory. They hold until somebody changes the
+    /// tensor.
+    #[inline]
+    pub(crate) fn look_on_host<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> Result<Seen<'a>, Unfit> {
+        if !self.fits(tensor.get_type_ptr()) {
+            return Err(no_memory("expected a tensor of PyTorch, found another object"));
+        }
+        // SAFETY: as in `place_in`; who looks uses the extents before the lock is given up.
+        unsafe {
+            let handle = tensor.as_ptr().byte_add(self.distance);
+            self.interface.look(handle.cast(), self.interface.cpu)
+        }
+    }
+
     #[inline]
     fn place_in(
         &self,
@@ -288,17 +316,19 @@ impl Handles {
             let handle = tensor.as_ptr().byte_add(self.distance);
             self.interface.place(handle.cast(), memory, expected)?
         };
-        // A negated view is the imaginary part of a conjugate. With more than one element the view
-        // has strides and is copied because of them, so only views of one element have to be asked.
-        if place.len_bytes == expected.dtype.len_bytes() {
-            let is_negated = tensor.call_method0(intern!(tensor.py(), "is_neg"));
-            let is_negated = is_negated.and_then(|is_negated| is_negated.is_truthy());
-            if is_negated.map_err(Unfit::NoMemory)? {
-                return Err(Unfit::Negated);
-            }
+        if place.len_bytes == expected.dtype.len_bytes() && is_negated(tensor)? {
+            return Err(Unfit::Negated);
         }
         Ok(place)
     }
+}
+
+/// Whether a tensor of one element is a negated view, the imaginary part of a conjugate. With more
+/// than one element the view has strides and is copied because of them, so no other has to be
+/// asked.
+pub(crate) fn is_negated(tensor: &Bound<'_, PyAny>) -> Result<bool, Unfit> {
+    let is_negated = tensor.call_method0(intern!(tensor.py(), "is_neg"));
+    is_negated.and_then(|is_negated| is_negated.is_truthy()).map_err(Unfit::NoMemory)
 }
 
 /// The distance in objects of the class at which the value of their `_cdata` lies; `None` if there

@@ -2,6 +2,7 @@
 
 mod ahead;
 mod collect;
+mod cores;
 #[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
 mod cuda;
 mod described;
@@ -12,6 +13,8 @@ mod getter;
 mod gradient;
 mod group_rules;
 mod handle;
+mod listed;
+mod lists;
 mod loan;
 mod openmp;
 mod parameter;
@@ -104,6 +107,7 @@ fn _fusestep(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(state_lists, module)?)?;
     module.add_function(wrap_pyfunction!(settings::settings, module)?)?;
     module.add_function(wrap_pyfunction!(settings::check_settings, module)?)?;
+    module.add_class::<lists::Lists>()?;
     module.add_class::<ranks::Ranks>()?;
     module.add_class::<snapshot::Snapshot>()?;
     module.add_class::<session::Session>()

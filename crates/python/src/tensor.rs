@@ -30,6 +30,16 @@ pub(crate) struct Place {
     pub(crate) len_bytes: usize,
 }
 
+/// Properties of a tensor in memory that nobody has asked it to have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seen<'a> {
+    /// `None` for a dtype that no kernel takes.
+    pub(crate) dtype: Option<DType>,
+    pub(crate) shape: &'a [i64],
+    pub(crate) strides: &'a [i64],
+    pub(crate) address: usize,
+}
+
 /// Properties that a tensor must have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Expected<'a> {

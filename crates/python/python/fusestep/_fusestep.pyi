@@ -1,7 +1,7 @@
 """The extension module: a planned step over tensors that another library keeps."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable, Dict, List, Optional, Tuple, final
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union, final
 
 __all__ = [
     "__version__",
@@ -13,6 +13,7 @@ __all__ = [
     "samples",
     "settings",
     "state_lists",
+    "Lists",
     "Ranks",
     "Session",
     "Snapshot",
@@ -51,6 +52,28 @@ def check_settings(texts: Mapping[str, Sequence[str]]) -> None:
 def samples(places: Sequence[Tuple[int, int]]) -> List[int]:
     """A number of some values of each tensor, by which a write is noticed that no version counts.
     ``places`` are addresses and bytes, which stay during the call."""
+
+@final
+class Lists:
+    """Steps of Adam over lists of tensors, which are looked at anew at every call."""
+
+    def __new__(cls, library: Any) -> Lists:
+        """Looks at tensors of this library from now on."""
+
+    def step(
+        self,
+        calls: Sequence[Tuple[Tuple[Tuple[float, ...], Tuple[bool, ...]], List[Any]]],
+        workers: Union[int, Sequence[int]],
+        grad_factor: float,
+    ) -> None:
+        """Applies one step to the entries of each call, which are settings and entries: name,
+        number of the step, parameter, gradient, copy, state, and room for what was before.
+        Everything is checked before anything is written."""
+
+    def square_sum(
+        self, gradients: List[Any], workers: Union[int, Sequence[int]]
+    ) -> Tuple[float, int]:
+        """The sum of squares over gradients, and how many elements are infinite or NaN."""
 
 @final
 class Snapshot:
