@@ -38,7 +38,7 @@ pub struct KeptState<'a> {
 ///
 /// # Errors
 /// As [`Manifest::read`] and [`Manifest::reshard`]; [`PlanError::Checkpoint`] naming a list that
-/// has no such type.
+/// has no such type, or if there is nothing to convert.
 /// # Cost
 /// The whole checkpoint in memory, and the state once more.
 ///
@@ -54,6 +54,15 @@ pub fn convert<'a>(
     for name in read.tensors.keys() {
         let Some(list) = ListKey::of(name) else { continue };
         conversion.list(from, list)?;
+    }
+    if conversion.manifest.tensors == read.tensors {
+        let dtype = state.dtype.name();
+        let expected = format!("state that {dtype} is another type of");
+        let found = format!(
+            "none: it is {dtype} already, of small tensors, of names that stay in f32, or of \
+             parameters whose state has no other type"
+        );
+        return Err(refuse(from.path, "state", expected, found));
     }
     conversion.settings(&read);
     let Conversion { manifest, tensors, .. } = conversion;
@@ -115,7 +124,7 @@ impl Conversion<'_> {
         if found == target || !matches!(param.dtype, DType::F32 | DType::BF16) {
             return Ok(());
         }
-        let coding = Coding::of(list.role);
+        let coding = self.coding(list);
         let values: Vec<f32> = match (found, coding) {
             (DType::F32, _) => values(self.tensors.bytes(&name)),
             (DType::BF16, _) => {
@@ -172,6 +181,16 @@ impl Conversion<'_> {
                 if keeps_f32(&desc, self.state.keep_f32) { DType::F32 } else { DType::U8 }
             }
         }
+    }
+
+    /// The coding of a list; `None` if its rule keeps it in no codes.
+    fn coding(&self, list: ListKey<'_>) -> Option<Coding> {
+        let rule = self.manifest.optimizer_of.get(list.param).unwrap_or(&self.manifest.optimizer);
+        // Centered: a difference of both moments, which codes of each would not leave positive.
+        let is_centered = |list: ListKey<'_>| {
+            rule == "rmsprop" && self.manifest.tensors.contains_key(&list.name_of(Role::Moment1))
+        };
+        Coding::of(list.role).filter(|_| !is_centered(list))
     }
 
     /// Whether the writers have noted all values of a list that are not finite.

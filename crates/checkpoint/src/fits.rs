@@ -3,15 +3,16 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use fusestep_launch::StateDType;
 use fusestep_planner::{ListImage, RunCounts, RunImage};
 use fusestep_schedule::Schedule;
-use fusestep_tensor::Quoted;
+use fusestep_tensor::{DType, Quoted};
 
 use crate::lists;
 use crate::manifest::{Manifest, TensorSpec};
 use crate::refusal::{OR_ELSEWHERE, refuse};
 use crate::settings::{Difference, Rules};
-use crate::values::{self, SavedTensors};
+use crate::values::{self, CHECKED, SavedTensors};
 use crate::verified::check_tensor;
 use crate::{Result, own_values};
 
@@ -32,6 +33,7 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
             format!("{}, which it was saved with{OR_ELSEWHERE}", Quoted(&manifest.optimizer));
         return Err(refuse(folder, "optimizer", own, found));
     }
+    check_state(image, manifest, folder)?;
     if manifest.has_checksum() {
         check_rules(&rules, manifest, folder)?;
     }
@@ -57,6 +59,35 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
     }
     found += AS_SAVED;
     Err(refuse(folder, name, expected, found))
+}
+
+/// Refuses state that is kept in another type, which is more than a setting: it can be converted.
+fn check_state(image: &RunImage, manifest: &Manifest, folder: &Path) -> Result<()> {
+    for (param, desc) in image.params.iter().enumerate() {
+        for list in desc.lists.iter().filter(|list| CHECKED.contains(&list.role)) {
+            let key = lists::key(image, param, list.role, image.topology.rank);
+            let found = manifest.tensors.get(&key).map(|spec| name_of(spec.dtype));
+            let (Some(own), Some(Some(found))) = (name_of(list.dtype), found) else { continue };
+            if own != found {
+                let found = format!(
+                    "state in {found}; go on with that, or convert it by `fusestep checkpoint \
+                     convert --state-dtype {own}`"
+                );
+                return Err(refuse(folder, &key, format_args!("state in {own}"), found));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The type of state as settings call it; `None` of a type that state of no other is converted to.
+fn name_of(dtype: DType) -> Option<&'static str> {
+    match dtype {
+        DType::F32 => Some(StateDType::Compute.name()),
+        DType::BF16 => Some(StateDType::Bf16.name()),
+        DType::U8 => Some(StateDType::Int8.name()),
+        _ => None,
+    }
 }
 
 /// Explains the first parameter that the checkpoint and the plan cut into different slices, or that

@@ -147,13 +147,29 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
         }
         Action::Convert { folder, state_dtype, keep_f32, out } => {
             let state = KeptState { dtype: *state_dtype, keep_f32 };
-            inspect(folder, &converted(&folder.folder, out, state)?, Shown::Value)
+            let (before, after) = converted(&folder.folder, out, state)?;
+            if folder.json {
+                return print_json(&after);
+            }
+            let lists = after.tensors.iter();
+            let changed = lists.filter(|(name, spec)| before.tensors.get(*name) != Some(spec));
+            print(&format!(
+                "wrote {}: {} in other types, for state in {}\n",
+                out.display(),
+                counted(changed.count() as u64, "tensor"),
+                state.dtype.name()
+            ))
         }
     }
 }
 
-/// Writes a checkpoint to `--out` with its state in another type.
-fn converted(from: &Path, out: &Path, state: KeptState<'_>) -> anyhow::Result<Manifest> {
+/// Writes a checkpoint to `--out` with its state in another type; returns what was there, and what
+/// is now.
+fn converted(
+    from: &Path,
+    out: &Path,
+    state: KeptState<'_>,
+) -> anyhow::Result<(Manifest, Manifest)> {
     ensure!(
         state.dtype == StateDType::Int8 || state.keep_f32.is_empty(),
         "--keep-f32 without --state-dtype int8: expected state in int8, which the names are taken \
@@ -175,7 +191,8 @@ fn converted(from: &Path, out: &Path, state: KeptState<'_>) -> anyhow::Result<Ma
             from.display()
         );
     }
-    write_to(out, from, || convert(from, out, state))
+    let written = write_to(out, from, || convert(from, out, state))?;
+    Ok((manifest, written))
 }
 
 /// Writes a checkpoint to `--out`, an empty or new folder, which goes again if nothing was written.

@@ -120,7 +120,8 @@ fn of_file(what: &str, found: &str, message: &str) -> String {
     if what.starts_with("precision.") && value == "none" {
         return told.replacen("found none;", "found the default;", 1);
     }
-    if value.parse::<f64>().is_err() {
+    // A value of one parameter is no text of a flag that names patterns.
+    if value.parse::<f64>().is_err() || what.starts_with("weight_decay_of@") {
         return told;
     }
     told.replacen(GO_ON, &format!("; go on with {flag} {value}"), 1)

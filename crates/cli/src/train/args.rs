@@ -119,6 +119,12 @@ impl TrainArgs {
             "--compare-parameters: {}; one rank has nobody to compare with",
             expected_several(self.ranks, "--ranks")
         );
-        self.watch.require_several(self.ranks)
+        self.watch.require_several(self.ranks)?;
+        ensure!(
+            self.engine.is_none() || self.ranks.is_some(),
+            "--engine: {}; one rank needs no engine",
+            expected_several(self.ranks, "--ranks")
+        );
+        Ok(())
     }
 }

@@ -16,7 +16,9 @@ fn hash(flags: &str, folder: &Path, resume: &[&str]) -> Value {
 
 fn convert(from: &Path, to: &Path, flags: &[&str]) -> String {
     let all = ["checkpoint", "convert", text(from), "--out", text(to)];
-    ok(&[&all[..], flags].concat())
+    let told = ok(&[&all[..], flags].concat());
+    assert!(told.starts_with(&format!("wrote {}: ", to.display())), "{told}");
+    ok(&["checkpoint", "inspect", text(to)])
 }
 
 #[test]
@@ -27,10 +29,15 @@ fn a_run_goes_on_in_int8_and_in_f32_again() {
     let told = convert(&wide, &coded, &["--state-dtype", "int8", "--keep-f32", "layer1"]);
     assert!(told.contains("layer0.weight@moment1: u8") && told.contains("moment1_units"), "{told}");
     assert!(told.contains("layer1.weight@moment1: f32"), "{told}");
+    let other = ["train", "--epochs", "2", "--resume", "--checkpoint", text(&coded)];
+    let error = refused(&other);
+    let cure = "state in int8; go on with that, or convert it by `fusestep checkpoint convert \
+                --state-dtype f32`";
+    assert!(error.contains("expected state in f32") && error.contains(cure), "{error}");
     // Its own files say how it keeps its state, so that no other run takes it.
     let other = ["train", "--resume", "--state-dtype", "int8", "--checkpoint", text(&coded)];
     let error = refused(&other);
-    assert!(error.contains("--keep-f32: expected none, found layer1"), "{error}");
+    assert!(error.contains("layer1.weight@moment1`: expected state in int8"), "{error}");
     let int8 = "train --epochs 2 --resume --state-dtype int8 --keep-f32 layer1";
     let whole = hash(int8, &coded, &["--ranks", "3", "--zero", "2"]);
     assert!(whole.is_string());
@@ -73,6 +80,17 @@ fn what_cannot_be_converted_is_refused_by_name() {
     assert!(error.contains("state of smaller ones stays in f32 anyway"), "{error}");
     let error = refused(&["--state-dtype", "int4"]);
     assert!(error.contains("expected f32, bf16 or int8"), "{error}");
+    let error = refused(&["--state-dtype", "f32"]);
+    assert!(error.contains("found none: it is f32 already"), "{error}");
+    for flags in ["--optimizer sgd", "--dtype f16", "--dtype f64", "--optimizer rmsprop --centered"]
+    {
+        let other = folder.path(&flags.replace(' ', ""));
+        hash(&format!("train --epochs 1 {flags}"), &other, &[]);
+        let all = ["checkpoint", "convert", text(&other), "--out", text(&to)];
+        let error = crate::refused(&[&all[..], &["--state-dtype", "int8"]].concat());
+        assert!(error.contains("state that int8") || error.contains("has codes for"), "{error}");
+        assert!(!to.exists());
+    }
     let free = folder.path("free");
     hash("train --epochs 1 --optimizer schedule-free", &free, &[]);
     let all = ["checkpoint", "convert", text(&free), "--out", text(&to), "--state-dtype", "int8"];

@@ -89,7 +89,8 @@ fn flags_of_several_ranks_are_refused_on_one() {
             assert!(error.contains(said) && error.contains("one rank"), "{flags:?}: {error}");
             assert!(error.contains(flags[0]), "{flags:?}: {error}");
         }
-        ok(&train);
+        let error = refused(&train);
+        assert!(error.contains("--engine: expected --ranks too, found no such flag"), "{error}");
         ok(&[&train[..], &["--ranks", "2", "--timeout", "60"]].concat());
     }
 }

@@ -34,7 +34,7 @@ fn a_run_under_another_setting_is_told_its_flag_and_the_saved_value() {
         (&["--clip-norm", "1", "--maximize"], "run: --maximize: expected maximize, found minimize"),
         (
             &["--clip-norm", "1", "--state-dtype", "bf16"],
-            "run: --master-weights, --state-dtype and --rounding of f32 parameters: expected",
+            "run: `layer0.bias@moment1`: expected state in bf16, found state in f32; go on with",
         ),
         (
             &["--clip-norm", "1", "--exclude", "bias"],

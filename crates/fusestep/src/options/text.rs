@@ -235,14 +235,14 @@ pub(super) fn parse_name(text: &str) -> Option<String> {
 
 /// Reads `SUBSTRING=NUMBER`, a finite number of at least 0.
 pub(super) fn parse_number_of(text: &str) -> Option<OfParams<f64>> {
-    let (pattern, value) = text.rsplit_once('=')?;
+    let (pattern, value) = text.rsplit_once('=').filter(|(pattern, _)| !pattern.is_empty())?;
     let value = value.parse::<f64>().ok().filter(|value| value.is_finite() && *value >= 0.0)?;
     Some(OfParams { pattern: pattern.to_owned(), value })
 }
 
 /// Reads `SUBSTRING=ratio` or `SUBSTRING=plain`.
 pub(super) fn parse_trust_of(text: &str) -> Option<OfParams<Trust>> {
-    let (pattern, name) = text.rsplit_once('=')?;
+    let (pattern, name) = text.rsplit_once('=').filter(|(pattern, _)| !pattern.is_empty())?;
     let (_, value) = *Trust::ALL.iter().find(|(named, _)| named.name == name)?;
     Some(OfParams { pattern: pattern.to_owned(), value })
 }
