@@ -76,6 +76,17 @@ fn state_dtype(text: &str) -> Result<StateDType, String> {
     named.ok_or_else(|| "expected f32, bf16 or int8".to_owned())
 }
 
+impl Action {
+    /// The checkpoint's folder.
+    fn folder(&self) -> &Path {
+        let (Action::Verify(folder)
+        | Action::Inspect { folder, .. }
+        | Action::Reshard { folder, .. }
+        | Action::Convert { folder, .. }) = self;
+        &folder.folder
+    }
+}
+
 #[derive(Debug, Args)]
 struct FolderArgs {
     /// The checkpoint's folder
@@ -98,7 +109,19 @@ struct Verified {
     non_finite: Vec<String>,
 }
 
+/// Refuses a folder that is not there, which is no damaged checkpoint.
+fn require_there(folder: &Path) -> anyhow::Result<()> {
+    ensure!(
+        folder.exists(),
+        "{}: expected a checkpoint's folder, found none of this name; give one that `train \
+         --checkpoint` has written",
+        folder.display()
+    );
+    Ok(())
+}
+
 pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
+    require_there(args.action.folder())?;
     match &args.action {
         Action::Inspect { folder, bits } => {
             let shown = if *bits { Shown::WithBits } else { Shown::Value };
@@ -219,6 +242,16 @@ fn write_to(
     Ok(written?)
 }
 
+/// Settings that decide bits, as the run had them when it saved.
+fn settings_of(manifest: &Manifest) -> Vec<String> {
+    let now = manifest.settings.iter().filter_map(|(key, value)| {
+        let name = key.strip_prefix("set.").unwrap_or(key);
+        (key != "set" && !key.starts_with("built.")).then(|| format!("{name} {value}"))
+    });
+    let schedule = manifest.schedule.iter().map(|schedule| format!("schedule {schedule}"));
+    now.chain(schedule).collect()
+}
+
 /// Form of numbers that a checkpoint has as bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shown {
@@ -239,6 +272,10 @@ fn inspect(args: &FolderArgs, manifest: &Manifest, shown: Shown) -> anyhow::Resu
         grouped(manifest.skipped),
         counted(manifest.shards.len() as u64, "file"),
     );
+    let settings = settings_of(manifest);
+    if !settings.is_empty() {
+        text += &format!("settings: {}\n", Quoted(&settings.join(", ")));
+    }
     for (key, value) in &manifest.caller {
         text += &format!("{} = {}\n", Quoted(key), text_of(key, value, shown));
     }

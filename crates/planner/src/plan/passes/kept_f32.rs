@@ -38,6 +38,8 @@ pub(crate) fn explain(plan: &mut Plan) {
     });
     let wide = if has_remainders { ", and remainders in 16 bits" } else { "" };
     let reasons = reasons.join(" and of ");
-    let reason = format!("state stays in f32, not int8{wide}, of {reasons}");
+    let is_somewhere = plan.storages.iter().any(|spec| spec.is_coded());
+    let nowhere = if is_somewhere { "" } else { "; none is left in int8" };
+    let reason = format!("state stays in f32, not int8{wide}, of {reasons}{nowhere}");
     plan.note(NAME, Verdict::Split, reason);
 }
