@@ -2,7 +2,7 @@
 
 use bytemuck::{Pod, cast_slice, pod_read_unaligned};
 use fusestep_elementwise::coded::{CodedState, Coding, Dither, decode, encode, units_of};
-use fusestep_launch::{Master, Precision, Rounding, StateDType};
+use fusestep_launch::{Format, Master, Precision, Rounding, StateDType};
 use fusestep_planner::keeps_f32;
 use fusestep_tensor::{DType, ParamDesc, Quoted, Role, Shape};
 use half::bf16;
@@ -266,7 +266,7 @@ impl Conversion<'_> {
             }
             let key = format!("{PRECISION}{dtype}");
             let saved = settings.remove(&key).and_then(|text| Precision::from_text(&text));
-            let precision = kept(saved.unwrap_or_default(), self.state.dtype);
+            let precision = kept(dtype, saved.unwrap_or_default(), self.state.dtype);
             is_int8 |= precision.state == StateDType::Int8;
             if precision != Precision::default() {
                 settings.insert(key, precision.to_string());
@@ -289,12 +289,17 @@ fn is_param(name: &str) -> bool {
     role == Some(Role::Param.name())
 }
 
-/// The precision of a run that keeps its state in a type.
-fn kept(precision: Precision, state: StateDType) -> Precision {
-    match (state, precision.master) {
-        (StateDType::Int8, _) => Precision { state, rounding: Rounding::Nearest, ..precision },
-        (_, Master::Remainder8) => Precision { state, master: Master::Remainder, ..precision },
-        _ => Precision { state, ..precision },
+/// The precision of a run that keeps the state of parameters of a type in a type.
+fn kept(param: DType, precision: Precision, state: StateDType) -> Precision {
+    let master = match precision.master {
+        Master::Remainder8 if state != StateDType::Int8 => Master::Remainder,
+        other => other,
+    };
+    let kept = Precision { state, master, ..precision };
+    // Rounding at random is refused where nothing is left that is rounded so.
+    match Format::new("state", param, kept) {
+        Ok(_) => kept,
+        Err(_) => Precision { rounding: Rounding::Nearest, ..kept },
     }
 }
 

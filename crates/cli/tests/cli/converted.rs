@@ -62,6 +62,17 @@ fn eight_bits_of_remainder_become_sixteen_with_the_same_values() {
 }
 
 #[test]
+fn state_that_was_rounded_at_random_is_not_where_nothing_is_rounded() {
+    let folder = Folder::new();
+    let [narrow, wide, coded] = ["narrow", "wide", "coded"].map(|name| folder.path(name));
+    hash("train --epochs 1 --state-dtype bf16 --rounding stochastic", &narrow, &[]);
+    convert(&narrow, &wide, &["--state-dtype", "f32"]);
+    hash("train --epochs 2 --resume", &wide, &[]);
+    convert(&narrow, &coded, &["--state-dtype", "int8"]);
+    hash("train --epochs 2 --resume --state-dtype int8", &coded, &[]);
+}
+
+#[test]
 fn what_cannot_be_converted_is_refused_by_name() {
     let folder = Folder::new();
     let [from, to] = ["from", "to"].map(|name| folder.path(name));
