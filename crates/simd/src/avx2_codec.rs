@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::codec::{CODED_GROUP, Codec, PortableCodec};
+use crate::codec::{CODED_GROUP, Codec, PortableCodec, codec_of_module};
 use crate::features::Avx2;
 
 /// The codec of processors with AVX2, FMA and conversions of halves; holding one proves that this
@@ -18,70 +18,7 @@ impl Avx2Codec {
     }
 }
 
-impl Codec for Avx2Codec {
-    #[inline(always)]
-    fn narrow_bf16(self, values: &[f32; CODED_GROUP], narrow: &mut [u16; CODED_GROUP]) {
-        // SAFETY: only `new` makes a value of this type, from a proof of the features.
-        unsafe { narrow_bf16(values, narrow) }
-    }
-
-    #[inline(always)]
-    fn join_bf16_24(
-        self,
-        params: &[u16; CODED_GROUP],
-        remainders: &[i8; CODED_GROUP],
-        values: &mut [f32; CODED_GROUP],
-    ) {
-        // Compilers find these conversions, all to the wider type.
-        PortableCodec.join_bf16_24(params, remainders, values);
-    }
-
-    #[inline(always)]
-    fn split_bf16_24(
-        self,
-        values: &[f32; CODED_GROUP],
-        params: &mut [u16; CODED_GROUP],
-        remainders: &mut [i8; CODED_GROUP],
-    ) {
-        // SAFETY: only `new` makes a value of this type, from a proof of the features.
-        unsafe { split_bf16_24(values, params, remainders) }
-    }
-
-    #[inline(always)]
-    fn decode_signed(self, codes: &[u8; CODED_GROUP], values: &mut [f32; CODED_GROUP]) {
-        // SAFETY: only `new` makes a value of this type, from a proof of the features.
-        unsafe { decode_signed(codes, values) }
-    }
-
-    #[inline(always)]
-    fn encode_signed(
-        self,
-        values: &[f32; CODED_GROUP],
-        factor: f32,
-        codes: &mut [u8; CODED_GROUP],
-    ) {
-        // SAFETY: only `new` makes a value of this type, from a proof of the features.
-        unsafe { encode_signed(values, factor, codes) }
-    }
-
-    #[inline(always)]
-    fn encode_positive(
-        self,
-        values: &[f32; CODED_GROUP],
-        factor: f32,
-        dither: &[f32; CODED_GROUP],
-        codes: &mut [u8; CODED_GROUP],
-    ) {
-        // SAFETY: only `new` makes a value of this type, from a proof of the features.
-        unsafe { encode_positive(values, factor, dither, codes) }
-    }
-
-    #[inline(always)]
-    fn largest(self, lists: [&[f32; CODED_GROUP]; 2]) -> [f32; 2] {
-        // SAFETY: only `new` makes a value of this type, from a proof of the features.
-        unsafe { largest(lists) }
-    }
-}
+codec_of_module!(Avx2Codec);
 
 /// The eight values from `at` on.
 #[inline]
@@ -259,6 +196,17 @@ fn rounded_24(values: __m256) -> __m256i {
 fn third_bytes(values: [__m256i; 2]) -> __m256i {
     let high = _mm256_slli_epi32::<16>(values[1]);
     _mm256_srli_epi16::<8>(_mm256_blend_epi16::<0xaa>(values[0], high))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn join_bf16_24(
+    params: &[u16; CODED_GROUP],
+    remainders: &[i8; CODED_GROUP],
+    values: &mut [f32; CODED_GROUP],
+) {
+    // Compilers find these conversions, all to the wider type.
+    PortableCodec.join_bf16_24(params, remainders, values);
 }
 
 #[inline]

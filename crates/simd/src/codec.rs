@@ -120,6 +120,52 @@ pub trait Codec: Copy {
     fn largest(self, lists: [&[f32; CODED_GROUP]; 2]) -> [f32; 2];
 }
 
+/// Implements [`Codec`] by functions of the same names in the module, which are compiled for the
+/// features that a value of the type proves.
+#[cfg(target_arch = "x86_64")]
+macro_rules! codec_of_module {
+    ($codec:ident) => {
+        impl Codec for $codec {
+            codec_of_module! {
+                narrow_bf16(values: &[f32; CODED_GROUP], narrow: &mut [u16; CODED_GROUP]);
+                join_bf16_24(
+                    params: &[u16; CODED_GROUP],
+                    remainders: &[i8; CODED_GROUP],
+                    values: &mut [f32; CODED_GROUP],
+                );
+                split_bf16_24(
+                    values: &[f32; CODED_GROUP],
+                    params: &mut [u16; CODED_GROUP],
+                    remainders: &mut [i8; CODED_GROUP],
+                );
+                decode_signed(codes: &[u8; CODED_GROUP], values: &mut [f32; CODED_GROUP]);
+                encode_signed(
+                    values: &[f32; CODED_GROUP],
+                    factor: f32,
+                    codes: &mut [u8; CODED_GROUP],
+                );
+                encode_positive(
+                    values: &[f32; CODED_GROUP],
+                    factor: f32,
+                    dither: &[f32; CODED_GROUP],
+                    codes: &mut [u8; CODED_GROUP],
+                );
+                largest(lists: [&[f32; CODED_GROUP]; 2]) -> [f32; 2];
+            }
+        }
+    };
+    ($($name:ident($($value:ident: $type:ty),* $(,)?) $(-> $result:ty)?;)*) => {$(
+        #[inline(always)]
+        fn $name(self, $($value: $type),*) $(-> $result)? {
+            // SAFETY: only `new` makes a value of this type, from a proof of the features.
+            unsafe { $name($($value),*) }
+        }
+    )*};
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use codec_of_module;
+
 /// The codec of loops that compilers turn into vectors of any level.
 #[derive(Clone, Copy, Debug)]
 pub struct PortableCodec;
