@@ -326,8 +326,11 @@ fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), Bac
     let ranks = match (replicas.sums, replicas.lists.first()) {
         (SumsOfRanks::Along { merges, .. }, Some(list)) => {
             let sums = replicas.grads.len();
-            if merges.len() != sums {
-                return refuse(format!("expected {} sums of ranks, found {sums}", merges.len()));
+            if merges.len() != sums || !leave_one(merges) {
+                return refuse(format!(
+                    "expected {sums} numbers of left neighbours, after which one sum is left, \
+                     found {merges:?}"
+                ));
             }
             list.ranks.len()
         }
@@ -356,6 +359,13 @@ fn check(launch: &Launch<'_>, replicas: &Replicas<'_, '_, '_>) -> Result<(), Bac
         ));
     }
     Ok(())
+}
+
+/// Whether sums that are added so end as one, and none is added that is not there.
+fn leave_one(merges: &[usize]) -> bool {
+    let held =
+        merges.iter().try_fold(0, |held: usize, merges| Some(held.checked_sub(*merges)? + 1));
+    held == Some(1)
 }
 
 /// The position of a role's list among the kernel's lists.

@@ -293,6 +293,38 @@ fn elements_between_those_of_the_batches_stay_as_they_are() {
 }
 
 #[test]
+fn several_sums_of_a_rank_are_added_along_the_tree() {
+    let storage = Storage::new(&Adam::default(), kinds()[0], &[100]);
+    let batches = storage.batches(&(0..100));
+    let grads: &[u8] = &storage.lists[1];
+    let stepped = |sums, grads: &[&[u8]]| {
+        let mut lists = storage.buffers();
+        let (mut own, mut other) = (storage.lists[0].clone(), storage.lists[0].clone());
+        let ranks: &mut [&mut [u8]] = &mut [&mut own, &mut other];
+        let lists_of_ranks = &mut [Replicated { list: 0, ranks }];
+        let replicas = Replicas { sums, rank: 0, first: 0, grads, lists: lists_of_ranks };
+        let launch = storage.launch(&batches, &mut lists, &[]);
+        backend(1).launch_reduced(launch, replicas).map(|_| {
+            assert!(own == other);
+            own
+        })
+    };
+    let along = |merges| SumsOfRanks::Along { divisor: 3.0, merges };
+    let expected = stepped(SumsOfRanks::Average, &[grads, grads]).unwrap();
+    let halves = SumsOfRanks::Along { divisor: 2.0, merges: &[0, 1] };
+    assert!(stepped(halves, &[grads, grads]).unwrap() == expected);
+    // Of four sums, whatever ranks bring them.
+    let found = stepped(SumsOfRanks::Along { divisor: 4.0, merges: &[0, 1, 0, 2] }, &[grads; 4]);
+    assert!(found.unwrap() == stepped(SumsOfRanks::Average, &[grads, grads]).unwrap());
+    let plain = stepped(SumsOfRanks::Tree(2.0), &[grads, grads]).unwrap();
+    assert!(plain == expected);
+    for merges in [&[0, 1][..], &[1, 1, 0], &[0, 0, 1], &[0, 1, 2], &[]] {
+        let error = stepped(along(merges), &[grads; 3]).unwrap_err().to_string();
+        assert!(error.contains("after which one sum is left, found"), "{merges:?}: {error}");
+    }
+}
+
+#[test]
 fn what_has_no_place_in_one_pass_is_refused() {
     let refused = |rule: &dyn UpdateRule, of: &dyn Fn(&mut usize, &mut u64), sums: bool| {
         let storage = Storage::new(rule, kinds()[0], &[100]);
