@@ -240,21 +240,18 @@ impl Calls<'_> {
         let (numel, index) = (plan.buckets[reduce.bucket].numel(), Some(reduce.bucket));
         let sums = lanes.contributions(self.world as usize);
         let slots = plan.sums_of_lanes();
-        let lists = slots + usize::from(width < 4);
-        let in_world = |bytes: u64| Shared { len_bytes: numel * bytes, ranks: self.world };
-        let wide = width.max(4);
-        if plan.topology.reach == Reach::SharedMemory && lists <= ReduceUpdate::MAX_REPLICAS {
-            let of_gradients = if width < 4 { width } else { 0 };
-            let shared = in_world(slots as u64 * wide + of_gradients);
-            return self.data(Operation::ReduceUpdate, index, shared, 1);
+        let in_world = |lists: usize| Shared {
+            len_bytes: lists as u64 * numel * width,
+            ranks: plan.topology.world as u64,
+        };
+        if plan.topology.reach == Reach::SharedMemory && slots <= ReduceUpdate::MAX_REPLICAS {
+            return self.data(Operation::ReduceUpdate, index, in_world(slots), 1);
         }
         for sum in sums {
-            let operation = Operation::Scatter { root: sum.rank };
-            self.data(operation, index, Shared { len_bytes: numel * wide, ranks: self.world }, 1);
+            self.data(Operation::Scatter { root: sum.rank }, index, in_world(1), 1);
         }
         if reduce.result == Reduced::Whole || plan.shard_group < plan.topology.world {
-            let whole = Shared { len_bytes: numel * width, ranks: self.world };
-            self.data(Operation::AllGather, index, whole, 1);
+            self.data(Operation::AllGather, index, in_world(1), 1);
         }
     }
 

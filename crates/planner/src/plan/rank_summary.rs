@@ -214,10 +214,9 @@ pub(crate) fn rank_bytes(plan: &Plan, rank: usize, bytes_sent: u64) -> RankBytes
     let slots = plan.lane_slots(rank) as u64;
     for (spec, own) in plan.storages.iter().zip(own_elements(plan, rank)) {
         found.memory_bytes += sums.map_or(0, |rule| rule.sum_bytes(spec, own));
-        // The first sum lies where the gradient does, unless that is narrower.
+        // The first sum of lanes lies where the gradient does.
         let width = spec.grad_dtype().len_bytes() as u64;
-        let separate = if width < 4 { slots } else { slots.saturating_sub(1) };
-        found.memory_bytes += separate * spec.layout.total_numel() * width.max(4);
+        found.memory_bytes += slots.saturating_sub(1) * spec.layout.total_numel() * width;
         for (list, extent) in spec.lists.iter().zip(&spec.extents) {
             let is_own = spec.distributed || *extent == crate::Extent::Shard;
             let numel = if is_own { own } else { spec.layout.total_numel() };

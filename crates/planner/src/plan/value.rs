@@ -208,13 +208,7 @@ impl Plan {
     /// Whether any rank adds the gradients of several micro-steps.
     pub(crate) fn adds_micro_steps(&self) -> bool {
         self.of_lane() > 1
-            || self.lanes.is_some_and(|lanes| {
-                lanes.count.get() as usize > self.topology.world || self.has_narrow_gradients()
-            })
-    }
-
-    pub(crate) fn has_narrow_gradients(&self) -> bool {
-        self.storages.iter().any(|spec| spec.grad_dtype().len_bytes() < 4)
+            || self.lanes.is_some_and(|lanes| lanes.count.get() as usize > self.topology.world)
     }
 
     /// The lanes that gradients are added by, whatever the number of ranks.
@@ -236,12 +230,10 @@ impl Plan {
         held.max(self.lanes_given)
     }
 
-    /// Whether ranks exchange sums of lanes as they are, since these are not one for each rank, or
-    /// are wider than a gradient.
+    /// Whether ranks exchange sums of lanes as they are, since these are not one for each rank.
     pub(crate) fn exchanges_lanes(&self) -> bool {
         let is_tree = |lanes: Lanes| lanes.is_tree_of_ranks(self.topology.world);
-        self.lanes.is_some_and(|lanes| !is_tree(lanes) || self.has_narrow_gradients())
-            && self.reduces()
+        self.lanes.is_some_and(|lanes| !is_tree(lanes)) && self.reduces()
     }
 
     /// Memories of sums of lanes that ranks show each other; 0 if each brings one gradient.

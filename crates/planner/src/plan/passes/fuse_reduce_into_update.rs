@@ -118,8 +118,6 @@ fn refusal(plan: &Plan) -> Result<Option<&'static str>> {
         Some("updates are measured, by chunks that one rank updates")
     } else if plan.reduces_each() {
         Some("gradients are reduced in micro-steps that update nothing")
-    } else if plan.exchanges_lanes() && plan.has_narrow_gradients() {
-        Some("sums of lanes are wider than the gradients that the update reads")
     } else if !plan.storages.iter().all(|spec| shows_all(plan, spec)) {
         Some("sums of lanes are too many to be shown to other ranks beside parameters and state")
     } else if plan.wire.is_some() {

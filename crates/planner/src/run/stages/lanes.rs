@@ -19,7 +19,7 @@ use crate::plan::lanes::Contribution;
 use crate::plan::stage::Reduced;
 use crate::run::comms::calls::Comms;
 use crate::run::comms::sums::{Scope, sum_over};
-use crate::run::memory::absorb::{clear, narrowed, sum_dtype};
+use crate::run::memory::absorb::clear;
 use crate::run::memory::device;
 use crate::run::memory::lanes::mean;
 use crate::run::run::Run;
@@ -249,27 +249,28 @@ impl<'a> Memory<'a> {
         sums: &'a mut Option<Box<dyn Buffer>>,
         slots: &'a mut [Box<dyn Buffer>],
     ) -> Self {
-        let (narrow, wide) = (dtype.len_bytes(), sum_dtype(dtype).len_bytes());
-        let part = |buffer: &'a mut dyn Buffer, width| {
+        let place = bucket.place(start, dtype.len_bytes());
+        let part = |buffer: &'a mut dyn Buffer| {
             let bytes = buffer.host_mut().unwrap_or_default();
-            bytes.get_mut(bucket.place(start, width)).unwrap_or_default()
+            bytes.get_mut(place.clone()).unwrap_or_default()
         };
-        let own = part(memory, narrow);
+        let own = part(memory);
         let mut all = Self { out: None, slots: SmallVec::new() };
         match sums {
             Some(sums) => {
                 all.out = Some(own);
-                all.slots.push(part(sums.as_mut(), wide));
+                all.slots.push(part(sums.as_mut()));
             }
             None => all.slots.push(own),
         }
-        all.slots.extend(slots.iter_mut().map(|slot| part(slot.as_mut(), wide)));
+        all.slots.extend(slots.iter_mut().map(|slot| part(slot.as_mut())));
         all
     }
 }
 
 /// Exchange of the sums of one bucket, and their addition.
 struct Exchange<'a> {
+    /// Element type of gradients, which is that of their sums: plans with lanes widen them.
     dtype: DType,
     contributions: &'a [Contribution],
     merges: &'a [usize],
@@ -289,20 +290,15 @@ impl Exchange<'_> {
         context: CallContext,
     ) -> Result<()> {
         let slots = self.contributions.iter().map(|own| own.slot + 1).max().unwrap_or(1);
-        let lists = slots + usize::from(self.is_narrow());
         let together = !self.is_staged
             && comms.communicator().shares_memory()
-            && lists <= ReduceUpdate::MAX_REPLICAS;
+            && slots <= ReduceUpdate::MAX_REPLICAS;
         if together {
             self.where_they_lie(comms, memory, slots, context)
         } else {
             comms.communicator().set_context(context);
             self.by_messages(comms, memory)
         }
-    }
-
-    fn is_narrow(&self) -> bool {
-        self.dtype.len_bytes() < 4
     }
 
     /// Adds the sums of all ranks where they lie.
@@ -313,27 +309,21 @@ impl Exchange<'_> {
         slots: usize,
         context: CallContext,
     ) -> Result<()> {
-        let Memory { mut out, slots: mut all } = memory;
-        let wide = sum_dtype(self.dtype);
-        let own = comms.rank();
-        let (narrow, everywhere) = (self.is_narrow(), self.result == Reduced::Whole);
-        let mut replicas: SmallVec<[Replica<'_>; 4]> = SmallVec::new();
-        for slot in all.iter_mut().take(slots) {
-            replicas.push(Replica { dtype: wide, bytes: slot });
-        }
-        if let (Some(out), true) = (&mut out, narrow) {
-            replicas.push(Replica { dtype: self.dtype, bytes: out });
-        }
-        let call = ReduceUpdate { grad_dtype: wide, grads: &[], replicas, counts: &self.counts };
+        let Memory { out, slots: mut all } = memory;
+        let (own, dtype) = (comms.rank(), self.dtype);
+        let shown = all.iter_mut().take(slots);
+        let replicas = shown.map(|bytes| Replica { dtype, bytes }).collect();
+        let call = ReduceUpdate { grad_dtype: dtype, grads: &[], replicas, counts: &self.counts };
         let mut work = |memory: RankMemory<'_>| {
-            let receivers = if everywhere { 0..self.counts.len() } else { own..own + 1 };
-            let list = if narrow { slots } else { 0 };
-            let replicas = memory.replicas;
-            self.add(self.counts[own], &mut WhereTheyLie { of: self, replicas, list, receivers });
+            let receivers = match self.result {
+                Reduced::Whole => 0..self.counts.len(),
+                Reduced::Part => own..own + 1,
+            };
+            self.add(own, &mut WhereTheyLie { of: self, sums: memory.replicas, receivers, own });
         };
         comms.reduce_update(call, context, &mut work)?;
         // What was written through a view lies apart from the sums.
-        if let (Some(out), false) = (out, narrow) {
+        if let Some(out) = out {
             out.copy_from_slice(all[0]);
         }
         Ok(())
@@ -341,15 +331,14 @@ impl Exchange<'_> {
 
     /// Sends each rank the sums of its part.
     fn by_messages(&self, comms: &mut Comms<'_>, memory: Memory<'_>) -> Result<()> {
-        let (own, wide) = (comms.rank(), sum_dtype(self.dtype));
-        let width = wide.len_bytes();
-        let numel = self.counts[own];
-        let first: usize = self.counts[..own].iter().sum();
+        let own = comms.rank();
+        let first: usize = (0..own).map(|rank| self.part_bytes(rank)).sum();
+        let len_bytes = self.part_bytes(own);
         let mut parts = Vec::with_capacity(self.contributions.len());
         for Contribution { rank, slot, .. } in self.contributions {
-            let mut part = HostMemory::zeroed(numel * width)?;
+            let mut part = HostMemory::zeroed(len_bytes)?;
             let send: &[u8] = if *rank == own { &*memory.slots[*slot] } else { &[] };
-            comms.scatter(*rank, wide, &self.counts, send, part.bytes_mut())?;
+            comms.scatter(*rank, self.dtype, &self.counts, send, part.bytes_mut())?;
             parts.push(part);
         }
         let Memory { out, mut slots } = memory;
@@ -357,8 +346,8 @@ impl Exchange<'_> {
             Some(out) => out,
             None => &mut *slots[0],
         };
-        let result = &mut out[bytes_of(first..first + numel, self.dtype)];
-        self.add(numel, &mut Received { of: self, parts: &parts, result });
+        let result = &mut out[first..first + len_bytes];
+        self.add(own, &mut Received { parts: &parts, result });
         if self.result == Reduced::Whole {
             comms.count_in_world(Operation::AllGather, out.len());
             comms.communicator().execute(Call {
@@ -371,110 +360,70 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Adds so many elements of all sums along the tree, and divides.
-    fn add(&self, numel: usize, memory: &mut dyn Summed) {
-        let dtype = sum_dtype(self.dtype);
+    /// Adds the sums of a rank's part along the tree, and divides.
+    fn add(&self, rank: usize, sums: &mut dyn Ranks) {
         let order = TreeOrder { divisor: self.divisor, merges: self.merges };
-        let len_bytes = numel * dtype.len_bytes();
-        let mut sums = Sums { memory, count: self.merges.len(), len_bytes, dtype };
         let mut waiting = WaitingSums::default();
-        reduce_along_tree(Level::detect(), dtype, order, &mut waiting, len_bytes, &mut sums);
+        let len_bytes = self.part_bytes(rank);
+        reduce_along_tree(Level::detect(), self.dtype, order, &mut waiting, len_bytes, sums);
     }
 
-    /// Writes sums, or their nearest gradients where these are narrower.
-    fn store(&self, result: &mut [u8], elements: Range<usize>, sums: &[u8]) {
-        let result = &mut result[bytes_of(elements, self.dtype)];
-        if !self.is_narrow() {
-            return result.copy_from_slice(sums);
-        }
-        for (result, sum) in result.chunks_exact_mut(2).zip(sums.chunks_exact(4)) {
-            let sum: f32 = bytemuck::pod_read_unaligned(sum);
-            result.copy_from_slice(&narrowed(self.dtype, sum).to_le_bytes());
-        }
+    fn part_bytes(&self, rank: usize) -> usize {
+        self.counts[rank] * self.dtype.len_bytes()
     }
-}
-
-/// The sums of a part as a reduction reads them.
-struct Sums<'a> {
-    memory: &'a mut dyn Summed,
-    count: usize,
-    len_bytes: usize,
-    dtype: DType,
-}
-
-impl Sums<'_> {
-    fn elements(&self, bytes: Range<usize>) -> Range<usize> {
-        let width = self.dtype.len_bytes();
-        bytes.start / width..bytes.end / width
-    }
-}
-
-impl Ranks for Sums<'_> {
-    fn world_size(&self) -> usize {
-        self.count
-    }
-
-    fn share_bytes(&self) -> usize {
-        self.len_bytes
-    }
-
-    fn input(&self, sum: usize, bytes: Range<usize>) -> &[u8] {
-        self.memory.sum(sum, self.elements(bytes))
-    }
-
-    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
-        let elements = self.elements(bytes);
-        self.memory.store(elements, result);
-    }
-}
-
-/// Sums of a rank's part, and the place of what they come to.
-trait Summed {
-    /// Elements of the part in one of the sums.
-    fn sum(&self, contribution: usize, elements: Range<usize>) -> &[u8];
-    /// Takes the result for these elements, whose sums are not asked for again.
-    fn store(&mut self, elements: Range<usize>, sums: &[u8]);
 }
 
 /// This rank's part in the memory of all ranks.
 struct WhereTheyLie<'a, 'm> {
     of: &'a Exchange<'a>,
-    replicas: SmallVec<[OfRanks<&'m mut [u8]>; 4]>,
-    /// The list that gets the result, and the ranks that get it.
-    list: usize,
+    /// The sums of all ranks by their slot; the first gets the result.
+    sums: SmallVec<[OfRanks<&'m mut [u8]>; 4]>,
+    /// Ranks that get the result.
     receivers: Range<usize>,
+    own: usize,
 }
 
-impl Summed for WhereTheyLie<'_, '_> {
-    fn sum(&self, contribution: usize, elements: Range<usize>) -> &[u8] {
-        let from = &self.of.contributions[contribution];
-        &self.replicas[from.slot][from.rank][bytes_of(elements, sum_dtype(self.of.dtype))]
+impl Ranks for WhereTheyLie<'_, '_> {
+    fn world_size(&self) -> usize {
+        self.of.contributions.len()
     }
 
-    fn store(&mut self, elements: Range<usize>, sums: &[u8]) {
+    fn share_bytes(&self) -> usize {
+        self.of.part_bytes(self.own)
+    }
+
+    fn input(&self, sum: usize, bytes: Range<usize>) -> &[u8] {
+        let from = &self.of.contributions[sum];
+        &self.sums[from.slot][from.rank][bytes]
+    }
+
+    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
         for rank in self.receivers.clone() {
-            self.of.store(self.replicas[self.list][rank], elements.clone(), sums);
+            self.sums[0][rank][bytes.clone()].copy_from_slice(result);
         }
     }
 }
 
 /// This rank's part as it was sent.
 struct Received<'a> {
-    of: &'a Exchange<'a>,
     parts: &'a [HostMemory],
     result: &'a mut [u8],
 }
 
-impl Summed for Received<'_> {
-    fn sum(&self, contribution: usize, elements: Range<usize>) -> &[u8] {
-        &self.parts[contribution].bytes()[bytes_of(elements, sum_dtype(self.of.dtype))]
+impl Ranks for Received<'_> {
+    fn world_size(&self) -> usize {
+        self.parts.len()
     }
 
-    fn store(&mut self, elements: Range<usize>, sums: &[u8]) {
-        self.of.store(self.result, elements, sums);
+    fn share_bytes(&self) -> usize {
+        self.result.len()
     }
-}
 
-fn bytes_of(elements: Range<usize>, dtype: DType) -> Range<usize> {
-    elements.start * dtype.len_bytes()..elements.end * dtype.len_bytes()
+    fn input(&self, sum: usize, bytes: Range<usize>) -> &[u8] {
+        &self.parts[sum].bytes()[bytes]
+    }
+
+    fn store(&mut self, bytes: Range<usize>, result: &[u8]) {
+        self.result[bytes].copy_from_slice(result);
+    }
 }
