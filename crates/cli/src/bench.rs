@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use self::args::{BenchArgs, Peer, dtypes};
 use self::subject::Subject;
-use crate::ceiling::Ceiling;
+use crate::ceiling::{Ceiling, Share};
 use crate::given_model::read_given;
 use crate::options::pool;
 use crate::output::{detail, duration, progress, show};
@@ -176,7 +176,7 @@ impl std::fmt::Display for BenchSummary {
             let faster = format!("{:.1} times faster", candle.times_faster_than_candle);
             row("ours in its place", candle.candle_adapter_ns_per_step, faster)?;
         }
-        writeln!(f, "share of the memory bandwidth: {:.3}", self.share_of_ceiling)
+        writeln!(f, "share of the memory bandwidth: {}", Share(self.share_of_ceiling))
     }
 }
 

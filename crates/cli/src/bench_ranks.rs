@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::bench::args::{BenchArgs, dtypes};
 use crate::bench::subject::Subject;
 use crate::bench_parts::{BucketCall, Step, Streamed, Work, calls_of, own_params};
-use crate::ceiling::Ceiling;
+use crate::ceiling::{Ceiling, Share};
 use crate::options::name_of;
 use crate::output::{duration, progress, show};
 use crate::planning::{agreed, planner};
@@ -102,10 +102,10 @@ impl std::fmt::Display for Summary {
         }
         writeln!(
             f,
-            "{} an element, {} of gradients copied; share of the memory bandwidth: {:.3}",
+            "{} an element, {} of gradients copied; share of the memory bandwidth: {}",
             counted(self.bytes_per_element, "byte"),
             counted(self.gradient_bytes_copied, "byte"),
-            self.share_of_ceiling
+            Share(self.share_of_ceiling)
         )
     }
 }

@@ -104,3 +104,22 @@ impl<'a> Ceiling<'a> {
 fn bytes_per_element(writes: usize) -> u64 {
     (2 * writes + 1) as u64 * size_of::<f32>() as u64
 }
+
+/// A share of the memory bandwidth; the reason beside one above 1.
+pub(crate) struct Share(pub(crate) f64);
+
+impl std::fmt::Display for Share {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.3}", self.0)?;
+        if self.0 > MOST_SHARE {
+            f.write_str(
+                "; more than 1: caches kept what the step needs, or other programs ran while the \
+                 bandwidth was measured",
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Share above which noise is no reason any more.
+const MOST_SHARE: f64 = 1.02;

@@ -2,17 +2,18 @@
 //! print.
 
 use std::ffi::OsString;
+use std::io::Write;
 
+use anstream::{AutoStream, ColorChoice};
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches};
 use fusestep_collective_processes::says_first;
-use fusestep_tensor::Quoted;
+use fusestep_tensor::{Quoted, escaped};
 
 use crate::Cli;
 use crate::config::{FromFile, files_of, repeating};
 use crate::help::with_help;
-use crate::output::say;
 use crate::rule_names::meant;
 
 /// The command as clap reads it; help follows what is `typed`.
@@ -53,13 +54,18 @@ fn refuse(error: clap::Error, from_file: &FromFile, all: &[OsString]) -> ! {
         Some(ContextValue::String(flag)) => Some(flag.clone()),
         _ => None,
     };
-    // Help goes to standard output, as each rank is asked for it; nobody is left to tell if it
-    // cannot be printed.
-    if !error.use_stderr() || says_first(&error.to_string()) {
+    if !error.use_stderr() {
+        // Each rank is asked for it; nobody is left to tell if it cannot be printed.
         let _ = error.print();
-        if let Some(note) = flag.and_then(|flag| from_file.note(&flag)) {
-            say(&note);
-        }
+    } else if says_first(&error.to_string()) {
+        let note = flag.and_then(|flag| from_file.note(&flag)).map(|note| format!("{note}\n"));
+        let said = match AutoStream::choice(&std::io::stderr()) {
+            ColorChoice::Never => error.render().to_string(),
+            _ => error.render().ansi().to_string(),
+        };
+        // In one piece, since other ranks may write there, too.
+        let said = said + &escaped(&note.unwrap_or_default());
+        let _ = std::io::stderr().write_all(said.as_bytes());
     }
     std::process::exit(error.exit_code())
 }
@@ -111,6 +117,9 @@ fn quoted(mut error: clap::Error, typed: &[OsString]) -> clap::Error {
         error.remove(ContextKind::Usage);
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
+    if let Some(meant) = in_other_case(&error) {
+        error.insert(ContextKind::SuggestedValue, ContextValue::String(meant));
+    }
     if let Some(meant) = meant_rule(&error) {
         let tip = StyledStr::from(format!("`{meant}` asks for that rule here"));
         error.remove(ContextKind::SuggestedValue);
@@ -141,6 +150,16 @@ fn flag_of_others(error: &clap::Error, typed: &[OsString]) -> Option<String> {
         before => format!("{} and {last}", before.join(", ")),
     };
     Some(format!("`{flag}` is a flag of {all}, and has no effect in {}", own.get_name()))
+}
+
+/// The value that the typed one is but for capitals: what clap takes for alike may be another.
+fn in_other_case(error: &clap::Error) -> Option<String> {
+    let (Some(ContextValue::String(typed)), Some(ContextValue::Strings(values))) =
+        (error.get(ContextKind::InvalidValue), error.get(ContextKind::ValidValue))
+    else {
+        return None;
+    };
+    values.iter().find(|value| value.eq_ignore_ascii_case(typed)).cloned()
 }
 
 /// The flags that a rule's name stands for that is unknown here and known elsewhere.

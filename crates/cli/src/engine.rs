@@ -70,17 +70,17 @@ impl Watch {
         Ok(())
     }
 
-    /// Refuses `--timeout` of one rank; without a number of ranks `--flight-recorder`, too.
+    /// Refuses these flags of one rank.
     pub(crate) fn require_several(&self, ranks: Option<usize>) -> anyhow::Result<()> {
         if ranks.is_none() {
             return self.require_none("--ranks");
         }
-        ensure!(
-            self.timeout.is_none(),
-            "--timeout: {}; one rank waits for nobody",
-            expected_several(ranks, "--ranks")
-        );
-        Ok(())
+        let (flag, why) = match (self.timeout, &self.flight_recorder) {
+            (Some(_), _) => ("--timeout", "waits for nobody"),
+            (None, Some(_)) => ("--flight-recorder", "makes no calls"),
+            (None, None) => return Ok(()),
+        };
+        bail!("{flag}: {}; one rank {why}", expected_several(ranks, "--ranks"));
     }
 
     /// Options for ranks that are threads, or processes of this machine.

@@ -65,7 +65,7 @@ use crate::words::in_words;
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Print errors and the result alone
+    /// Print errors, warnings and the result alone
     #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = headings::OUTPUT)]
     quiet: bool,
     /// Print more on the way: times, and settings that are chosen

@@ -105,11 +105,9 @@ pub(crate) fn working(what: &'static str) -> ProgressBar {
     bar
 }
 
-/// Prints a warning on standard error, unless the user wants errors alone.
+/// Prints a warning on standard error, in quiet runs too: what is wrong is part of the result.
 pub(crate) fn warn(text: &str) {
-    if tells(Told::Usual) {
-        say(text);
-    }
+    say(text);
 }
 
 /// Prints a text on standard error, in one piece: ranks that are processes may print at once.

@@ -31,6 +31,14 @@ const EARLIER: [(&str, &str, Option<&str>); 7] = [
     ("adaptive", "local_sgd_interval", Some("adaptive")),
 ];
 
+/// Name of the number of micro-steps of an update.
+pub(crate) const MICRO_STEPS: &str = "accumulate";
+
+/// Micro-steps of an update, or of each of its lanes.
+pub(crate) fn micro_steps(options: &StepOptions) -> u32 {
+    options.accumulate
+}
+
 /// The setting that an earlier flag, which is no other name of it, stands for.
 pub(crate) fn stands_for(flag: &str) -> Option<&'static str> {
     let mut earlier = EARLIER.iter().filter(|(.., value)| value.is_some());

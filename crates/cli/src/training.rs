@@ -81,7 +81,6 @@ pub(crate) fn train(
     let plan = planner.plan_for(params, topology)?;
     let options = &chosen.options;
     if first {
-        announce(args, task, &plan, batch_of(args, options))?;
         detail(&format!("threads of each rank: {of_rank}"));
     }
     compare_calls(args, options, comm)?;
@@ -174,19 +173,35 @@ fn announce(args: &TrainArgs, task: &dyn Task, plan: &Plan, batch: usize) -> any
             counted(rest as u64, "micro-step")
         ));
     }
-    if let Some(lanes) = plan.lanes()
-        && args.batch < lanes.count.get() as usize
-    {
-        note(&format!(
-            "note: {} of {} without a sample in every update: --batch {} is smaller; raise it, or \
-             give fewer --lanes",
-            lanes.count.get() as usize - args.batch,
-            counted_are(lanes.count.get().into(), "lane"),
-            args.batch
-        ));
+    if let Some(lanes) = plan.lanes() {
+        announce_lanes(args, task, lanes.count.get() as usize, batch);
     }
     detail(&format!("{batches} batches of {batch} an epoch"));
     Ok(())
+}
+
+/// Says which lanes are without a sample, and when.
+fn announce_lanes(args: &TrainArgs, task: &dyn Task, lanes: usize, batch: usize) {
+    let of_lanes = |without| format!("{without} of {}", counted_are(lanes as u64, "lane"));
+    if args.batch < lanes {
+        note(&format!(
+            "note: {} without a sample in every update: --batch {} is smaller; raise it, or give \
+             fewer --lanes",
+            of_lanes(lanes - args.batch),
+            args.batch
+        ));
+        return;
+    }
+    // Samples go to lanes one after another.
+    let last = task.samples_of_epoch() % batch;
+    let filled = last.div_ceil(batch / args.batch);
+    if (1..lanes).contains(&filled) {
+        note(&format!(
+            "note: {} without a sample in the last update of each epoch, which has {}",
+            of_lanes(lanes - filled),
+            counted(last as u64, "sample")
+        ));
+    }
 }
 
 /// The gradients of a backward pass and the variables that have them; none without samples.
@@ -227,6 +242,10 @@ impl Training<'_> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed.wrapping_add(1));
         let mut order: Vec<usize> = (0..self.task.samples()).collect();
         let resumed = self.resume()?;
+        // Behind all that may refuse the run, whose reason would stand behind a long plan.
+        if self.session.plan().topology().rank == 0 {
+            announce(self.args, self.task, self.session.plan(), batch)?;
+        }
         self.resumed_epochs = resumed.map(|position| position.epochs);
         if resumed.is_some() {
             self.warn_of_resumed()?;

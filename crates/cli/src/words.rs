@@ -62,6 +62,9 @@ fn of_plan(cause: &PlanError, message: &str) -> String {
         PlanError::Checkpoint { what, found, .. } if found.contains(GO_ON) => {
             of_file(what, found, message)
         }
+        PlanError::Checkpoint { what, .. } if what.starts_with("--") => {
+            message.replacen(&format!("`{what}`: expected"), &format!("{what}: expected"), 1)
+        }
         PlanError::Kernel { name, error } => {
             let told =
                 of_kernel(name, error).map(|told| message.replacen(&cause.to_string(), &told, 1));
@@ -120,11 +123,24 @@ fn of_file(what: &str, found: &str, message: &str) -> String {
     if what.starts_with("precision.") && value == "none" {
         return told.replacen("found none;", "found the default;", 1);
     }
-    // A value of one parameter is no text of a flag that names patterns.
-    if value.parse::<f64>().is_err() || what.starts_with("weight_decay_of@") {
-        return told;
+    told.replacen(GO_ON, &advice(what, &flag, value), 1)
+}
+
+/// Advice to go on with a setting that a run was saved with, as it is typed.
+fn advice(what: &str, flag: &str, value: &str) -> String {
+    let Some((setting, param)) = what.split_once('@') else {
+        return match value {
+            "none" => format!("; go on without {flag}"),
+            _ if value.parse::<f64>().is_ok() => format!("; go on with {flag} {value}"),
+            _ => GO_ON.to_owned(),
+        };
+    };
+    let param = Quoted(param);
+    match (setting, value) {
+        (_, "none") => format!("; go on with no such flag for `{param}`"),
+        ("weight_decay_of", "0") => format!("; go on with --exclude {param}"),
+        _ => format!("; go on with {} {param}={value}", flag_of(setting)),
     }
-    told.replacen(GO_ON, &format!("; go on with {flag} {value}"), 1)
 }
 
 /// The flag of a setting by its key in files of runs.
@@ -246,8 +262,16 @@ mod tests {
         let advice = "go on with that, or allow other settings by `any_settings`";
         for (what, found, expected) in [
             ("beta1", "0.9", "run: --beta1: expected 7, found 0.9; go on with --beta1 0.9, or"),
-            ("clip_norm", "none", "run: --clip-norm: expected 7, found none; go on with that, or"),
+            (
+                "clip_norm",
+                "none",
+                "run: --clip-norm: expected 7, found none; go on without --clip-norm, or",
+            ),
             ("weight_decay_of@w", "0", "--exclude and --weight-decay-of of `w`: expected 7"),
+            ("weight_decay_of@w", "0", "found 0; go on with --exclude w, or"),
+            ("weight_decay_of@w", "0.5", "found 0.5; go on with --weight-decay-of w=0.5, or"),
+            ("weight_decay_of@w", "none", "found none; go on with no such flag for `w`, or"),
+            ("trust_of@w", "plain", "found plain; go on with --trust-of w=plain, or"),
             ("precision.f32", "none", "--master-weights, --state-dtype and --rounding of f32"),
             ("manifest", "none", "run: `manifest`: expected 7"),
         ] {

@@ -163,7 +163,7 @@ fn values_out_of_range_are_refused_and_nothing_is_written() {
             ["--clip-norm", "-1"],
             "'-1' for '--clip-norm <CLIP_NORM>': expected a finite number above 0",
         ),
-        (["--loss-scale", "3"], "expected a power of two from 1 on, `dynamic`"),
+        (["--loss-scale", "3"], "expected a power of two from 1 to 2^126 such as 1024 or"),
         (["--loss-scale", "huge"], "'huge' for '--loss-scale"),
     ] {
         let error = model.step("g", "out", &args).unwrap_err();

@@ -40,7 +40,8 @@ settings! {
         pub eps: f64 = 1e-8 => number(Domain::NotNegative);
         /// λ and how it enters; decoupled 0.01 by default, as in PyTorch's AdamW.
         pub weight_decay: WeightDecay = WeightDecay::Decoupled(0.01) => decay;
-        /// Which second moment scales the step.
+        /// Second moment that scales the step: the running one, or with AMSGrad its largest value
+        /// so far.
         pub second_moment: SecondMoment = SecondMoment::Running => switch("amsgrad");
         /// Whether to step against or along the gradient.
         pub objective: Objective = Objective::Minimize => switch("maximize");

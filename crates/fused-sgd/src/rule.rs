@@ -37,7 +37,8 @@ settings! {
         /// τ, the share of the gradient that does not reach the velocity after the first step, in
         /// [0, 1). 0 by default.
         pub dampening: f64 = 0.0 => number(Domain::BelowOne);
-        /// Direction of the update; Nesterov's needs momentum and no dampening.
+        /// Direction of the update: the velocity's or, with Nesterov's momentum, the one a step
+        /// ahead of it, which needs momentum and no dampening.
         pub nesterov: Nesterov = Nesterov::Plain => switch("nesterov");
         /// Weight decay λ, and how it enters; L2 0 by default. `rescale` does not apply to λ·p.
         pub weight_decay: WeightDecay = WeightDecay::L2(0.0) => decay;

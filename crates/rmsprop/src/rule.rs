@@ -40,7 +40,7 @@ settings! {
         pub momentum: f64 = 0.0 => number(Domain::BelowOne);
         /// λ: λ·p is added to the gradient; 0 by default.
         pub weight_decay: f64 = 0.0 => number(Domain::NotNegative);
-        /// Divisor of the gradient.
+        /// Divisor of the gradient: the root of its mean square or, centered, of its variance.
         pub centering: Centering = Centering::MeanSquare => switch("centered");
         /// Whether to step against or along the gradient.
         pub objective: Objective = Objective::Minimize => switch("maximize");

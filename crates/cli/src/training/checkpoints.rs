@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{bail, ensure};
+use fusestep::StepOptions;
 use fusestep_checkpoint::Manifest;
 use fusestep_planner::PlanError;
 use fusestep_tensor::Quoted;
@@ -12,6 +13,7 @@ use fusestep_tensor::Quoted;
 use super::run::Training;
 use crate::output::{non_finite, warn, warn_non_finite};
 use crate::places;
+use crate::settings::{MICRO_STEPS, micro_steps};
 use crate::train::args::{MOST_EPOCHS, TrainArgs};
 
 /// Makes the folder of a new checkpoint. A checkpoint to go on from must be there already; rank 0
@@ -56,7 +58,7 @@ impl Training<'_> {
         }
         let batch = super::batch_of(self.args, self.options);
         let of_epoch = self.task.samples_of_epoch().div_ceil(batch);
-        let images = images(self.args);
+        let images = images(self.args, self.options);
         let resumed = self
             .session
             .resume_with(folder, |folder, texts| position_in(folder, texts, &images, of_epoch))?;
@@ -91,7 +93,7 @@ impl Training<'_> {
             return Ok(());
         };
         let mut texts = position.texts();
-        for (key, own) in images(self.args) {
+        for (key, own) in images(self.args, self.options) {
             texts.insert(key.to_owned(), own);
         }
         self.session.begin_save_with(folder, texts)?;
@@ -133,6 +135,10 @@ fn position_in(
         found,
     };
     for (key, own) in images {
+        // Runs of earlier versions do not say how many micro-steps an update has.
+        if *key == MICRO_STEPS && !texts.contains_key(*key) {
+            continue;
+        }
         let found = Quoted(texts.get(*key).map_or("nothing", String::as_str)).to_string();
         if found != *own {
             let found = format!(
@@ -148,9 +154,13 @@ fn position_in(
     })
 }
 
-/// Settings that decide which samples a batch has, as texts.
-fn images(args: &TrainArgs) -> [(&'static str, String); 2] {
-    [("seed", args.seed.to_string()), ("batch", args.batch.to_string())]
+/// Settings that decide which samples an update has, as texts.
+fn images(args: &TrainArgs, options: &StepOptions) -> [(&'static str, String); 3] {
+    [
+        ("seed", args.seed.to_string()),
+        ("batch", args.batch.to_string()),
+        (MICRO_STEPS, micro_steps(options).to_string()),
+    ]
 }
 
 /// Position of a run in its images.

@@ -67,6 +67,9 @@ fn flags_of_several_ranks_are_refused_on_one() {
         let error = refused(&[command, &["--ranks", "1", "--timeout", "5"]].concat());
         let said = "--timeout: expected --ranks of 2 or more, found 1; one rank waits for nobody";
         assert!(error.contains(said), "{command:?}: {error}");
+        let error = refused(&[command, &["--ranks", "1", "--flight-recorder", "f"]].concat());
+        let said = "--flight-recorder: expected --ranks of 2 or more, found 1; one rank makes no";
+        assert!(error.contains(said), "{command:?}: {error}");
     }
     let error = refused(&["train", "--ranks", "1", "--compare-parameters", "5"]);
     let said = "--compare-parameters: expected --ranks of 2 or more, found 1";

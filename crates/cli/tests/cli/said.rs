@@ -133,11 +133,11 @@ fn a_loss_scale_is_refused_by_the_key_and_value_that_are_wrong() {
         ("dynamic:strat=4", "`strat` is none of them".to_owned()),
         ("dynamic:strat=4", "keys of start, growth, growth_interval, backoff, ".to_owned()),
         ("dynamic:start=3", range("start", "a power of two from 1 to 2^126")),
-        ("dynamic:growth=0.5", range("growth", "a power of two from 1 on")),
-        ("dynamic:backoff=2", range("backoff", "a power of two up to 1")),
+        ("dynamic:growth=0.5", range("growth", "a power of two from 1 to 2^126")),
+        ("dynamic:backoff=2", range("backoff", "a power of two from 2^-126 to 1")),
         ("dynamic:growth_interval=0", range("growth_interval", "a whole number from 1 on")),
         ("dynamic:floor=131072", range("floor", "a power of two from 1 to start")),
-        ("1000", "expected a power of two from 1 on".to_owned()),
+        ("1000", "expected a power of two from 1 to 2^126".to_owned()),
     ] {
         let error = refused(&["train", "--loss-scale", scale]);
         assert!(error.contains("--loss-scale") && error.contains(&said), "{scale}: {error}");
@@ -165,7 +165,12 @@ fn lanes_without_a_rank_or_a_sample_are_told() {
     let found = told(&[&train[..], &["6"]].concat());
     let note = "note: 2 of 8 lanes are without a sample in every update: --batch 6 is smaller";
     assert_eq!(found.matches(note).count(), 1, "{found}");
-    assert!(!told(&[&train[..], &["8"]].concat()).contains("without a sample"));
+    assert!(!told(&[&train[..], &["8"]].concat()).contains("in every update"));
+    // The digits end in a batch of 29 samples, of 1,437.
+    let found = told(&["train", "--epochs", "1", "--lanes", "32"]);
+    let note = "note: 3 of 32 lanes are without a sample in the last update of each epoch, which \
+                has 29 samples";
+    assert_eq!(found.matches(note).count(), 1, "{found}");
 }
 
 #[test]

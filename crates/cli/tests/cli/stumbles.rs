@@ -29,6 +29,40 @@ fn patterns_that_both_match_say_which_counts() {
 }
 
 #[test]
+fn switches_of_rules_say_what_they_turn_on() {
+    for (rule, flag, says) in [
+        ("adamw", "--amsgrad", "the running one, or with AMSGrad its largest value so far"),
+        ("rmsprop", "--centered", "the root of its mean square or, centered, of its variance"),
+        ("momentum", "--nesterov", "the velocity's or, with Nesterov's momentum, the one a step"),
+    ] {
+        let help = ok(&["train", "--optimizer", rule, "--help"]);
+        let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        let behind = words.split(flag).nth(1).unwrap();
+        let before_next = behind.split(" --").next().unwrap();
+        assert!(before_next.contains(says), "{behind}");
+    }
+}
+
+#[test]
+fn runs_go_on_with_the_samples_of_their_updates() {
+    let folder = Folder::new();
+    let run = folder.path("run");
+    let train = ["train", "--checkpoint", text(&run), "--batch", "16", "--epochs"];
+    for lanes in [&[][..], &["--lanes", "2"]] {
+        ok(&[&train[..], &["1", "--accumulate", "2"], lanes].concat());
+        let resumed =
+            |count| [&train[..], &["2", "--resume", "--accumulate", count], lanes].concat();
+        let output = fusestep(&resumed("4"));
+        let error = String::from_utf8(output.stderr).unwrap();
+        let said = "--accumulate: expected 4, found 2 in the checkpoint; give --accumulate 2 to go";
+        assert!(!output.status.success() && error.contains(said), "{error}");
+        assert!(output.stdout.is_empty(), "a plan before the reason: {:?}", output.stdout);
+        ok(&resumed("2"));
+        fs::remove_dir_all(&run).unwrap();
+    }
+}
+
+#[test]
 fn a_shorter_last_window_of_micro_steps_is_told_once() {
     let found = told(&["train", "--epochs", "2", "--accumulate", "4"]);
     let note = "the last update of each epoch has 1 micro-step, not 4: an epoch has 45 batches";
@@ -133,7 +167,7 @@ fn checkpoints_show_numbers_tell_of_damage_and_of_values_that_are_not_finite() {
     let said = ["not finite, and the run that goes on", "give an earlier --checkpoint"];
     assert!(said.iter().all(|said| error.contains(said)), "{error}");
     let error = refused(&[&train[..], &far, &["2", "--resume", "--seed", "7"]].concat());
-    assert!(error.contains("`--seed`: expected 7, found 1") && error.contains("give --seed 1"));
+    assert!(error.contains("--seed: expected 7, found 1") && error.contains("give --seed 1"));
     let shard = saved.join("step-00000001-a/model.safetensors");
     let mut bytes = fs::read(&shard).unwrap();
     *bytes.last_mut().unwrap() ^= 1;

@@ -62,6 +62,9 @@ fn quiet_runs_print_the_result_alone_and_verbose_ones_more() {
     assert!(String::from_utf8_lossy(&plan.stderr).contains("b: f32 [70000]"), "{plan:?}");
     let bench = fusestep(&["bench", "-v", text(&shapes), "--rounds", "2"]);
     assert!(String::from_utf8_lossy(&bench.stderr).contains("round 2: "), "{bench:?}");
+    let scale = ["--dtype", "f16", "--loss-scale", "2^126"];
+    let (_, warned) = run(&[&["-q"][..], &scale].concat());
+    assert!(warned.starts_with("warning: every step was skipped"), "{warned}");
     let error = refused(&["-q", "train", "--epochs", "0"]);
     assert!(error.contains("expected a number from 1"), "{error}");
     assert!(refused(&["-q", "-v", "check"]).contains("cannot be used with"));

@@ -124,16 +124,16 @@ pub(super) fn parse_schedule(text: &str) -> Result<Schedule, String> {
 }
 
 /// Texts of loss scales.
-pub(super) const LOSS_SCALE: &str = "a power of two from 1 on, `dynamic`, or dynamic: followed by \
-    start=, growth=, growth_interval=, backoff=, backoff_interval=, floor= or ceiling=, joined by \
-    commas";
+pub(super) const LOSS_SCALE: &str = "a power of two from 1 to 2^126 such as 1024 or 2^10, \
+    `dynamic`, or dynamic: followed by start=, growth=, growth_interval=, backoff=, \
+    backoff_interval=, floor= or ceiling=, joined by commas";
 
 /// Keys behind `dynamic:`, each with its values.
 const SCALE_KEYS: [(&str, &str); 7] = [
     ("start", "a power of two from 1 to 2^126"),
-    ("growth", "a power of two from 1 on"),
+    ("growth", "a power of two from 1 to 2^126"),
     ("growth_interval", "a whole number from 1 on"),
-    ("backoff", "a power of two up to 1"),
+    ("backoff", "a power of two from 2^-126 to 1"),
     ("backoff_interval", "a whole number from 1 on"),
     ("floor", "a power of two from 1 to start"),
     ("ceiling", "a power of two from start to 2^126"),
@@ -145,7 +145,7 @@ const SCALE_KEYS: [(&str, &str); 7] = [
 /// What was expected: of a key or value that is wrong, its own.
 pub(super) fn parse_loss_scale(text: &str) -> Result<LossScale, String> {
     let any = || LOSS_SCALE.to_owned();
-    if let Ok(scale) = text.parse() {
+    if let Some(scale) = parse_power(text) {
         return LossScale::fixed(scale).map_err(|_| any());
     }
     let rest = text.strip_prefix("dynamic").ok_or_else(any)?;
@@ -156,9 +156,14 @@ pub(super) fn parse_loss_scale(text: &str) -> Result<LossScale, String> {
         None if rest.is_empty() => return Ok(LossScale::dynamic()),
         None => return Err(any()),
     };
+    let mut given = Vec::new();
     for setting in settings {
         let (name, value) = setting.split_once('=').unwrap_or((setting, ""));
         let name = name.trim();
+        if given.contains(&name) {
+            return Err(format!("each key behind `dynamic:` once; {name}= is there twice"));
+        }
+        given.push(name);
         let taken = take_scale_key(name, value.trim(), &mut start, &mut policy);
         taken.ok_or_else(|| wrong_scale_key(name))?;
     }
@@ -171,6 +176,14 @@ pub(super) fn parse_loss_scale(text: &str) -> Result<LossScale, String> {
     })
 }
 
+/// A number, as digits or as a power of two, `2^10`.
+fn parse_power(text: &str) -> Option<f64> {
+    match text.strip_prefix("2^") {
+        Some(exponent) => Some(2f64.powi(exponent.parse().ok()?)),
+        None => text.parse().ok(),
+    }
+}
+
 /// Sets the value of a key; `None` where there is no such key, or the value is no number.
 fn take_scale_key(
     name: &str,
@@ -179,13 +192,13 @@ fn take_scale_key(
     policy: &mut ScalePolicy,
 ) -> Option<()> {
     match name {
-        "start" => *start = value.parse().ok()?,
-        "growth" => policy.growth = value.parse().ok()?,
+        "start" => *start = parse_power(value)?,
+        "growth" => policy.growth = parse_power(value)?,
         "growth_interval" => policy.growth_interval = value.parse().ok()?,
-        "backoff" => policy.backoff = value.parse().ok()?,
+        "backoff" => policy.backoff = parse_power(value)?,
         "backoff_interval" => policy.backoff_interval = value.parse().ok()?,
-        "floor" => policy.floor = value.parse().ok()?,
-        "ceiling" => policy.ceiling = value.parse().ok()?,
+        "floor" => policy.floor = parse_power(value)?,
+        "ceiling" => policy.ceiling = parse_power(value)?,
         _ => return None,
     }
     Some(())
@@ -268,7 +281,12 @@ mod tests {
             let scale = parse_loss_scale(text).expect("a scale");
             assert_eq!(loss_scale_text(&scale), text);
         }
-        for wrong in ["3", "0", "NaN", "dynamics"] {
+        for (text, read) in
+            [("2^10", "1024"), ("dynamic:start=2^8,floor=2^2", "dynamic:start=256,floor=4")]
+        {
+            assert_eq!(loss_scale_text(&parse_loss_scale(text).expect("a scale")), read);
+        }
+        for wrong in ["3", "0", "NaN", "2^127", "2^-1", "2^x", "dynamics"] {
             assert_eq!(parse_loss_scale(wrong), Err(LOSS_SCALE.to_owned()), "{wrong}");
         }
         for (wrong, told) in [
@@ -279,6 +297,7 @@ mod tests {
             ("dynamic:start=many", "start= to be a power of two from 1 to 2^126"),
             ("dynamic:start=3", "start= to be a power of two from 1 to 2^126"),
             ("dynamic:growth_interval=0", "growth_interval= to be a whole number from 1 on"),
+            ("dynamic:start=8,start=4", "each key behind `dynamic:` once; start= is there twice"),
             ("dynamic:start=8,ceiling=4", "ceiling= to be a power of two from start to 2^126"),
         ] {
             let error = parse_loss_scale(wrong).expect_err(wrong);

@@ -78,6 +78,10 @@ impl Rewrite for Shard {
                 .map(|bucket| Stage::Gather(Gather { bucket, broadcasts: Vec::new() }));
             plan.stages.extend(gathers);
         }
+        if world == 1 {
+            plan.note(Self::NAME, Verdict::Skipped, "one rank has everything");
+            return Ok(());
+        }
         let what = match self.zero {
             ZeroStage::None | ZeroStage::One => "optimizer state is",
             ZeroStage::Two => "optimizer state and gradients are",
