@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 # Attributes that PyTorch's state of an optimizer has no place for.
 _OWN = ("adam_w_mode", "fp32_optimizer_states", "keep_for_rollback", "cores")
+# The lists of a parameter's state.
+_RUNNING = itemgetter("exp_avg", "exp_avg_sq")
+_LARGEST = itemgetter("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class _Kept(NamedTuple):
@@ -82,6 +86,8 @@ class CPUAdam(torch.optim.Optimizer):
         self._offload: Optional[Offload] = None
         # The steps of each sub-group that can be taken back, the newest last.
         self._kept: Dict[int, List[_Kept]] = {}
+        # Names of the parameters in errors, group by group.
+        self._names: List[List[str]] = []
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -118,6 +124,7 @@ class CPUAdam(torch.optim.Optimizer):
         super().__setstate__(state)
         # A copy begins with none; a state dict that is loaded comes by here, too.
         self.__dict__.setdefault("_kept", {})
+        self.__dict__.setdefault("_names", [])
         self.__dict__.setdefault("_offload", None)
         for group in self.param_groups:
             group.setdefault("amsgrad", False)
@@ -134,22 +141,53 @@ class CPUAdam(torch.optim.Optimizer):
             stepped = self._offload._step()
             return stepped if closure is None else loss
         calls: List[Call] = []
-        taken: List[Tuple[Tensor, Dict[str, Any]]] = []
+        states: List[Dict[str, Any]] = []
+        begun: List[Tuple[Tensor, Dict[str, Any]]] = []
         for index, group in enumerate(self.param_groups):
-            entries: List[Entry] = []
-            for at, param in enumerate(group["params"]):
-                grad = param.grad
-                if grad is not None:
-                    state, entry = self._begun(f"{index}.{at}", param, grad, group)
-                    entries.append(entry)
-                    taken.append((param, state))
+            entries = self._entries(index, group, states, begun)
             if entries:
                 calls.append((settings_of(group, self.adam_w_mode), entries))
         run(calls, workers(self.cores))
-        for param, state in taken:
+        for state in states:
             state["step"] += 1
-            self.state[param] = state
+        self.state.update(begun)
         return loss
+
+    def _entries(
+        self,
+        index: int,
+        group: Dict[str, Any],
+        states: List[Dict[str, Any]],
+        begun: List[Tuple[Tensor, Dict[str, Any]]],
+    ) -> List[Entry]:
+        """Entries of a group's parameters that have gradients. Their state goes to `states`, and
+        what had none to `begun`, too.
+
+        Models have hundreds of small tensors, so a pass of the loop is a tenth of a small step.
+        """
+        amsgrad = group["amsgrad"]
+        lists = _LARGEST if amsgrad else _RUNNING
+        params = group["params"]
+        if len(self._names) <= index or len(self._names[index]) < len(params):
+            named = enumerate(self.param_groups)
+            self._names = [[f"{i}.{at}" for at in range(len(g["params"]))] for i, g in named]
+        known = self.state
+        entries: List[Entry] = []
+        for name, param in zip(self._names[index], params):
+            grad = param.grad
+            if grad is None:
+                continue
+            state = known.get(param)
+            if not state:
+                state = self._first(param, amsgrad)
+                begun.append((param, state))
+            try:
+                own = lists(state)
+            except KeyError:
+                own = _lists_of(name, state, amsgrad)
+            states.append(state)
+            entries.append((name, state["step"] + 1, param, grad, None, own, None))
+        return entries
 
     def step_subgroup(
         self, subgroup_id: int, closure: Optional[Callable[[], Any]] = None

@@ -85,14 +85,14 @@ def run(calls: Sequence[Call], at: Union[int, List[int]], factor: float = 1.0) -
     lists().step(calls, at, factor)
     # As PyTorch's own steps do, so that a backward pass through an old value is refused. Writes to
     # a tensor of inference are not counted.
-    written: List[Tensor] = []
-    for _, entries in calls:
-        for entry in entries:
-            if not entry[2].is_inference():
-                written.append(entry[2])
-            if entry[4] is not None and not entry[4].is_inference():
-                written.append(entry[4])
-    increment_version(written)
+    written = [entry[2] for _, entries in calls for entry in entries]
+    written += [entry[4] for _, entries in calls for entry in entries if entry[4] is not None]
+    try:
+        increment_version(written)
+    except RuntimeError:
+        # Some versions of PyTorch refuse tensors of inference. One that was counted before may be
+        # counted again.
+        increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 
 def square_sum(
