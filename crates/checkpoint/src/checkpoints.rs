@@ -87,8 +87,8 @@ impl Checkpoints {
         Ok(resumed.map(|(steps, _)| steps))
     }
 
-    /// [`Checkpoints::resume`] that hands the saved texts to `check` before anything is written.
-    /// Returns its result and the texts.
+    /// [`Checkpoints::resume`] that hands the saved texts to `check` before anything else is
+    /// compared, and again if a save was finished meanwhile. Returns its result and the texts.
     ///
     /// # Errors
     /// As [`Checkpoints::resume`]; those of `check`, on all ranks alike.
@@ -97,17 +97,11 @@ impl Checkpoints {
         run: RunToLoad<'_>,
         comms: &mut Comms<'_>,
         folder: &Path,
-        check: impl FnOnce(&Path, &Texts) -> Result<T>,
+        check: impl Fn(&Path, &Texts) -> Result<T>,
     ) -> Result<Option<(T, Texts)>> {
         self.saves.finish(comms)?;
         comms.set_plan(run.plan.hash());
-        let read = read_any(&run, folder).and_then(|read| match read {
-            Some(read) => {
-                let checked = check(folder, &read.manifest.caller)?;
-                Ok(Some((read, checked)))
-            }
-            None => Ok(None),
-        });
+        let read = read_any(&run, folder, &check);
         let manifest = |read: &Option<(ReadRun, T)>| {
             let manifest = read.as_ref().map(|(read, _)| &read.manifest);
             manifest.map_or(0, Manifest::fingerprint)
@@ -204,13 +198,23 @@ impl Checkpoints {
     }
 }
 
-/// Reads the folder's checkpoint.
-fn read_any(run: &RunToLoad<'_>, folder: &Path) -> Result<Option<ReadRun>> {
+/// Reads the folder's checkpoint, whose texts are checked first: a caller's own settings are a
+/// better reason than the tensors that follow from them.
+fn read_any<T>(
+    run: &RunToLoad<'_>,
+    folder: &Path,
+    check: impl Fn(&Path, &Texts) -> Result<T>,
+) -> Result<Option<(ReadRun, T)>> {
     let image = run.describe()?;
-    match Manifest::read_if_any(folder)? {
-        Some(manifest) => read_run(image, run.params, folder.into(), &manifest).map(Some),
-        None => Ok(None),
+    let Some(manifest) = Manifest::read_if_any(folder)? else {
+        return Ok(None);
+    };
+    let mut checked = check(folder, &manifest.caller)?;
+    let read = read_run(image, run.params, folder.into(), &manifest)?;
+    if read.manifest.caller != manifest.caller {
+        checked = check(folder, &read.manifest.caller)?;
     }
+    Ok(Some((read, checked)))
 }
 
 fn lock(folder: &Path) -> Result<FolderLock> {

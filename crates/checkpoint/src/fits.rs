@@ -71,7 +71,8 @@ fn check_state(image: &RunImage, manifest: &Manifest, folder: &Path) -> Result<(
             if own != found {
                 let found = format!(
                     "state in {found}; go on with that, or convert it by `fusestep checkpoint \
-                     convert --state-dtype {own}`"
+                     convert {}`",
+                    converted_to(image, own)
                 );
                 return Err(refuse(folder, &key, format_args!("state in {own}"), found));
             }
@@ -80,8 +81,21 @@ fn check_state(image: &RunImage, manifest: &Manifest, folder: &Path) -> Result<(
     Ok(())
 }
 
+/// The flags by which a checkpoint is converted to the plan's state, of which a list is `own`:
+/// beside codes some parameters have theirs in f32.
+fn converted_to(image: &RunImage, own: &str) -> String {
+    let mut lists = image.params.iter().flat_map(|desc| &desc.lists);
+    if !lists.any(|list| list.dtype == DType::U8 && CHECKED.contains(&list.role)) {
+        return format!("--state-dtype {own}");
+    }
+    let kept = image.rules.of_plan.get("keep_f32").map_or("", String::as_str);
+    let kept = kept.split(", ").filter(|name| !name.is_empty());
+    let kept: String = kept.map(|name| format!(" --keep-f32 {}", Quoted(name))).collect();
+    format!("--state-dtype {}{kept}", StateDType::Int8.name())
+}
+
 /// The type of state as settings call it; `None` of a type that state of no other is converted to.
-fn name_of(dtype: DType) -> Option<&'static str> {
+pub(crate) fn name_of(dtype: DType) -> Option<&'static str> {
     match dtype {
         DType::F32 => Some(StateDType::Compute.name()),
         DType::BF16 => Some(StateDType::Bf16.name()),

@@ -13,8 +13,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use fusestep_planner::RulesImage;
+use fusestep_planner::{FIXED_SCALE, Precision, RulesImage};
 use fusestep_tensor::Quoted;
+
+use crate::refusal::OR_ELSEWHERE;
 
 /// Key of a setting as it is now.
 const NOW: &str = "set.";
@@ -25,13 +27,16 @@ pub(crate) const PRECISION: &str = "set.precision.";
 /// Key of the names whose state stays in f32.
 pub(crate) const KEPT: &str = "set.keep_f32";
 
-/// Key of the policy of a loss scale. A fixed scale keeps itself, and none is 1: only policies that
-/// move it are compared.
+/// Key of the policy of a loss scale. A fixed scale keeps itself, whatever was saved. A run without
+/// a scale does not go on from one that moved: gradients would be others.
 const SCALING: &str = "loss_scaling";
 
 /// Key that says that a file has all settings.
 pub(crate) const MARK: &str = "set";
 const BUILT: &str = "built.";
+
+/// Most other parameters that a refusal names.
+const MOST_NAMED: usize = 9;
 const NONE: &str = "none";
 
 /// Rules of a run, with their settings under the keys that files have.
@@ -76,26 +81,52 @@ impl Rules<'_> {
         }
         let all: BTreeSet<&str> =
             own.keys().map(String::as_str).chain(found.keys().copied()).collect();
-        for what in all.iter().filter_map(|key| key.strip_prefix(NOW)) {
-            let (now, built) = (format!("{NOW}{what}"), format!("{BUILT}{what}"));
-            let of_own = |key: &str| own.get(key).map(String::as_str);
-            let of_found = |key: &str| found.get(key).copied();
-            let (own_now, found_now) = (of_own(&now), of_found(&now));
-            let is_fixed = what == SCALING && (own_now.is_none() || found_now.is_none());
-            let same_now = own_now == found_now || is_fixed;
-            let began = |built: Option<_>, now: Option<_>| built.or(now).unwrap_or(NONE);
-            let same_built = began(of_own(&built), own_now) == began(of_found(&built), found_now);
-            if !same_now && !same_built {
-                let found = format!(
-                    "{}; go on with that, or allow other settings by `any_settings`",
-                    Quoted(of_found(&now).unwrap_or(NONE))
-                );
-                let expected = of_own(&now).unwrap_or(NONE).to_owned();
-                return Some(Difference { what: what.to_owned(), expected, found });
-            }
-        }
-        None
+        let mut differ = all.iter().filter_map(|key| key.strip_prefix(NOW)).filter(|what| {
+            differs(what, |key| [own.get(key).map(String::as_str), found.get(key).copied()])
+        });
+        let what = differ.next()?;
+        let now = format!("{NOW}{what}");
+        let [own, found] = [own.get(&now).map(String::as_str), found.get(now.as_str()).copied()];
+        let advice = if now.starts_with(PRECISION) && lists_of(own) != lists_of(found) {
+            OR_ELSEWHERE
+        } else {
+            "; go on with that, or allow other settings by `any_settings`"
+        };
+        // Patterns of names are one flag for many parameters.
+        let others = what.split_once('@').map_or_else(Vec::new, |(setting, _)| {
+            let names = differ.filter_map(|what| what.split_once('@'));
+            let names = names.filter(|(other, _)| *other == setting);
+            names.map(|(_, name)| format!("`{}`", Quoted(name))).take(MOST_NAMED).collect()
+        });
+        let others = if others.is_empty() {
+            String::new()
+        } else {
+            format!("; the same for {}", others.join(", "))
+        };
+        Some(Difference {
+            what: what.to_owned(),
+            expected: own.unwrap_or(NONE).to_owned(),
+            found: format!("{}{advice}{others}", Quoted(found.unwrap_or(NONE))),
+        })
     }
+}
+
+/// Whether a setting differs, as it is now and as the program began; `of` tells this run's and the
+/// saved value under a key.
+fn differs<'v>(what: &str, of: impl Fn(&str) -> [Option<&'v str>; 2]) -> bool {
+    let [own_now, found_now] = of(&format!("{NOW}{what}"));
+    let [own_built, found_built] = of(&format!("{BUILT}{what}"));
+    let is_fixed = |policy| policy == Some(FIXED_SCALE);
+    let is_fixed =
+        what == SCALING && (found_now.is_none() || is_fixed(own_now) || is_fixed(found_now));
+    let began = |built: Option<&'v str>, now: Option<&'v str>| built.or(now).unwrap_or(NONE);
+    own_now != found_now && !is_fixed && began(own_built, own_now) != began(found_built, found_now)
+}
+
+/// Masters and type of state of a precision, as text: they decide the tensors there are.
+fn lists_of(precision: Option<&str>) -> String {
+    let precision = precision.map_or_else(|| Precision::default().to_string(), str::to_owned);
+    precision.split(", round").next().unwrap_or_default().to_owned()
 }
 
 fn is_built(key: &str) -> bool {

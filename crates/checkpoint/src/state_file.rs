@@ -29,6 +29,7 @@ use fusestep_planner::{ListImage, MAX_STEPS, ParamImage, RunCounts, RunImage, St
 use fusestep_tensor::Quoted;
 use fusestep_tensor_file::{TensorBytes, TensorFile, write_atomically};
 
+use crate::fits;
 use crate::names::{SUM, checksum, non_finite_key, sum_key, tensor_name};
 use crate::refusal::refuse;
 use crate::settings::{Difference, Rules};
@@ -328,6 +329,13 @@ fn check_tensor(file: &TensorFile, param: &ParamImage, list: ListImage) -> Resul
     let Some(entry) = file.entries().get(&name) else {
         return Err(refuse(file.path(), &name, expected(), "no such tensor"));
     };
+    let other = entry.element_type().filter(|_| values::CHECKED.contains(&list.role));
+    if let (Some(own), Some(found)) = (fits::name_of(list.dtype), other.and_then(fits::name_of))
+        && own != found
+    {
+        let found = format!("state in {found}; give `state_dtype` {found}, or start without it");
+        return Err(refuse(file.path(), &name, format_args!("state in {own}"), found));
+    }
     if entry.element_type() != Some(list.dtype) || entry.shape != shape {
         let found = format!("{} {}", entry.dtype_name(), entry.shape);
         return Err(refuse(file.path(), &name, expected(), Quoted(&found)));

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use fusestep_models::{Digits, Task, Text, Transformer};
 use fusestep_tensor::{ParamDesc, Trust};
 
-use crate::options::whole;
+use crate::options::{name_of, whole};
 use crate::rules::{OptimizerArgs, Rule};
 
 /// Most scores of attention in a layer, for one sample: 1,024 characters with 4 heads, with which a
@@ -66,15 +66,7 @@ impl TaskArgs {
             );
             return Ok(Box::new(Digits::load(seed)?));
         }
-        let or = |size: Option<NonZeroUsize>, default| size.map_or(default, NonZeroUsize::get);
-        let default = Transformer::default();
-        let model = Transformer {
-            layers: or(self.layers, default.layers),
-            width: or(self.width, default.width),
-            heads: or(self.heads, default.heads),
-            context: or(self.context, default.context),
-            ..default
-        };
+        let model = self.transformer();
         ensure!(
             model.width.is_multiple_of(model.heads),
             "--width: expected a multiple of the {} of --heads, found {}",
@@ -90,6 +82,30 @@ impl TaskArgs {
              {scores}; take a smaller --context or fewer --heads"
         );
         Ok(Box::new(text))
+    }
+
+    fn transformer(&self) -> Transformer {
+        let or = |size: Option<NonZeroUsize>, default| size.map_or(default, NonZeroUsize::get);
+        let default = Transformer::default();
+        Transformer {
+            layers: or(self.layers, default.layers),
+            width: or(self.width, default.width),
+            heads: or(self.heads, default.heads),
+            context: or(self.context, default.context),
+            ..default
+        }
+    }
+
+    /// The model and its sizes, by the names of their flags, as texts.
+    pub(crate) fn texts(&self) -> Vec<(&'static str, String)> {
+        let mut texts = vec![("model", name_of(self.model))];
+        if self.model == Model::Transformer {
+            let Transformer { layers, width, heads, context, .. } = self.transformer();
+            let sizes =
+                [("layers", layers), ("width", width), ("heads", heads), ("context", context)];
+            texts.extend(sizes.map(|(flag, size)| (flag, size.to_string())));
+        }
+        texts
     }
 }
 

@@ -5,6 +5,7 @@ mod handshake;
 mod record;
 pub(crate) mod recorder;
 mod run;
+mod saved_as;
 mod summary;
 mod tally;
 

@@ -65,6 +65,10 @@ fn of_plan(cause: &PlanError, message: &str) -> String {
         PlanError::Checkpoint { what, .. } if what.starts_with("--") => {
             message.replacen(&format!("`{what}`: expected"), &format!("{what}: expected"), 1)
         }
+        PlanError::Checkpoint { what, expected, .. } if what.ends_with("@max_moment2") => {
+            let was = if expected == "no such tensor" { "with" } else { "without" };
+            format!("{message}: it was saved {was} --amsgrad")
+        }
         PlanError::Kernel { name, error } => {
             let told =
                 of_kernel(name, error).map(|told| message.replacen(&cause.to_string(), &told, 1));

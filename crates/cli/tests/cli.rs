@@ -50,6 +50,8 @@ mod ranks;
 mod records;
 #[path = "cli/report.rs"]
 mod report;
+#[path = "cli/resumed.rs"]
+mod resumed;
 #[path = "cli/runs.rs"]
 mod runs;
 #[path = "cli/said.rs"]

@@ -24,6 +24,7 @@ pub use plan::passes::{
 pub use plan::planner::Planner;
 pub use plan::rank_summary::{RankBytes, RankSummary};
 pub use plan::rule::{LEAST_INT8_ELEMENTS, NamedRule, Optimizer, in_f32, keeps_f32};
+pub use plan::saved_settings::FIXED_SCALE;
 pub use plan::settings::{
     Accumulated, Averaged, GradientAccumulation, Interval, LocalSgd, Oversize, Ownership,
     ReduceDType, ReducedWhen, TableKind, Tensors, ZeroStage,

@@ -5,16 +5,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{bail, ensure};
-use fusestep::StepOptions;
 use fusestep_checkpoint::Manifest;
 use fusestep_planner::PlanError;
-use fusestep_tensor::Quoted;
 
 use super::run::Training;
+use super::saved_as::{check, keep, saved_as};
 use crate::output::{non_finite, warn, warn_non_finite};
 use crate::places;
-use crate::settings::{MICRO_STEPS, micro_steps};
-use crate::train::args::{MOST_EPOCHS, TrainArgs};
+use crate::train::args::MOST_EPOCHS;
 
 /// Makes the folder of a new checkpoint. A checkpoint to go on from must be there already; rank 0
 /// checks this for all ranks, and no folder is made.
@@ -58,10 +56,11 @@ impl Training<'_> {
         }
         let batch = super::batch_of(self.args, self.options);
         let of_epoch = self.task.samples_of_epoch().div_ceil(batch);
-        let images = images(self.args, self.options);
-        let resumed = self
-            .session
-            .resume_with(folder, |folder, texts| position_in(folder, texts, &images, of_epoch))?;
+        let (own, any) = (saved_as(self.args, self.options), self.args.any_settings);
+        let resumed = self.session.resume_with(folder, |folder, texts| {
+            check(folder, &own, texts, any)?;
+            position_in(folder, texts, of_epoch)
+        })?;
         self.session.meet()?;
         Ok(resumed)
     }
@@ -93,9 +92,7 @@ impl Training<'_> {
             return Ok(());
         };
         let mut texts = position.texts();
-        for (key, own) in images(self.args, self.options) {
-            texts.insert(key.to_owned(), own);
-        }
+        keep(saved_as(self.args, self.options), &mut texts);
         self.session.begin_save_with(folder, texts)?;
         self.warn();
         Ok(())
@@ -121,46 +118,19 @@ impl Training<'_> {
     }
 }
 
-/// The position in a checkpoint's texts, which must be of a run on the same images.
+/// The position in a checkpoint's texts.
 fn position_in(
     folder: &Path,
     texts: &BTreeMap<String, String>,
-    images: &[(&'static str, String)],
     of_epoch: usize,
 ) -> Result<Position, PlanError> {
-    let refused = |what: &str, expected: String, found: String| PlanError::Checkpoint {
-        path: folder.display().to_string(),
-        what: what.to_owned(),
-        expected,
-        found,
-    };
-    for (key, own) in images {
-        // Runs of earlier versions do not say how many micro-steps an update has.
-        if *key == MICRO_STEPS && !texts.contains_key(*key) {
-            continue;
-        }
-        let found = Quoted(texts.get(*key).map_or("nothing", String::as_str)).to_string();
-        if found != *own {
-            let found = format!(
-                "{found} in the checkpoint; give --{key} {found} to go on, or another --checkpoint \
-                 and no --resume to begin anew"
-            );
-            return Err(refused(&format!("--{key}"), own.clone(), found));
-        }
-    }
     let position = Position::read(texts, of_epoch);
-    position.ok_or_else(|| {
-        refused("position", "where the run was".to_owned(), "none that a run has".to_owned())
+    position.ok_or_else(|| PlanError::Checkpoint {
+        path: folder.display().to_string(),
+        what: "position".to_owned(),
+        expected: "where the run was".to_owned(),
+        found: "none that a run has".to_owned(),
     })
-}
-
-/// Settings that decide which samples an update has, as texts.
-fn images(args: &TrainArgs, options: &StepOptions) -> [(&'static str, String); 3] {
-    [
-        ("seed", args.seed.to_string()),
-        ("batch", args.batch.to_string()),
-        (MICRO_STEPS, micro_steps(options).to_string()),
-    ]
 }
 
 /// Position of a run in its images.

@@ -31,9 +31,12 @@ pub(super) fn compare_calls(
 }
 
 /// Settings of the command that decide the bits of a run; ranks compare them with the step's own.
-pub(super) fn own_settings(args: &TrainArgs) -> [(&'static str, String); 4] {
+pub(super) fn own_settings(args: &TrainArgs) -> [(&'static str, String); 5] {
+    let sizes = args.task.texts().into_iter().skip(1);
+    let sizes: Vec<String> = sizes.map(|(name, size)| format!("{name} {size}")).collect();
     [
         ("--model", name_of(args.task.model)),
+        ("--layers, --width, --heads and --context", sizes.join(", ")),
         ("--seed", args.seed.to_string()),
         ("--batch", args.batch.to_string()),
         ("--epochs", args.epochs.to_string()),

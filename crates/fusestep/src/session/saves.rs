@@ -37,7 +37,7 @@ impl Session<'_> {
     pub fn resume_with<T>(
         &mut self,
         folder: impl AsRef<Path>,
-        check: impl FnOnce(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
+        check: impl Fn(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
     ) -> Result<Option<T>, PlanError> {
         self.resume_into(folder.as_ref(), None, check)
     }
@@ -59,7 +59,7 @@ impl Session<'_> {
         &mut self,
         folder: &Path,
         params: Option<&dyn BorrowedParams>,
-        check: impl FnOnce(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
+        check: impl Fn(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
     ) -> Result<Option<T>, PlanError> {
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let backend = self.backend.as_ref();

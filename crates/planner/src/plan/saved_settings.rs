@@ -11,6 +11,9 @@ use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::settings::{Accumulated, ReduceDType};
 use crate::plan::value::Plan;
 
+/// The policy of a loss scale that stays, as files of runs have it; older files have none.
+pub const FIXED_SCALE: &str = "fixed";
+
 /// Settings of a plan that decide bits and are not the default, by name.
 pub(crate) fn saved_settings(plan: &Plan) -> BTreeMap<String, String> {
     let mut all = BTreeMap::new();
@@ -18,9 +21,9 @@ pub(crate) fn saved_settings(plan: &Plan) -> BTreeMap<String, String> {
     if let Some(max_norm) = plan.gradients.max_norm {
         add("clip_norm".to_owned(), max_norm.value().to_string());
     }
-    let scale = plan.gradients.loss_scale.map(|scale| scale.policy());
-    if let Some(policy) = scale.filter(|policy| !policy.is_fixed()) {
-        add("loss_scaling".to_owned(), policy.to_string());
+    if let Some(policy) = plan.gradients.loss_scale.map(|scale| scale.policy()) {
+        let text = if policy.is_fixed() { FIXED_SCALE.to_owned() } else { policy.to_string() };
+        add("loss_scaling".to_owned(), text);
     }
     if plan.accumulation().is_some_and(|rule| rule.accumulated == Accumulated::Sum) {
         add("accumulated".to_owned(), "sum".to_owned());

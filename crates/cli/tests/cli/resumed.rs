@@ -1,0 +1,126 @@
+//! Runs that go on under other settings: each is refused by the flag that differs, with advice that
+//! works.
+
+use crate::{Folder, ok, refused, text};
+
+/// A saved run, and what goes on from it in vain.
+struct Case {
+    saved: &'static [&'static str],
+    resumed: &'static [&'static str],
+    said: &'static str,
+}
+
+const TRANSFORMER: [&str; 8] =
+    ["--model", "transformer", "--layers", "1", "--width", "16", "--context", "8"];
+
+#[test]
+fn settings_that_differ_are_refused_by_their_flag() {
+    let f16 = &["--dtype", "f16", "--master-weights", "f32"];
+    for Case { saved, resumed, said } in [
+        Case {
+            saved: &[],
+            resumed: &["--model", "transformer"],
+            said: "--model: expected transformer, found digits in the checkpoint; give --model d",
+        },
+        Case {
+            saved: f16,
+            resumed: &[],
+            said: "--dtype: expected f32, found f16 in the checkpoint; give --dtype f16 to go on",
+        },
+        Case {
+            saved: &["--lr-scale", "layer2=0", "--lr-scale", "layer1=0.5"],
+            resumed: &[],
+            said: "--lr-scale: expected none, found layer2=0, layer1=0.5 in the checkpoint; give \
+                   --lr-scale layer2=0 --lr-scale layer1=0.5 to go on, or allow other settings by \
+                   --any-settings",
+        },
+        Case {
+            saved: &[],
+            resumed: &["--lr-scale", "layer2=0"],
+            said: "found none in the checkpoint; leave --lr-scale out to go on, or allow other",
+        },
+        Case {
+            saved: &["--loss-scale", "dynamic"],
+            resumed: &[],
+            said: "--loss-scale: expected none, found times 2 after 2000 good steps",
+        },
+        Case {
+            saved: &["--amsgrad"],
+            resumed: &[],
+            said: "precision that it was saved with: it was saved with --amsgrad",
+        },
+        Case {
+            saved: &[],
+            resumed: &["--amsgrad"],
+            said: "precision that it was saved with: it was saved without --amsgrad",
+        },
+        Case {
+            saved: &["--dtype", "bf16", "--master-weights", "f32"],
+            resumed: &["--dtype", "bf16"],
+            said: "go on with that, or begin in another folder",
+        },
+        Case {
+            saved: &["--exclude", "bias"],
+            resumed: &[],
+            said: "found 0; go on with --exclude layer0.bias, or allow other settings by \
+                   --any-settings; the same for `layer1.bias`, `layer2.bias`",
+        },
+    ] {
+        let folder = Folder::new();
+        let run = folder.path("run");
+        let train = ["train", "--batch", "400", "--checkpoint", text(&run), "--epochs"];
+        ok(&[&train[..], &["1"], saved].concat());
+        let resume = [&train[..], &["2", "--resume"]].concat();
+        for ranks in [&[][..], &["--ranks", "2"]] {
+            let error = refused(&[&resume, resumed, ranks].concat());
+            assert!(error.contains(said), "{saved:?} {resumed:?}: {error}");
+        }
+        ok(&[&resume, saved].concat());
+    }
+}
+
+#[test]
+fn another_number_of_heads_is_refused() {
+    let folder = Folder::new();
+    let run = folder.path("run");
+    let train =
+        [&["train", "--batch", "64", "--checkpoint", text(&run)][..], &TRANSFORMER].concat();
+    ok(&[&train[..], &["--epochs", "1", "--heads", "2"]].concat());
+    let resume = [&train[..], &["--epochs", "2", "--resume", "--heads"]].concat();
+    let error = refused(&[&resume[..], &["8"]].concat());
+    let said = "--heads: expected 8, found 2 in the checkpoint; give --heads 2 to go on";
+    assert!(error.contains(said), "{error}");
+    ok(&[&resume[..], &["2"]].concat());
+}
+
+#[test]
+fn advice_to_convert_state_works_when_it_is_followed() {
+    let folder = Folder::new();
+    let [run, coded, kept] = ["run", "coded", "kept"].map(|name| folder.path(name));
+    let train = ["train", "--batch", "400", "--epochs"];
+    ok(&[&train[..], &["1", "--checkpoint", text(&run)]].concat());
+    let convert = ["checkpoint", "convert"];
+    ok(&[&convert[..], &[text(&run), "--state-dtype", "int8", "--out", text(&coded)]].concat());
+    let own = ["2", "--resume", "--state-dtype", "int8", "--keep-f32", "layer0.weight"];
+    let error = refused(&[&train[..], &own, &["--checkpoint", text(&coded)]].concat());
+    let advice = error.split("`fusestep checkpoint convert ").nth(1).unwrap();
+    let flags: Vec<&str> = advice.split('`').next().unwrap().split(' ').collect();
+    assert_eq!(flags, ["--state-dtype", "int8", "--keep-f32", "layer0.weight"], "{error}");
+    ok(&[&convert[..], &[text(&run)], &flags, &["--out", text(&kept)]].concat());
+    ok(&[&train[..], &own, &["--checkpoint", text(&kept)]].concat());
+}
+
+#[test]
+fn a_state_file_of_codes_is_refused_by_the_type_that_works() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let [out, state] = ["out", "state"].map(|name| folder.path(name));
+    let step = ["step", "--params", text(&params), "--grads", text(&grads), "--out", text(&out)];
+    let bf16 = ["--state-dtype", "bf16"];
+    ok(&[&step[..], &bf16, &["--state-out", text(&state)]].concat());
+    let again = [&step[..], &["--state", text(&state), "--any-parameters"]].concat();
+    let error = refused(&again);
+    let said = "expected state in f32, found state in bf16; give --state-dtype bf16, or start";
+    assert!(error.contains(said), "{error}");
+    ok(&[&again[..], &bf16].concat());
+}
