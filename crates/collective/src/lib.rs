@@ -70,8 +70,8 @@ pub use movement::{Movement, Pull, Share, Take};
 pub use operation::{Divisor, Operation, ReduceOp};
 pub use pair::Pair;
 pub use rank_order::{
-    Ranks, TreeOrder, merges_of_ranks, reduce_along_tree, reduce_in_rank_order, reduce_slices,
-    tree::WaitingSums,
+    FIRST_TREE, Ranks, TreeOrder, merges_of_ranks, reduce_along_tree, reduce_in_rank_order,
+    reduce_slices, tree::WaitingSums,
 };
 pub use ranked::{CallOptions, Ranked};
 pub use recorder::{CallRecord, CallState, FlightRecorder};

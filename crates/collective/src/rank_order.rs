@@ -17,6 +17,10 @@ use crate::{Divisor, ReduceOp};
 /// than lines of several ranks in turns. Longer bursts keep each other waiting.
 const BURST_BYTES: usize = 512;
 
+/// Least number of ranks whose tree is added burst by burst. Of three the tree is their order, and
+/// of four it is added in registers.
+pub const FIRST_TREE: usize = 5;
+
 /// Distance ahead of their use at which lines of inputs are asked for, on processors that want it.
 const AHEAD_BYTES: usize = 1024;
 
@@ -185,8 +189,7 @@ fn ahead_of<T: Number>(ranks: &dyn Ranks) -> usize {
 }
 
 fn reduce<T: Number>(level: Level, op: ReduceOp, len_bytes: usize, ranks: &mut impl Ranks) {
-    // Of up to three ranks the tree is their order.
-    if let (ReduceOp::Tree(divisor), 4..) = (op, ranks.world_size()) {
+    if let (ReduceOp::Tree(divisor), FIRST_TREE..) = (op, ranks.world_size()) {
         let (merges, mut waiting) =
             (tree::merges(ranks.world_size()), tree::WaitingSums::default());
         return tree::reduce::<T>(level, divisor, &merges, &mut waiting, len_bytes, ranks);
@@ -276,8 +279,14 @@ fn reduce_pair<T: Number>(op: ReduceOp, [x, y]: [&mut [u8]; 2], into: Range<usiz
 fn reduce_line<T: Number>(op: ReduceOp, bytes: Range<usize>, ranks: &mut (impl Ranks + ?Sized)) {
     let (world_size, len) = (ranks.world_size(), bytes.len());
     let mut result = wide::<T>(ranks.input(0, bytes.clone()));
-    for rank in 1..world_size {
+    let in_order = if matches!(op, ReduceOp::Tree(_)) && world_size == 4 { 2 } else { world_size };
+    for rank in 1..in_order {
         combine(op, &mut result, wide::<T>(ranks.input(rank, bytes.clone())));
+    }
+    if in_order < world_size {
+        let mut right = wide::<T>(ranks.input(2, bytes.clone()));
+        combine(op, &mut right, wide::<T>(ranks.input(3, bytes.clone())));
+        combine(op, &mut result, right);
     }
     let result = narrow::<T>(op, world_size, result);
     let result = bytemuck::bytes_of(&result);

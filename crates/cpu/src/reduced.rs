@@ -13,8 +13,8 @@
 use std::ops::Range;
 
 use fusestep_collective::{
-    Divisor, Ranks, ReduceOp, TreeOrder, WaitingSums, merges_of_ranks, reduce_along_tree,
-    reduce_in_rank_order,
+    Divisor, FIRST_TREE, Ranks, ReduceOp, TreeOrder, WaitingSums, merges_of_ranks,
+    reduce_along_tree, reduce_in_rank_order,
 };
 use fusestep_launch::{
     ACROSS_BYTES, AcrossRanks, BackendError, Batch, Gate, HostCall, HostList, HostRun, HostSpans,
@@ -57,8 +57,10 @@ pub(crate) struct ReducedPieces<'a> {
     strides: [Stride; MAX_LISTS],
     grad: usize,
     dtype: DType,
-    /// The order in which gradients are added along a tree, and what their sum is divided by; else
-    /// they are averaged in rank order.
+    /// The reduction of gradients, unless there is an order.
+    op: ReduceOp,
+    /// The order in which gradients are added along a tree of sums, and what their sum is divided
+    /// by.
     order: Option<Along>,
     /// Gradients of each rank, or each sum that ranks bring, from `first` on.
     grads: SmallVec<[&'a [u8]; INLINE_RANKS]>,
@@ -127,6 +129,7 @@ impl<'a> ReducedPieces<'a> {
             strides,
             grad,
             dtype: kernel.lists()[grad].dtype,
+            op: op_of(replicas.sums),
             order,
             grads,
             others,
@@ -134,6 +137,16 @@ impl<'a> ReducedPieces<'a> {
             first: elements.start,
             end: elements.end,
         }))
+    }
+}
+
+/// The reduction of what ranks bring, one sum each.
+fn op_of(sums: SumsOfRanks<'_>) -> ReduceOp {
+    match sums {
+        SumsOfRanks::Tree(divisor) | SumsOfRanks::Along { divisor, .. } => {
+            ReduceOp::Tree(Divisor::of(divisor))
+        }
+        SumsOfRanks::Average => ReduceOp::Average,
     }
 }
 
@@ -148,6 +161,8 @@ impl Along {
     fn of(replicas: &Replicas<'_, '_, '_>) -> Option<Self> {
         let (divisor, merges) = match replicas.sums {
             SumsOfRanks::Average => return None,
+            // Few ranks are added in registers.
+            SumsOfRanks::Tree(_) if replicas.grads.len() < FIRST_TREE => return None,
             SumsOfRanks::Tree(divisor) => (divisor, merges_of_ranks(replicas.grads.len())),
             SumsOfRanks::Along { divisor, merges } => (divisor, merges.iter().copied().collect()),
         };
@@ -211,6 +226,7 @@ impl Split for ReducedPieces<'_> {
             let mut across = Across {
                 level: call.level,
                 dtype: self.dtype,
+                op: self.op,
                 order: self.order.as_ref().map(Along::order),
                 waiting: WaitingSums::default(),
                 grads: &self.grads,
@@ -234,6 +250,7 @@ impl Split for ReducedPieces<'_> {
 struct Across<'a, 'b> {
     level: Level,
     dtype: DType,
+    op: ReduceOp,
     order: Option<TreeOrder<'a>>,
     waiting: WaitingSums,
     grads: &'a [&'b [u8]],
@@ -259,7 +276,7 @@ impl AcrossRanks for Across<'_, '_> {
                 reduce_along_tree(level, dtype, order, waiting, len_bytes, &mut block);
             }
             None => {
-                reduce_in_rank_order(level, dtype, ReduceOp::Average, len_bytes, &mut block);
+                reduce_in_rank_order(level, dtype, self.op, len_bytes, &mut block);
             }
         }
         block.averages
