@@ -22,6 +22,8 @@ RULES = {
     "Adagrad": {"initial_accumulator_value": 0.1},
     "SGD": {"momentum": 0.9},
     "Lion": {},
+    "Lars": {},
+    "Lamb": {},
 }
 
 
@@ -41,7 +43,8 @@ def go_on(optimizer, named, steps):
 
 def made(rule="AdamW", named=None, **settings):
     named = parameters() if named is None else named
-    settings = {"lr": 1e-3, "state_dtype": "int8", **RULES.get(rule, {}), **settings}
+    kept = {} if "precision" in settings else {"state_dtype": "int8"}
+    settings = {"lr": 1e-3, **kept, **RULES.get(rule, {}), **settings}
     return named, getattr(fusestep.torch, rule)(list(named.items()), **settings)
 
 
@@ -120,7 +123,10 @@ def test_names_that_are_kept_have_state_of_float32():
         made(state_dtype=None, keep_f32=["embed"])
 
 
-@pytest.mark.parametrize("beside", [{}, {"master_weights": True}, {"master_weights": "remainder"}])
+BESIDE = [{}, *({"master_weights": kind} for kind in (True, "remainder", "remainder8"))]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
 def test_parameters_of_bfloat16_have_codes_beside_whatever_else_they_have(beside):
     named = parameters(torch.bfloat16)
     _, optimizer = made(named=named, **beside)
@@ -129,7 +135,10 @@ def test_parameters_of_bfloat16_have_codes_beside_whatever_else_they_have(beside
     assert own["exp_avg"].dtype == torch.uint8 and own["exp_avg_sq_units"].dtype == torch.float32
     others = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in named.items()}
     _, other = made(named=others, **beside)
-    other.load_state_dict(optimizer.state_dict())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
     for pair in ((optimizer, named), (other, others)):
         go_on(*pair, range(3, 5))
     assert same_bits(list(named.values()), list(others.values()))
@@ -145,14 +154,100 @@ def test_what_has_no_codes_is_refused_by_name(dtype):
     assert all(torch.equal(named[name], before[name]) for name in SHAPES)
 
 
-def test_remainders_of_8_bits_are_refused_by_name():
-    with pytest.raises(ValueError, match="master_weights: expected none, f32 or remainder"):
-        made(named=parameters(torch.bfloat16), master_weights="remainder8")
+class Lent(torch.nn.Module):
+    """The parameters as a model, whose gradients are given by a backward pass."""
+
+    def __init__(self, named):
+        super().__init__()
+        for name, tensor in named.items():
+            self.register_parameter(name, tensor)
+
+    def go_on(self, optimizer, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            optimizer.zero_grad()
+            total = torch.zeros(())
+            for tensor in self.parameters():
+                grad = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+                total = total + (tensor * grad).sum().float()
+            total.backward()
+            optimizer.step()
 
 
-@pytest.mark.parametrize("rule", ["ScheduleFreeAdamW", "Lars", "Lamb"])
-def test_rules_without_codes_are_refused_by_name(rule):
-    named, optimizer = made(rule)
+@pytest.mark.parametrize("rule", ["AdamW", "Lion", "SGD"])
+def test_a_remainder_of_8_bits_has_the_bits_of_the_plan_that_keeps_all_tensors(rule, monkeypatch):
+    """Beside PyTorch's tensors as in memory of the plan, where `DataParallel` has them."""
+    monkeypatch.setenv("FUSESTEP_ALONE", "1")
+    named, optimizer = made(rule, parameters(torch.bfloat16), master_weights="remainder8")
+    go_on(optimizer, named, range(8))
+    model = Lent(parameters(torch.bfloat16))
+    named_too = dict(model.named_parameters())
+    _, other = made(rule, named_too, master_weights="remainder8")
+    parallel = fusestep.torch.DataParallel(model, other)
+    model.go_on(other, range(8))
+    assert same_bits(list(named.values()), list(named_too.values()))
+    parallel.close()
+    # It holds what a parameter alone would lose.
+    plain, alone = made(rule, parameters(torch.bfloat16))
+    go_on(alone, plain, range(8))
+    assert not same_bits(list(named.values()), list(plain.values()))
+
+
+def test_a_remainder_is_of_8_bits_where_state_is_in_codes_and_else_of_16():
+    named, optimizer = made(named=parameters(torch.bfloat16), precision="remainder8")
+    go_on(optimizer, named, range(3))
+    for tensor in named.values():
+        own, coded = optimizer.state[tensor], tensor.numel() >= 4096
+        dtype = torch.int8 if coded else torch.int16
+        assert (own["remainder"].dtype, own["remainder"].shape) == (dtype, tensor.shape)
+        assert bool(own["remainder"].any())
+        if coded:
+            # 5.25 bytes an element: parameter, remainder, codes and units.
+            each = [value.element_size() * value.numel() for k, value in own.items() if k != "step"]
+            units = -(-tensor.numel() // 32)
+            assert sum(each) == 3 * tensor.numel() + 8 * units
+    plan = optimizer.plan()
+    assert "and remainders in 16 bits, of 2 tensors of fewer than" in plan
+    assert "none is left in int8" not in plan
+    # A write begins the remainder anew, as that of 16 bits.
+    with torch.no_grad():
+        named["matrix"].fill_(2.0)
+    for tensor in named.values():
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    optimizer.step()
+    assert bool((named["matrix"] == 2.0).all())
+    assert not optimizer.state[named["matrix"]]["remainder"].any()
+    assert optimizer.state[named["embedding"]]["remainder"].any()
+
+
+def test_remainders_of_8_bits_take_state_in_int8():
+    for settings in ({"state_dtype": None}, {"state_dtype": "bf16"}):
+        with pytest.raises(ValueError, match="expected none, f32 or remainder, unless .* int8"):
+            made(named=parameters(torch.bfloat16), master_weights="remainder8", **settings)
+    with pytest.raises(ValueError, match="float16.*found `remainder8`"):
+        fusestep.torch.AdamW(parameters(torch.float16).values(), precision="remainder8")
+
+
+def test_remainders_of_another_length_are_refused_by_name():
+    narrow, byte = (parameters(torch.bfloat16) for _ in range(2))
+    _, wide = made(named=narrow, master_weights="remainder")
+    _, coded = made(named=byte, master_weights="remainder8")
+    _, plain = made(named=parameters(torch.bfloat16))
+    for optimizer, named in ((wide, narrow), (coded, byte)):
+        go_on(optimizer, named, range(1))
+    expected = "remainder of `embedding`: expected one of torch.int8, found one of torch.int16"
+    with pytest.raises(ValueError, match=f"{expected}; .*, remainder here"):
+        coded.load_state_dict(wide.state_dict())
+    expected = "remainder of `embedding`: expected one of torch.int16, found one of torch.int8"
+    with pytest.raises(ValueError, match=f"{expected}; .*, remainder8 here"):
+        wide.load_state_dict(coded.state_dict())
+    with pytest.raises(ValueError, match="remainder of `embedding`: expected none.*'remainder8'"):
+        plain.load_state_dict(coded.state_dict())
+
+
+def test_rules_without_codes_are_refused_by_name():
+    named, optimizer = made("ScheduleFreeAdamW")
     with pytest.raises((ValueError, RuntimeError), match="expected f32 or bf16, .*int8"):
         go_on(optimizer, named, range(1))
 

@@ -492,10 +492,11 @@ class Fused(Optimizer):
         return next(names, "")
 
     def _state_dtype(self, tensor: Tensor, name: str) -> torch.dtype:
-        if name in BESIDE:
-            return BESIDE[name]
-        if is_units(name):
+        if name == "master" or is_units(name):
             return torch.float32
+        if name == "remainder":
+            is_byte = self._options.get("remainder8") and self._is_coded(tensor)
+            return torch.int8 if is_byte else torch.int16
         if self._is_coded(tensor):
             return torch.uint8
         if tensor.dtype not in NARROW:
