@@ -2,8 +2,10 @@
 """Times the update steps of others on a CUDA device, on the sets of benches/device.rs: for the table of one run beside ours.
 
 Contenders: torch.optim.AdamW with fused=True and with foreach=True, LARS written with torch._foreach_*, Adam in Apex's layout
-(a table of chunks in the arguments of each launch: 36 tensors and 320 chunks of 65,536 elements at most), and a copy.
-The last but one is CUDA source below, compiled by nvcc and called through ctypes; without nvcc it is left out, and the output says so.
+(a table of chunks in the arguments of each launch: 36 tensors and 320 chunks of 65,536 elements at most), FlashAdamW of flashoptim
+with state of 8 bits, on parameters in f32 and in bf16 with 8 bits more, and a copy.
+Apex's layout is CUDA source below, compiled by nvcc and called through ctypes. Without nvcc it is left out, as flashoptim is where
+Python has none; the output says so.
 
 Method: device events, a warm-up, medians of rounds; sets that would fit the cache go round several copies of their tensors.
 Needs torch with a CUDA device (written for 2.6 and newer). Where one is missing, the script says so and ends with status 3.
@@ -28,6 +30,7 @@ ALIKE = {"10x16.8M": (10, 1 << 24), "200x1.05M": (200, 1 << 20), "10000x64": (10
 CACHES_BETWEEN = 3
 MOST_ROTATED = 16
 NOT_RUN = 3
+FLASH = "flashoptim FlashAdamW"
 
 APEX_SOURCE = r"""
 #include <cuda_runtime.h>
@@ -116,12 +119,12 @@ def numels(name, shapes, scale):
     return [up(math.prod(entry["shape"])) for entry in entries]
 
 
-def fresh(torch, sizes):
+def fresh(torch, sizes, dtype):
     """Parameters with gradients, values between -0.5 and 0.5."""
     params = []
     for numel in sizes:
-        param = torch.rand(numel, device="cuda").sub_(0.5).requires_grad_()
-        param.grad = torch.rand(numel, device="cuda").sub_(0.5)
+        param = torch.rand(numel, device="cuda").sub_(0.5).to(getattr(torch, dtype)).requires_grad_()
+        param.grad = torch.rand(numel, device="cuda").sub_(0.5).to(param.dtype)
         params.append(param)
     return params
 
@@ -151,6 +154,13 @@ def foreach_lars(torch):
             torch._foreach_add_(velocities, updates)
             torch._foreach_sub_(values, velocities)
         return step
+    return make
+
+
+def flash_adamw(kind):
+    """State in codes of 8 bits with a scale of 16 for each 32; of bf16 parameters 8 bits more are kept."""
+    def make(params):
+        return kind(params, lr=1e-3, weight_decay=0.01).step
     return make
 
 
@@ -228,12 +238,13 @@ def copy_step(torch, len_bytes):
     return in_turn([lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs])
 
 
-def measure(torch, make, sizes, bytes_per_element, arguments):
+def measure(torch, entrant, sizes, arguments):
     """Medians of one contender on one set, in turn with a copy of as many bytes."""
+    _, make, bytes_per_element, dtype = entrant
     torch.manual_seed(SEED)
     elements = sum(sizes)
-    len_bytes = bytes_per_element * elements
-    sets = [fresh(torch, sizes) for _ in range(rotated(torch, len_bytes))]
+    len_bytes = int(bytes_per_element * elements)
+    sets = [fresh(torch, sizes, dtype) for _ in range(rotated(torch, len_bytes))]
     before = sets[0][0].detach().clone()
     steps = [make(params) for params in sets]
     step, copy = in_turn(steps), copy_step(torch, len_bytes)
@@ -262,14 +273,23 @@ def measure(torch, make, sizes, bytes_per_element, arguments):
 
 
 def contenders(torch, folder, report):
-    """Name, maker and bytes per element; what cannot be had is noted in the report."""
-    found = [("torch AdamW fused", torch_adamw(torch, "fused"), 28), ("torch AdamW foreach", torch_adamw(torch, "foreach"), 28),
-             ("torch foreach LARS", foreach_lars(torch), 20)]
+    """Name, maker, bytes per element and dtype of parameters; what cannot be had is noted in the report."""
+    found = [("torch AdamW fused", torch_adamw(torch, "fused"), 28, "float32"),
+             ("torch AdamW foreach", torch_adamw(torch, "foreach"), 28, "float32"),
+             ("torch foreach LARS", foreach_lars(torch), 20, "float32")]
     library, reason = build_apex(folder, torch.cuda.get_device_capability())
     if library:
-        found.insert(1, ("Apex layout AdamW", apex_adam(torch, library), 28))
+        found.insert(1, ("Apex layout AdamW", apex_adam(torch, library), 28, "float32"))
     else:
         report["left_out"].append(f"Apex layout AdamW: {reason}")
+    try:
+        from flashoptim import FlashAdamW
+    except Exception as error:
+        report["left_out"].append(f"{FLASH}: {type(error).__name__}: {error}".splitlines()[0])
+    else:
+        # Codes and scales of both moments are read and written: 4.25 bytes.
+        found += [(f"{FLASH}, f32", flash_adamw(FlashAdamW), 16.25, "float32"),
+                  (f"{FLASH}, bf16 and 8 bits", flash_adamw(FlashAdamW), 12.25, "bfloat16")]
     return found
 
 
@@ -296,14 +316,15 @@ def run(torch, arguments):
         entrants = contenders(torch, folder, report)
         for name in arguments.sets:
             sizes = numels(name, arguments.shapes, arguments.scale)
-            for contender, make, bytes_per_element in entrants:
+            for entrant in entrants:
+                contender = entrant[0]
                 if time.monotonic() - begun > arguments.seconds:
                     report["left_out"].append(f"{name}: {contender}, for want of time")
                     continue
                 try:
-                    line = measure(torch, make, sizes, bytes_per_element, arguments)
+                    line = measure(torch, entrant, sizes, arguments)
                     report["lines"].append({"set": name, "contender": contender, **line})
-                except RuntimeError as error:
+                except Exception as error:
                     report["failed"].append(f"{name}: {contender}: {str(error).splitlines()[0]}")
                 torch.cuda.empty_cache()
                 save(report, arguments)
@@ -334,7 +355,8 @@ def main():
     arguments = parser.parse_args()
     if arguments.list:
         print("sets:       " + ", ".join(SETS))
-        print("contenders: torch AdamW fused, Apex layout AdamW, torch AdamW foreach, torch foreach LARS, copy")
+        print("contenders: torch AdamW fused, Apex layout AdamW, torch AdamW foreach, torch foreach LARS, "
+              f"{FLASH}, copy")
         return 0
     if arguments.scale < 1 or arguments.rounds < 1 or (arguments.steps or 1) < 1:
         parser.error("expected --scale, --rounds and --steps of at least 1")

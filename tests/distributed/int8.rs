@@ -8,7 +8,7 @@ use std::path::Path;
 use fusestep_checkpoint::{KeptState, Manifest, convert, load, load_state, save, save_state};
 use fusestep_collective::{Options, run_ranks};
 use fusestep_cpu::CpuBackend;
-use fusestep_elementwise::coded::{Coding, decode};
+use fusestep_elementwise::coded::{CodedState, Coding, Dither, decode, encode, units_of};
 use fusestep_launch::{Master, Precision, StateDType};
 use fusestep_planner::{
     Averaged, Comms, Distributed, FuseReduceIntoUpdate, LocalSgd, Ownership, PlanError, Planner,
@@ -147,27 +147,116 @@ fn micro_steps_updates_in_backward_and_averages_keep_their_bits() {
 }
 
 #[test]
-fn one_pass_over_memory_writes_parameters_alone_to_other_ranks() {
+fn one_pass_over_memory_writes_codes_and_units_to_the_ranks_that_keep_them() {
+    let precision = |master| Precision { master, state: StateDType::Int8, ..Precision::default() };
+    let mixed = Case { mixed: Mixed::Yes, ..case() };
+    let bytes = Case { precision: Some(precision(Master::Remainder8)), ..mixed };
     for world in [2, 3, 4] {
-        for zero in [ZeroStage::None, ZeroStage::One] {
-            let case = Case { world, zero, ..case() };
+        let stages = [ZeroStage::None, ZeroStage::One];
+        let cases =
+            stages.map(|zero| [case(), bytes.clone()].map(|own| Case { world, zero, ..own }));
+        for case in cases.into_iter().flatten() {
             let ends = run_ranks(world, &Options::default(), |mut comm| {
                 let planner = case.planner().with(FuseReduceIntoUpdate);
                 let plan = planner.plan_for(&case.params(), Topology::of(&comm)).unwrap();
                 let fused = plan.explain().iter().filter(|n| n.pass == "fuse_reduce_into_update");
                 let reason = fused.map(|note| note.to_string()).collect::<String>();
-                let expected = if zero == ZeroStage::None { "refused" } else { "applied" };
-                assert!(reason.contains(expected), "{reason}");
+                assert!(reason.contains("applied"), "{reason}");
                 let backend = CpuBackend::new(NonZeroUsize::MIN);
                 let mut comms = Comms::direct(&mut comm);
                 let mut state = plan.allocate_on(&backend, comms.communicator()).unwrap();
-                steps(&case, &plan, &mut state, &mut comms, 0..case.steps)
+                let params = steps(&case, &plan, &mut state, &mut comms, 0..case.steps);
+                let all_keep = case.zero == ZeroStage::None;
+                (params, if all_keep { kept_by_all(&plan, &state) } else { BTreeMap::new() })
             });
-            for end in ends.unwrap() {
-                assert!(end.unwrap() == case.by_hand().params, "{case:?}");
+            let separate = Case { world, ..case.clone() }.run().params;
+            let ends: Vec<_> = ends.unwrap().into_iter().map(Result::unwrap).collect();
+            for (params, kept) in &ends {
+                assert!(*params == separate, "{case:?}");
+                assert!(*kept == ends[0].1, "state of {case:?}");
+            }
+            assert_eq!(ends[0].1.is_empty(), case.zero != ZeroStage::None);
+        }
+    }
+}
+
+/// Ranks that average state hold what the mean of their values codes as.
+#[test]
+fn averages_of_state_are_those_of_what_codes_read_as() {
+    let world = 3;
+    let rule = LocalSgd {
+        averaged: Averaged::ParamsAndState,
+        ..LocalSgd::every(std::num::NonZeroU64::new(2).unwrap())
+    };
+    for precision in [Master::None, Master::Remainder8].map(|master| Precision {
+        master,
+        state: StateDType::Int8,
+        ..Precision::default()
+    }) {
+        let mixed = if precision.master == Master::None { Mixed::No } else { Mixed::Yes };
+        let case = Case { world, mixed, precision: Some(precision), ..case() };
+        let ends = run_ranks(world, &Options::default(), |mut comm| {
+            let plan = case.planner().with(rule).plan_for(&case.params(), Topology::of(&comm));
+            let plan = plan.unwrap();
+            let backend = CpuBackend::new(NonZeroUsize::MIN);
+            let mut comms = Comms::direct(&mut comm);
+            let mut state = plan.allocate(&backend).unwrap();
+            steps(&case, &plan, &mut state, &mut comms, 0..1);
+            let before = kept_by_all(&plan, &state);
+            let mut run = Run::of(&plan, &mut state, &backend, &mut comms);
+            run.average_now().unwrap();
+            (before, kept_by_all(&plan, &state))
+        });
+        let ends: Vec<_> = ends.unwrap().into_iter().map(Result::unwrap).collect();
+        let of_f32 = |bytes: &[u8]| bytemuck::pod_collect_to_vec::<u8, f32>(bytes);
+        for desc in case.params() {
+            for role in [Role::Moment1, Role::Moment2] {
+                let key = format!("{}@{role}", desc.name);
+                let units = format!("{}@{}", desc.name, role.units().unwrap());
+                for (_, end) in &ends {
+                    assert!(
+                        end[&key] == ends[0].1[&key] && end.get(&units) == ends[0].1.get(&units)
+                    );
+                }
+                if !ends[0].1.contains_key(&units) {
+                    continue;
+                }
+                let coding = Coding::of(role).unwrap();
+                let read = |lists: &BTreeMap<String, Vec<u8>>| {
+                    let mut values = vec![0.0; lists[&key].len()];
+                    decode(coding, &lists[&key], &of_f32(&lists[&units]), &mut values).unwrap();
+                    values
+                };
+                let each: Vec<_> = ends.iter().map(|(before, _)| read(before)).collect();
+                let mean = |at: usize| ((each[0][at] + each[1][at]) + each[2][at]) / 3.0;
+                let means: Vec<f32> = (0..each[0].len()).map(mean).collect();
+                let (mut codes, mut own) = (vec![0; means.len()], vec![0.0; units_of(means.len())]);
+                let list = CodedState { codes: &mut codes, units: &mut own };
+                encode(coding, &means, list, &Dither::NEAREST).unwrap();
+                assert!(codes == ends[0].1[&key], "{key}");
+                assert!(own == of_f32(&ends[0].1[&units]), "{key}");
             }
         }
     }
+}
+
+/// The state of all parameters, where every rank keeps it.
+fn kept_by_all(
+    plan: &fusestep_planner::Plan,
+    state: &fusestep_planner::State,
+) -> BTreeMap<String, Vec<u8>> {
+    let backend = CpuBackend::new(NonZeroUsize::MIN);
+    let mut all = BTreeMap::new();
+    for desc in plan.params() {
+        for role in state.roles(&desc.name).unwrap().into_iter().filter(|role| role.is_state()) {
+            let dtype = state.dtype(role, &desc.name).unwrap();
+            let mut bytes = vec![0; role.entries(desc.numel()) as usize * dtype.len_bytes()];
+            if state.read(&backend, role, &desc.name, &mut bytes).is_ok() {
+                all.insert(format!("{}@{role}", desc.name), bytes);
+            }
+        }
+    }
+    all
 }
 
 /// Runs steps of a case, from first values if they begin with 0.
@@ -389,10 +478,6 @@ fn what_does_not_go_with_int8_is_refused_when_the_plan_is_made() {
     let topology = Topology::new(0, 2).unwrap();
     let refused =
         |planner: Planner| -> PlanError { planner.plan_for(&case.params(), topology).unwrap_err() };
-    let averaged = Averaged::ParamsAndState;
-    let local = LocalSgd { averaged, ..LocalSgd::every(std::num::NonZeroU64::MIN) };
-    let text = refused(case.planner().with(local)).to_string();
-    assert!(text.contains("state_dtype int8") && text.contains("average parameters"), "{text}");
     let slices = Distributed::params([case.params()[0].name.clone()]);
     let text = refused(case.planner().with(slices)).to_string();
     assert!(text.contains("state_dtype int8") && text.contains("slices"), "{text}");

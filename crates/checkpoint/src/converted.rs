@@ -1,5 +1,8 @@
 //! Checkpoints whose optimizer state is converted to another type, for runs that keep it so.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+
 use bytemuck::{Pod, cast_slice, pod_read_unaligned};
 use fusestep_elementwise::coded::{CodedState, Coding, Dither, decode, encode, units_of};
 use fusestep_launch::{Format, Master, Precision, Rounding, StateDType};
@@ -12,6 +15,7 @@ use crate::names::is_shard;
 use crate::refusal::refuse;
 use crate::settings::{KEPT, MARK, PRECISION};
 use crate::values::{CHECKED, SavedTensors};
+use crate::verified::check_state;
 use crate::{CheckpointFolder, Result};
 
 /// The way to keep optimizer state that a checkpoint is converted to.
@@ -37,7 +41,7 @@ pub struct KeptState<'a> {
 /// state leaves int8; both are one value.
 ///
 /// # Errors
-/// As [`Manifest::read`] and [`Manifest::reshard`]; [`PlanError::Checkpoint`] naming a list that
+/// As [`Manifest::verify`] and [`Manifest::reshard`]; [`PlanError::Checkpoint`] naming a list that
 /// has no such type, or if there is nothing to convert.
 /// # Cost
 /// The whole checkpoint in memory, and the state once more.
@@ -50,23 +54,20 @@ pub fn convert<'a>(
 ) -> Result<Manifest> {
     let from = from.into();
     let (read, tensors) = Manifest::read(from)?.read_newest(from)?;
-    let mut conversion = Conversion { manifest: read.clone(), tensors, state };
-    for name in read.tensors.keys() {
-        let Some(list) = ListKey::of(name) else { continue };
-        conversion.list(from, list)?;
-    }
-    if conversion.manifest.tensors == read.tensors {
-        let dtype = state.dtype.name();
-        let expected = format!("state that {dtype} is another type of");
-        let found = format!(
-            "none: it is {dtype} already, of small tensors, of names that stay in f32, or of \
-             parameters whose state has no other type"
-        );
-        return Err(refuse(from.path, "state", expected, found));
-    }
-    conversion.settings(&read);
-    let Conversion { manifest, tensors, .. } = conversion;
+    check_state(from.path, &read, &tensors)?;
+    let Manifest { optimizer, optimizer_of, step, steps_of, .. } = &read;
+    let saved = Saved {
+        optimizer,
+        optimizer_of,
+        step: *step,
+        steps_of,
+        settings: read.settings.clone(),
+        specs: read.tensors.clone(),
+        tensors,
+    };
+    let Saved { settings, specs, tensors, .. } = saved.converted(from.path, state)?;
     let count = read.shards.iter().filter(|shard| is_shard(&shard.file)).count();
+    let manifest = Manifest { settings, tensors: specs, ..read.clone() };
     manifest.write_whole(&tensors, to.into(), count.max(1))
 }
 
@@ -95,20 +96,62 @@ impl<'a> ListKey<'a> {
     }
 }
 
-/// A checkpoint on its way to another type of state.
-struct Conversion<'a> {
-    manifest: Manifest,
-    tensors: SavedTensors,
-    state: KeptState<'a>,
+/// State that was saved, as far as its type follows from it or decides it.
+pub(crate) struct Saved<'a> {
+    pub(crate) optimizer: &'a str,
+    /// Rules of parameters with one of their own.
+    pub(crate) optimizer_of: &'a BTreeMap<String, String>,
+    pub(crate) step: u64,
+    /// Steps of parameters that have missed some.
+    pub(crate) steps_of: &'a BTreeMap<String, u64>,
+    pub(crate) settings: BTreeMap<String, String>,
+    /// Types and shapes by name, those of parameters among them.
+    pub(crate) specs: BTreeMap<String, TensorSpec>,
+    pub(crate) tensors: SavedTensors,
 }
 
-impl Conversion<'_> {
+impl Saved<'_> {
+    /// State in another type, and settings that say so.
+    ///
+    /// # Errors
+    /// [`PlanError::Checkpoint`] naming a list that has no such type, or if there is nothing to
+    /// convert.
+    ///
+    /// [`PlanError::Checkpoint`]: fusestep_planner::PlanError::Checkpoint
+    pub(crate) fn converted(self, path: &Path, state: KeptState<'_>) -> Result<Self> {
+        let before = self.specs.clone();
+        let mut conversion = Conversion { saved: self, state };
+        for name in before.keys() {
+            let Some(list) = ListKey::of(name) else { continue };
+            conversion.list(path, list)?;
+        }
+        if conversion.saved.specs == before {
+            let dtype = state.dtype.name();
+            let expected = format!("state that {dtype} is another type of");
+            let found = format!(
+                "none: it is {dtype} already, of small tensors, of names that stay in f32, or of \
+                 parameters whose state has no other type"
+            );
+            return Err(refuse(path, "state", expected, found));
+        }
+        conversion.settings();
+        Ok(conversion.saved)
+    }
+}
+
+/// State on its way to another type.
+struct Conversion<'a, 'b> {
+    saved: Saved<'a>,
+    state: KeptState<'b>,
+}
+
+impl Conversion<'_, '_> {
     /// Converts one list of a parameter.
-    fn list(&mut self, folder: CheckpointFolder<'_>, list: ListKey<'_>) -> Result<()> {
+    fn list(&mut self, path: &Path, list: ListKey<'_>) -> Result<()> {
         let refuse =
-            |what: &str, expected: &str, found: String| refuse(folder.path, what, expected, found);
+            |what: &str, expected: &str, found: String| refuse(path, what, expected, found);
         let (name, of_param) = (list.name_of(list.role), list.name_of(Role::Param));
-        let Some(param) = self.manifest.tensors.get(&of_param).cloned() else {
+        let Some(param) = self.saved.specs.get(&of_param).cloned() else {
             return Err(refuse(&of_param, "the parameter of a list", "no such tensor".to_owned()));
         };
         let target = self.target(list, &param);
@@ -118,7 +161,7 @@ impl Conversion<'_> {
             }
             return Ok(());
         }
-        let Some(found) = self.manifest.tensors.get(&name).map(|spec| spec.dtype) else {
+        let Some(found) = self.saved.specs.get(&name).map(|spec| spec.dtype) else {
             return Ok(());
         };
         if found == target || !matches!(param.dtype, DType::F32 | DType::BF16) {
@@ -126,9 +169,9 @@ impl Conversion<'_> {
         }
         let coding = self.coding(list);
         let values: Vec<f32> = match (found, coding) {
-            (DType::F32, _) => values(self.tensors.bytes(&name)),
+            (DType::F32, _) => values(self.saved.tensors.bytes(&name)),
             (DType::BF16, _) => {
-                let values: Vec<bf16> = values(self.tensors.bytes(&name));
+                let values: Vec<bf16> = values(self.saved.tensors.bytes(&name));
                 values.into_iter().map(bf16::to_f32).collect()
             }
             (DType::U8, Some(coding)) => self.decoded(list, coding).map_err(|error| {
@@ -139,10 +182,10 @@ impl Conversion<'_> {
         let is_noted = self.is_noted(list);
         for role in [Some(list.role), list.role.units()].into_iter().flatten() {
             let name = list.name_of(role);
-            self.tensors.non_finite.remove(&name);
+            self.saved.tensors.non_finite.remove(&name);
             if role != list.role {
-                self.tensors.whole.remove(&name);
-                self.manifest.tensors.remove(&name);
+                self.saved.tensors.whole.remove(&name);
+                self.saved.specs.remove(&name);
             }
         }
         let lists = match (target, coding) {
@@ -163,9 +206,9 @@ impl Conversion<'_> {
                 bytes,
             );
             let name = list.name_of(role);
-            let count = dtype.non_finite(self.tensors.bytes(&name));
+            let count = dtype.non_finite(self.saved.tensors.bytes(&name));
             if is_noted && count > 0 {
-                self.tensors.non_finite.insert(name, count);
+                self.saved.tensors.non_finite.insert(name, count);
             }
         }
         Ok(())
@@ -185,10 +228,11 @@ impl Conversion<'_> {
 
     /// The coding of a list; `None` if its rule keeps it in no codes.
     fn coding(&self, list: ListKey<'_>) -> Option<Coding> {
-        let rule = self.manifest.optimizer_of.get(list.param).unwrap_or(&self.manifest.optimizer);
+        let own = self.saved.optimizer_of.get(list.param);
+        let rule = own.map_or(self.saved.optimizer, String::as_str);
         // Centered: a difference of both moments, which codes of each would not leave positive.
         let is_centered = |list: ListKey<'_>| {
-            rule == "rmsprop" && self.manifest.tensors.contains_key(&list.name_of(Role::Moment1))
+            rule == "rmsprop" && self.saved.specs.contains_key(&list.name_of(Role::Moment1))
         };
         Coding::of(list.role).filter(|_| !is_centered(list))
     }
@@ -197,16 +241,16 @@ impl Conversion<'_> {
     fn is_noted(&self, list: ListKey<'_>) -> bool {
         let lists = [Some(list.role), list.role.units()].into_iter().flatten();
         lists.map(|role| list.name_of(role)).all(|name| {
-            let dtype = self.manifest.tensors.get(&name).map(|spec| spec.dtype);
-            let count = dtype.map_or(0, |dtype| dtype.non_finite(self.tensors.bytes(&name)));
-            count == self.tensors.noted(&name)
+            let dtype = self.saved.specs.get(&name).map(|spec| spec.dtype);
+            let count = dtype.map_or(0, |dtype| dtype.non_finite(self.saved.tensors.bytes(&name)));
+            count == self.saved.tensors.noted(&name)
         })
     }
 
     fn decoded(&self, list: ListKey<'_>, coding: Coding) -> Result<Vec<f32>, String> {
-        let codes = self.tensors.bytes(&list.name_of(list.role));
+        let codes = self.saved.tensors.bytes(&list.name_of(list.role));
         let units = list.role.units().map(|role| list.name_of(role)).unwrap_or_default();
-        let units: Vec<f32> = values(self.tensors.bytes(&units));
+        let units: Vec<f32> = values(self.saved.tensors.bytes(&units));
         let mut values = vec![0.0; codes.len()];
         decode(coding, codes, &units, &mut values).map_err(|error| error.to_string())?;
         Ok(values)
@@ -220,7 +264,7 @@ impl Conversion<'_> {
         values: &[f32],
     ) -> Vec<(Role, DType, Vec<u8>)> {
         let (mut codes, mut units) = (vec![0; values.len()], vec![0.0; units_of(values.len())]);
-        let steps = self.manifest.steps_of.get(list.param).unwrap_or(&self.manifest.step);
+        let steps = self.saved.steps_of.get(list.param).unwrap_or(&self.saved.step);
         // State begins with zeros, and a root of 0 has the code 1.
         if *steps > 0 {
             let lists = CodedState { codes: &mut codes, units: &mut units };
@@ -233,12 +277,11 @@ impl Conversion<'_> {
 
     /// Makes a remainder of 8 bits one of 16 bits.
     fn widen_remainder(&mut self, name: &str) {
-        let Some(spec) = self.manifest.tensors.get(name).filter(|spec| spec.dtype == DType::U8)
-        else {
+        let Some(spec) = self.saved.specs.get(name).filter(|spec| spec.dtype == DType::U8) else {
             return;
         };
         let shape = spec.shape.clone();
-        let bytes = self.tensors.bytes(name).iter();
+        let bytes = self.saved.tensors.bytes(name).iter();
         // The value is the parameter's bits and these, both signed, at their place.
         let wide: Vec<u16> = bytes.map(|byte| u16::from(*byte) << 8).collect();
         let spec = TensorSpec { dtype: DType::U16, shape };
@@ -246,13 +289,13 @@ impl Conversion<'_> {
     }
 
     fn put(&mut self, name: String, spec: TensorSpec, bytes: Vec<u8>) {
-        self.tensors.whole.insert(name.clone(), bytes);
-        self.manifest.tensors.insert(name, spec);
+        self.saved.tensors.whole.insert(name.clone(), bytes);
+        self.saved.specs.insert(name, spec);
     }
 
     /// Writes down how the state is kept now, as a run does that keeps it so.
-    fn settings(&mut self, read: &Manifest) {
-        let settings = &mut self.manifest.settings;
+    fn settings(&mut self) {
+        let Saved { settings, specs, .. } = &mut self.saved;
         // Files from before there were such entries are compared without them.
         if !settings.contains_key(MARK) {
             return;
@@ -260,7 +303,7 @@ impl Conversion<'_> {
         settings.remove(KEPT);
         let mut is_int8 = false;
         for dtype in [DType::F32, DType::BF16] {
-            let mut all = read.tensors.iter().filter(|(_, spec)| spec.dtype == dtype);
+            let mut all = specs.iter().filter(|(_, spec)| spec.dtype == dtype);
             if !all.any(|(name, _)| is_param(name)) {
                 continue;
             }

@@ -6,6 +6,7 @@ mod begun;
 mod checkpoints;
 mod commits;
 mod converted;
+mod converted_state;
 mod counts;
 mod fits;
 mod flight;
@@ -32,6 +33,7 @@ mod writer;
 
 pub use checkpoints::{Checkpoints, Remembered};
 pub use converted::{KeptState, convert};
+pub use converted_state::convert_state;
 pub use load::load;
 pub use manifest::{Manifest, ShardSpec, TensorSpec};
 pub use names::MODEL_FILE;
@@ -42,6 +44,9 @@ pub use shards::MAX_SHARDS;
 pub use state_file::{StateTensors, load_state, save_state};
 pub use values::WholeTensors;
 pub use verified::Verified;
+
+/// Types and shapes of tensors, by name.
+pub type WholeSpecs = std::collections::BTreeMap<String, TensorSpec>;
 
 /// Result of a function of this crate that can fail.
 type Result<T, E = fusestep_planner::PlanError> = std::result::Result<T, E>;

@@ -41,10 +41,10 @@ use crate::values::SavedList;
 use crate::{Result, values};
 
 /// Metadata keys of the rule.
-const OPTIMIZER: &str = "optimizer";
+pub(crate) const OPTIMIZER: &str = "optimizer";
 const OBJECTIVE: &str = "objective";
 
-const STEP: &str = "step";
+pub(crate) const STEP: &str = "step";
 
 /// Metadata keys of the loss scale, its counters and the steps skipped.
 const LOSS_SCALE: &str = "loss_scale";
@@ -343,7 +343,8 @@ fn check_tensor(file: &TensorFile, param: &ParamImage, list: ListImage) -> Resul
     Ok(())
 }
 
-fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64> {
+/// A count of steps in the metadata.
+pub(crate) fn count(file: &TensorFile, key: &str, text: &str) -> Result<u64> {
     let count = text.parse().ok().filter(|&count| count <= MAX_STEPS);
     count.ok_or_else(|| {
         refuse(

@@ -5,10 +5,10 @@ use std::path::Path;
 use fusestep_planner::PlanError;
 use fusestep_tensor::{DType, Role};
 
-use crate::CheckpointFolder;
 use crate::manifest::Manifest;
 use crate::refusal::refuse;
 use crate::values::{CHECKED, SavedTensors, WholeTensors, check};
+use crate::{CheckpointFolder, Result};
 
 /// A checkpoint whose files are as they were written, and whose state has values that a run can
 /// produce.
@@ -34,11 +34,7 @@ impl Manifest {
     pub fn verify<'a>(folder: impl Into<CheckpointFolder<'a>>) -> Result<Verified, PlanError> {
         let folder = folder.into();
         let (manifest, tensors) = Self::read(folder)?.read_newest(folder)?;
-        for (name, spec) in &manifest.tensors {
-            if let Some(role) = role_of(name) {
-                check_tensor(folder.path, &tensors, name, role, spec.dtype)?;
-            }
-        }
+        check_state(folder.path, &manifest, &tensors)?;
         // Writers note state alone; parameters are told of as they are.
         let params = manifest.tensors.iter().filter(|(name, _)| role_of(name).is_none());
         let params = params.filter(|(name, spec)| spec.dtype.non_finite(tensors.bytes(name)) > 0);
@@ -46,6 +42,20 @@ impl Manifest {
         let non_finite = tensors.non_finite.into_keys().collect();
         Ok(Verified { manifest, tensors: tensors.whole, non_finite, params_non_finite })
     }
+}
+
+/// Refuses state with values that no run produces.
+pub(crate) fn check_state(
+    folder: &Path,
+    manifest: &Manifest,
+    tensors: &SavedTensors,
+) -> Result<()> {
+    for (name, spec) in &manifest.tensors {
+        if let Some(role) = role_of(name) {
+            check_tensor(folder, tensors, name, role, spec.dtype)?;
+        }
+    }
+    Ok(())
 }
 
 /// The role of a tensor of state, by its name in a checkpoint: `<name>@<role>`, or with `#<rank>`.

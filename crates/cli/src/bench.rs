@@ -70,7 +70,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let rule = args.optimizer.rule()?;
     let options = args.settings.of_model(rule, &mut params)?;
     if args.peer.is_some() {
-        peers::plain_adamw(args, rule, "--peer candle")?;
+        peers::plain_adamw(args, rule, "--peer candle", &[])?;
     }
     if args.of_ranks() {
         return bench_ranks::run(args, &options, &params);

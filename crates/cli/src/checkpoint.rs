@@ -1,19 +1,21 @@
 //! `fusestep checkpoint`: the contents of a checkpoint, whether it is intact, and the same tensors
 //! in another number of files or another type of state.
 
+mod converted;
+mod written;
+
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use clap::{Args, Subcommand};
-use fusestep_checkpoint::{KeptState, MAX_SHARDS, Manifest, convert};
-use fusestep_launch::StateDType;
-use fusestep_planner::{LEAST_INT8_ELEMENTS, PlanError};
+use fusestep_checkpoint::{MAX_SHARDS, Manifest};
 use fusestep_tensor::{Quoted, counted, grouped};
 use serde::Serialize;
 
+use self::converted::ConvertArgs;
+use self::written::write_to;
 use crate::options::whole;
 use crate::output::{non_finite, print, print_json, warn, working};
-use crate::places::{make_folder, require_beside};
 
 /// Texts of `train` that are the bits of a number, and their digits.
 const BITS: [&str; 2] = ["last_loss", "loss_sum"];
@@ -54,36 +56,20 @@ enum Action {
         #[arg(long)]
         average: bool,
     },
-    /// Write the same run with its optimizer state in another type, for one that keeps it so
-    Convert {
-        #[command(flatten)]
-        folder: FolderArgs,
-        /// Type of the state: f32, bf16 or int8
-        #[arg(long, value_name = "TYPE", value_parser = state_dtype)]
-        state_dtype: StateDType,
-        /// Part of the names of parameters whose state stays in f32, not int8; may be given again
-        #[arg(long, value_name = "SUBSTRING")]
-        keep_f32: Vec<String>,
-        /// An empty or new folder
-        #[arg(long, value_name = "DIR")]
-        out: PathBuf,
-    },
-}
-
-fn state_dtype(text: &str) -> Result<StateDType, String> {
-    let all = [StateDType::Compute, StateDType::Bf16, StateDType::Int8];
-    let named = all.into_iter().find(|dtype| dtype.name() == text);
-    named.ok_or_else(|| "expected f32, bf16 or int8".to_owned())
+    /// Write the same run, or state file, with its optimizer state in another type, for one that
+    /// keeps it so
+    Convert(ConvertArgs),
 }
 
 impl Action {
     /// The checkpoint's folder.
     fn folder(&self) -> &Path {
-        let (Action::Verify(folder)
-        | Action::Inspect { folder, .. }
-        | Action::Reshard { folder, .. }
-        | Action::Convert { folder, .. }) = self;
-        &folder.folder
+        match self {
+            Action::Verify(folder)
+            | Action::Inspect { folder, .. }
+            | Action::Reshard { folder, .. } => &folder.folder,
+            Action::Convert(args) => &args.folder,
+        }
     }
 }
 
@@ -168,78 +154,8 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             });
             inspect(folder, &written?, Shown::Value)
         }
-        Action::Convert { folder, state_dtype, keep_f32, out } => {
-            let state = KeptState { dtype: *state_dtype, keep_f32 };
-            let (before, after) = converted(&folder.folder, out, state)?;
-            if folder.json {
-                return print_json(&after);
-            }
-            let lists = after.tensors.iter();
-            let changed = lists.filter(|(name, spec)| before.tensors.get(*name) != Some(spec));
-            print(&format!(
-                "wrote {}: {} in other types, for state in {}\n",
-                out.display(),
-                counted(changed.count() as u64, "tensor"),
-                state.dtype.name()
-            ))
-        }
+        Action::Convert(args) => converted::run(args),
     }
-}
-
-/// Writes a checkpoint to `--out` with its state in another type; returns what was there, and what
-/// is now.
-fn converted(
-    from: &Path,
-    out: &Path,
-    state: KeptState<'_>,
-) -> anyhow::Result<(Manifest, Manifest)> {
-    ensure!(
-        state.dtype == StateDType::Int8 || state.keep_f32.is_empty(),
-        "--keep-f32 without --state-dtype int8: expected state in int8, which the names are taken \
-         from, found {}; leave --keep-f32 out",
-        state.dtype.name()
-    );
-    let manifest = Manifest::read(from)?;
-    for part in state.keep_f32 {
-        let large = manifest.tensors.iter().filter_map(|(name, spec)| {
-            let (param, _) = name.rsplit_once('@')?;
-            (spec.shape.numel() >= LEAST_INT8_ELEMENTS).then_some(param)
-        });
-        ensure!(
-            large.into_iter().any(|param| param.contains(part.as_str())),
-            "--keep-f32 {}: expected a part of the name of a parameter of {} elements or more, \
-             found none with it in {}; state of smaller ones stays in f32 anyway",
-            Quoted(part),
-            grouped(LEAST_INT8_ELEMENTS),
-            from.display()
-        );
-    }
-    let written = write_to(out, from, || convert(from, out, state))?;
-    Ok((manifest, written))
-}
-
-/// Writes a checkpoint to `--out`, an empty or new folder, which goes again if nothing was written.
-fn write_to(
-    out: &Path,
-    from: &Path,
-    write: impl FnOnce() -> Result<Manifest, PlanError>,
-) -> anyhow::Result<Manifest> {
-    require_beside("--out", out, "the checkpoint", from)?;
-    let is_new = !out.exists();
-    make_folder("--out", out)?;
-    let named = || format!("--out {}", out.display());
-    ensure!(
-        std::fs::read_dir(out).with_context(named)?.next().is_none(),
-        "--out {}: expected an empty folder, found files; give another folder, or empty it",
-        out.display()
-    );
-    let written = write();
-    if written.is_err() && is_new {
-        // Other files that are in the folder by now stay; the reason that nothing was written
-        // counts.
-        let _ = std::fs::remove_dir(out);
-    }
-    Ok(written?)
 }
 
 /// Settings that decide bits, as the run had them when it saved.

@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use fusestep::{Section, StepOptions};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::{Adam, SecondMoment};
-use fusestep_launch::Objective;
+use fusestep_launch::{Objective, StateDType};
 use fusestep_planner::{Optimizer, Plan, Topology, html_page};
 use fusestep_simd::PREFETCH_DISTANCES;
 use fusestep_tensor::{DType, ParamDesc, Quoted, counted, grouped};
@@ -44,6 +44,8 @@ struct PeerSummary {
     parameters: usize,
     elements: u64,
     optimizer: &'static str,
+    /// Type of the optimizer's state, ours and that of peers which have it.
+    state_dtype: &'static str,
     simd: &'static str,
     threads: usize,
     ns_per_step: f64,
@@ -113,7 +115,7 @@ pub(crate) fn run(
     params: &[ParamDesc],
 ) -> anyhow::Result<()> {
     let rule = options.rule;
-    let request = request(args, rule, params)?;
+    let request = request(args, options, params)?;
     let written = [("--report", args.peers.report.as_ref()), ("--svg", args.peers.svg.as_ref())];
     require_apart(("the model", args.model.as_ref()), &written)?;
     // A page that cannot be written is known before anything is timed and not after.
@@ -124,10 +126,13 @@ pub(crate) fn run(
     let plan = planner(options, params, Topology::SOLO, args.settings.limits())?.plan(params)?;
     let mut ours = Subject::new(&plan, &backend)?;
     let mut ceiling = Ceiling::new(&backend, &plan, plan.traffic_bytes())?;
-    let mut candle = CandlePair::new(params, rule, Some(args.threads()?))?;
+    // Neither candle nor burn has state of 8 bits.
+    let has_wide = request.state_dtype == StateDType::Compute.name();
+    let pair = has_wide.then(|| CandlePair::new(params, rule, Some(args.threads()?)));
+    let mut candle = pair.transpose()?;
     let mut absent = Vec::new();
     let python = Worker::python(&args.peers.python, &request, &mut absent);
-    let burn = Worker::burn(&request, &mut absent);
+    let burn = has_wide.then(|| Worker::burn(&request, &mut absent)).flatten();
     let mut workers: Vec<Worker> = python.into_iter().chain(burn).collect();
     let mut timed = Timed::all(&workers);
     for _ in progress(args.rounds as u64, "rounds").wrap_iter(0..args.rounds) {
@@ -135,7 +140,9 @@ pub(crate) fn run(
             ours.sample()?;
             ceiling.sample(stream);
         }
-        candle.sample()?;
+        if let Some(candle) = &mut candle {
+            candle.sample()?;
+        }
         for timed in &mut timed {
             thread::sleep(PAUSE);
             let worker = &mut workers[timed.worker];
@@ -148,24 +155,14 @@ pub(crate) fn run(
     let ns = ours.timer.best;
     let of_worker = |timed: &Timed| timed.time(&workers, ns);
     let mut peers: Vec<PeerTime> = timed.iter().map(of_worker).collect();
-    let candle = candle.times();
-    for (name, time) in [
-        ("candle AdamW", candle.candle_ns_per_step),
-        ("fusestep through candle", candle.candle_adapter_ns_per_step),
-    ] {
-        peers.push(PeerTime {
-            name: name.to_owned(),
-            version: "0.11".to_owned(),
-            ns_per_step: time,
-            times_ours: time / ns,
-        });
-    }
+    peers.extend(candle.into_iter().flat_map(|candle| of_candle(candle.times(), ns)));
     peers.sort_by(|a, b| a.ns_per_step.total_cmp(&b.ns_per_step));
     let ceiling_ns = plan.traffic_bytes() as f64 / ceiling.best().1;
     let summary = PeerSummary {
         parameters: params.len(),
         elements: plan.elements(),
         optimizer: rule.name(),
+        state_dtype: request.state_dtype,
         simd: backend.level().name(),
         threads: backend.pool().threads(),
         ns_per_step: ns,
@@ -175,6 +172,20 @@ pub(crate) fn run(
         absent,
     };
     shown(args, &summary, &plan)
+}
+
+/// candle's time and that of ours in its place, beside ours.
+fn of_candle(times: CandleTimes, our_ns: f64) -> [PeerTime; 2] {
+    let timed = |name: &str, ns_per_step: f64| PeerTime {
+        name: name.to_owned(),
+        version: "0.11".to_owned(),
+        ns_per_step,
+        times_ours: ns_per_step / our_ns,
+    };
+    [
+        timed("candle AdamW", times.candle_ns_per_step),
+        timed("fusestep through candle", times.candle_adapter_ns_per_step),
+    ]
 }
 
 /// Prints the times, and writes the page and the picture that were asked for.
@@ -190,8 +201,14 @@ fn shown(args: &BenchArgs, summary: &PeerSummary, plan: &Plan) -> anyhow::Result
     show(args.json, summary)
 }
 
-/// The rule, if it and the other flags make a step that every peer can make.
-pub(crate) fn plain_adamw(args: &BenchArgs, rule: Optimizer, flag: &str) -> anyhow::Result<Adam> {
+/// The rule, if it and the other flags make a step that every peer can make. Settings of the names
+/// `beside` are the peers', too.
+pub(crate) fn plain_adamw(
+    args: &BenchArgs,
+    rule: Optimizer,
+    flag: &str,
+    beside: &[&str],
+) -> anyhow::Result<Adam> {
     let adamw = match rule {
         Optimizer::Adam(adam) if rule.name() == "adamw" => adam,
         _ => bail!("{flag}: expected --optimizer adamw, found {}; leave {flag} out", rule.name()),
@@ -201,7 +218,7 @@ pub(crate) fn plain_adamw(args: &BenchArgs, rule: Optimizer, flag: &str) -> anyh
         ("--maximize", adamw.objective == Objective::Maximize),
     ];
     let of_rule = of_rule.iter().find(|(_, is_asked)| *is_asked).map(|(flag, _)| flag.to_string());
-    let asked = args.settings.changed_beyond(&[Section::Launches]);
+    let asked = args.settings.changed_beyond(&[Section::Launches], beside);
     match of_rule.or(asked) {
         Some(asked) => bail!("{flag}: expected a plain step, found {asked}; leave it out"),
         None => Ok(adamw),
@@ -209,8 +226,14 @@ pub(crate) fn plain_adamw(args: &BenchArgs, rule: Optimizer, flag: &str) -> anyh
 }
 
 /// The request that all peers are sent.
-fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::Result<Request> {
-    let adamw = plain_adamw(args, rule, "--peers")?;
+fn request(
+    args: &BenchArgs,
+    options: &StepOptions,
+    params: &[ParamDesc],
+) -> anyhow::Result<Request> {
+    let state = options.precision.state;
+    let beside: &[&str] = if state == StateDType::Int8 { &["state_dtype"] } else { &[] };
+    let adamw = plain_adamw(args, options.rule, "--peers", beside)?;
     for param in params {
         ensure!(
             param.dtype == DType::F32,
@@ -224,6 +247,7 @@ fn request(args: &BenchArgs, rule: Optimizer, params: &[ParamDesc]) -> anyhow::R
     Ok(Request {
         params: params.iter().map(shaped).collect(),
         threads: args.threads()?.get(),
+        state_dtype: state.name(),
         lr: adamw.lr,
         beta1: adamw.beta1,
         beta2: adamw.beta2,
@@ -265,10 +289,11 @@ impl fmt::Display for PeerSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{} on {}, {} elements of f32; {}, {}",
+            "{} on {}, {} elements of {}; {}, {}",
             self.optimizer,
             counted(self.parameters as u64, "parameter"),
             grouped(self.elements),
+            self.kept(),
             counted(self.threads as u64, "thread"),
             self.simd
         )?;
@@ -287,6 +312,15 @@ impl fmt::Display for PeerSummary {
 }
 
 impl PeerSummary {
+    /// Type of the parameters, and that of their state where it is another.
+    fn kept(&self) -> String {
+        let wide = StateDType::Compute.name();
+        if self.state_dtype == wide {
+            return wide.to_owned();
+        }
+        format!("{wide}, state in {}", self.state_dtype)
+    }
+
     /// Name, nanoseconds and a note for each time.
     fn rows(&self) -> Vec<(String, f64, String)> {
         let share = format!("{:.2} of the memory bandwidth", self.share_of_ceiling);
@@ -312,6 +346,7 @@ mod tests {
         Request {
             params: Vec::new(),
             threads: 1,
+            state_dtype: "f32",
             lr: 0.001,
             beta1: 0.9,
             beta2: 0.999,

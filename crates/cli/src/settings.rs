@@ -205,11 +205,12 @@ impl<S: Subcommand> Settings<S> {
     }
 
     /// The flag of the first setting that differs from its default, of those beyond these parts of
-    /// the table.
-    pub(crate) fn changed_beyond(&self, sections: &[Section]) -> Option<String> {
+    /// the table and beyond those of these names.
+    pub(crate) fn changed_beyond(&self, sections: &[Section], names: &[&str]) -> Option<String> {
         let changed = self.given.changed().unwrap_or_default();
-        let beyond = changed.iter().find(|changed| !sections.contains(&changed.section));
-        beyond.map(|changed| flag_of(changed.name))
+        let mut beyond = changed.iter().filter(|changed| !sections.contains(&changed.section));
+        let other = beyond.find(|changed| !names.contains(&changed.name));
+        other.map(|changed| flag_of(changed.name))
     }
 
     /// Whether a setting asks for the step of many ranks.

@@ -153,7 +153,7 @@ fn compares(args: &TrainArgs, plan: &Plan) -> bool {
     plan.topology().world == 1
         && plan.micro_steps() == 1
         && args.dtype == DType::F32
-        && args.settings.changed_beyond(&SAME_WORK).is_none()
+        && args.settings.changed_beyond(&SAME_WORK, &[]).is_none()
 }
 
 /// Says what will be trained and how, and how many micro-steps the last update of an epoch has,

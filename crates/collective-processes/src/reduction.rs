@@ -11,7 +11,6 @@ use fusestep_collective::{
     Begun, Blocks, Buffers, Call, CollectiveError, Column, OnShared, RankMemory, Receivers,
     ReduceOp, ReduceUpdate, Sharing, common,
 };
-use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
 use crate::card::Cards;
@@ -159,8 +158,10 @@ impl OnShared for Processes {
             copies.push(copy);
         }
         let rank = self.group.rank;
-        let block = |dtype: DType| blocks.of_bytes(rank, dtype.len_bytes());
-        let grad_block = if call.grads.is_empty() { 0..0 } else { block(call.grad_dtype) };
+        let grad_block = match call.grads {
+            [] => 0..0,
+            _ => blocks.of_bytes(rank, call.grad_dtype.len_bytes()),
+        };
         let Self { group, place, .. } = self;
         let ranks = place.ranks.clone();
         let met = group.round(place, &task, 0, |cards| {
@@ -173,7 +174,7 @@ impl OnShared for Processes {
                 unsafe { std::slice::from_raw_parts(address, grad_block.len()) }
             });
             let replicas = call.replicas.iter().enumerate().map(|(index, replica)| {
-                let block = block(replica.dtype);
+                let block = replica.block(blocks, rank);
                 let ranks = (0..cards.parties()).map(|party| {
                     let offset = cards.replica(party, index) + block.start as u64;
                     let address = segment.address(offset, block.len());

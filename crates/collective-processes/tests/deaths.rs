@@ -120,7 +120,7 @@ fn update(comm: &mut ProcessCommunicator, at_work: impl Fn()) -> Result<(), Coll
     let call = ReduceUpdate {
         grad_dtype: DType::F32,
         grads,
-        replicas: Replicas::from_iter([Replica { dtype: DType::F32, bytes: params }]),
+        replicas: Replicas::from_iter([Replica { dtype: DType::F32, elements: 1, bytes: params }]),
         counts: &counts,
     };
     comm.reduce_update(call, &mut |_| at_work())

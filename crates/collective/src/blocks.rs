@@ -40,6 +40,14 @@ impl Blocks<'_> {
         block.start * element_bytes..block.end * element_bytes
     }
 
+    /// Bytes of block `rank` of a list in which so many elements share an entry of `entry_bytes`.
+    /// Blocks begin with an entry.
+    pub fn of_entries(&self, rank: usize, elements: usize, entry_bytes: usize) -> Range<usize> {
+        let block = self.of(rank);
+        let [start, end] = [block.start, block.end].map(|at| at.div_ceil(elements.max(1)));
+        start * entry_bytes..end * entry_bytes
+    }
+
     /// [`of_bytes`](Self::of_bytes) of every rank.
     pub fn all_bytes(&self, element_bytes: usize) -> OfRanks<Range<usize>> {
         (0..self.world_size).map(|rank| self.of_bytes(rank, element_bytes)).collect()

@@ -178,6 +178,7 @@ pub trait Communicator: Send {
     ///     grads: &grads,
     ///     replicas: Replicas::from_iter([Replica {
     ///         dtype: DType::U8,
+    ///         elements: 1,
     ///         bytes: &mut params,
     ///     }]),
     ///     counts: &[3, 1],

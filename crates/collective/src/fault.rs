@@ -138,10 +138,8 @@ impl<C: Communicator> Communicator for Faulty<C> {
             let byte = byte % grads.len();
             grads[byte] ^= 1;
         }
-        let shorter = call
-            .replicas
-            .into_iter()
-            .map(|replica| Replica { dtype: replica.dtype, bytes: replica.bytes });
+        // Of lifetimes as short as that of these gradients.
+        let shorter = call.replicas.into_iter().map(|replica| Replica { ..replica });
         let call = ReduceUpdate {
             grad_dtype: call.grad_dtype,
             grads: &grads,

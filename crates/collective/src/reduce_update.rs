@@ -1,6 +1,8 @@
 //! Gradients and replicas of all ranks in one place, so that each rank updates its block
 //! everywhere.
 
+use std::ops::Range;
+
 use fusestep_tensor::DType;
 use smallvec::SmallVec;
 
@@ -28,10 +30,20 @@ pub struct ReduceUpdate<'a> {
 /// One rank's replica of a list that all ranks keep alike.
 #[derive(Debug)]
 pub struct Replica<'a> {
-    /// Type of the replica's elements.
+    /// Type of the replica's entries.
     pub dtype: DType,
-    /// The replica's bytes, with as many elements as there are gradients.
+    /// Elements that share an entry: 1, or those of a group in a list of units. Blocks begin with
+    /// an entry.
+    pub elements: usize,
+    /// The replica's bytes, with an entry for every so many gradients; the last may be of fewer.
     pub bytes: &'a mut [u8],
+}
+
+impl Replica<'_> {
+    /// The bytes of a rank's block.
+    pub fn block(&self, blocks: Blocks<'_>, rank: usize) -> Range<usize> {
+        blocks.of_entries(rank, self.elements, self.dtype.len_bytes())
+    }
 }
 
 /// The replicas of one rank, in an order that is the same on all ranks.
@@ -81,8 +93,15 @@ impl<'a> ReduceUpdate<'a> {
             )));
         }
         for replica in self.replicas.iter() {
-            let expected = numel * replica.dtype.len_bytes();
+            let entries = numel.div_ceil(replica.elements.max(1));
+            let expected = entries * replica.dtype.len_bytes();
             expect("bytes of a replica", expected, replica.bytes.len())?;
+            let mut start = 0;
+            for count in self.counts {
+                let beside = if start < numel { start % replica.elements.max(1) } else { 0 };
+                expect("elements of a block before its first entry", 0, beside)?;
+                start += count;
+            }
         }
         Ok(Blocks { numel, world_size, counts: Some(self.counts) })
     }
@@ -101,7 +120,9 @@ impl<'a> ReduceUpdate<'a> {
             fingerprint.counts_hash = hash(&[fingerprint.counts_hash as usize]);
         }
         for replica in self.replicas.iter() {
-            let mixed = [fingerprint.counts_hash as usize, replica.dtype as usize];
+            // Of most lists as it was before some had entries for several elements.
+            let entry = replica.dtype as usize + 64 * (replica.elements - 1);
+            let mixed = [fingerprint.counts_hash as usize, entry];
             fingerprint.counts_hash = hash(&mixed);
         }
         fingerprint

@@ -73,6 +73,7 @@ impl Rank {
             grads,
             replicas: fusestep_collective::Replicas::from_iter([Replica {
                 dtype: DType::F32,
+                elements: 1,
                 bytes: params,
             }]),
             counts: &[ELEMENTS / RANKS; RANKS],

@@ -116,6 +116,7 @@ impl Case {
             grads: &grads.bytes()[LEAD * storage.width(grad)..],
             replicas: fusestep_collective::Replicas::from_iter([Replica {
                 dtype: storage.kernel.lists()[param].dtype,
+                elements: 1,
                 bytes: &mut params.bytes_mut()[LEAD * storage.width(param)..],
             }]),
             counts: &self.counts,

@@ -8,7 +8,9 @@ mod slices;
 
 pub use coded::CodedAdamTensors;
 pub use fusestep_elementwise::StepError;
-pub use fusestep_elementwise::coded::{CodedState, ParamSlices, units_of};
+pub use fusestep_elementwise::coded::{
+    CodedError, CodedState, Coding, Dither, ParamSlices, decode, encode, units_of,
+};
 pub use fusestep_elementwise::mixed::{
     BiasCorrection, Floats, FloatsMut, MixedStep, StateMut, square_sums,
 };

@@ -26,8 +26,8 @@ pub(crate) fn dtype_of(name: &str) -> PyResult<DType> {
         "bfloat16" => Ok(DType::BF16),
         // The remainders of bfloat16 parameters, which no kernel takes as parameters.
         "int16" => Ok(DType::U16),
-        // Codes of state, likewise.
-        "uint8" => Ok(DType::U8),
+        // Codes of state, likewise, and remainders of a byte, which is signed.
+        "uint8" | "int8" => Ok(DType::U8),
         other => Err(pyo3::exceptions::PyTypeError::new_err(format!(
             "expected float32, float64, float16 or bfloat16, found {other}"
         ))),

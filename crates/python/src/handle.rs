@@ -42,7 +42,7 @@ struct Interface {
     /// Memory of the tensors that are stepped.
     own: Memory,
     strided: c_int,
-    dtypes: [(c_int, DType); 6],
+    dtypes: [(c_int, DType); 7],
     /// Keeps the functions loaded.
     _library: Library,
 }
@@ -106,6 +106,8 @@ impl Interface {
                     (code("aoti_torch_dtype_int16")?, DType::U16),
                     // Codes of state.
                     (code("aoti_torch_dtype_uint8")?, DType::U8),
+                    // Remainders of a byte, which is signed.
+                    (code("aoti_torch_dtype_int8")?, DType::U8),
                 ],
                 _library: library,
             })

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod ahead;
+mod codes;
 mod collect;
 mod cores;
 #[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
@@ -107,6 +108,7 @@ fn _fusestep(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(state_lists, module)?)?;
     module.add_function(wrap_pyfunction!(settings::settings, module)?)?;
     module.add_function(wrap_pyfunction!(settings::check_settings, module)?)?;
+    module.add_class::<codes::Codes>()?;
     module.add_class::<lists::Lists>()?;
     module.add_class::<ranks::Ranks>()?;
     module.add_class::<snapshot::Snapshot>()?;

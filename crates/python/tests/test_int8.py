@@ -22,6 +22,8 @@ RULES = {
     "Adagrad": {"initial_accumulator_value": 0.1},
     "SGD": {"momentum": 0.9},
     "Lion": {},
+    "Lars": {},
+    "Lamb": {},
 }
 
 
@@ -41,7 +43,8 @@ def go_on(optimizer, named, steps):
 
 def made(rule="AdamW", named=None, **settings):
     named = parameters() if named is None else named
-    settings = {"lr": 1e-3, "state_dtype": "int8", **RULES.get(rule, {}), **settings}
+    kept = {} if "precision" in settings else {"state_dtype": "int8"}
+    settings = {"lr": 1e-3, **kept, **RULES.get(rule, {}), **settings}
     return named, getattr(fusestep.torch, rule)(list(named.items()), **settings)
 
 
@@ -110,6 +113,128 @@ def test_a_state_dict_of_another_kind_of_state_is_refused_by_name():
     assert all(torch.equal(named[name], before[name]) for name in SHAPES)
 
 
+def read(name, codes, units):
+    """What codes stand for, by the definition of the format."""
+    codes = codes.flatten().to(torch.int64)
+    unit = units.repeat_interleave(32)[: codes.numel()]
+    if name in ("exp_avg", "momentum_buffer"):
+        at = codes & 127
+        steps = torch.maximum(torch.maximum(at, 2 * at - 64), 4 * at - 256).float() * 2.0**-19
+        return torch.where(codes > 127, -steps, steps) * unit
+    root = codes.float() * unit
+    return root if name == "exp_inf" else root * root
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_state_dict_has_float32_on_request_and_goes_back(rule):
+    named, optimizer = trained(rule)
+    kept, saved = optimizer.state_dict(), optimizer.state_dict(state_dtype=torch.float32)
+    for index, tensor in enumerate(named.values()):
+        own, wide = kept["state"][index], saved["state"][index]
+        assert not any(key.endswith("_units") for key in wide)
+        for key in wide.keys() - {"step", "mu_product"}:
+            assert (wide[key].dtype, wide[key].shape) == (torch.float32, tensor.shape), key
+            if own[key].dtype == torch.uint8:
+                expected = read(key, own[key], own[key + "_units"])
+                assert torch.equal(wide[key].flatten(), expected), key
+    # The optimizer keeps what it had, and others take what it told.
+    assert optimizer.state[named["embedding"]].keys() == kept["state"][0].keys() - {"mu_product"}
+    floats = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in named.items()}
+    _, other = made(rule, floats, state_dtype=None)
+    other.load_state_dict(saved)
+    _, again = made(rule, {n: torch.nn.Parameter(t.detach().clone()) for n, t in named.items()})
+    again.load_state_dict(saved, any_state_dtype=True)
+    for index in range(len(SHAPES)):
+        one, two = kept["state"][index], again.state_dict()["state"][index]
+        for key in one:
+            if one[key].dtype == torch.uint8:
+                # Coded once more, a unit moves by a rounding at most.
+                ends = [read(key, at[key], at[key + "_units"]) for at in (one, two)]
+                assert torch.allclose(*ends, rtol=1e-6, atol=0), key
+            elif not key.endswith("_units"):
+                assert torch.equal(one[key], two[key]), key
+    go_on(other, floats, range(3, 5))
+    go_on(optimizer, named, range(3, 5))
+    for name in SHAPES:
+        assert torch.allclose(floats[name], named[name], atol=5e-3), name
+
+
+def test_pytorch_goes_on_from_float32_and_its_state_goes_into_int8():
+    named, optimizer = trained("AdamW")
+    theirs = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in named.items()}
+    adamw = torch.optim.AdamW(list(theirs.values()), lr=1e-3)
+    adamw.load_state_dict(optimizer.state_dict(state_dtype="f32"))
+    go_on(adamw, theirs, range(3, 5))
+    ours = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in theirs.items()}
+    _, other = made(named=ours)
+    other.load_state_dict(adamw.state_dict(), any_state_dtype=True)
+    for name, tensor in ours.items():
+        own, their = other.state[tensor], adamw.state[theirs[name]]
+        assert float(own["step"]) == 5.0
+        if tensor.numel() < 4096:
+            assert torch.equal(own["exp_avg"], their["exp_avg"])
+            continue
+        value = read("exp_avg", own["exp_avg"], own["exp_avg_units"])
+        apart = (value - their["exp_avg"].flatten()).abs()
+        # Half a step of the upper third of the largest.
+        most = own["exp_avg_units"].repeat_interleave(32)[: apart.numel()] * (252 * 2.0**-19)
+        assert bool((apart <= most * (2.001 / 252)).all())
+    go_on(other, ours, range(5, 6))
+    floats = made(state_dtype=None)[1]
+    floats.load_state_dict(other.state_dict(), any_state_dtype=True)
+    wide = other.state_dict(state_dtype=torch.float32)["state"][0]
+    assert torch.equal(floats.state_dict()["state"][0]["exp_avg_sq"], wide["exp_avg_sq"])
+
+
+def test_remainders_follow_the_type_of_state():
+    named, optimizer = made(named=parameters(torch.bfloat16), precision="remainder8")
+    go_on(optimizer, named, range(3))
+    saved = optimizer.state_dict(state_dtype=torch.float32)
+    byte = optimizer.state[named["matrix"]]["remainder"]
+    assert torch.equal(saved["state"][1]["remainder"], byte.to(torch.int16) * 256)
+    copies = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in named.items()}
+    _, wide = made(named=copies, state_dtype=None, master_weights="remainder")
+    wide.load_state_dict(saved)
+    others = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in named.items()}
+    _, again = made(named=others, precision="remainder8")
+    again.load_state_dict(wide.state_dict(), any_state_dtype=True)
+    assert torch.equal(again.state[others["matrix"]]["remainder"], byte)
+    go_on(wide, copies, range(3, 4))
+    with pytest.raises(ValueError, match="remainder of `embedding`: .* lower 8 are 0, found"):
+        again.load_state_dict(wide.state_dict(), any_state_dtype=True)
+    assert torch.equal(again.state[others["matrix"]]["remainder"], byte)
+
+
+def test_values_that_have_no_codes_are_refused_by_name():
+    _, floats = trained(state_dtype=None)
+    named, optimizer = trained()
+    before = copy.deepcopy(optimizer.state_dict())
+    for key, value, expected in (
+        ("exp_avg", float("nan"), "finite values, because 32 elements .*, found nan at element 7"),
+        ("exp_avg_sq", -1.0, "finite values of at least 0, .*, found -1.0 at element 7"),
+    ):
+        saved = copy.deepcopy(floats.state_dict())
+        saved["state"][0][key].view(-1)[7] = value
+        with pytest.raises(ValueError, match=f"{key} of `embedding`: expected {expected}"):
+            optimizer.load_state_dict(saved, any_state_dtype=True)
+    saved = copy.deepcopy(floats.state_dict())
+    saved["state"][1]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="exp_avg of `matrix`: .*torch.uint8"):
+        optimizer.load_state_dict(saved, any_state_dtype=True)
+    saved = copy.deepcopy(before)
+    saved["state"][0]["exp_avg_units"] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"exp_avg_units of `embed.* \(1024,\) beside"):
+        floats.load_state_dict(saved, any_state_dtype=True)
+    saved = copy.deepcopy(before)
+    saved["state"][0]["exp_avg_units"][3] = -1.0
+    with pytest.raises(ValueError, match="exp_avg_units of `embedding`: expected units of"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match="state_dtype: expected torch.float32, or None"):
+        optimizer.state_dict(state_dtype=torch.bfloat16)
+    for index, own in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(own[key], before["state"][index][key]) for key in own)
+
+
 def test_names_that_are_kept_have_state_of_float32():
     named, optimizer = trained(keep_f32=["embed"])
     assert optimizer.state[named["embedding"]]["exp_avg"].dtype == torch.float32
@@ -120,7 +245,10 @@ def test_names_that_are_kept_have_state_of_float32():
         made(state_dtype=None, keep_f32=["embed"])
 
 
-@pytest.mark.parametrize("beside", [{}, {"master_weights": True}, {"master_weights": "remainder"}])
+BESIDE = [{}, *({"master_weights": kind} for kind in (True, "remainder", "remainder8"))]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
 def test_parameters_of_bfloat16_have_codes_beside_whatever_else_they_have(beside):
     named = parameters(torch.bfloat16)
     _, optimizer = made(named=named, **beside)
@@ -129,7 +257,10 @@ def test_parameters_of_bfloat16_have_codes_beside_whatever_else_they_have(beside
     assert own["exp_avg"].dtype == torch.uint8 and own["exp_avg_sq_units"].dtype == torch.float32
     others = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in named.items()}
     _, other = made(named=others, **beside)
-    other.load_state_dict(optimizer.state_dict())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file))
     for pair in ((optimizer, named), (other, others)):
         go_on(*pair, range(3, 5))
     assert same_bits(list(named.values()), list(others.values()))
@@ -145,14 +276,100 @@ def test_what_has_no_codes_is_refused_by_name(dtype):
     assert all(torch.equal(named[name], before[name]) for name in SHAPES)
 
 
-def test_remainders_of_8_bits_are_refused_by_name():
-    with pytest.raises(ValueError, match="master_weights: expected none, f32 or remainder"):
-        made(named=parameters(torch.bfloat16), master_weights="remainder8")
+class Lent(torch.nn.Module):
+    """The parameters as a model, whose gradients are given by a backward pass."""
+
+    def __init__(self, named):
+        super().__init__()
+        for name, tensor in named.items():
+            self.register_parameter(name, tensor)
+
+    def go_on(self, optimizer, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            optimizer.zero_grad()
+            total = torch.zeros(())
+            for tensor in self.parameters():
+                grad = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+                total = total + (tensor * grad).sum().float()
+            total.backward()
+            optimizer.step()
 
 
-@pytest.mark.parametrize("rule", ["ScheduleFreeAdamW", "Lars", "Lamb"])
-def test_rules_without_codes_are_refused_by_name(rule):
-    named, optimizer = made(rule)
+@pytest.mark.parametrize("rule", ["AdamW", "Lion", "SGD"])
+def test_a_remainder_of_8_bits_has_the_bits_of_the_plan_that_keeps_all_tensors(rule, monkeypatch):
+    """Beside PyTorch's tensors as in memory of the plan, where `DataParallel` has them."""
+    monkeypatch.setenv("FUSESTEP_ALONE", "1")
+    named, optimizer = made(rule, parameters(torch.bfloat16), master_weights="remainder8")
+    go_on(optimizer, named, range(8))
+    model = Lent(parameters(torch.bfloat16))
+    named_too = dict(model.named_parameters())
+    _, other = made(rule, named_too, master_weights="remainder8")
+    parallel = fusestep.torch.DataParallel(model, other)
+    model.go_on(other, range(8))
+    assert same_bits(list(named.values()), list(named_too.values()))
+    parallel.close()
+    # It holds what a parameter alone would lose.
+    plain, alone = made(rule, parameters(torch.bfloat16))
+    go_on(alone, plain, range(8))
+    assert not same_bits(list(named.values()), list(plain.values()))
+
+
+def test_a_remainder_is_of_8_bits_where_state_is_in_codes_and_else_of_16():
+    named, optimizer = made(named=parameters(torch.bfloat16), precision="remainder8")
+    go_on(optimizer, named, range(3))
+    for tensor in named.values():
+        own, coded = optimizer.state[tensor], tensor.numel() >= 4096
+        dtype = torch.int8 if coded else torch.int16
+        assert (own["remainder"].dtype, own["remainder"].shape) == (dtype, tensor.shape)
+        assert bool(own["remainder"].any())
+        if coded:
+            # 5.25 bytes an element: parameter, remainder, codes and units.
+            each = [value.element_size() * value.numel() for k, value in own.items() if k != "step"]
+            units = -(-tensor.numel() // 32)
+            assert sum(each) == 3 * tensor.numel() + 8 * units
+    plan = optimizer.plan()
+    assert "and remainders in 16 bits, of 2 tensors of fewer than" in plan
+    assert "none is left in int8" not in plan
+    # A write begins the remainder anew, as that of 16 bits.
+    with torch.no_grad():
+        named["matrix"].fill_(2.0)
+    for tensor in named.values():
+        tensor.grad = torch.zeros_like(tensor)
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    optimizer.step()
+    assert bool((named["matrix"] == 2.0).all())
+    assert not optimizer.state[named["matrix"]]["remainder"].any()
+    assert optimizer.state[named["embedding"]]["remainder"].any()
+
+
+def test_remainders_of_8_bits_take_state_in_int8():
+    for settings in ({"state_dtype": None}, {"state_dtype": "bf16"}):
+        with pytest.raises(ValueError, match="expected none, f32 or remainder, unless .* int8"):
+            made(named=parameters(torch.bfloat16), master_weights="remainder8", **settings)
+    with pytest.raises(ValueError, match="float16.*found `remainder8`"):
+        fusestep.torch.AdamW(parameters(torch.float16).values(), precision="remainder8")
+
+
+def test_remainders_of_another_length_are_refused_by_name():
+    narrow, byte = (parameters(torch.bfloat16) for _ in range(2))
+    _, wide = made(named=narrow, master_weights="remainder")
+    _, coded = made(named=byte, master_weights="remainder8")
+    _, plain = made(named=parameters(torch.bfloat16))
+    for optimizer, named in ((wide, narrow), (coded, byte)):
+        go_on(optimizer, named, range(1))
+    expected = "remainder of `embedding`: expected one of torch.int8, found one of torch.int16"
+    with pytest.raises(ValueError, match=f"{expected}; .*, remainder here"):
+        coded.load_state_dict(wide.state_dict())
+    expected = "remainder of `embedding`: expected one of torch.int16, found one of torch.int8"
+    with pytest.raises(ValueError, match=f"{expected}; .*, remainder8 here"):
+        wide.load_state_dict(coded.state_dict())
+    with pytest.raises(ValueError, match="remainder of `embedding`: expected none.*'remainder8'"):
+        plain.load_state_dict(coded.state_dict())
+
+
+def test_rules_without_codes_are_refused_by_name():
+    named, optimizer = made("ScheduleFreeAdamW")
     with pytest.raises((ValueError, RuntimeError), match="expected f32 or bf16, .*int8"):
         go_on(optimizer, named, range(1))
 

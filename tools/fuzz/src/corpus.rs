@@ -75,14 +75,30 @@ pub(crate) fn write(root: &Path) -> Result<()> {
     // A path to a folder may have any number of these, and no message repeats them.
     let slashes = "/".repeat(5_000);
     put("journal", "slashes", pointer().replace("/.fusestep-p.journal", &slashes).as_bytes())?;
+    for (name, input) in changes_of_codes() {
+        put("codes", name, &input)?;
+    }
     let mut rng = ChaCha8Rng::seed_from_u64(1);
-    for target in ["plan", "packing"] {
+    for target in ["plan", "packing", "codes"] {
         for (at, length) in [40, 200, 1_000].into_iter().enumerate() {
             let bytes: Vec<u8> = (0..length).map(|_| rng.random()).collect();
             put(target, &at.to_string(), &bytes)?;
         }
     }
     Ok(())
+}
+
+/// Inputs of target `codes`: the run by the first byte, and changes: each a list, what is done to
+/// it, where, and to what.
+fn changes_of_codes() -> [(&'static str, Vec<u8>); 5] {
+    let [first, second, third] = [0, 1, 3].map(|list| [8, list, 0, 0, 0, 0, 0, 0, 0]);
+    [
+        ("unchanged", vec![0]),
+        ("unchanged_bf16", vec![3]),
+        ("code", [&[1][..], &first, &[0], &first, &[200]].concat()),
+        ("no_root", [&[0][..], &second, &[1, 0]].concat()),
+        ("negative_unit", [&[0][..], &third, &[2, 3], &first].concat()),
+    ]
 }
 
 /// The state of a model of target `state` after a step.

@@ -8,6 +8,7 @@ mod corpus;
 mod inputs;
 mod mutate;
 mod targets {
+    pub(crate) mod codes;
     pub(crate) mod journal;
     pub(crate) mod manifest;
     pub(crate) mod mark;
@@ -45,7 +46,7 @@ const MOST_CHARS: usize = 4_000;
 type Target = fn(&[u8]) -> Outcome;
 
 /// The targets by name.
-const TARGETS: [(&str, Target); 9] = [
+const TARGETS: [(&str, Target); 10] = [
     ("tensor_file", targets::tensor_file::run),
     ("shapes", targets::shapes::run),
     ("manifest", targets::manifest::run),
@@ -53,6 +54,7 @@ const TARGETS: [(&str, Target); 9] = [
     ("shards", targets::shards::run),
     ("journal", targets::journal::run),
     ("state", targets::state::run),
+    ("codes", targets::codes::run),
     ("plan", targets::plan::run),
     ("packing", targets::packing::run),
 ];
@@ -197,6 +199,9 @@ mod tests {
             ("state", "lamb_f16", "loaded"),
             ("state", "lars", "loaded"),
             ("state", "old", "loaded"),
+            ("codes", "unchanged", "loaded\nloaded"),
+            ("codes", "code", "loaded\nloaded"),
+            ("codes", "unchanged_bf16", "loaded\nloaded"),
         ] {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
             let input = fs::read(folder.join(target).join(file)).unwrap();

@@ -16,8 +16,18 @@ const SECONDS: u64 = 60;
 const MEMORY_KIB: u64 = 4 << 20;
 
 /// The targets, a slow one and a fast one by turns.
-const TARGETS: [&str; 9] =
-    ["state", "tensor_file", "plan", "shapes", "packing", "manifest", "mark", "journal", "shards"];
+const TARGETS: [&str; 10] = [
+    "state",
+    "tensor_file",
+    "plan",
+    "shapes",
+    "packing",
+    "manifest",
+    "mark",
+    "journal",
+    "shards",
+    "codes",
+];
 
 /// Targets that run at a time.
 const AT_A_TIME: usize = 2;

@@ -128,10 +128,11 @@ pub(crate) enum Peer {
 /// Flags of `bench` on peers.
 #[derive(Debug, Args)]
 pub(crate) struct PeerArgs {
-    /// Time AdamW beside PyTorch, DeepSpeed, candle and burn, as far as this machine has them
+    /// Time AdamW beside PyTorch, DeepSpeed, candle and burn, as far as this machine has them; with
+    /// --state-dtype int8 beside bitsandbytes, torchao and PyTorch
     #[arg(long, conflicts_with_all = ["peer", "collective"])]
     pub(crate) peers: bool,
-    /// The Python in which PyTorch and DeepSpeed are looked for
+    /// The Python in which PyTorch and other packages are looked for
     #[arg(long, value_name = "PATH", default_value = "python3", requires = "peers")]
     pub(crate) python: PathBuf,
     /// Write times and plan as a page

@@ -30,11 +30,12 @@ impl Measured {
 /// Table and bars as a part of a page.
 pub(super) fn section(summary: &PeerSummary, measured: &Measured) -> String {
     let mut body = format!(
-        "<p>{} on {} parameters, {} elements of f32; {} threads, {}. The best of all rounds, in \
+        "<p>{} on {} parameters, {} elements of {}; {} threads, {}. The best of all rounds, in \
          turns.</p>\n{}<h2>Numbers</h2>\n<table>\n",
         summary.optimizer,
         summary.parameters,
         grouped(summary.elements),
+        summary.kept(),
         summary.threads,
         summary.simd,
         bars(summary, measured).svg(Place::Page),
@@ -77,8 +78,12 @@ fn bars(summary: &PeerSummary, measured: &Measured) -> Bars<'static> {
         let note = label(summary, at, ns);
         Bar { name, units: ns / summary.ns_per_step, note, side }
     });
+    let state = match summary.state_dtype {
+        "f32" => String::new(),
+        other => format!(", state in {other}"),
+    };
     let title = format!(
-        "{}, {} elements: {}, {} threads, {}",
+        "{}, {} elements{state}: {}, {} threads, {}",
         summary.optimizer,
         grouped(summary.elements),
         measured.processor,
@@ -129,6 +134,7 @@ mod tests {
             parameters: 1,
             elements: 1,
             optimizer: "adamw",
+            state_dtype: "f32",
             simd: "portable",
             threads: 1,
             ns_per_step: 100.0,

@@ -1,7 +1,7 @@
 """Steps of Python's optimizers for `fusestep bench --peers`, which starts this file.
 
-The first line of standard input is the request: names and shapes of parameters in f32, threads and
-AdamW's settings. The answer is one line: what was found, and what was not and why. Each further
+The first line of standard input is the request: names and shapes of parameters in f32, threads, the
+type of state and AdamW's settings. The answer is one line: what was found, and what was not and why. Each further
 line of input is the number of something found; the answer is the time of one step in nanoseconds,
 the steps taken so far, and the first element of the first parameter. End of input ends.
 """
@@ -72,15 +72,45 @@ def deepspeed_peer(name):
     return Peer(name, deepspeed.__version__, make)
 
 
-CANDIDATES = [
-    ("PyTorch AdamW, fused", "pip install torch", lambda n: torch_peer(n, fused=True)),
-    ("PyTorch AdamW, foreach", "pip install torch", lambda n: torch_peer(n, foreach=True)),
-    ("PyTorch AdamW, default", "pip install torch", torch_peer),
-    ("DeepSpeed CPUAdam", "pip install deepspeed", deepspeed_peer),
-]
+def bitsandbytes_peer(name, kind):
+    import bitsandbytes
+    import torch
+
+    torch.set_num_threads(request["threads"])
+    make = getattr(bitsandbytes.optim, kind)
+    return Peer(name, bitsandbytes.__version__, lambda p: make(p, **settings))
+
+
+def torchao_peer(name):
+    import torch
+    import torchao
+    from torchao.optim import AdamW8bit
+
+    torch.set_num_threads(request["threads"])
+    return Peer(name, torchao.__version__, lambda p: AdamW8bit(p, **settings))
+
+
+FUSED = ("PyTorch AdamW, fused", "pip install torch", lambda n: torch_peer(n, fused=True))
+# By the type of state. PyTorch's, which is f32, is the yardstick of both.
+CANDIDATES = {
+    "f32": [
+        FUSED,
+        ("PyTorch AdamW, foreach", "pip install torch", lambda n: torch_peer(n, foreach=True)),
+        ("PyTorch AdamW, default", "pip install torch", torch_peer),
+        ("DeepSpeed CPUAdam", "pip install deepspeed", deepspeed_peer),
+    ],
+    "int8": [
+        ("bitsandbytes AdamW8bit", "pip install bitsandbytes",
+         lambda n: bitsandbytes_peer(n, "AdamW8bit")),
+        ("bitsandbytes Adam8bit", "pip install bitsandbytes",
+         lambda n: bitsandbytes_peer(n, "Adam8bit")),
+        ("torchao AdamW8bit", "pip install torchao, and a C++ compiler", torchao_peer),
+        (FUSED[0] + ", state in f32", *FUSED[1:]),
+    ],
+}
 
 found, absent = [], []
-for name, help_, make in CANDIDATES:
+for name, help_, make in CANDIDATES[request["state_dtype"]]:
     try:
         found.append(make(name))
     except Exception as error:

@@ -26,6 +26,8 @@ const PATIENCE: Duration = Duration::from_secs(300);
 pub(super) struct Request {
     pub(super) params: Vec<Shaped>,
     pub(super) threads: usize,
+    /// Type of the state: `f32`, or `int8` of peers that have state of 8 bits.
+    pub(super) state_dtype: &'static str,
     pub(super) lr: f64,
     pub(super) beta1: f64,
     pub(super) beta2: f64,
@@ -81,7 +83,11 @@ impl Worker {
     ) -> Option<Self> {
         let mut command = Command::new(python);
         command.args(["-c", PYTHON]);
-        let name = format!("PyTorch and DeepSpeed ({})", python.display());
+        let packages = match request.state_dtype {
+            "int8" => "bitsandbytes, torchao and PyTorch",
+            _ => "PyTorch and DeepSpeed",
+        };
+        let name = format!("{packages} ({})", python.display());
         let help = "name a Python with --python";
         Self::start(&mut command, &name, help, request, absent)
     }

@@ -109,3 +109,69 @@ fn what_cannot_be_converted_is_refused_by_name() {
     assert!(error.contains("@base") && error.contains("a list that int8 has codes for"), "{error}");
     assert!(!to.exists());
 }
+
+#[test]
+fn a_state_file_goes_on_in_int8_and_in_f32_again() {
+    let folder = Folder::new();
+    let run = folder.path("run");
+    hash("train --epochs 1", &run, &[]);
+    let model = run.join("step-00000045-a/model.safetensors");
+    let [wide, coded, back] =
+        ["wide", "coded", "back"].map(|name| folder.path(&format!("{name}.safetensors")));
+    let (first, last) = (folder.path("first.safetensors"), folder.path("last.safetensors"));
+    let grads = ["--grads", text(&model), "--out"];
+    let begin = ["step", "--params", text(&model), "--state-out", text(&wide)];
+    ok(&[&begin[..], &grads, &[text(&first)]].concat());
+    let convert = |from: &Path, to: &Path, flags: &[&str]| {
+        let all =
+            ["checkpoint", "convert", text(from), "--params", text(&first), "--out", text(to)];
+        ok(&[&all[..], flags].concat())
+    };
+    let told = convert(&wide, &coded, &["--state-dtype", "int8", "--keep-f32", "layer1"]);
+    assert!(told.contains("4 tensors in other types, for state in int8"), "{told}");
+    let go_on = ["step", "--params", text(&first), "--state", text(&coded)];
+    let go_on = [&go_on[..], &grads, &[text(&last)]].concat();
+    let error = refused(&go_on);
+    assert!(error.contains("layer0.weight@moment1`: expected f32"), "{error}");
+    let int8 = ["--state-dtype", "int8", "--keep-f32", "layer1"];
+    let after = folder.path("after.safetensors");
+    ok(&[&go_on[..], &int8, &["--state-out", text(&after)]].concat());
+    let json = convert(&after, &back, &["--state-dtype", "f32", "--json"]);
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["layer0.weight@moment2"]["dtype"], "f32");
+    assert!(json.get("layer0.weight@moment2_units").is_none() && json.get("x@param").is_none());
+    let go_on = ["step", "--params", text(&last), "--state", text(&back)];
+    ok(&[&go_on[..], &grads, &[text(&first)]].concat());
+}
+
+#[test]
+fn state_files_that_cannot_be_converted_are_refused_by_name() {
+    let folder = Folder::new();
+    let run = folder.path("run");
+    hash("train --epochs 1", &run, &[]);
+    let model = run.join("step-00000045-a/model.safetensors");
+    let [state, out, other] =
+        ["state", "out", "other"].map(|name| folder.path(&format!("{name}.safetensors")));
+    let begin = ["step", "--params", text(&model), "--grads", text(&model)];
+    ok(&[&begin[..], &["--out", text(&out), "--state-out", text(&state)]].concat());
+    let refused = |from: &Path, flags: &[&str]| {
+        let before = std::fs::read(&out).unwrap();
+        let all = ["checkpoint", "convert", text(from), "--state-dtype", "int8", "--out"];
+        let error = refused(&[&all[..], flags].concat());
+        assert!(!other.exists() && std::fs::read(&out).unwrap() == before, "{error}");
+        error
+    };
+    let error = refused(&state, &[text(&other)]);
+    assert!(error.contains("or --params FILE beside a state file"), "{error}");
+    let error = refused(&run, &[text(&other), "--params", text(&model)]);
+    assert!(error.contains("expected a state file, found a checkpoint's folder"), "{error}");
+    let error = refused(&state, &[text(&out), "--params", text(&out)]);
+    assert!(error.contains("--out: expected another file than --params"), "{error}");
+    let error = refused(&state, &[text(&other), "--params", text(&state)]);
+    assert!(error.contains("expected state of the parameters given"), "{error}");
+    let kept = [text(&other), "--params", text(&model), "--keep-f32", "layer9"];
+    let error = refused(&state, &kept);
+    assert!(error.contains("--keep-f32 layer9: expected a part of the name"), "{error}");
+    let error = refused(&model, &[text(&other), "--params", text(&model)]);
+    assert!(error.contains("`format`: expected fusestep-state"), "{error}");
+}

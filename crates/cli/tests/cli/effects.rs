@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use serde_json::Value;
+
 use crate::messages::shapes;
 use crate::{Folder, ok, refused, text};
 
@@ -167,6 +169,36 @@ fn what_peers_do_not_know_is_refused_beside_them() {
             assert!(error.contains("expected a plain step") && error.contains(flags[0]), "{error}");
         }
     }
+}
+
+#[test]
+fn state_in_int8_is_timed_beside_peers_that_have_state_of_8_bits() {
+    let folder = Folder::new();
+    let shapes = folder.path("shapes.json");
+    fs::write(&shapes, r#"{"a":[4100],"b":[3]}"#).unwrap();
+    let bench = ["bench", text(&shapes), "--state-dtype", "int8", "--rounds", "1"];
+    let error = refused(&[&bench[..], &["--peer", "candle"]].concat());
+    assert!(error.contains("expected a plain step, found --state-dtype"), "{error}");
+    let more = ["--peers", "--keep-f32", "a"];
+    let error = refused(&[&bench[..], &more].concat());
+    assert!(error.contains("expected a plain step, found --keep-f32"), "{error}");
+    // Those that this Python has not are named with the way to add them.
+    let json = ok(&[&bench[..], &["--peers", "--json"]].concat());
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["state_dtype"], "int8");
+    let all = ["peers", "absent"].into_iter().flat_map(|key| json[key].as_array().unwrap());
+    let mut names: Vec<_> = all.map(|peer| peer["name"].as_str().unwrap()).collect();
+    names.sort_unstable();
+    let expected = ["AdamW, fused, state in f32", "AdamW8bit", "Adam8bit", "AdamW8bit"];
+    let packages = ["PyTorch", "bitsandbytes", "bitsandbytes", "torchao"];
+    let mut expected: Vec<_> =
+        packages.iter().zip(expected).map(|(a, b)| [*a, b].join(" ")).collect();
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+    let none = ["--peers", "--python", "/no/python"];
+    let told = ok(&[&bench[..], &none].concat());
+    let absent = "bitsandbytes, torchao and PyTorch (/no/python) not timed";
+    assert!(told.contains(absent) && told.contains("of f32, state in int8;"), "{told}");
 }
 
 #[test]

@@ -103,6 +103,7 @@ fn step(comm: &mut dyn Communicator, grads: &[f32], params: &mut [f32], counts: 
         grads: bytemuck::cast_slice(grads),
         replicas: Replicas::from_iter([Replica {
             dtype: f32::DTYPE,
+            elements: 1,
             bytes: bytemuck::cast_slice_mut(params),
         }]),
         counts,

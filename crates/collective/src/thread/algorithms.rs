@@ -165,8 +165,7 @@ impl OnShared for Threads {
         let ranks = 0..self.ends.len();
         let mut ends: SmallVec<[usize; 64]> = SmallVec::new();
         for replica in call.replicas.iter() {
-            let width = replica.dtype.len_bytes();
-            ends.extend(ranks.clone().map(|rank| blocks.of_bytes(rank, width).end));
+            ends.extend(ranks.clone().map(|rank| replica.block(blocks, rank).end));
         }
         let mut bytes = call.replicas.into_iter().map(|replica| replica.bytes);
         let replicas = std::array::from_fn(|_| bytes.next().unwrap_or_default());

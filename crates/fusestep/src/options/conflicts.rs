@@ -19,10 +19,6 @@ pub(super) const GROUPS: &[Conflict] =
 pub(super) const ROUNDED: &[Conflict] =
     &[int8("codes are dithered, and parameters beside them are rounded to nearest")];
 
-/// Conflicts of averaged state.
-pub(super) const AVERAGED_STATE: &[Conflict] =
-    &[int8("means of codes are no codes of means; average parameters alone")];
-
 /// Conflicts of slices of ranks' own.
 pub(super) const SLICES: &[Conflict] =
     &[int8("ranks do not cut their slices between groups of 32 elements")];

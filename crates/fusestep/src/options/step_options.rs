@@ -10,7 +10,7 @@ use fusestep_simd::MAX_THREADS;
 use fusestep_tensor::Trust;
 
 use super::OptionError;
-use super::conflicts::{AVERAGED_STATE, GROUPS, ROUNDED_BY_RANK, SENDS_NONE, SLICES, sent_as};
+use super::conflicts::{GROUPS, ROUNDED_BY_RANK, SENDS_NONE, SLICES, sent_as};
 use super::of_params::{OfParams, OwnRule, PrecisionOf};
 use super::of_precision::of_precision;
 use super::row::{About, Conflict, Field, ListField, Need, Rows, Section, Visit};
@@ -444,8 +444,7 @@ fn of_averages(rows: &mut Rows<'_>, of: Averages<'_>) -> Result<(), OptionError>
     rows.count_or_none("local_sgd", of.local_sgd, 1..=u64::MAX, about.conflicts(LOCAL))?;
     let about = About::of_ranks("Steps at the start that each average.");
     rows.count("local_sgd_begin", of.local_sgd_begin, 0..=u64::MAX, about.needs(AVERAGED))?;
-    let about = About::of_ranks("Tensors that are averaged.");
-    let about = about.needs(AVERAGED).conflicts(AVERAGED_STATE);
+    let about = About::of_ranks("Tensors that are averaged.").needs(AVERAGED);
     rows.choice("local_sgd_averaged", of.local_sgd_averaged, about)?;
     let about = About::of_ranks("Whether the number of steps between averages follows the loss.");
     rows.choice("local_sgd_interval", of.local_sgd_interval, about.needs(AVERAGED))

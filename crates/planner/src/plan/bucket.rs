@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use fusestep_launch::Stride;
 use serde::Serialize;
 
 /// Segment of the gradient arena: consecutive whole tensors whose gradients share one allocation.
@@ -45,6 +46,11 @@ impl Bucket {
     pub(crate) fn place(&self, first: u64, width: usize) -> Range<usize> {
         let at = |element: u64| (element - first) as usize * width;
         at(self.elements.start)..at(self.elements.end)
+    }
+
+    /// The bucket's bytes in a list of the whole storage.
+    pub(crate) fn place_in(&self, stride: Stride) -> Range<usize> {
+        stride.place(self.elements.start as usize..self.elements.end as usize)
     }
 
     /// The elements of the storage that a rank of the shard group updates, if updates are shared

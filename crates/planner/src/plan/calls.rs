@@ -2,7 +2,7 @@
 
 use fusestep_collective::{Operation, ReduceOp, ReduceUpdate};
 use fusestep_launch::MAX_SUMS;
-use fusestep_tensor::Role;
+use fusestep_tensor::{DType, Role};
 use serde::Serialize;
 
 use crate::plan::leaves;
@@ -64,13 +64,15 @@ pub(crate) fn planned(plan: &Plan) -> Vec<PlannedCall> {
         match stage {
             Stage::Reduce(reduce) => calls.reduce(reduce),
             Stage::ReduceUpdate(update) => {
-                let numel = update.bucket.map_or(0, |bucket| plan.buckets[bucket].numel());
+                let elements = update.bucket.map(|bucket| plan.buckets[bucket].elements.clone());
+                let elements = elements.unwrap_or_default();
                 let spec = &plan.storages[update.storage];
                 let replicas = plan.replicated(spec).into_iter();
-                let replicas = replicas.map(|list| spec.lists[list].dtype.len_bytes());
+                let between = |list: usize| spec.lists[list].stride().between(elements.clone());
+                let replicas = replicas.map(between).sum::<usize>() as u64;
                 let grads = spec.grad_dtype().len_bytes() * plan.sums_of_lanes().max(1);
-                let width = grads + replicas.sum::<usize>();
-                let shared = Shared { len_bytes: numel * width as u64, ranks: world };
+                let grads = (elements.end - elements.start) * grads as u64;
+                let shared = Shared { len_bytes: grads + replicas, ranks: world };
                 calls.data(Operation::ReduceUpdate, update.bucket, shared, 1);
             }
             Stage::Norm(_) if plan.reduces() => calls.leaves(16),
@@ -280,9 +282,14 @@ impl Calls<'_> {
             };
             let state = spec.lists.iter().filter(|list| {
                 let with_state = averaged == crate::Averaged::ParamsAndState;
-                with_state && list.role.is_state() && !kept(list.role)
+                let is_units = list.role.unit_of().is_some();
+                with_state && list.role.is_state() && !kept(list.role) && !is_units
             });
-            let widths = state.map(|list| list.dtype.len_bytes());
+            // Of codes what they read as.
+            let widths = state.map(|list| match list.dtype {
+                DType::U8 => DType::F32.len_bytes(),
+                other => other.len_bytes(),
+            });
             for width in std::iter::once(values).chain(widths) {
                 let len_bytes = spec.layout.total_numel() * width as u64;
                 self.data(MEAN, None, Shared { len_bytes, ranks: self.world }, 1);

@@ -13,6 +13,7 @@ __all__ = [
     "samples",
     "settings",
     "state_lists",
+    "Codes",
     "Lists",
     "Ranks",
     "Session",
@@ -52,6 +53,20 @@ def check_settings(texts: Mapping[str, Sequence[str]]) -> None:
 def samples(places: Sequence[Tuple[int, int]]) -> List[int]:
     """A number of some values of each tensor, by which a write is noticed that no version counts.
     ``places`` are addresses and bytes, which stay during the call."""
+
+@final
+class Codes:
+    """State in codes of 8 bits from and to float32."""
+
+    def __new__(cls, library: Any) -> Codes:
+        """Looks at tensors of this library from now on."""
+
+    def decode(self, role: str, name: str, codes: Any, units: Any, values: Any) -> None:
+        """Writes what codes and their units read as into float32 values. ``role`` says what the
+        codes mean, ``name`` is the tensor's in errors."""
+
+    def encode(self, role: str, name: str, values: Any, codes: Any, units: Any) -> None:
+        """Writes float32 values as codes, rounded to nearest, and their units."""
 
 @final
 class Lists:

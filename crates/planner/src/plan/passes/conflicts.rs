@@ -7,7 +7,7 @@ use crate::plan::lanes::Lanes;
 use crate::plan::passes::distributed::Distributed;
 use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::rule::Optimizer;
-use crate::plan::settings::{Averaged, GradientAccumulation, LocalSgd, ReduceDType, ZeroStage};
+use crate::plan::settings::{GradientAccumulation, LocalSgd, ReduceDType, ZeroStage};
 use crate::plan::storage::StorageSpec;
 use crate::plan::value::Plan;
 
@@ -81,18 +81,12 @@ fn check_codes(plan: &Plan) -> Result<()> {
     if !plan.storages.iter().any(StorageSpec::is_coded) {
         return Ok(());
     }
-    let averaged = plan.averaging().map(|rule| rule.averaged);
-    let (second, why) = if averaged == Some(Averaged::ParamsAndState) {
-        let why = "do not go together, since means of codes are no codes of means; average \
-                   parameters alone, or use state_dtype bf16 or f32";
-        (format!("{} of parameters and state", LocalSgd::NAME), why)
-    } else if plan.storages.iter().any(|spec| spec.distributed) {
-        let why = "do not go together: slices of ranks are not cut between groups of 32 elements; \
-                   use state_dtype bf16 or f32";
-        (Distributed::NAME.to_owned(), why)
-    } else {
+    if !plan.storages.iter().any(|spec| spec.distributed) {
         return Ok(());
-    };
+    }
+    let why = "do not go together: slices of ranks are not cut between groups of 32 elements; use \
+               state_dtype bf16 or f32";
+    let second = Distributed::NAME.to_owned();
     Err(PlanError::Conflict { first: "state_dtype int8".to_owned(), second, why })
 }
 

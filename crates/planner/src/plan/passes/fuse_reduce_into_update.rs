@@ -110,8 +110,6 @@ fn refusal(plan: &Plan) -> Result<Option<&'static str>> {
         Some("gradients leave their buckets as soon as they are reduced, before the update")
     } else if plan.gradients.rule().is_some() {
         Some("the norm of all gradients has to be known before the first update")
-    } else if plan.zero == ZeroStage::None && plan.storages.iter().any(StorageSpec::is_coded) {
-        Some("owners of int8 state write parameters alone to other ranks; use zero stage 1")
     } else if plan.has_normed()? {
         Some("the rule needs sums over whole tensors before it updates them")
     } else if plan.update_norms {

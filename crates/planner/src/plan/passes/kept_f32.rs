@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use fusestep_tensor::{DType, Role, counted, grouped};
+use fusestep_launch::{Master, StateDType};
+use fusestep_tensor::{counted, grouped};
 
 use crate::plan::note::Verdict;
 use crate::plan::rule::{KeptF32, LEAST_INT8_ELEMENTS};
@@ -32,13 +33,13 @@ pub(crate) fn explain(plan: &mut Plan) {
     if reasons.is_empty() {
         return;
     }
-    let has_remainders = plan.storages.iter().any(|spec| {
-        let list = |role| spec.list(role).map(|list| spec.lists[list].dtype);
-        spec.is_coded() && list(Role::Remainder) == Some(DType::U8)
-    });
+    // Asked of parameters, since the caller may lend the lists of state.
+    let precisions = plan.params.iter().map(|param| plan.precisions.of_param(param));
+    let mut coded = precisions.filter(|own| own.state == StateDType::Int8).peekable();
+    let is_somewhere = coded.peek().is_some();
+    let has_remainders = coded.any(|own| own.master == Master::Remainder8);
     let wide = if has_remainders { ", and remainders in 16 bits" } else { "" };
     let reasons = reasons.join(" and of ");
-    let is_somewhere = plan.storages.iter().any(|spec| spec.is_coded());
     let nowhere = if is_somewhere { "" } else { "; none is left in int8" };
     let reason = format!("state stays in f32, not int8{wide}, of {reasons}{nowhere}");
     plan.note(NAME, Verdict::Split, reason);

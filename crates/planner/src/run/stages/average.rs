@@ -1,12 +1,16 @@
 //! Average of parameters across ranks.
 
+use bytemuck::{cast_slice, cast_slice_mut};
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{Operation, ReduceOp};
-use fusestep_launch::Backend;
+use fusestep_elementwise::coded::{
+    CodedError, CodedState, Coding, Dither, GROUP, decode, encode, units_of,
+};
+use fusestep_launch::{Backend, BackendError};
 use fusestep_simd::{join_bf16, join_bf16_24, split_bf16, split_bf16_24};
 use fusestep_tensor::{DType, Role};
 
-use crate::error::Result;
+use crate::error::{PlanError, Result};
 use crate::plan::settings::{Averaged, Interval, LocalSgd};
 use crate::run::comms::calls::Comms;
 use crate::run::masters;
@@ -79,14 +83,76 @@ fn average_lists(run: &mut Run<'_, '_>, with_state: bool) -> Result<()> {
             (Some(param), None, None) => average_list(own, run.backend, run.comms, param)?,
             (None, ..) => {}
         }
-        let kept = [Role::Master, Role::Remainder];
-        for (index, list) in spec.lists.iter().enumerate() {
-            if with_state && list.role.is_state() && !kept.contains(&list.role) {
-                average_list(own, run.backend, run.comms, index)?;
-            }
+        if with_state {
+            average_state(run, storage)?;
         }
     }
     Ok(())
+}
+
+/// Averages the state of a storage: values, and of codes what they read as, which is coded again.
+fn average_state(run: &mut Run<'_, '_>, storage: usize) -> Result<()> {
+    let spec = &run.plan.storages[storage];
+    let kept = [Role::Master, Role::Remainder];
+    for (index, list) in spec.lists.iter().enumerate() {
+        let is_units = list.role.unit_of().is_some();
+        if !list.role.is_state() || kept.contains(&list.role) || is_units {
+            continue;
+        }
+        let units = list.role.units().and_then(|units| spec.list(units));
+        match (Coding::of(list.role), units) {
+            (Some(coding), Some(units)) => average_coded(run, storage, coding, [index, units])?,
+            _ => average_list(&mut run.state.storages[storage], run.backend, run.comms, index)?,
+        }
+    }
+    Ok(())
+}
+
+/// Averages what codes read as, and codes it again, rounded to nearest: no step dithers it.
+fn average_coded(
+    run: &mut Run<'_, '_>,
+    storage: usize,
+    coding: Coding,
+    [codes, units]: [usize; 2],
+) -> Result<()> {
+    let spec = &run.plan.storages[storage];
+    let steps: Vec<u64> = run.state.steps().collect();
+    let own = &mut run.state.storages[storage];
+    let mut of_elements = bytes_of(own, run.backend, codes)?;
+    let mut of_groups = bytes_of(own, run.backend, units)?;
+    let numel = of_elements.bytes().len();
+    let mut values = HostMemory::zeroed(numel * size_of::<f32>())?;
+    let groups = cast_slice::<u8, f32>(of_groups.bytes());
+    let read: &mut [f32] = cast_slice_mut(values.bytes_mut());
+    decode(coding, of_elements.bytes(), &groups[..units_of(numel)], read).map_err(unlike)?;
+    let operation = Operation::AllReduce(ReduceOp::Average);
+    run.comms.in_place(operation, DType::F32, None, values.bytes_mut())?;
+    let means: &[f32] = cast_slice(values.bytes());
+    let groups: &mut [f32] = cast_slice_mut(of_groups.bytes_mut());
+    // Tensor by tensor, since padding stays zero.
+    for (tensor, &member) in spec.members.iter().enumerate() {
+        let range = spec.layout.range(tensor);
+        let elements = range.start as usize..range.end as usize;
+        let means = &means[elements.clone()];
+        let own_groups = elements.start / GROUP..elements.start / GROUP + units_of(means.len());
+        let codes = &mut of_elements.bytes_mut()[elements];
+        let units = &mut groups[own_groups];
+        // State begins with zeros, and a root of 0 has the code 1.
+        if steps[member as usize] == 0 && means.iter().all(|mean| *mean == 0.0) {
+            codes.fill(0);
+            units.fill(0.0);
+            continue;
+        }
+        encode(coding, means, CodedState { codes, units }, &Dither::NEAREST).map_err(unlike)?;
+    }
+    let own = &mut run.state.storages[storage];
+    write_all(own, run.backend, codes, of_elements.bytes())?;
+    write_all(own, run.backend, units, of_groups.bytes())
+}
+
+/// The error of lists that do not go together, which no plan has.
+fn unlike(error: CodedError) -> PlanError {
+    PlanError::Backend(BackendError::Unavailable { backend: "average", reason: error.to_string() })
 }
 
 /// All bytes of a list, in memory of the host.

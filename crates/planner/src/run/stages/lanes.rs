@@ -312,7 +312,7 @@ impl Exchange<'_> {
         let Memory { out, slots: mut all } = memory;
         let (own, dtype) = (comms.rank(), self.dtype);
         let shown = all.iter_mut().take(slots);
-        let replicas = shown.map(|bytes| Replica { dtype, bytes }).collect();
+        let replicas = shown.map(|bytes| Replica { dtype, elements: 1, bytes }).collect();
         let call = ReduceUpdate { grad_dtype: dtype, grads: &[], replicas, counts: &self.counts };
         let mut work = |memory: RankMemory<'_>| {
             let receivers = match self.result {

@@ -52,15 +52,16 @@ pub(crate) fn reduce_and_update(
     let in_segment = bucket.place(segment.elements.start, grad.len_bytes());
     // The bucket's part of the lists that all ranks have whole.
     let replicas = replicated.iter().zip(&mut buffers).map(|(&index, buffer)| {
-        let dtype = spec.lists[index].dtype;
+        let list = spec.lists[index];
         let all = buffer.host_mut().unwrap_or_default();
-        let bytes = all.get_mut(bucket.place(0, dtype.len_bytes()));
-        Replica { dtype, bytes: bytes.unwrap_or_default() }
+        let bytes = all.get_mut(bucket.place_in(list.stride()));
+        let elements = 1 << list.role.shift();
+        Replica { dtype: list.dtype, elements, bytes: bytes.unwrap_or_default() }
     });
     // Behind them further sums of the bucket, of which other ranks read their part.
     let further = sums.further.iter_mut().map(|sums| {
         let bytes = sums.host_mut().and_then(|all| all.get_mut(in_segment.clone()));
-        Replica { dtype: grad, bytes: bytes.unwrap_or_default() }
+        Replica { dtype: grad, elements: 1, bytes: bytes.unwrap_or_default() }
     });
     let first = sums.first.as_deref().unwrap_or(memory.as_ref());
     let call = ReduceUpdate {

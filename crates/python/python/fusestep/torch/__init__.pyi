@@ -45,7 +45,9 @@ class SGD(_pytorch.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -78,7 +80,9 @@ class Adagrad(_pytorch.Adagrad):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -113,7 +117,9 @@ class Adam(_pytorch.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -145,7 +151,9 @@ class Adamax(_pytorch.Adamax):
         maximize: bool = False,
         differentiable: bool = False,
         capturable: bool = False,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -179,7 +187,9 @@ class AdamW(_pytorch.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -208,7 +218,9 @@ class Lamb(_own.Lamb):
         weight_decay: float = 0.01,
         *,
         trust_ratio: bool = True,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -238,7 +250,9 @@ class Lars(_own.Lars):
         eps: float = 0.0,
         *,
         trust_ratio: bool = True,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -266,7 +280,9 @@ class Lion(_own.Lion):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -300,7 +316,9 @@ class NAdam(_pytorch.NAdam):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -334,7 +352,9 @@ class RMSprop(_pytorch.RMSprop):
         maximize: bool = False,
         differentiable: bool = False,
         *,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]
@@ -363,7 +383,9 @@ class ScheduleFreeAdamW(_own.ScheduleFreeAdamW):
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
         *,
-        precision: Optional[Literal["pytorch", "stochastic", "wide", "remainder", "master"]] = None,
+        precision: Optional[
+            Literal["pytorch", "stochastic", "wide", "remainder", "remainder8", "master"]
+        ] = None,
         schedule: Optional[str] = None,
         master_weights: Optional[
             Union[bool, Literal["none", "f32", "remainder", "remainder8"]]

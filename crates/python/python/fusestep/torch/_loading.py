@@ -11,8 +11,9 @@ from torch.nn.parameter import is_lazy
 from fusestep import _fusestep
 from fusestep.torch._options import refuse_bools, scale_loaded
 from fusestep.torch._planned import Member, members_of
+from fusestep.torch._retyped import as_kept
 from fusestep.torch._sharded import is_sharded, local_of
-from fusestep.torch._tensors import BESIDE, FLOATING, has_no_storage, shape_of
+from fusestep.torch._tensors import BESIDE, FLOATING, has_no_storage, is_units, shape_of
 
 if TYPE_CHECKING:
     from fusestep.torch._optimizer import Fused
@@ -107,12 +108,23 @@ _OTHER_STATE = {
 # The option of an optimizer that keeps what a parameter has beside it.
 _OPTION_OF = {"master": "master_weights", "remainder": "remainder"}
 
+# The types of remainders.
+_REMAINDERS = (torch.int16, torch.int8)
+
+# What an optimizer that keeps such a copy or remainder is made with.
+_MADE_WITH = {torch.int16: "remainder", torch.int8: "remainder8"}
+
 # Counts of steps are below it, as in the kernels.
 _MOST_STEPS = 2**53
 
 
-def loadable(optimizer: Fused, state_dict: Any) -> Dict[str, Any]:
-    """The state dict as the optimizer loads it; raises where a step could not go on from it."""
+def loadable(
+    optimizer: Fused, state_dict: Any, *, any_state_dtype: bool = False
+) -> Dict[str, Any]:
+    """The state dict as the optimizer loads it; raises where a step could not go on from it.
+
+    With ``any_state_dtype`` state is put into the type that the optimizer keeps.
+    """
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"state dict: expected a dict, found {kind_of(state_dict)}")
     for key, kind in (("param_groups", (list, tuple)), ("state", Mapping)):
@@ -125,6 +137,8 @@ def loadable(optimizer: Fused, state_dict: Any) -> Dict[str, Any]:
     _refuse_keys(optimizer, state_dict["state"], saved)
     given: Dict[str, Any] = optimizer._converted(dict(state_dict))
     members = members_of(optimizer.param_groups)
+    if any_state_dtype:
+        given = as_kept(optimizer, given, saved, members)
     of_group = [
         _whole_group(optimizer, index, group) for index, group in enumerate(given["param_groups"])
     ]
@@ -249,8 +263,9 @@ def _refuse_state(optimizer: Fused, member: Member, own: Any, group: Dict[str, A
         raise ValueError(
             f"state of `{name}`: expected that of {kind} ({expected}), found {', '.join(others)}"
         )
-    for key, works in (("master", True), ("remainder", "remainder")):
-        if key in present and not optimizer._options.get(_OPTION_OF[key]):
+    for key in sorted(present.intersection(BESIDE)):
+        if not optimizer._options.get(_OPTION_OF[key]):
+            works = _MADE_WITH.get(own[key].dtype, True)
             raise ValueError(
                 f"{key} of `{name}`: expected none, because the optimizer keeps none, found one; "
                 f"make it with `master_weights={works!r}`, or take the entry out of the state dict"
@@ -291,11 +306,15 @@ def _refuse_whole(member: Member, key: str, value: Any) -> None:
 def _refuse_tensor(optimizer: Fused, member: Member, key: str, value: Any) -> None:
     _refuse_whole(member, key, value)
     shape = () if is_lazy(member.tensor) else shape_of(member.tensor, key)
-    dtypes = (torch.int16,) if key == "remainder" else FLOATING
-    dtype = optimizer._state_dtype(member.tensor, key)
-    if isinstance(value, Tensor) and torch.uint8 in (dtype, value.dtype):
-        _refuse_codes(member, key, value, dtype)
-        dtypes = (torch.uint8,)
+    dtype, kind = optimizer._state_dtype(member.tensor, key), "floats"
+    dtypes: Sequence[torch.dtype] = FLOATING
+    if key == "remainder":
+        _refuse_remainder(optimizer, member, value)
+        dtypes, kind = _REMAINDERS, str(dtype)
+    elif isinstance(value, Tensor) and torch.uint8 in (dtype, value.dtype):
+        if tuple(value.shape) == shape:
+            _refuse_codes(member, key, value, dtype)
+        dtypes, kind = (torch.uint8,), str(dtype)
     fits = isinstance(value, Tensor) and value.dtype in dtypes
     fits = fits and value.layout.__str__() == "torch.strided" and value.device.type != "meta"
     if fits and is_lazy(member.tensor):
@@ -303,8 +322,24 @@ def _refuse_tensor(optimizer: Fused, member: Member, key: str, value: Any) -> No
         shape = tuple(value.shape)
     if not fits or tuple(value.shape) != shape or has_no_storage(local_of(value)):
         raise ValueError(
-            f"{key} of `{member.name}`: expected a dense, real tensor of floats of shape {shape}, "
+            f"{key} of `{member.name}`: expected a dense, real tensor of {kind} of shape {shape}, "
             f"found {kind_of(value)}"
+        )
+    if is_units(key) and bool((value < 0).any()):
+        raise ValueError(
+            f"{key} of `{member.name}`: expected units of at least 0, found {value.min().item()}"
+        )
+
+
+def _refuse_remainder(optimizer: Fused, member: Member, value: Any) -> None:
+    """Raises for remainders of 16 bits where the optimizer keeps 8, and the other way round."""
+    dtype = optimizer._state_dtype(member.tensor, "remainder")
+    is_kept = optimizer._options.get("remainder") and isinstance(value, Tensor)
+    if is_kept and value.dtype != dtype and value.dtype in _REMAINDERS:
+        raise ValueError(
+            f"remainder of `{member.name}`: expected one of {dtype}, found one of {value.dtype}; "
+            "load it with `any_state_dtype=True`, or make the optimizer with the state dict's own "
+            f"`master_weights`, {_MADE_WITH[value.dtype]} here, and its `keep_f32`"
         )
 
 
@@ -314,7 +349,8 @@ def _refuse_codes(member: Member, key: str, value: Tensor, dtype: torch.dtype) -
         works = {True: "int8", False: "f32"}[value.dtype == torch.uint8]
         raise ValueError(
             f"{key} of `{member.name}`: expected state of {dtype}, found one of {value.dtype}; "
-            f"make the optimizer with the state dict's own `state_dtype`, {works} here"
+            f"load it with `any_state_dtype=True`, or make the optimizer with the state dict's own "
+            f"`state_dtype`, {works} here"
         )
 
 

@@ -10,6 +10,7 @@ from typing import (
     FrozenSet,
     Iterable,
     List,
+    Literal,
     Optional,
     Tuple,
     Union,
@@ -39,6 +40,7 @@ from fusestep.torch._options import (
 )
 from fusestep.torch._planned import Enqueued, Planned, members_of
 from fusestep.torch._precision import expanded, is_silent, refuse_half, tell_memory
+from fusestep.torch._retyped import as_float32
 from fusestep.torch._sharded import is_sharded, local_of, refuse_partial
 from fusestep.torch._state import State, Store
 from fusestep.torch._tensors import (
@@ -260,8 +262,14 @@ class Fused(Optimizer):
         self._store = None
         self._is_sharded = any(is_sharded(tensor) for tensor in self._flat())
 
-    def state_dict(self) -> Dict[str, Any]:
-        """PyTorch's state dict; a loss scale that moves is one more entry, ``loss_scale``."""
+    def state_dict(
+        self, *, state_dtype: Union[torch.dtype, Literal["f32"], None] = None
+    ) -> Dict[str, Any]:
+        """PyTorch's state dict; a loss scale that moves is one more entry, ``loss_scale``.
+
+        State is as it is kept, or with ``state_dtype=torch.float32`` in float32, as PyTorch's
+        optimizer of this name has it: codes of int8 as what they read as, without units.
+        """
         self._refuse_ranks("state_dict", "`save` of `DataParallel`, whose ranks have the state")
         self._refuse_pending("state_dict")
         # It waits for the last step's outcome, which counts may follow.
@@ -269,14 +277,19 @@ class Fused(Optimizer):
         saved: Dict[str, Any] = super().state_dict()
         if scale is not None:
             saved["loss_scale"] = scale
-        return saved
+        return saved if state_dtype is None else as_float32(self, saved, state_dtype)
 
-    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Dict[str, Any], *, any_state_dtype: bool = False
+    ) -> None:
         """Loads a state dict of ours or of PyTorch's optimizer of this name.
 
         PyTorch casts state to the dtype of its parameter; state that is kept in float32 beside a
         16-bit parameter keeps the values saved. A loss scale that moves goes into an optimizer that
         has one; other optimizers refuse it, and a state dict without one leaves the scale as it is.
+
+        With ``any_state_dtype=True`` state in float32 goes into an optimizer that keeps int8,
+        rounded to the nearest code, and state in int8 into one that keeps another type.
 
         Raises ``ValueError`` for state or settings of another rule, for some of a rule's state
         without the rest, and for state that does not fit its parameter; nothing has changed then.
@@ -286,7 +299,7 @@ class Fused(Optimizer):
         loaded: List[Dict[str, Any]] = []
 
         def look(_: Any, given: Dict[str, Any]) -> Dict[str, Any]:
-            loaded.append(loadable(self, given))
+            loaded.append(loadable(self, given, any_state_dtype=any_state_dtype))
             return loaded[0]
 
         # Behind the hooks that change what is loaded, before those that change what was.
@@ -492,10 +505,11 @@ class Fused(Optimizer):
         return next(names, "")
 
     def _state_dtype(self, tensor: Tensor, name: str) -> torch.dtype:
-        if name in BESIDE:
-            return BESIDE[name]
-        if is_units(name):
+        if name == "master" or is_units(name):
             return torch.float32
+        if name == "remainder":
+            is_byte = self._options.get("remainder8") and self._is_coded(tensor)
+            return torch.int8 if is_byte else torch.int16
         if self._is_coded(tensor):
             return torch.uint8
         if tensor.dtype not in NARROW:

@@ -128,12 +128,13 @@ def checked(given: Dict[str, Any]) -> Dict[str, Any]:
     Raises as :func:`texts_of`.
     """
     texts = texts_of(given)
-    if texts.get("master_weights") == ["remainder8"]:
-        raise ValueError(
-            "master_weights: expected none, f32 or remainder beside PyTorch's parameters, found "
-            "remainder8; remainders of 8 bits are for parameters that the optimizer keeps"
-        )
     said = {name: own[0] for name, own in texts.items() if own}
+    master, state = said.get("master_weights"), said.get("state_dtype", "f32")
+    if master == "remainder8" and state != "int8":
+        raise ValueError(
+            "master_weights: expected none, f32 or remainder, unless state is in int8, found "
+            f"remainder8 beside state in {state}; give state_dtype=\"int8\" too"
+        )
     scale: Any = said.get("loss_scale")
     try:
         scale = None if scale is None else float(scale)
@@ -147,10 +148,11 @@ def checked(given: Dict[str, Any]) -> Dict[str, Any]:
         "loss_scale_at": None,
         ACCUMULATE: int(said.get(ACCUMULATE, 1)),
         "sums": said.get("accumulated") == "sum",
-        "master_weights": said.get("master_weights") == "f32",
-        "remainder": said.get("master_weights") == "remainder",
+        "master_weights": master == "f32",
+        "remainder": master in ("remainder", "remainder8"),
+        "remainder8": master == "remainder8",
         "update_norms": said.get("update_norms") == "true",
-        "state_dtype": _STATE_DTYPES.get(said.get("state_dtype", "f32")),
+        "state_dtype": _STATE_DTYPES.get(state),
         "keep_f32": tuple(texts.get("keep_f32", ())),
     }
 

@@ -375,7 +375,7 @@ class Planned:
         if beside is not None and state.get(beside) is None:
             made.append(beside)
             # A remainder of 0 is that of the parameter as it is.
-            first = empty_like(tensor, BESIDE[beside])
+            first = empty_like(tensor, optimizer._state_dtype(tensor, beside))
             state[beside] = first.copy_(tensor.detach()) if beside == "master" else first.zero_()
         if self._is_sharded:
             state = self._local_state[self.tensors[index]] = local_state(state)

@@ -18,14 +18,15 @@ CHOICES: Dict[str, Dict[str, str]] = {
     "stochastic": {"state_dtype": "bf16", "rounding": "stochastic"},
     "wide": {"state_dtype": "f32"},
     "remainder": {"master_weights": "remainder"},
+    "remainder8": {"master_weights": "remainder8", "state_dtype": "int8"},
     "master": {"master_weights": "f32"},
 }
 
 SAYS = (
     "How 16-bit parameters are kept: ``pytorch`` has 16-bit state, ``stochastic`` also rounds at "
     "random, ``wide`` has float32 state, ``remainder`` the 16 bits that a parameter lacks beside "
-    "it, ``master`` a float32 copy. It stands for ``master_weights``, ``state_dtype`` and "
-    "``rounding``; ``wide`` by default, which is said once."
+    "it, ``remainder8`` 8 of them with state in int8, ``master`` a float32 copy. It stands for "
+    "``master_weights``, ``state_dtype`` and ``rounding``; ``wide`` by default, which is said once."
 )
 
 # What kernels have for parameters of float16.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Literal, Union
 
 import torch
 from torch import Tensor
@@ -178,8 +178,10 @@ class NAdam(_Named, _WithProduct):
     _rule = "nadam"
     _keys = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
-    def state_dict(self) -> Dict[str, Any]:
-        saved = super().state_dict()
+    def state_dict(
+        self, *, state_dtype: Union[torch.dtype, Literal["f32"], None] = None
+    ) -> Dict[str, Any]:
+        saved = super().state_dict(state_dtype=state_dtype)
         state = dict(saved["state"])
         for group in saved["param_groups"]:
             for index in group["params"]:

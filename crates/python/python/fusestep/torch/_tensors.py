@@ -12,7 +12,7 @@ from fusestep.torch._sharded import is_sharded
 
 NARROW = (torch.float16, torch.bfloat16)
 # What a 16-bit parameter has beside it: a copy, or the bits that it lacks.
-BESIDE = {"master": torch.float32, "remainder": torch.int16}
+BESIDE = ("master", "remainder")
 # The types of devices that steps run on.
 DEVICES = ("cpu", "cuda")
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
