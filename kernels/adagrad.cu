@@ -38,6 +38,7 @@ template <class T>
 struct Update {
     typedef adagrad::Scalars<T> Scalars;
     typedef adagrad::StepScalars<T> StepScalars;
+    enum : u32 { CODINGS = codes::Codings<codes::ROOT>::VALUE };
 
     Scalars scalars;
     StepScalars step_scalars;
@@ -78,4 +79,5 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace adagrad
 
 EACH_FORMAT(UPDATE_ENTRIES, adagrad)
+EACH_CODED_FORMAT(CODED_ENTRIES, adagrad)
 STEP_SCALARS_ENTRIES(adagrad)

@@ -88,6 +88,13 @@ __device__ __forceinline__ T shuffle_xor(T value, int lane_mask) {
     return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 
+// The value of the first of `LANES` neighbouring threads of a warp, a power of two. All 32 lanes
+// take part.
+template <int LANES, class T>
+__device__ __forceinline__ T shuffle_first(T value) {
+    return __shfl_sync(0xffffffffu, value, 0, LANES);
+}
+
 // Correctly rounded, to nearest even.
 __device__ __forceinline__ float square_root(float x) {
     return __fsqrt_rn(x);
@@ -113,6 +120,27 @@ __device__ __forceinline__ unsigned bits_of(float value) {
 // The upper half of `low` below that of `high`, in one instruction.
 __device__ __forceinline__ unsigned upper_halves(unsigned low, unsigned high) {
     return __byte_perm(low, high, 0x7632);
+}
+
+// Byte `index` of `word` below the upper three of `upper`, in one instruction.
+__device__ __forceinline__ unsigned byte_below(unsigned word, int index, unsigned upper) {
+    return __byte_perm(word, upper, 0x7650 + index);
+}
+
+// Byte `INDEX` of each word, the first lowest.
+template <int INDEX>
+__device__ __forceinline__ unsigned bytes_of(unsigned a, unsigned b, unsigned c, unsigned d) {
+    constexpr unsigned BOTH = 0x40 + 0x11 * INDEX;
+    return __byte_perm(__byte_perm(a, b, BOTH), __byte_perm(c, d, BOTH), 0x5410);
+}
+
+// The smaller and the larger; of a number and a NaN the number.
+__device__ __forceinline__ float smaller(float a, float b) {
+    return fminf(a, b);
+}
+
+__device__ __forceinline__ float larger(float a, float b) {
+    return fmaxf(a, b);
 }
 
 // Exact.

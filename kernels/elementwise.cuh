@@ -7,13 +7,14 @@
 //         typedef ... Scalars;  typedef ... StepScalars;
 //         Scalars scalars;  StepScalars step_scalars;  u32 flags;
 //         __device__ __forceinline__ void element(T& p, T g, T* state) const; // state[0 .. STATES)
+//         enum : u32 { CODINGS = codes::Codings<...>::VALUE };   // if it may be in codes
 //     };
 //
 // as crates/elementwise has it on the host. How tensors are kept is a format of storage.cuh;
 // arithmetic is in its compute type.
 #pragma once
 
-#include "entries.cuh"
+#include "coded.cuh"
 
 namespace elementwise {
 
@@ -169,13 +170,18 @@ __device__ __forceinline__ void update_chunk(const unsigned char* arguments) {
 // An entry: `Format` may be rounded at random, and the flag says whether it is.
 template <class Format, int STATES, class Update>
 __device__ __forceinline__ void run(const unsigned char* arguments) {
-    if constexpr (storage::MayDraw<Format>::VALUE) {
-        if (multi_tensor::header_of(arguments).flags & storage::FLAG_STOCHASTIC) {
-            update_chunk<Format, STATES, Update, true>(arguments);
-            return;
+    if constexpr (storage::IsCoded<Format>::VALUE) {
+        coded::update_chunk<Format, STATES, Update>(arguments);
+        return;
+    } else {
+        if constexpr (storage::MayDraw<Format>::VALUE) {
+            if (multi_tensor::header_of(arguments).flags & storage::FLAG_STOCHASTIC) {
+                update_chunk<Format, STATES, Update, true>(arguments);
+                return;
+            }
         }
+        update_chunk<Format, STATES, Update, false>(arguments);
     }
-    update_chunk<Format, STATES, Update, false>(arguments);
 }
 
 }  // namespace elementwise
@@ -189,4 +195,5 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
     }                                                                                     \
     }                                                                                     \
     EACH_FORMAT(UPDATE_ENTRIES, STEM)                                                     \
+    EACH_CODED_FORMAT(CODED_ENTRIES, STEM)                                                \
     STEP_SCALARS_ENTRIES(STEM)

@@ -2,8 +2,8 @@
 //
 // An entry is named by its rule and its format, `lion_bf16_m32`, and takes its table by value or
 // from global memory. A format has the name that `entry!` of crates/launch/src/precision.rs gives
-// it: the parameter's type, then m32 for a master in f32 or r16 for a remainder, then s16 for state
-// in bf16.
+// it: the parameter's type, then m32 for a master in f32, r16 or r8 for a remainder, then s16 for
+// state in bf16 or s8 for state in codes.
 #pragma once
 
 #include "resident.cuh"
@@ -12,6 +12,7 @@
 namespace formats {
 
 using storage::BF16;
+using storage::Code;
 using storage::F16;
 
 typedef storage::Plain<float, float, float> f32;
@@ -25,10 +26,15 @@ typedef storage::WithRemainder<float> bf16_r16;
 typedef storage::Plain<BF16, BF16, float> bf16_s16;
 typedef storage::WithMaster<BF16, BF16> bf16_m32_s16;
 typedef storage::WithRemainder<BF16> bf16_r16_s16;
+typedef storage::Plain<float, Code, float> f32_s8;
+typedef storage::Plain<BF16, Code, float> bf16_s8;
+typedef storage::WithMaster<BF16, Code> bf16_m32_s8;
+typedef storage::WithRemainder<Code> bf16_r16_s8;
+typedef storage::WithRemainder8<Code> bf16_r8_s8;
 
 }  // namespace formats
 
-// `ENTRIES(STEM, format)` for every format.
+// `ENTRIES(STEM, format)` for every format with state of floating point.
 #define EACH_FORMAT(ENTRIES, STEM) \
     ENTRIES(STEM, f32)             \
     ENTRIES(STEM, f64)             \
@@ -41,6 +47,14 @@ typedef storage::WithRemainder<BF16> bf16_r16_s16;
     ENTRIES(STEM, bf16_s16)        \
     ENTRIES(STEM, bf16_m32_s16)    \
     ENTRIES(STEM, bf16_r16_s16)
+
+// And for every format with state in codes, of a rule whose state has codings.
+#define EACH_CODED_FORMAT(ENTRIES, STEM) \
+    ENTRIES(STEM, f32_s8)                \
+    ENTRIES(STEM, bf16_s8)               \
+    ENTRIES(STEM, bf16_m32_s8)           \
+    ENTRIES(STEM, bf16_r16_s8)           \
+    ENTRIES(STEM, bf16_r8_s8)
 
 // Bounds of an entry: blocks of 512 threads, two of which share a multiprocessor. Where that leaves
 // too few registers, a rule writes `#define ALONE_entry ALONE` above its table.

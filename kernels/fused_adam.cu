@@ -9,7 +9,7 @@
 // (arXiv:1711.05101), with the decay multiplied by the learning rate; Reddi, Kale & Kumar 2018 for
 // AMSGrad. Every operation is rounded once, in the order written in `update`, without contraction:
 // the bits are those of crates/fused-adam/src/rule.rs.
-#include "entries.cuh"
+#include "coded.cuh"
 
 namespace fused_adam {
 
@@ -70,6 +70,30 @@ __device__ __forceinline__ void update(Element<T>& element, T g, const Scalars<T
     element.moment1 = m;
     element.moment2 = v;
 }
+
+// The update beside state in codes.
+template <SecondMoment SECOND>
+struct CodedUpdate {
+    typedef fused_adam::Scalars<float> Scalars;
+    typedef fused_adam::StepScalars<float> StepScalars;
+    enum : u32 { CODINGS = codes::Codings<codes::SIGNED, codes::ROOT, codes::ROOT>::VALUE };
+
+    Scalars scalars;
+    StepScalars step_scalars;
+    u32 flags;
+
+    __device__ __forceinline__ void element(float& p, float g, float* state) const {
+        constexpr int LARGEST = SECOND == SecondMoment::largest ? 2 : 1;
+        Element<float> element = {p, state[0], state[1], state[LARGEST]};
+        update<float, SECOND>(element, g, scalars, step_scalars, flags);
+        p = element.param;
+        state[0] = element.moment1;
+        state[1] = element.moment2;
+        if constexpr (SECOND == SecondMoment::largest) {
+            state[LARGEST] = element.max_moment2;
+        }
+    }
+};
 
 // One chunk in all lists.
 template <class Format, SecondMoment SECOND, bool AT_RANDOM>
@@ -210,14 +234,28 @@ __device__ __forceinline__ void run_rounded(const unsigned char* arguments) {
 }
 
 template <class Format>
-__device__ __forceinline__ void run(const unsigned char* arguments) {
-    if constexpr (storage::MayDraw<Format>::VALUE) {
-        if (multi_tensor::header_of(arguments).flags & storage::FLAG_STOCHASTIC) {
-            run_rounded<Format, true>(arguments);
-            return;
-        }
+__device__ __forceinline__ void run_coded(const unsigned char* arguments) {
+    if (multi_tensor::header_of(arguments).flags & FLAG_AMSGRAD) {
+        coded::update_chunk<Format, 3, CodedUpdate<SecondMoment::largest>>(arguments);
+    } else {
+        coded::update_chunk<Format, 2, CodedUpdate<SecondMoment::running>>(arguments);
     }
-    run_rounded<Format, false>(arguments);
+}
+
+template <class Format>
+__device__ __forceinline__ void run(const unsigned char* arguments) {
+    if constexpr (storage::IsCoded<Format>::VALUE) {
+        run_coded<Format>(arguments);
+        return;
+    } else {
+        if constexpr (storage::MayDraw<Format>::VALUE) {
+            if (multi_tensor::header_of(arguments).flags & storage::FLAG_STOCHASTIC) {
+                run_rounded<Format, true>(arguments);
+                return;
+            }
+        }
+        run_rounded<Format, false>(arguments);
+    }
 }
 
 // Derives `step_scalars` of crates/fused-adam/src/rule.rs. Hyper-parameters: lr, beta1, beta2,
@@ -240,4 +278,5 @@ struct Deriver {
 }  // namespace fused_adam
 
 EACH_FORMAT(UPDATE_ENTRIES, fused_adam)
+EACH_CODED_FORMAT(CODED_ENTRIES, fused_adam)
 STEP_SCALARS_ENTRIES(fused_adam)

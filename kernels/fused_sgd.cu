@@ -40,6 +40,7 @@ template <class T, int STATES>
 struct Update {
     typedef fused_sgd::Scalars<T> Scalars;
     typedef fused_sgd::StepScalars<T> StepScalars;
+    enum : u32 { CODINGS = codes::Codings<codes::SIGNED>::VALUE };
 
     Scalars scalars;
     StepScalars step_scalars;
@@ -79,14 +80,19 @@ struct Deriver {
 
 template <class Format>
 __device__ __forceinline__ void run(const unsigned char* arguments) {
-    if (multi_tensor::header_of(arguments).flags & FLAG_VELOCITY) {
-        elementwise::run<Format, 1, Update<typename Format::Compute, 1>>(arguments);
+    typedef typename Format::Compute Compute;
+    // Without a velocity there is nothing to be kept in codes.
+    if constexpr (storage::IsCoded<Format>::VALUE) {
+        elementwise::run<Format, 1, Update<Compute, 1>>(arguments);
+    } else if (multi_tensor::header_of(arguments).flags & FLAG_VELOCITY) {
+        elementwise::run<Format, 1, Update<Compute, 1>>(arguments);
     } else {
-        elementwise::run<Format, 0, Update<typename Format::Compute, 0>>(arguments);
+        elementwise::run<Format, 0, Update<Compute, 0>>(arguments);
     }
 }
 
 }  // namespace fused_sgd
 
 EACH_FORMAT(UPDATE_ENTRIES, fused_sgd)
+EACH_CODED_FORMAT(CODED_ENTRIES, fused_sgd)
 STEP_SCALARS_ENTRIES(fused_sgd)

@@ -64,6 +64,7 @@ struct Rule {
     typedef lamb::StepScalars<Compute> StepScalars;
     typedef lamb::Finished<Compute> Finished;
     enum : int { STATES = 2, VALUES = 4, READ = 4, SCALED_TERMS = 1 };
+    enum : normed::u32 { CODINGS = codes::Codings<codes::SIGNED, codes::ROOT>::VALUE };
 
     __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars& scalars, const StepScalars& step_scalars, Compute (&terms)[2]) {
         Compute m = element[2];
@@ -118,5 +119,12 @@ struct Deriver {
 #define ALONE_lamb_update_f16_m32 ALONE
 #define ALONE_lamb_update_bf16 ALONE
 #define ALONE_lamb_update_bf16_s16 ALONE
+#define ALONE_lamb_update_f32_s8 ALONE
+#define ALONE_lamb_update_bf16_s8 ALONE
+#define ALONE_lamb_update_bf16_m32_s8 ALONE
+#define ALONE_lamb_update_bf16_r16_s8 ALONE
+#define ALONE_lamb_update_bf16_r8_s8 ALONE
+#define ALONE_lamb_sums_f32_s8 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lamb)
+EACH_CODED_FORMAT(NORMED_ENTRIES, lamb)
 STEP_SCALARS_ENTRIES(lamb)

@@ -47,6 +47,7 @@ struct Rule {
     typedef lars_momentum::Finished<Compute> Finished;
     // The norm of the gradient is scaled as a whole, in `finish`.
     enum : int { STATES = 1, VALUES = 3, READ = 2, SCALED_TERMS = 0 };
+    enum : normed::u32 { CODINGS = codes::Codings<codes::SIGNED>::VALUE };
 
     __device__ __forceinline__ static void terms(const Compute (&element)[READ], const Scalars&, const StepScalars&, Compute (&terms)[2]) {
         terms[0] = element[0];
@@ -95,5 +96,11 @@ struct Deriver {
 #define ALONE_lars_momentum_update_f32_s16 ALONE
 #define ALONE_lars_momentum_update_bf16_s16 ALONE
 #define ALONE_lars_momentum_update_bf16_r16_s16 ALONE
+#define ALONE_lars_momentum_update_f32_s8 ALONE
+#define ALONE_lars_momentum_update_bf16_s8 ALONE
+#define ALONE_lars_momentum_update_bf16_m32_s8 ALONE
+#define ALONE_lars_momentum_update_bf16_r16_s8 ALONE
+#define ALONE_lars_momentum_update_bf16_r8_s8 ALONE
 EACH_FORMAT(NORMED_ENTRIES, lars_momentum)
+EACH_CODED_FORMAT(NORMED_ENTRIES, lars_momentum)
 STEP_SCALARS_ENTRIES(lars_momentum)

@@ -45,6 +45,7 @@ template <class T>
 struct Update {
     typedef lion::Scalars<T> Scalars;
     typedef lion::StepScalars<T> StepScalars;
+    enum : u32 { CODINGS = codes::Codings<codes::SIGNED>::VALUE };
 
     Scalars scalars;
     StepScalars step_scalars;
@@ -79,4 +80,5 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace lion
 
 EACH_FORMAT(UPDATE_ENTRIES, lion)
+EACH_CODED_FORMAT(CODED_ENTRIES, lion)
 STEP_SCALARS_ENTRIES(lion)

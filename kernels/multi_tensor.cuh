@@ -209,7 +209,8 @@ __device__ __forceinline__ bool takes_packs(const T* address) {
 }
 
 // How a thread keeps an element of `T`: as it lies in memory, unless `storage.cuh` knows better.
-// Elements of 16 bits come and go in pairs, the first in the lower half of a word.
+// Elements of 16 bits come and go in pairs, the first in the lower half of a word, those of 8 bits,
+// which all have their own, four in a word.
 template <class T>
 struct Held {
     typedef T Type;
@@ -243,6 +244,11 @@ __device__ __forceinline__ Lanes<WIDTH, T> load_lanes(const T* address) {
                 lanes.lane[2 * (first + i) + 1] = Held<T>::upper(pack.lane[i]);
             }
         }
+    } else if constexpr (sizeof(T) == 1) {
+        const dialect::Pack<u32, WIDTH / 4> pack = dialect::load_lanes<WIDTH / 4>(reinterpret_cast<const u32*>(address));
+        for (int i = 0; i < WIDTH; i++) {
+            lanes.lane[i] = Held<T>::of_byte(pack.lane[i / 4], i % 4);
+        }
     } else {
         constexpr int PER_PACK = WIDTH * sizeof(T) < 16 ? WIDTH : 16 / sizeof(T);
         static_assert(WIDTH % PER_PACK == 0, "lanes fill whole packs");
@@ -270,6 +276,12 @@ __device__ __forceinline__ void store_lanes(T* address, const Lanes<WIDTH, T>& l
             }
             dialect::store_lanes<WORDS>(reinterpret_cast<u32*>(address) + first, pack);
         }
+    } else if constexpr (sizeof(T) == 1) {
+        dialect::Pack<u32, WIDTH / 4> pack;
+        for (int i = 0; i < WIDTH; i += 4) {
+            pack.lane[i / 4] = Held<T>::word(lanes.lane + i);
+        }
+        dialect::store_lanes<WIDTH / 4>(reinterpret_cast<u32*>(address), pack);
     } else {
         constexpr int PER_PACK = WIDTH * sizeof(T) < 16 ? WIDTH : 16 / sizeof(T);
         static_assert(WIDTH % PER_PACK == 0, "lanes fill whole packs");

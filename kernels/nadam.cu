@@ -37,6 +37,8 @@ static_assert(sizeof(StepScalars<float>) == 24 && sizeof(StepScalars<double>) ==
 
 template <class T>
 struct Update : elementwise::Inputs<Scalars<T>, StepScalars<T>> {
+    enum : multi_tensor::u32 { CODINGS = codes::Codings<codes::SIGNED, codes::ROOT>::VALUE };
+
     __device__ __forceinline__ void element(T& p, T g, T* state) const {
         const Scalars<T>& scalars = this->scalars;
         const StepScalars<T>& step_scalars = this->step_scalars;

@@ -17,13 +17,13 @@
 //
 // A rule gives `Format` (of storage.cuh), `Scalars`, `StepScalars`, `Finished`, STATES, VALUES
 // (parameter, gradient, state), READ (values that the sums need, the first ones), SCALED_TERMS
-// (whether the sums see gradients times the control block's factor, as the update does) and the
-// functions `terms`, `finish` and `update`. A parameter with a master is its master, in sums as in
-// updates.
+// (whether the sums see gradients times the control block's factor, as the update does), CODINGS
+// (of the lists of state, where they are in codes) and the functions `terms`, `finish` and
+// `update`. A parameter with a master is its master, in sums as in updates.
 #pragma once
 
 #include "normed_memory.cuh"
-#include "entries.cuh"
+#include "coded.cuh"
 #include "update_sums.cuh"
 
 namespace normed {
@@ -37,10 +37,13 @@ struct Engine {
     typedef typename Format::Master Master;
     typedef typename Format::State State;
     typedef typename Format::Compute Compute;
-    typedef storage::KeyedStepScalars<typename Rule::StepScalars, AT_RANDOM> Keyed;
+    // State in codes has a list of units for each of its own, and the number of the dither behind
+    // the step scalars.
+    enum : int { IS_CODED = storage::IsCoded<Format>::VALUE };
+    typedef storage::KeyedStepScalars<typename Rule::StepScalars, AT_RANDOM || IS_CODED> Keyed;
     enum : int {
         STATES = Rule::STATES,
-        LISTS = 2 + STATES + Format::MASTER_LISTS,
+        LISTS = 2 + STATES * (1 + IS_CODED) + Format::MASTER_LISTS,
         WORDS = LISTS + storage::Origin<AT_RANDOM>::WORDS,
         // State lists that the sums read; C++ has no arrays of length 0.
         SUMMED = Rule::READ - 2,
@@ -91,6 +94,7 @@ struct Engine {
     struct Kept {
         Param param;
         State state[PLACES];
+        float unit[PLACES];
         Master master;
     };
 
@@ -106,6 +110,9 @@ struct Engine {
         }
         for (int list = 0; list < SUMMED; list++) {
             kept.state[list] = dialect::load(list_of<const State>(record, 2 + list) + element);
+            if constexpr (IS_CODED) {
+                kept.unit[list] = dialect::load(list_of<const float>(record, 2 + STATES + list) + element / codes::GROUP);
+            }
         }
         if constexpr (Format::MASTER_LISTS > 0) {
             kept.master = dialect::load(list_of<const Master>(record, LISTS - 1) + element);
@@ -115,10 +122,15 @@ struct Engine {
 
     __device__ __forceinline__ void add_kept(const Kept& kept, Compute grad, const typename Rule::StepScalars& step_scalars, Compute grad_factor, double (&sums)[SUMS]) const {
         Compute element[Rule::READ];
-        element[0] = Format::value(kept.param, kept.master);
+        typedef multi_tensor::Held<Master> HeldMaster;
+        element[0] = Format::value(kept.param, HeldMaster::of(kept.master));
         element[1] = grad;
         for (int list = 0; list < SUMMED; list++) {
-            element[2 + list] = storage::widen(kept.state[list]);
+            if constexpr (IS_CODED) {
+                element[2 + list] = codes::decode(codes::coding_of(Rule::CODINGS, list), u32(kept.state[list]), 0, kept.unit[list]);
+            } else {
+                element[2 + list] = storage::widen(kept.state[list]);
+            }
         }
         if (Rule::SCALED_TERMS) {
             element[1] = element[1] * grad_factor;
@@ -279,11 +291,50 @@ struct Engine {
         typename Rule::Finished finished;
         storage::Draws draws;
         Compute grad_factor;
+        // The number of the dither, with state in codes.
+        u32 step;
     };
 
     __device__ __forceinline__ Shared shared(const Record& record, const typename Rule::Finished& finished) const {
-        return {table.scalars(), finished, storage::draws_of<LISTS>(record, table.step_scalars(record.group), multi_tensor::Chunk{0, 0}),
-                Compute(multi_tensor::grad_factor(table.header()))};
+        const Keyed step_scalars = table.step_scalars(record.group);
+        Shared shared = {table.scalars(), finished, {0, 0}, Compute(multi_tensor::grad_factor(table.header())), 0};
+        if constexpr (AT_RANDOM) {
+            shared.draws = storage::draws_of<LISTS>(record, step_scalars, multi_tensor::Chunk{0, 0});
+        } else if constexpr (IS_CODED) {
+            shared.step = u32(step_scalars.key);
+        }
+        return shared;
+    }
+
+    // The groups of a warp, of which `first` is the first element: those of `WIDTH` elements a
+    // thread, in packs if they are all there.
+    template <u32 WIDTH>
+    __device__ __forceinline__ void update_groups(const Record& record, u64 first, const Shared& shared, bool packs) const {
+        coded::Tensor<Format, STATES> tensor = {record.address[0], record.address[1], {}, record.address[LISTS - 1], table.header().flags};
+        for (int list = 0; list < STATES; list++) {
+            tensor.state.codes[list] = record.address[2 + list];
+            tensor.state.units[list] = record.address[2 + STATES + list];
+        }
+        const auto update = [&](float& p, float g, float* state) {
+            Compute element[Rule::VALUES] = {p, g};
+            for (int list = 0; list < STATES; list++) {
+                element[2 + list] = state[list];
+            }
+            Rule::update(element, shared.scalars, shared.finished);
+            p = element[0];
+            for (int list = 0; list < STATES; list++) {
+                state[list] = element[2 + list];
+            }
+        };
+        const u32 lane = threadIdx.x % WARP;
+        if (packs && first + WARP * WIDTH <= record.numel) {
+            coded::visit<WIDTH, Rule::CODINGS>(tensor, first + lane * WIDTH, true, shared.grad_factor, shared.step, update);
+            return;
+        }
+        const u64 end = record.numel < first + WARP * WIDTH ? record.numel : first + WARP * WIDTH;
+        ROLLED for (u64 group = first; group < end; group += codes::GROUP) {
+            coded::visit<1, Rule::CODINGS>(tensor, group + lane, group + lane < end, shared.grad_factor, shared.step, update);
+        }
     }
 
     // One visit of `WIDTH` neighbouring elements in all lists.
@@ -340,13 +391,16 @@ struct Engine {
         const Shared shared = this->shared(record, finished);
         bool packs = true;
         for (int list = 0; list < LISTS; list++) {
-            packs = packs && multi_tensor::takes_packs(list_of<const unsigned char>(record, list));
+            const bool is_of_units = IS_CODED && list >= 2 + STATES && list < 2 + 2 * STATES;
+            packs = packs && (is_of_units || multi_tensor::takes_packs(list_of<const unsigned char>(record, list)));
         }
         // As many elements for each thread as for a lane of a leaf.
         const u32 stride = is_small() ? LEAF_LANES * WIDTH : BLOCK_THREADS * WIDTH;
         ROLLED for (u32 i = threadIdx.x * WIDTH; i < stride * (LEAF / LEAF_LANES / WIDTH); i += stride) {
             const u64 at = first_element(record, chunk) + (unit + i / LEAF * UNITS) * LEAF + i % LEAF;
-            if (packs && at + WIDTH <= record.numel) {
+            if constexpr (IS_CODED) {
+                update_groups<WIDTH>(record, at - threadIdx.x % WARP * WIDTH, shared, packs);
+            } else if (packs && at + WIDTH <= record.numel) {
                 update_lanes<WIDTH>(record, at, shared);
             } else {
                 ROLLED for (u64 element = at; element < at + WIDTH && element < record.numel; element++) {

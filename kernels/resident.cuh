@@ -38,7 +38,8 @@ struct Steps {
     // Start of the random numbers of stochastic rounding.
     u64 seed;
     u32 group_count;
-    // Bytes from group to group; beyond the step scalars themselves, the key of the step.
+    // Bytes from group to group; beyond the step scalars themselves, the key of the step or its
+    // number.
     u32 step_scalar_bytes;
 };
 
@@ -113,10 +114,12 @@ __device__ __forceinline__ void derive_step_scalars(const multi_tensor::Resident
     const u32 step_scalar_bytes = dialect::load(&steps->step_scalar_bytes);
     const u64 step_scalars_at = resident.table + u64(multi_tensor::Table<typename Deriver::Scalars, StepScalars, 1>::STEP_SCALARS_AT);
     const u64 at = step_scalars_at + u64(index) * step_scalar_bytes;
-    dialect::store(reinterpret_cast<StepScalars*>(at), Deriver::derive(dialect::load(&steps->hyper), own));
     if (step_scalar_bytes > sizeof(StepScalars)) {
-        dialect::store(reinterpret_cast<u64*>(at + sizeof(StepScalars)), step_key(dialect::load(&steps->seed), own.step));
+        // With state in codes, the number of the dither.
+        const bool is_stochastic = (header.flags & storage::FLAG_STOCHASTIC) != 0;
+        dialect::store(reinterpret_cast<u64*>(at + sizeof(StepScalars)), is_stochastic ? step_key(dialect::load(&steps->seed), own.step) : own.step);
     }
+    dialect::store(reinterpret_cast<StepScalars*>(at), Deriver::derive(dialect::load(&steps->hyper), own));
 }
 
 }  // namespace resident

@@ -43,6 +43,7 @@ template <class T, int STATES>
 struct Update {
     typedef rmsprop::Scalars<T> Scalars;
     typedef rmsprop::StepScalars<T> StepScalars;
+    enum : u32 { CODINGS = codes::Codings<codes::ROOT, codes::SIGNED>::VALUE };
 
     Scalars scalars;
     StepScalars step_scalars;
@@ -86,10 +87,12 @@ template <class Format>
 __device__ __forceinline__ void run(const unsigned char* arguments) {
     typedef typename Format::Compute Compute;
     const u32 flags = multi_tensor::header_of(arguments).flags & (FLAG_CENTERED | FLAG_VELOCITY);
+    // The mean of a centered rule is not kept in codes.
+    constexpr bool MAY_CENTER = !storage::IsCoded<Format>::VALUE;
     if (flags == 0) {
         elementwise::run<Format, 1, Update<Compute, 1>>(arguments);
-    } else if (flags == (FLAG_CENTERED | FLAG_VELOCITY)) {
-        elementwise::run<Format, 3, Update<Compute, 3>>(arguments);
+    } else if (MAY_CENTER && flags == (FLAG_CENTERED | FLAG_VELOCITY)) {
+        elementwise::run<Format, MAY_CENTER ? 3 : 2, Update<Compute, MAY_CENTER ? 3 : 2>>(arguments);
     } else {
         elementwise::run<Format, 2, Update<Compute, 2>>(arguments);
     }
@@ -98,4 +101,5 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
 }  // namespace rmsprop
 
 EACH_FORMAT(UPDATE_ENTRIES, rmsprop)
+EACH_CODED_FORMAT(CODED_ENTRIES, rmsprop)
 STEP_SCALARS_ENTRIES(rmsprop)

@@ -1,6 +1,6 @@
 // How parameters and state are kept: f32, f64, f16 or bf16, with a master or a remainder beside the
-// parameter, rounded to nearest or at random. Arithmetic is in the compute type; every format has
-// `widen` and `narrow`, and a kernel is written once for all.
+// parameter, rounded to nearest or at random; codes.cuh has state in 8 bits. Arithmetic is in the
+// compute type; every format has `widen` and `narrow`, and a kernel is written once for all.
 //
 // The host's versions are crates/simd/src/narrow.rs, crates/elementwise/src/param_storage.rs, and
 // crates/launch/src/random_bits.rs; the bits are the same.
@@ -39,6 +39,18 @@ struct Remainder {
     u16 bits;
 };
 
+// What the 24 bits that are kept of a master differ from its bf16 parameter by, in 256. No
+// structure: the compiler refuses pointers to those of one byte.
+enum class Remainder8 : unsigned char {};
+
+// A remainder in bits 15 to 8; the others mean nothing.
+struct HeldRemainder8 {
+    u32 bits;
+};
+
+// State in 8 bits; codes.cuh.
+enum class Code : unsigned char {};
+
 // No list beside the parameter.
 struct Nothing {};
 
@@ -55,6 +67,16 @@ struct Held<storage::BF16> {
     __device__ __forceinline__ static Type lower(u32 pair) { return {pair << 16}; }
     __device__ __forceinline__ static Type upper(u32 pair) { return {pair & 0xffff0000}; }
     __device__ __forceinline__ static u32 pair(Type lower, Type upper) { return dialect::upper_halves(lower.bits, upper.bits); }
+};
+
+template <>
+struct Held<storage::Remainder8> {
+    typedef storage::HeldRemainder8 Type;
+
+    __device__ __forceinline__ static Type of(storage::Remainder8 element) { return {u32(element) << 8}; }
+    __device__ __forceinline__ static storage::Remainder8 element(Type held) { return storage::Remainder8(held.bits >> 8 & 0xff); }
+    __device__ __forceinline__ static Type of_byte(u32 word, int index) { return {index == 0 ? word << 8 : word >> (8 * index - 8)}; }
+    __device__ __forceinline__ static u32 word(const Type* held) { return dialect::bytes_of<1>(held[0].bits, held[1].bits, held[2].bits, held[3].bits); }
 };
 
 }  // namespace multi_tensor
@@ -201,6 +223,29 @@ struct WithRemainder {
     }
 };
 
+// A bf16 parameter, the nearest to the upper 24 bits of the master, and the signed difference of
+// these bits; ties are away from zero in both.
+template <class S>
+struct WithRemainder8 {
+    typedef BF16 Param;
+    typedef Remainder8 Master;
+    typedef S State;
+    typedef float Compute;
+    enum : int { MASTER_LISTS = 1, READS_PARAM = 1 };
+
+    template <class Held>
+    __device__ __forceinline__ static float value(Held param, HeldRemainder8 remainder) {
+        return dialect::float_of(dialect::bits_of(widen(param)) + u32(int(short(remainder.bits & 0xff00))));
+    }
+
+    template <bool AT_RANDOM>
+    __device__ __forceinline__ static void keep(HeldBF16& param, HeldRemainder8& remainder, float value, u32) {
+        const u32 bits = value != value ? u32(INFINITE | QUIET) : dialect::bits_of(value);
+        remainder.bits = bits + 0x80;
+        param.bits = remainder.bits + 0x8000;
+    }
+};
+
 // Elements that one thread takes at a time: a pack of 16 bytes in the widest list, so that every
 // list is accessed without gaps, and at most four where registers are scarce.
 template <class Format>
@@ -225,12 +270,27 @@ struct IsBf16<BF16> {
     enum : int { VALUE = 1 };
 };
 
-// Whether something of the format may be rounded at random: bf16 that nothing keeps the rest of.
+template <class T>
+struct IsCode {
+    enum : int { VALUE = 0 };
+};
+
+template <>
+struct IsCode<Code> {
+    enum : int { VALUE = 1 };
+};
+
+// Whether state is in codes.
+template <class Format>
+struct IsCoded : IsCode<typename Format::State> {};
+
+// Whether something of the format may be rounded at random: bf16 that nothing keeps the rest of,
+// but not beside state in codes.
 template <class Format>
 struct MayDraw {
     enum : int {
         PARAM = IsBf16<typename Format::Param>::VALUE && Format::MASTER_LISTS == 0,
-        VALUE = PARAM || IsBf16<typename Format::State>::VALUE,
+        VALUE = (PARAM || IsBf16<typename Format::State>::VALUE) && !IsCoded<Format>::VALUE,
     };
 };
 

@@ -3,7 +3,8 @@
 //     update_sums_keep_VALUE    before the update: what parameters are, into memory of its own
 //     update_sums_VALUE         behind it: the sums over what has changed
 //
-// VALUE says how a parameter is kept: f32, f64, f16, bf16, or bf16_r16 with a remainder beside it.
+// VALUE says how a parameter is kept: f32, f64, f16, bf16, or bf16_r16 and bf16_r8 with a remainder
+// beside it.
 // One with a master is its master, an f32. Kept is the value in its compute type.
 //
 // The tree is that of all sums; crates/elementwise/src/norm.rs states it. A chunk is of 65,536
@@ -11,6 +12,13 @@
 // the step, nothing is kept and nothing left; a tensor that the update has skipped leaves zeros.
 #include "entries.cuh"
 #include "update_sums.cuh"
+
+namespace formats {
+
+// Whatever state is kept in.
+typedef bf16_r8_s8 bf16_r8;
+
+}  // namespace formats
 
 namespace update_sums {
 
@@ -176,8 +184,10 @@ __device__ __forceinline__ void run(const unsigned char* arguments) {
     TABLE_ENTRY(update_sums_keep_##VALUE, update_sums::run<formats::VALUE, update_sums::Part::keep>) \
     TABLE_ENTRY(update_sums_##VALUE, update_sums::run<formats::VALUE, update_sums::Part::sum>)
 
+#define ALONE_update_sums_bf16_r8 ALONE
 SUM_ENTRIES(f32)
 SUM_ENTRIES(f64)
 SUM_ENTRIES(f16)
 SUM_ENTRIES(bf16)
 SUM_ENTRIES(bf16_r16)
+SUM_ENTRIES(bf16_r8)

@@ -54,6 +54,8 @@ kernels! {
 
 /// Files that kernel sources include, as (file name, text).
 const HEADERS: &[(&str, &str)] = &[
+    ("coded.cuh", include_str!("../coded.cuh")),
+    ("codes.cuh", include_str!("../codes.cuh")),
     ("dialect.cuh", include_str!("../dialect.cuh")),
     ("elementwise.cuh", include_str!("../elementwise.cuh")),
     ("entries.cuh", include_str!("../entries.cuh")),

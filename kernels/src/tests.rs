@@ -53,7 +53,7 @@ fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
             .map(|(part, bytes)| (format!("{stem}_{part}"), bytes))
             .into(),
         "update_sums" => {
-            let values = dtypes.into_iter().chain(["bf16_r16"]);
+            let values = dtypes.into_iter().chain(["bf16_r16", "bf16_r8"]);
             let parts = values.flat_map(|value| [format!("keep_{value}"), value.to_owned()]);
             parts.map(|part| table(format!("{stem}_{part}"))).collect()
         }
@@ -63,7 +63,9 @@ fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
                 _ => &[""],
             };
             let updates = parts.iter().flat_map(|part| {
-                let names = formats().into_iter();
+                // Schedule-Free keeps nothing that codes stand for.
+                let has = |format: &&str| stem != "schedule_free" || !format.ends_with("_s8");
+                let names = formats().into_iter().filter(has);
                 names.map(move |format| table(format!("{stem}{part}_{format}")))
             });
             let of_step_scalars =
@@ -75,7 +77,7 @@ fn expected_entries(stem: &str) -> BTreeSet<(String, usize)> {
 
 #[test]
 fn the_ptx_has_every_entry_of_the_tables_and_no_other() {
-    assert_eq!(formats().len(), 11);
+    assert_eq!(formats().len(), 16);
     for stem in stems() {
         let expected = expected_entries(stem);
         let found: BTreeSet<&str> = entries(stem).unwrap().into_iter().collect();
@@ -143,9 +145,9 @@ fn every_entry_is_a_module_of_its_own() {
 
 /// Every build carries the text, and every regeneration lands in the history.
 #[test]
-fn the_ptx_of_all_kernels_is_at_most_5_mb() {
+fn the_ptx_of_all_kernels_is_at_most_9_mb() {
     let bytes: usize = stems().map(|stem| ptx(stem).unwrap().len()).sum();
-    assert!(bytes <= 6_000_000, "{bytes} bytes");
+    assert!(bytes <= 9_000_000, "{bytes} bytes");
 }
 
 #[test]

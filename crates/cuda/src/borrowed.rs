@@ -69,6 +69,7 @@ impl CudaBackend {
     ) -> Result<LaunchReport, BackendError> {
         check_without_update_sums(&launch)?;
         check_without_tensor_sums(&launch)?;
+        checks::check_groups(&launch)?;
         let control = self.control_address(launch.control)?;
         let declared = launch.kernel.lists();
         let mut tensors = self.borrowed();
@@ -90,11 +91,13 @@ impl CudaBackend {
             for record in launch.batches.iter().flat_map(|batch| &batch.records) {
                 let tensor = record.tensor as usize;
                 tensors[tensor * declared.len() + at] = match kept {
-                    // Modulo 2⁶⁴: a shard may begin inside of the tensor.
-                    Some((address, first)) => launch.offsets[tensor]
-                        .wrapping_sub(first)
-                        .wrapping_mul(list.dtype.len_bytes() as u64)
-                        .wrapping_add(address),
+                    Some((address, first)) => {
+                        let (offset, stride) = (launch.offsets[tensor], list.stride());
+                        // Modulo 2⁶⁴: a shard may begin inside of the tensor.
+                        address
+                            .wrapping_add(stride.bytes(offset.saturating_sub(first)))
+                            .wrapping_sub(stride.bytes(first.saturating_sub(offset)))
+                    }
                     None => {
                         let parameter = launch.members[tensor];
                         checked(lend(parameter, list.role), list, record, parameter)?
@@ -161,8 +164,8 @@ fn checked(
         return refused("none".to_owned());
     };
     let width = list.dtype.len_bytes() as u64;
-    let (place, needed) =
-        (record.first_element.saturating_mul(width), record.numel.saturating_mul(width));
+    let stride = list.stride();
+    let (place, needed) = (stride.bytes(record.first_element), stride.bytes(record.numel));
     if place.saturating_add(needed) > len_bytes as u64 {
         return Err(BackendError::OutOfBounds {
             backend: NAME,

@@ -1,6 +1,7 @@
 //! Checks before a launch, of faults that a device would notice late, or not at all.
 
 use fusestep_launch::{BackendError, Batch, Launch, ListBuffer};
+use fusestep_tensor::UNIT_ELEMENTS;
 
 use crate::backend::CudaBackend;
 use crate::entry::GRID_MAX;
@@ -16,6 +17,20 @@ pub(crate) fn check_arguments(backend: &CudaBackend, len_bytes: usize) -> Result
     Err(unavailable(format!(
         "a batch has {len_bytes} argument bytes, this device takes {most}; plan with the \
          limits of the backend"
+    )))
+}
+
+/// Refuses chunks that cut a group of elements that share a unit: two blocks would write it.
+pub(crate) fn check_groups(launch: &Launch<'_>) -> Result<()> {
+    let chunk_elements = launch.limits.chunk_elements;
+    let is_coded = launch.kernel.lists().iter().any(|list| list.role.unit_of().is_some());
+    if !is_coded || u64::from(chunk_elements).is_multiple_of(UNIT_ELEMENTS) {
+        return Ok(());
+    }
+    Err(unavailable(format!(
+        "`{}` is cut at multiples of {UNIT_ELEMENTS} elements, the launch has chunks of \
+         {chunk_elements}; make batches with `limits.of(kernel)`",
+        launch.kernel.entry()
     )))
 }
 
@@ -46,15 +61,14 @@ pub(crate) fn check_records(
             .unwrap_or(u64::MAX)
             .saturating_add(record.first_element);
         for (index, list) in lists.iter().enumerate() {
-            let element_bytes = list.dtype().len_bytes() as u64;
+            let stride = list.stride();
             let first = firsts.get(index).copied().unwrap_or(0);
             let place = element.wrapping_sub(first);
-            let end = place.saturating_add(record.numel).saturating_mul(element_bytes);
-            if end > list.buffer.len_bytes() as u64 {
+            if stride.bytes(place.saturating_add(record.numel)) > list.buffer.len_bytes() as u64 {
                 return Err(BackendError::OutOfBounds {
                     backend: NAME,
-                    offset_bytes: saturate(place.saturating_mul(element_bytes)),
-                    len_bytes: saturate(record.numel.saturating_mul(element_bytes)),
+                    offset_bytes: saturate(stride.bytes(place)),
+                    len_bytes: saturate(stride.bytes(record.numel)),
                     found: list.buffer.len_bytes(),
                 });
             }

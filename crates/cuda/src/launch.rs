@@ -3,7 +3,7 @@
 use fusestep_launch::{Addresses, BackendError, Batch, Launch, LaunchReport, pack};
 
 use crate::backend::CudaBackend;
-use crate::checks::{argument_bytes, check_arguments, check_records};
+use crate::checks::{argument_bytes, check_arguments, check_groups, check_records};
 use crate::entry::{Entry, threads_for};
 use crate::update_sums::check_without_update_sums;
 use crate::{normed, tensor_sums};
@@ -15,6 +15,7 @@ pub(crate) fn launch(
     launch: Launch<'_>,
 ) -> Result<LaunchReport, BackendError> {
     check_without_update_sums(&launch)?;
+    check_groups(&launch)?;
     let addresses = backend.list_addresses(&launch)?;
     let addresses = Addresses {
         lists: &addresses[..launch.lists.len()],

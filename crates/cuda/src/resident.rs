@@ -13,7 +13,7 @@ use fusestep_launch::{
 
 use crate::backend::CudaBackend;
 use crate::buffer::{Allocation, DeviceBuffer};
-use crate::checks::{check_end, check_records};
+use crate::checks::{check_end, check_groups, check_records};
 use crate::entry::threads_for;
 use crate::normed::{self, row_count, workspace};
 use crate::reduce::read_list;
@@ -97,6 +97,7 @@ pub(crate) fn place_launch(
 ) -> Result<DeviceTable, BackendError> {
     let addresses = launch_addresses(backend, launch)?;
     check_update_sums(launch)?;
+    check_groups(launch)?;
     let mut memory = Vec::new();
     let place_rows = || backend.kernels().place_rows(row_count(launch)?);
     let indices = 0..launch.batches.len();

@@ -151,7 +151,10 @@ fn value_of(launch: &Launch<'_>) -> Result<(Value, Vec<usize>), BackendError> {
     }
     let param = place(Role::Param).ok_or_else(missing)?;
     if let Some(remainder) = place(Role::Remainder) {
-        let value = value("update_sums_keep_bf16_r16", "update_sums_bf16_r16", 4);
+        let value = match launch.lists[remainder].dtype() {
+            DType::U8 => value("update_sums_keep_bf16_r8", "update_sums_bf16_r8", 4),
+            _ => value("update_sums_keep_bf16_r16", "update_sums_bf16_r16", 4),
+        };
         return Ok((value, vec![param, remainder]));
     }
     let value = match launch.lists[param].dtype() {

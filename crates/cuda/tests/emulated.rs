@@ -6,6 +6,8 @@
 mod adopted;
 #[path = "emulated/borrowed.rs"]
 mod borrowed;
+#[path = "emulated/coded.rs"]
+mod coded;
 mod common;
 #[path = "emulated/framework.rs"]
 mod framework;

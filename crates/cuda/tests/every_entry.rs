@@ -15,7 +15,7 @@ mod tensor_sums;
 use std::collections::BTreeSet;
 
 use common::resident::scaled;
-use common::{Places, TINY, cpu, cuda, formats, step_at, wide_formats};
+use common::{Places, TINY, coded_formats, cpu, cuda, formats, step_at, wide_formats, widened};
 use fusestep_cuda::CudaBackend;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
@@ -24,12 +24,12 @@ use fusestep_planner::{Optimizer, Planner, TableKind, UpdateNorms};
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, Gradients, outcome, rules};
 
-/// One rule of each kernel.
+/// One rule of each kernel, and SGD with and without a velocity: state in codes is its velocity.
 fn rule_of_each_kernel() -> Vec<Optimizer> {
     let mut stems = BTreeSet::new();
     let mut is_new = |rule: &Optimizer| {
-        let kernel = rule.rule().kernel(DType::F32, Precision::default());
-        stems.insert(kernel.unwrap().stem())
+        let kernel = rule.rule().kernel(DType::F32, Precision::default()).unwrap();
+        stems.insert((kernel.stem(), matches!(rule, Optimizer::Sgd(sgd) if sgd.momentum > 0.0)))
     };
     rules().into_iter().filter(|rule| is_new(rule)).collect()
 }
@@ -45,7 +45,12 @@ fn case_of(dtype: DType) -> Case {
 /// Every format, the plain ones first.
 fn each_format() -> Vec<(DType, Precision)> {
     let plain = [DType::F32, DType::F64].map(|dtype| (dtype, Precision::default()));
-    plain.into_iter().chain(formats()).collect()
+    plain.into_iter().chain(formats()).chain(coded_formats()).collect()
+}
+
+/// Whether the rule can keep its tensors so.
+fn has_format(rule: &Optimizer, (dtype, precision): (DType, Precision)) -> bool {
+    rule.rule().kernel(dtype, precision).is_ok()
 }
 
 /// Requires the host's bits of a rule.
@@ -69,7 +74,7 @@ fn same_bits_of(
 fn same_bits_of_all(backend: &CudaBackend, rules: &[Optimizer], way: &dyn Fn(Planner) -> Planner) {
     for (dtype, precision) in each_format() {
         let case = case_of(dtype);
-        for &rule in rules {
+        for &rule in rules.iter().filter(|rule| has_format(rule, (dtype, precision))) {
             same_bits_of(
                 backend,
                 rule,
@@ -106,9 +111,13 @@ fn entries_with_tables_in_arguments_give_the_bits_of_the_host() {
 
 #[test]
 fn gradients_in_f32_give_the_bits_of_the_host() {
-    for (dtype, precision) in wide_formats() {
+    let coded = coded_formats().into_iter().filter_map(widened);
+    for (dtype, precision) in wide_formats().into_iter().chain(coded) {
         let case = case_of(dtype);
         for rule in rule_of_each_kernel() {
+            if !has_format(&rule, (dtype, precision)) {
+                continue;
+            }
             let way = |planner: Planner| in_arguments(scaled(planner.precision(precision)));
             same_bits_of(&cuda(), rule, &way, &case);
         }
@@ -276,7 +285,9 @@ fn one_tensor_of_the_length_that_the_environment_says() {
         };
         for way in [in_arguments, resident, measured] {
             for rule in rule_of_each_kernel() {
-                run(&cuda(), rule, &way);
+                if has_format(&rule, (dtype, precision)) {
+                    run(&cuda(), rule, &way);
+                }
             }
         }
     }

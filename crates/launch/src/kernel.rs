@@ -1,5 +1,7 @@
 //! The trait of kernels, which kernel crates implement, and planner and backends call.
 
+use fusestep_tensor::UNIT_ELEMENTS;
+
 use crate::{
     ArgumentLayout, GroupValues, HostRun, LaunchLimits, NormedKernel, ResidentStepScalars,
     TensorList,
@@ -58,10 +60,17 @@ pub trait MultiTensorKernel: Send + Sync {
 
 impl LaunchLimits {
     /// The limits for batches of `kernel`: a kernel that takes sums is cut at the chunks of their
-    /// tree.
+    /// tree, one with state in codes at groups of [`UNIT_ELEMENTS`].
     pub fn of(self, kernel: &dyn MultiTensorKernel) -> Self {
+        let is_coded = kernel.lists().iter().any(|list| list.role.unit_of().is_some());
         match kernel.normed() {
             Some(_) => self.measured(),
+            None if is_coded => {
+                let groups = self.chunk_elements.div_ceil(UNIT_ELEMENTS as u32);
+                let most = u32::MAX / UNIT_ELEMENTS as u32;
+                let chunk_elements = groups.min(most) * UNIT_ELEMENTS as u32;
+                Self { chunk_elements, ..self }
+            }
             None => self,
         }
     }

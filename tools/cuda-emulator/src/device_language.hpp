@@ -44,6 +44,8 @@ void block_sync();
 // Gives `value` (at most 16 bytes) to the lane whose number differs in `lane_mask` and returns that
 // lane's value in its place.
 void shuffle(void* value, std::size_t len_bytes, int lane_mask);
+// Gives the value of the first of `lanes` neighbouring lanes, a power of two.
+void shuffle_first(void* value, std::size_t len_bytes, int lanes);
 
 namespace ptx {
 struct Entry;
@@ -153,6 +155,13 @@ inline T shuffle_xor(T value, int lane_mask) {
     return value;
 }
 
+template <int LANES, class T>
+inline T shuffle_first(T value) {
+    static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 16, "a lane passes at most 16 bytes");
+    emulator::shuffle_first(&value, sizeof(T), LANES);
+    return value;
+}
+
 // IEEE 754 asks for a correctly rounded square root, and hosts give it.
 inline float square_root(float value) { return std::sqrt(value); }
 inline double square_root(double value) { return std::sqrt(value); }
@@ -174,6 +183,19 @@ inline unsigned bits_of(float value) {
 inline unsigned upper_halves(unsigned low, unsigned high) {
     return low >> 16 | (high & 0xffff0000u);
 }
+
+inline unsigned byte_below(unsigned word, int index, unsigned upper) {
+    return (upper & 0xffffff00u) | (word >> (8 * index) & 0xff);
+}
+
+template <int INDEX>
+inline unsigned bytes_of(unsigned a, unsigned b, unsigned c, unsigned d) {
+    const auto byte = [](unsigned word) { return word >> (8 * INDEX) & 0xff; };
+    return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+}
+
+inline float smaller(float a, float b) { return std::fmin(a, b); }
+inline float larger(float a, float b) { return std::fmax(a, b); }
 
 // A value of 10 bits of mantissa: powers of two scale it exactly.
 inline float widen_f16(unsigned short bits) {

@@ -232,10 +232,12 @@ void* shared_memory(const void* site, std::size_t len_bytes) {
 
 void block_sync() { wait(State::AtBlockSync); }
 
-void shuffle(void* value, std::size_t len_bytes, int lane_mask) {
+namespace {
+
+// Gives `value` to others and takes that of lane `other`. All lanes arrive with one `lane_mask`.
+void exchange(void* value, std::size_t len_bytes, unsigned other, int lane_mask) {
     Thread& thread = *running;
     const unsigned lane = thread.rank % WARP_THREADS;
-    const unsigned other = lane ^ unsigned(lane_mask);
     if (other >= WARP_THREADS || thread.rank - lane + other >= run.threads.size())
         throw Fault{CUDA_ERROR_LAUNCH_FAILED, "lane " + std::to_string(lane) + " asks lane " + std::to_string(other) + ", which does not exist"};
     Exchange& exchange = run.warps[thread.rank / WARP_THREADS];
@@ -244,6 +246,17 @@ void shuffle(void* value, std::size_t len_bytes, int lane_mask) {
     thread.lane_mask = lane_mask;
     wait(State::AtShuffle);
     std::memcpy(value, slots[other], len_bytes);
+}
+
+}  // namespace
+
+void shuffle(void* value, std::size_t len_bytes, int lane_mask) {
+    exchange(value, len_bytes, running->rank % WARP_THREADS ^ unsigned(lane_mask), lane_mask);
+}
+
+void shuffle_first(void* value, std::size_t len_bytes, int lanes) {
+    // A number that no mask of bits is.
+    exchange(value, len_bytes, running->rank % WARP_THREADS / unsigned(lanes) * unsigned(lanes), -lanes);
 }
 
 void complain(const std::string& text) { std::fprintf(stderr, "cuda emulator: %s\n", text.c_str()); }

@@ -22,6 +22,8 @@ struct Mark {
 
 struct Cell {
     Mark write, read;
+    // Of loads of one byte, for each of the two.
+    Mark read_alone[2];
 };
 
 struct Block {

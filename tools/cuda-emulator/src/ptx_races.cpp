@@ -3,8 +3,8 @@
 // between blocks of a launch.
 //
 // Two bytes share a cell, which keeps their last writer and their last reader, or that several
-// threads of one block have read. A reader in another block replaces the one before, so a write
-// after reads of several blocks is compared with the last of them only.
+// threads of one block have read; of each byte by itself, too. A reader in another block replaces
+// the one before, so a write after reads of several blocks is compared with the last of them only.
 
 #include <algorithm>
 #include <memory>
@@ -94,16 +94,18 @@ void watch(Cell* cell, std::uint64_t address, unsigned len_bytes, const Warp& wa
     const std::uint64_t half = len_bytes > 1 ? 3 : 1u << (address & 1);
     const Mark mine = mark_of(block.index, thread, block.epoch, half);
     for (unsigned done = 0; done < len_bytes; done += 2, ++cell) {
-        const Mark write = cell->write, read = cell->read;
+        const Mark write = cell->write;
         if (is_current(write) && (half_of(write) & half) != 0 && !is_ordered(write, warp, thread))
             report(write, "store", access == Access::Store ? "store" : "load", address, len_bytes);
         if (access == Access::Load) {
+            Mark& read = len_bytes > 1 ? cell->read : cell->read_alone[address & 1];
             // Another reader since the last barrier: from now on they are several.
             const bool joins = is_current(read) && block_of(read) == block_of(mine) && epoch_of(read) == epoch_of(mine) && thread_of(read) != thread;
-            cell->read = joins ? mark_of(block.index, SEVERAL, block.epoch, half | half_of(read)) : mine;
+            read = joins ? mark_of(block.index, SEVERAL, block.epoch, half) : mine;
             continue;
         }
-        if (is_current(read) && (half_of(read) & half) != 0 && !is_ordered(read, warp, thread)) report(read, "load", "store", address, len_bytes);
+        for (const Mark& read : {cell->read, cell->read_alone[0], cell->read_alone[1]})
+            if (is_current(read) && (half_of(read) & half) != 0 && !is_ordered(read, warp, thread)) report(read, "load", "store", address, len_bytes);
         cell->write = mine;
     }
 }

@@ -87,7 +87,7 @@ pub fn outcome(plan: &Plan, case: &Case, backend: &dyn Backend) -> Vec<u8> {
     for param in &case.params {
         for role in state.roles(&param.name).expect("a parameter of the plan") {
             let dtype = state.dtype(role, &param.name).expect("a tensor of the plan");
-            let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
+            let mut bytes = vec![0; role.entries(param.numel()) as usize * dtype.len_bytes()];
             state.read(backend, role, &param.name, &mut bytes).expect("a tensor of the plan");
             one_nan(&mut bytes, dtype);
             all.extend_from_slice(&bytes);

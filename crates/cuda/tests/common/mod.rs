@@ -12,7 +12,8 @@ use fusestep_cuda::CudaBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_launch::{
     Backend, BackendError, Batchable, GradDType, GroupValues, Launch, LaunchLimits, ListBuffer,
-    Master, Memory, MultiTensorKernel, Precision, Rounding, StateDType, UpdateRule, batches,
+    Master, Memory, MultiTensorKernel, Precision, Rounding, StateDType, TensorList, UpdateRule,
+    batches,
 };
 use fusestep_planner::{Optimizer, Planner};
 use fusestep_tensor::DType;
@@ -50,11 +51,36 @@ pub(crate) fn formats() -> Vec<(DType, Precision)> {
     all
 }
 
+/// Every format with state in codes, which tensors of 4,096 elements and more have in plans.
+pub(crate) fn coded_formats() -> Vec<(DType, Precision)> {
+    let mut all = Vec::new();
+    for dtype in [DType::F32, DType::BF16] {
+        for master in [Master::None, Master::F32, Master::Remainder, Master::Remainder8] {
+            let precision = Precision { master, state: StateDType::Int8, ..Precision::default() };
+            if Adam::default().kernel(dtype, precision).is_ok() {
+                all.push((dtype, precision));
+            }
+        }
+    }
+    assert_eq!(all.len(), 5);
+    all
+}
+
+/// The rules among these whose state may be in codes.
+pub(crate) fn coded_rules(rules: Vec<Optimizer>) -> Vec<Optimizer> {
+    let (dtype, precision) = coded_formats()[0];
+    let is_coded = |rule: &Optimizer| rule.rule().kernel(dtype, precision).is_ok();
+    rules.into_iter().filter(is_coded).collect()
+}
+
 /// Every format of 16-bit parameters, with gradients in f32.
 pub(crate) fn wide_formats() -> Vec<(DType, Precision)> {
-    let narrow = formats().into_iter().filter(|(dtype, _)| *dtype != DType::F32);
-    let wide = |(dtype, of)| (dtype, Precision { grad: GradDType::Compute, ..of });
-    narrow.map(wide).collect()
+    formats().into_iter().filter_map(widened).collect()
+}
+
+/// A format of 16-bit parameters with gradients in f32; `None` for others.
+pub(crate) fn widened((dtype, of): (DType, Precision)) -> Option<(DType, Precision)> {
+    (dtype != DType::F32).then_some((dtype, Precision { grad: GradDType::Compute, ..of }))
 }
 
 /// Requires the host's bits from the device, fused and naive, at these limits.
@@ -180,8 +206,12 @@ pub(crate) fn step_at(
     let kernel = rule.kernel(dtype, precision).unwrap();
     let elements = places.offsets.iter().max().unwrap() + places.numel;
     let mut fill = |list: usize| {
-        let values = (0..elements as usize).map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
-        match kernel.lists()[list].dtype {
+        let TensorList { role, dtype, .. } = kernel.lists()[list];
+        let values = 0..role.entries(elements) as usize;
+        let values = values.map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
+        match dtype {
+            // Codes of all kinds, a root of which is never 0.
+            DType::U8 => values.map(|v| (v * 64.0) as u8 | 1).collect(),
             DType::F32 => values.flat_map(|v| (v as f32).to_le_bytes()).collect(),
             DType::F16 => values.flat_map(|v| f16::from_f64(v).to_le_bytes()).collect(),
             DType::BF16 => values.flat_map(|v| bf16::from_f64(v).to_le_bytes()).collect(),

@@ -56,7 +56,7 @@ pub(crate) fn read_all(state: &State, case: &Case, backend: &dyn Backend) -> Vec
     for param in &case.params {
         for role in state.roles(&param.name).unwrap() {
             let dtype = state.dtype(role, &param.name).unwrap();
-            let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
+            let mut bytes = vec![0; role.entries(param.numel()) as usize * dtype.len_bytes()];
             state.read(backend, role, &param.name, &mut bytes).unwrap();
             all.extend(bytes);
         }

@@ -7,7 +7,7 @@ use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{
     Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport, Master, Memory as _,
-    Precision, Reduce,
+    Precision, Reduce, StateDType,
 };
 use fusestep_planner::{
     Brought, ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, State,
@@ -196,7 +196,8 @@ fn outcome_borrowed(
                 Role::Grad => all.extend_from_slice(&grads[index]),
                 _ => {
                     let dtype = state.dtype(role, &param.name).unwrap();
-                    let mut bytes = vec![0; param.numel() as usize * dtype.len_bytes()];
+                    let entries = role.entries(param.numel()) as usize;
+                    let mut bytes = vec![0; entries * dtype.len_bytes()];
                     state.read(backend, role, &param.name, &mut bytes).unwrap();
                     all.extend(bytes);
                 }
@@ -232,10 +233,13 @@ fn rules() -> [Optimizer; 3] {
     [Adam::default().into(), sgd.into(), Lamb::default().into()]
 }
 
-/// Formats of parameters: plain, and 16 bits with an f32 master.
-fn formats() -> [(DType, Precision); 2] {
-    let master = Precision { master: Master::F32, ..Precision::default() };
-    [(DType::F32, Precision::default()), (DType::BF16, master)]
+/// Formats of parameters: plain, and 16 bits with an f32 master; and both with state in codes.
+fn formats() -> [(DType, Precision); 4] {
+    let plain = Precision::default();
+    let master = Precision { master: Master::F32, ..plain };
+    let coded = Precision { state: StateDType::Int8, ..plain };
+    let narrow = Precision { master: Master::Remainder8, ..coded };
+    [(DType::F32, plain), (DType::BF16, master), (DType::F32, coded), (DType::BF16, narrow)]
 }
 
 #[test]
