@@ -66,7 +66,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let model =
         args.model.as_deref().context("a model, which the flags require without a collective")?;
     let mut params = read_given(model, args.dtype)?.params;
-    args.optimizer.require_excluded(args.settings.exclude())?;
+    args.optimizer.check(&args.settings, &params)?;
     let rule = args.optimizer.rule()?;
     let options = args.settings.of_model(rule, &mut params)?;
     if args.peer.is_some() {

@@ -15,7 +15,7 @@ use serde::Serialize;
 use self::converted::ConvertArgs;
 use self::written::write_to;
 use crate::options::whole;
-use crate::output::{non_finite, print, print_json, warn, working};
+use crate::output::{Told, non_finite, print, print_json, tells, warn, working};
 
 /// Texts of `train` that are the bits of a number, and their digits.
 const BITS: [&str; 2] = ["last_loss", "loss_sum"];
@@ -143,16 +143,17 @@ pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
             }
         }
         Action::Reshard { folder, world, out, average } => {
-            let manifest = Manifest::read(&folder.folder)?;
-            let (from, count) = (&folder.folder, *world);
+            let writing = working("writing a file for each rank");
+            let (from, manifest) = (&folder.folder, Manifest::read(&folder.folder)?);
             let written = write_to(out, from, || {
                 if *average {
-                    manifest.average(from, out, count)
+                    manifest.average(from, out, *world)
                 } else {
-                    manifest.reshard(from, out, count)
+                    manifest.reshard(from, out, *world)
                 }
             });
-            inspect(folder, &written?, Shown::Value)
+            writing.finish_and_clear();
+            show_written(folder, out, &written?)
         }
         Action::Convert(args) => converted::run(args),
     }
@@ -173,6 +174,19 @@ fn settings_of(manifest: &Manifest) -> Vec<String> {
 enum Shown {
     Value,
     WithBits,
+}
+
+/// Prints the checkpoint that was written; in quiet runs its place alone.
+fn show_written(args: &FolderArgs, out: &Path, written: &Manifest) -> anyhow::Result<()> {
+    if args.json || tells(Told::Usual) {
+        return inspect(args, written, Shown::Value);
+    }
+    print(&format!(
+        "wrote {}: {} in {}\n",
+        out.display(),
+        counted(written.tensors.len() as u64, "tensor"),
+        counted(written.shards.len() as u64, "file")
+    ))
 }
 
 fn inspect(args: &FolderArgs, manifest: &Manifest, shown: Shown) -> anyhow::Result<()> {

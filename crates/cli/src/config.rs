@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, anyhow, bail, ensure};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command};
+use fusestep_collective::{Carrier, Started, started_together};
+use fusestep_collective_processes::launched_processes;
 use fusestep_tensor::Quoted;
 use fusestep_tensor_file::{Disk, Files, check_writable};
 use toml::{Table, Value};
@@ -163,7 +165,7 @@ fn unknown(command: &Command, key: &str) -> String {
     let name = command.get_name();
     let keys = command.get_arguments().filter_map(key_of);
     let alike = keys.map(|known| (strsim::jaro(&key.replace('_', "-"), known), known));
-    let nearest = alike.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(alike, _)| *alike > 0.7);
+    let nearest = alike.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(alike, _)| *alike > 0.8);
     let meant = nearest.map_or_else(
         || format!("`fusestep {name} --help` lists them"),
         |(_, known)| format!("did you mean `{known}`?"),
@@ -288,16 +290,40 @@ pub(crate) fn repeating(command: &Command, matches: &ArgMatches) -> Option<Strin
         let table = if is_output(id) { &mut outputs } else { &mut table };
         table.insert(key.to_owned(), value);
     }
-    let (name, version) = (command.get_name(), env!("CARGO_PKG_VERSION"));
+    let is_of = |id: &str| matches.try_contains_id(id).is_ok();
+    if is_of("engine") && is_of("ranks") && !table.contains_key("ranks") {
+        // Ranks that a launcher has started are as many without it.
+        let started = launched_processes().ok().flatten();
+        if let Some(ranks) = started.and_then(|ranks| i64::try_from(ranks).ok()) {
+            table.insert("ranks".to_owned(), Value::Integer(ranks));
+        }
+    }
+    let version = env!("CARGO_PKG_VERSION");
+    let start = repeated_by(command);
     let text = toml::to_string(&table).ok()?;
     let outputs = toml::to_string(&outputs).ok()?;
     let mut outputs: String = outputs.lines().map(|line| format!("# {line}\n")).collect();
     if !outputs.is_empty() {
         outputs.insert_str(0, "# What this run wrote, and would write over:\n");
     }
-    Some(format!(
-        "# `fusestep {name} --config FILE` repeats this run of fusestep {version}.\n{text}{outputs}"
-    ))
+    Some(format!("# `{start}` repeats this run of fusestep {version}.\n{text}{outputs}"))
+}
+
+/// The command that takes the file of flags: with the outputs that it requires, and under the
+/// launcher that this process was started by, where ranks of this program alone cannot be.
+fn repeated_by(command: &Command) -> String {
+    let required = command
+        .get_arguments()
+        .filter(|arg| arg.is_required_set() && OUTPUTS.contains(&arg.get_id().as_str()));
+    let required = required.filter_map(|arg| Some(format!(" --{} FILE", arg.get_long()?)));
+    let under = match started_together() {
+        Some(Started { carrier: Carrier::Mpi, ranks: Some(ranks), .. }) => {
+            format!("mpirun -n {ranks} ")
+        }
+        _ => String::new(),
+    };
+    let name = command.get_name();
+    format!("{under}fusestep {name} --config FILE{}", required.collect::<String>())
 }
 
 /// The value that reads back as this very text.

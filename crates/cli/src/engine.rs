@@ -13,6 +13,7 @@ use fusestep_collective_mpi::{Compare, MpiOptions, Reduction};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessError, launched_processes};
 
 use crate::options::{MOST_RANKS, name_of, parse_timeout, whole};
+use crate::output::{note, warn};
 use crate::settings::expected_several;
 use crate::{launch, outcomes};
 
@@ -200,11 +201,11 @@ impl Engine {
             Engine::Thread if ranks.count() == 1 => {
                 let only = thread_ranks(1, &ranks.watch.of_machine()).pop();
                 let mut comm = only.context("expected one rank, found none")?;
-                return body(&mut comm).map(Some).map_err(Into::into);
+                return on_rank(&mut comm, body).map(Some);
             }
             Engine::Thread => {
                 let outcomes = run_ranks(ranks.count(), &ranks.watch.of_machine(), |mut comm| {
-                    body(&mut comm).map_err(Into::into)
+                    on_rank(&mut comm, &body)
                 });
                 return outcomes::first(outcomes.context("cannot start a thread for each rank")?);
             }
@@ -239,9 +240,35 @@ fn on_process<T, E: Into<anyhow::Error>>(
     body: impl Fn(&mut dyn Communicator) -> Result<T, E>,
 ) -> anyhow::Result<Option<T>> {
     let found = ranks.require_world(comm);
-    let found = found.and_then(|()| body(comm).map_err(Into::into));
+    let found = found.and_then(|()| on_rank(comm, body));
     let found = found.with_context(|| format!("rank {}", comm.rank()))?;
     Ok((comm.rank() == 0).then_some(found))
+}
+
+/// Runs `body` on a rank. Where it ends in an error, the rank's last calls are written, if the user
+/// has asked for them and no call that failed has written them.
+fn on_rank<T, E: Into<anyhow::Error>>(
+    comm: &mut dyn Communicator,
+    body: impl Fn(&mut dyn Communicator) -> Result<T, E>,
+) -> anyhow::Result<T> {
+    let outcome = body(comm).map_err(Into::into);
+    let recorder = comm.recorder();
+    // A rank that has made no call has none to show.
+    if let (Err(_), Some(folder), 1..) = (&outcome, recorder.folder(), recorder.calls_begun()) {
+        let written = match recorder.dumped() {
+            Some(dumped) => dumped.clone().map_err(anyhow::Error::msg),
+            None => recorder.dump(folder).map_err(Into::into),
+        };
+        let folder = folder.display();
+        match written {
+            Ok(_) if comm.rank() == 0 => note(&format!("wrote the ranks' last calls to {folder}")),
+            Ok(_) => {}
+            Err(error) => {
+                warn(&format!("warning: --flight-recorder {folder}: cannot write ({error:#})"));
+            }
+        }
+    }
+    outcome
 }
 
 /// Refuses to run: this build has no NCCL.

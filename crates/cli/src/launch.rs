@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use fusestep_collective::{ALONE_REMEDY, started_together};
+use fusestep_collective::started_together;
 use fusestep_collective_processes::{LaunchOptions, Launched, Prefix, launch};
 
 use crate::options::{MOST_RANKS, parse_timeout, whole};
@@ -43,7 +43,8 @@ pub(crate) fn require_first() -> anyhow::Result<()> {
     bail!(
         "launch: expected no launcher around `fusestep launch`, found that {started}, and each \
          would start ranks of its own; start the program itself there, or `fusestep launch` \
-         without the other launcher, or {ALONE_REMEDY}; or, if no launcher runs, `unset {}`",
+         without the other launcher, or set FUSESTEP_ALONE=1 where each process is to start ranks \
+         of its own; or, if no launcher runs, `unset {}`",
         started.variable
     );
 }

@@ -56,10 +56,13 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
         path.map_or(Ok(()), |path| require_folder(flag, path))?;
     }
     let mut model = read_given(&args.model, args.dtype)?;
-    args.optimizer.require_excluded(args.settings.exclude())?;
+    args.optimizer.check(&args.settings, &model.params)?;
     args.settings.require_several(args.world.world, "--world")?;
     let mut options = args.settings.of_model(args.optimizer.rule()?, &mut model.params)?;
     let topology = args.world.topology()?;
+    if topology.world == 1 {
+        options = options.of_one();
+    }
     let known = args.figures.known()?;
     options.figures = known.figures(args.world.backward_ms * 1e-3);
     let of_ranks = args.world.world.is_some() || args.settings.asks_for_ranks();

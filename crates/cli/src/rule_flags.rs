@@ -246,6 +246,26 @@ impl RuleFlags {
         }
     }
 
+    /// The numbers given, each with its flag.
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        self.given.iter().filter_map(|(name, given)| match given {
+            Given::Number(number) => Some((long_of(name)?, *number)),
+            Given::Switch(_) => None,
+        })
+    }
+
+    /// The flags of switches that were given.
+    pub(crate) fn switches(&self) -> impl Iterator<Item = &'static str> {
+        let is_switch = |given: &&(&str, Given)| matches!(given.1, Given::Switch(true));
+        self.given.iter().filter(is_switch).filter_map(|(name, _)| long_of(name))
+    }
+
+    /// These flags without one.
+    pub(crate) fn without(&self, long: &str) -> Self {
+        let rest = self.given.iter().filter(|(name, _)| long_of(name) != Some(long));
+        Self { given: rest.copied().collect() }
+    }
+
     /// These flags, with this number if none was given.
     pub(crate) fn with_default(mut self, setting: &'static str, number: f64) -> Self {
         if self.get(setting).is_none() {

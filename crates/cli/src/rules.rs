@@ -7,12 +7,13 @@ use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::{Excluded, Lars};
-use fusestep_launch::SettingValue;
+use fusestep_launch::{Precision, SettingValue, StateDType};
 use fusestep_planner::{NamedRule, Optimizer};
-use fusestep_tensor::Quoted;
+use fusestep_tensor::{DType, ParamDesc, Quoted};
 
 use crate::options::named;
 use crate::rule_flags::RuleFlags;
+use crate::settings::{Settings, Subcommand};
 
 /// The update rule, by one of its names.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -76,19 +77,43 @@ impl OptimizerArgs {
             Optimizer::Lars(lars) => Lars { excluded, ..lars }.into(),
             Optimizer::Lamb(lamb) => Lamb { excluded, ..lamb }.into(),
             other if self.excluded.is_none() => other,
-            other => bail!(
+            _ => bail!(
                 "--excluded: expected --optimizer lars or lamb, found {}, which has no such setting",
-                other.name()
+                self.optimizer.name()
             ),
         })
     }
 
-    /// Refuses flags of excluded parameters that would do nothing.
+    /// Refuses flags of the rule that would do nothing, and numbers that would vanish.
     ///
     /// # Errors
-    /// A missing pattern where another flag needs one; patterns where no parameter has a decay, or
-    /// a rate of its layer, that could be taken away.
-    pub(crate) fn require_excluded(&self, exclude: &[String]) -> anyhow::Result<()> {
+    /// The first of them: of excluded parameters, of a state that the rule does not keep, or of
+    /// numbers that are 0 where these parameters are updated.
+    pub(crate) fn check<S: Subcommand>(
+        &self,
+        settings: &Settings<S>,
+        params: &[ParamDesc],
+    ) -> anyhow::Result<()> {
+        self.require_excluded(settings.exclude())?;
+        self.require_state(settings.precision().state)?;
+        if params.iter().any(|param| param.dtype == DType::F64) {
+            return Ok(());
+        }
+        let numbers = self.flags.numbers().map(|(long, number)| (format!("--{long}"), number));
+        for (flag, number) in numbers.chain(settings.numbers_of_params()) {
+            ensure!(
+                number == 0.0 || number as f32 != 0.0,
+                "{flag}: expected 0 or at least 1.4e-45, since parameters other than f64 are \
+                 updated in f32, found {number:e}"
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses flags of excluded parameters that would do nothing: a missing pattern where another
+    /// flag needs one; patterns where no parameter has a decay, or a rate of its layer, that could
+    /// be taken away.
+    fn require_excluded(&self, exclude: &[String]) -> anyhow::Result<()> {
         let Some(pattern) = exclude.first() else {
             ensure!(
                 self.excluded.is_none(),
@@ -98,8 +123,8 @@ impl OptimizerArgs {
             return Ok(());
         };
         let mut rule = self.optimizer.0.rule;
-        let scales = matches!(rule, Optimizer::Lars(_) | Optimizer::Lamb(_))
-            && self.excluded != Some(Excluded::TrustRatio);
+        let has_rates = matches!(rule, Optimizer::Lars(_) | Optimizer::Lamb(_));
+        let scales = has_rates && self.excluded != Some(Excluded::TrustRatio);
         let mut decay = self.flags.number("weight_decay");
         rule.each(&mut |setting| {
             if let ("weight_decay", SettingValue::Number(value, _)) = (setting.name, setting.value)
@@ -107,11 +132,52 @@ impl OptimizerArgs {
                 decay = decay.or(Some(*value));
             }
         });
+        if scales || decay.is_some_and(|decay| decay != 0.0) {
+            return Ok(());
+        }
         ensure!(
-            scales || decay.is_some_and(|decay| decay != 0.0),
-            "--exclude `{}`: expected a --weight-decay above 0, which it takes away, found 0",
+            !has_rates,
+            "--excluded trust-ratio: expected plain-lr, or a --weight-decay above 0, found 0: what \
+             --exclude `{}` names would be updated like all else",
             Quoted(pattern)
         );
+        bail!(
+            "--exclude `{}`: expected a --weight-decay above 0, which it takes away, found 0",
+            Quoted(pattern)
+        )
+    }
+
+    /// Refuses a type of state where the rule keeps none, or none that the type is for.
+    fn require_state(&self, state: StateDType) -> anyhow::Result<()> {
+        if state == StateDType::Compute {
+            return Ok(());
+        }
+        let (rule, name) = (self.rule()?, self.optimizer.name());
+        if !rule.keeps_state() {
+            let without = if name == rule.name() { "" } else { " without --momentum" };
+            bail!(
+                "--state-dtype: expected a rule that keeps state, found --optimizer {name}{without}, \
+                 which keeps none; leave --state-dtype out"
+            );
+        }
+        let takes = |rule: &Optimizer| {
+            let precision = Precision { state, ..Precision::default() };
+            rule.rule().kernel(DType::F32, precision).is_ok()
+        };
+        if takes(&rule) {
+            return Ok(());
+        }
+        // A switch without which the rule's state would be of this type.
+        for long in self.flags.switches() {
+            let without = Self { flags: self.flags.without(long), ..self.clone() };
+            let is_it = without.rule().is_ok_and(|rule| takes(&rule));
+            ensure!(
+                !is_it,
+                "--state-dtype {} and --{long}: the second keeps means that codes of 8 bits do not \
+                 stand for; remove one, or give --state-dtype bf16",
+                state.name()
+            );
+        }
         Ok(())
     }
 }

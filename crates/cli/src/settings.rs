@@ -1,10 +1,11 @@
 //! Settings of a step as flags: names, values and sentences are those of the table of
 //! [`StepOptions`].
 
+mod idle;
+
 use std::collections::HashSet;
 use std::marker::PhantomData;
 
-use anyhow::{anyhow, ensure};
 use clap::builder::{PossibleValue, PossibleValuesParser, ValueParser};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Args, Command, FromArgMatches, Id};
@@ -150,13 +151,15 @@ impl<S: Subcommand> Settings<S> {
     ///
     /// # Errors
     /// Settings without effect, or that contradict each other; a part of a name that no parameter
-    /// has.
+    /// has; a cap of too many buckets.
     pub(crate) fn of_model(
         &self,
         rule: Optimizer,
         params: &mut [ParamDesc],
     ) -> anyhow::Result<StepOptions> {
         self.refused.clone().map_or(Ok(()), |error| Err(refused(error)))?;
+        self.require_reduced()?;
+        self.require_few_buckets(params)?;
         let mut options = StepOptions { rule, ..self.given.clone() };
         options.describe(params).map_err(refused)?;
         options.check_kept(params).map_err(refused)?;
@@ -189,6 +192,19 @@ impl<S: Subcommand> Settings<S> {
         &self.given.exclude
     }
 
+    /// How exactly parameters and state are kept.
+    pub(crate) fn precision(&self) -> Precision {
+        self.given.precision
+    }
+
+    /// Factors and decays of some parameters, each with its flag.
+    pub(crate) fn numbers_of_params(&self) -> impl Iterator<Item = (String, f64)> {
+        let StepOptions { lr_scale, weight_decay_of, .. } = &self.given;
+        let decays = weight_decay_of.iter().map(|of| ("weight_decay_of", of));
+        let all = lr_scale.iter().map(|of| ("lr_scale", of)).chain(decays);
+        all.map(|(name, of)| (format!("{} {}", flag_of(name), Quoted(&of.pattern)), of.value))
+    }
+
     /// ZeRO stage.
     pub(crate) fn zero(&self) -> u8 {
         self.given.zero
@@ -217,34 +233,6 @@ impl<S: Subcommand> Settings<S> {
     pub(crate) fn asks_for_ranks(&self) -> bool {
         let changed = self.given.changed().unwrap_or_default();
         changed.iter().any(|changed| !Step::has(changed.name, changed.section))
-    }
-
-    /// Refuses settings of many ranks without `what`, the flag of their number. A world of one that
-    /// is asked for may be one of several that are tried, so that a note tells what it leaves
-    /// without effect; but what is to stay apart there is nothing.
-    ///
-    /// # Errors
-    /// A setting that would do nothing.
-    pub(crate) fn require_several(&self, ranks: Option<usize>, what: &str) -> anyhow::Result<()> {
-        if ranks.is_some_and(|count| count > 1) {
-            return Ok(());
-        }
-        let found = expected_several(ranks, what);
-        ensure!(!self.given.separate, "--separate: {found}; one rank has nothing to reduce");
-        if ranks.is_some() {
-            let idle = self.given.idle_alone().map_err(refused)?;
-            let flags: Vec<String> = idle.into_iter().map(flag_of).collect();
-            if !flags.is_empty() {
-                note(&format!("note: {}: no effect on one rank", flags.join(", ")));
-            }
-            return Ok(());
-        }
-        match self.given.check_alone() {
-            Err(OptionError::NeedsRanks { name, .. }) => {
-                Err(anyhow!("{}: {found}; it has no effect on one rank", flag_of(name)))
-            }
-            checked => checked.map_err(refused),
-        }
     }
 }
 

@@ -72,8 +72,8 @@ pub(crate) struct StepArgs {
     /// File for the optimizer state; parameters and state are replaced together or not at all
     #[arg(long, value_name = "FILE")]
     state_out: Option<PathBuf>,
-    /// File for the parameters as a model is evaluated with them: averages under schedule-free,
-    /// otherwise the same as --out; written along with the other files
+    /// File for the averages that a model is evaluated with, under schedule-free; written along
+    /// with the other files
     #[arg(long, value_name = "FILE")]
     average_out: Option<PathBuf>,
     #[command(flatten)]
@@ -141,8 +141,15 @@ pub(crate) fn run(args: &StepArgs) -> anyhow::Result<()> {
     let params = TensorFile::read(&args.params)?;
     let grads = TensorFile::read(&args.grads)?;
     let mut model = model_of(&params)?;
-    args.optimizer.require_excluded(args.settings.exclude())?;
-    let options = args.settings.of_model(args.optimizer.rule()?, &mut model.params)?;
+    args.optimizer.check(&args.settings, &model.params)?;
+    let rule = args.optimizer.rule()?;
+    ensure!(
+        args.average_out.is_none() || rule.rule().averaging().is_some(),
+        "--average-out: expected --optimizer schedule-free, found {}, which keeps no average; leave \
+         --average-out out: --out has what a model is evaluated with",
+        args.optimizer.optimizer.name()
+    );
+    let options = args.settings.of_model(rule, &mut model.params)?;
     let planner = planner(&options, &model.params, Topology::SOLO, backend.limits())?;
     let plan = planner.plan(&model.params)?;
     check_gradients(&model, &params, &grads)?;

@@ -1,6 +1,8 @@
 //! The run of `fusestep train` on one rank of any number: each has its part of every batch.
 
+mod announce;
 mod checkpoints;
+mod compared;
 mod handshake;
 mod record;
 pub(crate) mod recorder;
@@ -20,20 +22,22 @@ use fusestep::{Section, Session, StepOptions};
 use fusestep_collective::{Collectives, Communicator, ReduceOp, even_counts};
 use fusestep_models::Task;
 use fusestep_planner::{MicroStepReport, Plan, Topology};
-use fusestep_tensor::{DType, ParamDesc, counted, counted_are};
+use fusestep_tensor::{DType, ParamDesc};
 use indicatif::ProgressBar;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
+use self::announce::announce;
 use self::checkpoints::{Position, check_folder, make_folder};
+use self::compared::{Compared, advice, require_comparisons};
 use self::handshake::{compare_calls, own_settings};
 use self::recorder::{Recorded, Recorder, Stopped};
 use self::run::Training;
 use self::tally::Tally;
 use crate::figures::Known;
 use crate::options::{BackendName, threads};
-use crate::output::{Told, detail, note, print, progress, tells};
+use crate::output::{Told, detail, print, progress, tells};
 use crate::planning::{agreed, planner_of, told};
 use crate::shadow::Shadow;
 use crate::train::args::TrainArgs;
@@ -103,6 +107,7 @@ pub(crate) fn train(
     let shadow = if compares(args, &plan) { Shadow::new(&vars, options.rule)? } else { None };
     let batch = batch_of(args, options);
     let batches = args.epochs * task.samples_of_epoch().div_ceil(batch);
+    require_comparisons(args, batches, topology.rank)?;
     let mut run = Training {
         args,
         options,
@@ -112,7 +117,7 @@ pub(crate) fn train(
         shadow,
         bar: if first { progress(batches as u64, "batches") } else { ProgressBar::hidden() },
         tally: Tally::default(),
-        compared: 0,
+        compared: Compared::default(),
         resumed_epochs: None,
         history: Vec::new(),
         recorder: Recorder::default(),
@@ -154,55 +159,6 @@ fn compares(args: &TrainArgs, plan: &Plan) -> bool {
         && plan.micro_steps() == 1
         && args.dtype == DType::F32
         && args.settings.changed_beyond(&SAME_WORK, &[]).is_none()
-}
-
-/// Says what will be trained and how, and how many micro-steps the last update of an epoch has,
-/// where these are fewer.
-fn announce(args: &TrainArgs, task: &dyn Task, plan: &Plan, batch: usize) -> anyhow::Result<()> {
-    if !args.json && tells(Told::Usual) {
-        print(&format!("{}\n{plan}", task.describe()))?;
-    }
-    let batches = task.samples_of_epoch().div_ceil(batch);
-    // With lanes a batch is an update, whose micro-batches are parts of it.
-    let micro_steps = if plan.lanes().is_some() { 1 } else { plan.micro_steps() as usize };
-    let rest = batches % micro_steps;
-    // With lanes an update is of all batches that it is given.
-    if rest > 0 && plan.lanes().is_none() {
-        note(&format!(
-            "note: the last update of each epoch has {}, not {micro_steps}: an epoch has {batches} \
-             batches, no multiple of {micro_steps}",
-            counted(rest as u64, "micro-step")
-        ));
-    }
-    if let Some(lanes) = plan.lanes() {
-        announce_lanes(args, task, lanes.count.get() as usize, batch);
-    }
-    detail(&format!("{batches} batches of {batch} an epoch"));
-    Ok(())
-}
-
-/// Says which lanes are without a sample, and when.
-fn announce_lanes(args: &TrainArgs, task: &dyn Task, lanes: usize, batch: usize) {
-    let of_lanes = |without| format!("{without} of {}", counted_are(lanes as u64, "lane"));
-    if args.batch < lanes {
-        note(&format!(
-            "note: {} without a sample in every update: --batch {} is smaller; raise it, or give \
-             fewer --lanes",
-            of_lanes(lanes - args.batch),
-            args.batch
-        ));
-        return;
-    }
-    // Samples go to lanes one after another.
-    let last = task.samples_of_epoch() % batch;
-    let filled = last.div_ceil(batch / args.batch);
-    if (1..lanes).contains(&filled) {
-        note(&format!(
-            "note: {} without a sample in the last update of each epoch, which has {}",
-            of_lanes(lanes - filled),
-            counted(last as u64, "sample")
-        ));
-    }
 }
 
 /// The gradients of a backward pass and the variables that have them; none without samples.
@@ -275,9 +231,8 @@ impl Training<'_> {
                 };
                 // All ranks see the same mean, so they give up together.
                 if !loss.is_finite() {
-                    bail!(
-                        "epoch {epoch}: expected a finite loss, found {loss}; use a smaller --lr"
-                    );
+                    let advice = advice(self.args, self.options);
+                    bail!("epoch {epoch}: expected a finite loss, found {loss}; {advice}");
                 }
                 at.loss_sum += loss * positions.len() as f64;
                 at.batches += 1;
@@ -293,6 +248,7 @@ impl Training<'_> {
         }
         self.finish_saves()?;
         self.bar.finish();
+        self.compared.tell(self.args, self.session.plan().topology().rank);
         match self.history.last().copied() {
             Some(last) => Ok(last),
             None => self.tested(start.last_loss),
@@ -388,7 +344,7 @@ impl Training<'_> {
         self.tally.batch_ns -= self.candle_ns() - beside;
         self.record(&report)?;
         self.tally.tokens += positions.len() * self.task.tokens_of_sample();
-        self.compare_parameters()?;
+        self.compared.after_batch(self.args, &mut self.session)?;
         Ok(loss)
     }
 
@@ -427,6 +383,7 @@ impl Training<'_> {
             is_over = report.update.is_some();
             self.count_update(&report, &begun);
         }
+        self.tally.drop_window(&report, micro_batches);
         // Each is of one rank, and 0 on the others; their sum is in the order of micro-batches.
         self.session.communicator().all_reduce(&mut losses, ReduceOp::Sum)?;
         self.count_batch(&whole);
@@ -434,20 +391,8 @@ impl Training<'_> {
         let loss = losses.iter().sum::<f64>() / positions.len() as f64;
         self.recorder.add_loss(loss, positions.len());
         self.record(&report)?;
-        self.compare_parameters()?;
+        self.compared.after_batch(self.args, &mut self.session)?;
         Ok(loss)
-    }
-
-    /// Compares the ranks' parameters after every so many batches, as --compare-parameters says.
-    fn compare_parameters(&mut self) -> anyhow::Result<()> {
-        let Some(every) = self.args.compare_parameters else {
-            return Ok(());
-        };
-        self.compared += 1;
-        if self.compared % every != 0 {
-            return Ok(());
-        }
-        Ok(self.session.compare_parameters()?)
     }
 
     /// Time of candle's optimizer so far.

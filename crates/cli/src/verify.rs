@@ -43,7 +43,7 @@ struct Asked<'a> {
 /// Runs every world on every engine, a row of the table after the other, and compares.
 pub(crate) fn run(args: &VerifyArgs) -> anyhow::Result<()> {
     let mut params = read_given(&args.model, args.dtype)?.params;
-    args.optimizer.require_excluded(args.settings.exclude())?;
+    args.optimizer.check(&args.settings, &params)?;
     let options = args.settings.of_model(args.optimizer.rule()?, &mut params)?;
     let worlds = args.worlds(&options)?;
     let stages = args.stages(&options, &worlds)?;
@@ -218,7 +218,7 @@ fn meet(session: &mut Session<'_>) -> anyhow::Result<()> {
     Ok(session.communicator().barrier()?)
 }
 
-/// Most sums of one gradient that a rank keeps at once.
+/// Most sums of one gradient that a rank keeps at once: the gradient itself is one.
 fn peak_sums(plan: &Plan) -> usize {
-    (0..plan.topology().world).map(|rank| plan.lane_slots(rank)).max().unwrap_or_default()
+    (0..plan.topology().world).map(|rank| plan.lane_slots(rank)).max().unwrap_or_default().max(1)
 }

@@ -1,11 +1,12 @@
 //! The engine: one rank's side of a group, and what its calls keep.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
-    Aborter, Begun, Blocks, Call, CollectiveError, Engine, Membership, OnShared, Operation, Pair,
+    Aborter, Begun, Blocks, Call, CollectiveError, Engine, FlightRecorder, Membership, OnShared,
+    Operation, Pair,
 };
 
 use crate::group::Group;
@@ -13,7 +14,7 @@ use crate::heap::Arena;
 use crate::place::Place;
 use crate::round::Broken;
 use crate::task::Task;
-use crate::{ProcessOptions, starter};
+use crate::{ProcessOptions, last_calls, starter};
 
 /// Bytes of the stage, through which other ranks see memory that lies outside of the segment.
 pub(crate) const STAGE_BYTES: usize = 512 << 10;
@@ -29,11 +30,23 @@ pub(crate) struct Processes {
     /// The stage, for memory that lies outside of the segment; made by the first call that needs
     /// it.
     pub(crate) stage: Option<Arena>,
+    /// The copy of the recorder that a signal's thread can write. `None` without a folder, which
+    /// saves locks and looks at the clock.
+    mirror: Option<Arc<Mutex<FlightRecorder>>>,
 }
 
 impl Processes {
     pub(crate) fn new(group: Arc<Group>, options: ProcessOptions) -> Self {
-        Self { place: group.place(), options, pairs: HashMap::new(), stage: None, group }
+        let mirror = options.dump_folder.is_some().then(|| {
+            let Group { rank, begun, .. } = *group;
+            let calls = options.recorded_calls;
+            let recorder = FlightRecorder::new(rank, group.world_size(), calls, begun);
+            let recorder = Arc::new(Mutex::new(recorder));
+            last_calls::written_at_end(&recorder);
+            recorder
+        });
+        let place = group.place();
+        Self { place, options, pairs: HashMap::new(), stage: None, mirror, group }
     }
 
     /// Closes the group because of a call's error, unless a rank has only left; returns the error
@@ -174,6 +187,10 @@ impl Engine for Processes {
 
     fn failure(&self) -> Option<CollectiveError> {
         self.group.failure()
+    }
+
+    fn mirror(&self) -> Option<Arc<Mutex<FlightRecorder>>> {
+        self.mirror.clone()
     }
 
     fn allocate(&mut self, len_bytes: usize) -> Result<HostMemory, CollectiveError> {

@@ -43,7 +43,7 @@ const LOOK: Duration = Duration::from_millis(2);
 /// The system's error, with the program that cannot be started, which may be the guard. All that
 /// was started is ended then.
 pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
-    let mut signals = Signals::new(heeded())?;
+    let mut signals = Signals::new(signals_without(&[Disposition::Ignored]))?;
     let session = token();
     let guard = options.guard.as_deref().map(|program| guard::start(program, &session));
     let guard = guard.transpose()?;
@@ -91,15 +91,35 @@ pub fn launch(options: &LaunchOptions) -> io::Result<Launched> {
     Ok(Launched { code, failed, met })
 }
 
-/// The signals that are passed on. A handler for an ignored signal would end the ignoring in this
-/// process and, since programs begin without handlers, in its ranks.
-fn heeded() -> impl Iterator<Item = i32> {
+/// Decision of a process about a signal, which does not end it then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Disposition {
+    Ignored,
+    Heard,
+}
+
+impl Disposition {
+    /// The line of the process's status that has these signals.
+    fn line(self) -> &'static str {
+        match self {
+            Self::Ignored => "SigIgn:",
+            Self::Heard => "SigCgt:",
+        }
+    }
+}
+
+/// The signals that end a job, but those that this process has decided about. A handler for an
+/// ignored signal would end the ignoring in this process and, since programs begin without
+/// handlers, in its ranks.
+pub(crate) fn signals_without(decided: &[Disposition]) -> impl Iterator<Item = i32> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    let ignored = mask.unwrap_or(0);
+    let masks = decided.iter().filter_map(|decided| {
+        let mask = status.lines().find_map(|line| line.strip_prefix(decided.line()))?;
+        u64::from_str_radix(mask.trim(), 16).ok()
+    });
+    let mask = masks.fold(0, |all, mask| all | mask);
     let all = [SIGINT, SIGTERM, SIGHUP, SIGQUIT].into_iter();
-    all.filter(move |signal| (ignored >> (signal - 1)) & 1 == 0)
+    all.filter(move |signal| (mask >> (signal - 1)) & 1 == 0)
 }
 
 /// The exit code of a process with this status, as shells have it.

@@ -21,6 +21,8 @@ mod guard;
 #[cfg(target_os = "linux")]
 mod heap;
 #[cfg(target_os = "linux")]
+mod last_calls;
+#[cfg(target_os = "linux")]
 mod launch;
 mod launched;
 #[cfg(target_os = "linux")]

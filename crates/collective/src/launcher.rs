@@ -13,7 +13,8 @@ use fusestep_tensor::Quoted;
 pub const ALONE: &str = "FUSESTEP_ALONE";
 
 /// How processes of a launcher run alone.
-pub const ALONE_REMEDY: &str = "set FUSESTEP_ALONE=1 where each process is to run alone";
+pub const ALONE_REMEDY: &str = "set FUSESTEP_ALONE=1 where each process is to run alone (behind \
+                                `fusestep launch`, as `-- env FUSESTEP_ALONE=1 PROGRAM`)";
 
 /// Carrier of calls between the processes of a launcher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -24,6 +24,13 @@ pub fn short_number(value: f64) -> String {
     if value.is_finite() && value.abs() >= 1e21 { format!("{value:e}") } else { value.to_string() }
 }
 
+/// A power of two as text that has all its digits, or as `2^60` where they would be rounded.
+pub fn power_of_two(value: f64) -> String {
+    let exponent = value.log2();
+    let is_rounded = value > (1u64 << f64::MANTISSA_DIGITS) as f64 && exponent.fract() == 0.0;
+    if is_rounded { format!("2^{exponent}") } else { value.to_string() }
+}
+
 /// The reason why two settings contradict each other, with advice: its own, which stands behind a
 /// semicolon, or to remove one of the two.
 pub fn advised(why: &str) -> Cow<'_, str> {
@@ -62,5 +69,14 @@ mod tests {
     fn a_reason_has_one_advice() {
         assert_eq!(advised("both decide"), "both decide; remove one");
         assert_eq!(advised("both decide; use stage 2"), "both decide; use stage 2");
+    }
+
+    #[test]
+    fn powers_of_two_are_told_without_rounding() {
+        for (value, text) in [(1.0, "1"), (65536.0, "65536"), (2f64.powi(60), "2^60")] {
+            assert_eq!(power_of_two(value), text);
+        }
+        assert_eq!(power_of_two(2f64.powi(53)), "9007199254740992");
+        assert_eq!(power_of_two(2f64.powi(126)), "2^126");
     }
 }

@@ -12,7 +12,7 @@ mod quoted;
 mod role;
 mod shape;
 
-pub use counted::{advised, counted, counted_are, grouped, short_number};
+pub use counted::{advised, counted, counted_are, grouped, power_of_two, short_number};
 pub use desc::{ParamDesc, Trust, check_total_numel, check_unique_names};
 pub use device::{DeviceOrder, DeviceSliceMut};
 pub use dtype::{DType, Element};

@@ -7,7 +7,7 @@ use fusestep_collective_nccl::{
     Meeting, NcclCommunicator, NcclOptions, Reduction as NcclReduction,
 };
 
-use super::{Ranks, Watch, mpi_world, on_process};
+use super::{Ranks, Watch, mpi_world, on_process, on_rank};
 use crate::outcomes;
 
 /// Runs `body` on ranks with a GPU each: threads of this process, or the processes that mpirun has
@@ -34,7 +34,7 @@ pub(super) fn run<T: Send, E: Into<anyhow::Error> + Send>(
     let outcomes = run_ranks(ranks.count(), &control.of_machine(), |control| {
         let gpu = control.rank();
         let mut comm = NcclCommunicator::new(Box::new(control), gpu, &options)?;
-        body(&mut comm).map_err(Into::into)
+        on_rank(&mut comm, &body)
     });
     outcomes::first(outcomes.context("cannot start a thread for each rank")?)
 }

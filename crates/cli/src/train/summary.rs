@@ -21,7 +21,8 @@ pub(crate) struct TrainSummary {
     pub(crate) steps: u64,
     /// Steps that changed nothing because a gradient was not finite.
     pub(crate) skipped_steps: u64,
-    /// Micro-steps whose gradients were dropped with the skipped steps.
+    /// Micro-steps whose gradients were dropped with the skipped steps; with lanes those of all
+    /// ranks.
     pub(crate) dropped_micro_steps: u64,
     pub(crate) final_loss: f64,
     pub(crate) test_loss: f64,
@@ -126,7 +127,12 @@ impl TrainSummary {
         writeln!(f, ": loss {:.4}, test accuracy {percent:.2} %", self.final_loss)?;
         if self.skipped_steps > 0 {
             let skipped = counted(self.skipped_steps, "step");
-            write!(f, "{skipped} skipped, since a gradient was not finite")?;
+            let rest = grouped(self.steps - self.skipped_steps);
+            write!(
+                f,
+                "{skipped} skipped, since a gradient was not finite; logs and checkpoints count the \
+                 other {rest}"
+            )?;
             if self.dropped_micro_steps > self.skipped_steps {
                 let dropped = counted(self.dropped_micro_steps, "micro-step");
                 write!(f, "; {dropped} dropped with them")?;

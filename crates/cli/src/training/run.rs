@@ -4,6 +4,7 @@ use fusestep::{Session, StepOptions};
 use fusestep_models::Task;
 use indicatif::ProgressBar;
 
+use super::compared::Compared;
 use super::recorder::Recorder;
 use super::tally::Tally;
 use crate::shadow::Shadow;
@@ -21,8 +22,7 @@ pub(super) struct Training<'a> {
     pub(super) shadow: Option<Shadow>,
     pub(super) bar: ProgressBar,
     pub(super) tally: Tally,
-    /// Batches since the run began, for the comparison of parameters every few batches.
-    pub(super) compared: u64,
+    pub(super) compared: Compared,
     /// Epochs that were over in the checkpoint that the run goes on from.
     pub(super) resumed_epochs: Option<usize>,
     /// Epochs of this session that are over.

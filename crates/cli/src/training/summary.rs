@@ -29,6 +29,10 @@ impl Training<'_> {
         self.tally.update_ns += nanoseconds;
         self.tally.ours_ns += nanoseconds;
         self.tally.add(report);
+        // With lanes ranks have other numbers of micro-steps, so windows are counted.
+        if self.options.lanes.is_none() {
+            self.tally.dropped_micro_steps += u64::from(report.dropped_micro_steps);
+        }
     }
 
     /// Counts the time since `begun` as a batch's, and the calls and bytes sent since.

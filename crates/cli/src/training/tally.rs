@@ -9,7 +9,8 @@ pub(super) struct Tally {
     pub(super) steps: u64,
     /// Updates that were skipped.
     pub(super) skipped: u64,
-    /// Micro-steps whose gradients were dropped with the skipped updates.
+    /// Micro-steps whose gradients were dropped with the skipped updates; with lanes those of all
+    /// ranks.
     pub(super) dropped_micro_steps: u64,
     /// Time of steps, and calls and bytes sent for them.
     pub(super) update_ns: f64,
@@ -35,7 +36,14 @@ impl Tally {
             self.skipped += u64::from(update.skipped);
             self.update_norm = update.update_norm;
         }
-        self.dropped_micro_steps += u64::from(report.dropped_micro_steps);
         self.bucket_peak_bytes = self.bucket_peak_bytes.max(report.segment_peak_bytes);
+    }
+
+    /// Counts the micro-batches of all ranks that were dropped with the update of a window of
+    /// lanes: as many at any number of ranks.
+    pub(super) fn drop_window(&mut self, report: &MicroStepReport, micro_batches: usize) {
+        if report.update.is_some_and(|update| update.skipped) {
+            self.dropped_micro_steps += micro_batches as u64;
+        }
     }
 }

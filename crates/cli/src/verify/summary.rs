@@ -31,7 +31,7 @@ pub(super) struct Ended {
     /// Time of the step over that of the same step without lanes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) times_rank_order: Option<f64>,
-    /// Most sums of one gradient that a rank keeps at once; 0 where each gradient is a lane.
+    /// Most sums of one gradient that a rank keeps at once; the gradient itself is one.
     pub(super) peak_sums: usize,
     /// Most bytes that a rank keeps between steps, sums of gradients included.
     pub(super) memory_bytes: u64,

@@ -75,7 +75,7 @@ fn files_of_flags_with_a_fault_are_refused_by_key_or_line() {
         ("cilp-norm = 1.0", "did you mean `clip-norm`?"),
         ("clip_norm = 1.0", "did you mean `clip-norm`?"),
         ("zzz = 1", "`fusestep train --help` lists them"),
-        ("config = \"x\"", "`config`: expected the name of a flag"),
+        ("config = \"x\"", "without its dashes, found no such flag; `fusestep train --help` lists"),
         ("json = 1", "`json`: expected true or false, found 1"),
         ("epochs = [1, 2]", "`epochs`: expected one value, found the list [1, 2]"),
         ("epochs = {a = 1}", "`epochs`: expected a number or a text"),

@@ -72,13 +72,7 @@ fn counts_beyond_every_machine_are_refused_with_the_most_that_works() {
         (1, "[4294967296,4294967296]", &[], elements),
         (1, "[1125899906842625]", &[], elements),
         (1, "[1125899906842624]", &["--world", "4"], "at most 1048576 for 4 ranks"),
-        (1, "[2147483648]", &[&tiny[..], &["2"]].concat(), "at most 1048576 for 2 ranks"),
-        (
-            1,
-            "[2147483648]",
-            &[&tiny[..], &["1024", "--zero", "3"]].concat(),
-            "at most 130944 for 1024 ranks",
-        ),
+        (1, "[2147483648]", &[&tiny[..], &["2"]].concat(), "2,147,483,648; give 0.5 or more"),
         (1, "[3]", &groups, "found 2 ranks"),
         // Bytes of a step's traffic, 28 for each element, go beyond 64 bits.
         (1_023, "[1125899906842624]", &[], "at most 18014398509481984 elements"),

@@ -5,7 +5,7 @@ use std::fs;
 use serde_json::Value;
 
 use crate::messages::shapes;
-use crate::{Folder, ok, refused, text};
+use crate::{Folder, fusestep, ok, refused, text};
 
 /// Requires that a command is refused with these words, and taken with `more`.
 fn refuses(command: &[&str], said: &[&str], more: &[&str]) {
@@ -208,4 +208,148 @@ fn tensors_without_elements_are_no_step_of_candle_s() {
     fs::write(&path, r#"{"empty":[0,3],"w":[3]}"#).unwrap();
     let timed = ok(&["bench", text(&path), "--rounds", "1", "--peer", "candle"]);
     assert!(timed.contains("candle's AdamW"), "{timed}");
+}
+
+#[test]
+fn an_average_is_asked_of_a_rule_that_keeps_one() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let [out, average] = ["out", "average"].map(|name| folder.path(name));
+    let step = ["step", "--params", text(&params), "--grads", text(&grads), "--out", text(&out)];
+    let step = [&step[..], &["--average-out", text(&average)]].concat();
+    let said = "--average-out: expected --optimizer schedule-free, found adamw, which keeps no";
+    refuses(&step, &[said], &["--optimizer", "schedule-free"]);
+}
+
+#[test]
+fn a_type_of_state_is_asked_of_a_rule_that_keeps_some() {
+    let train = ["train", "--epochs", "1", "--optimizer"];
+    for (rule, flags, said) in [
+        ("sgd", &["--state-dtype", "bf16"][..], "found --optimizer sgd, which keeps none"),
+        ("sgd", &["--state-dtype", "int8"], "found --optimizer sgd, which keeps none"),
+        (
+            "sgd",
+            &["--state-dtype", "int8", "--keep-f32", "1"],
+            "found --optimizer sgd, which keeps",
+        ),
+        (
+            "sgd",
+            &["--state-dtype", "bf16", "--rounding", "stochastic"],
+            "--state-dtype: expected a rule that keeps state",
+        ),
+        (
+            "momentum",
+            &["--momentum", "0", "--state-dtype", "int8"],
+            "found --optimizer momentum without --momentum, which keeps none; leave --state-dtype",
+        ),
+        (
+            "rmsprop",
+            &["--centered", "--state-dtype", "int8"],
+            "--state-dtype int8 and --centered: the second keeps means that codes of 8 bits do not",
+        ),
+    ] {
+        let error = refused(&[&train[..], &[rule], flags].concat());
+        assert!(error.contains(said), "{rule} {flags:?}: {error}");
+    }
+    ok(&[&train[..], &["momentum", "--state-dtype", "int8"]].concat());
+    ok(&[&train[..], &["rmsprop", "--centered", "--state-dtype", "bf16"]].concat());
+}
+
+#[test]
+fn a_rate_of_what_is_excluded_needs_a_decay_to_take_away() {
+    let train = ["train", "--epochs", "1", "--optimizer", "lars", "--exclude", "bias"];
+    let ratio = [&train[..], &["--excluded", "trust-ratio", "--weight-decay", "0"]].concat();
+    let error = refused(&ratio);
+    let said = "--excluded trust-ratio: expected plain-lr, or a --weight-decay above 0, found 0";
+    assert!(error.contains(said), "{error}");
+    ok(&[&train[..], &["--excluded", "plain-lr", "--weight-decay", "0"]].concat());
+}
+
+#[test]
+fn how_gradients_are_reduced_is_nothing_to_ranks_that_average_parameters() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let (plan, train) = (["plan", text(&shapes), "--world", "2"], ["train", "--epochs", "1"]);
+    let train = [&train[..], &["--ranks", "2"]].concat();
+    for command in [&plan[..], &train] {
+        let command = [command, &["--local-sgd", "4"]].concat();
+        for flags in [
+            &["--bucket-cap-mib", "0.01"][..],
+            &["--comm-streams", "1"],
+            &["--separate"],
+            &["--reduced", "per-micro-step", "--accumulate", "2"],
+            &["--reduce-dtype", "bf16"],
+        ] {
+            let error = refused(&[&command[..], flags].concat());
+            let said = format!("--local-sgd and {}: ranks average parameters and send", flags[0]);
+            assert!(error.contains(&said), "{error}");
+        }
+        ok(&[&command[..], &["--update-in-backward", "--bucket-cap-mib", "0.01"]].concat());
+    }
+}
+
+#[test]
+fn averages_of_one_rank_are_not_planned() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    for (command, flag) in
+        [(&["train", "--epochs", "1"][..], "--ranks"), (&["plan", text(&shapes)], "--world")]
+    {
+        let found = ok(&[command, &[flag, "1", "--local-sgd", "8"]].concat());
+        assert!(!found.contains("average"), "{found}");
+        let groups = ["--zero", "1", "--shard-group", "2"];
+        ok(&[command, &[flag, "1"], &groups].concat());
+        ok(&[command, &[flag, "1", "--separate"]].concat());
+    }
+    // Ranks that have averaged may go on as one.
+    let [run, one] = ["run", "one"].map(|name| folder.path(name));
+    let train = ["train", "--local-sgd", "4", "--ranks"];
+    ok(&[&train[..], &["2", "--epochs", "1", "--checkpoint", text(&run)]].concat());
+    let reshard = ["checkpoint", "reshard", text(&run), "--average", "--world", "1", "--out"];
+    ok(&[&reshard[..], &[text(&one)]].concat());
+    ok(&[&train[..], &["1", "--epochs", "2", "--checkpoint", text(&one), "--resume"]].concat());
+}
+
+#[test]
+fn what_is_refused_on_one_rank_has_no_note() {
+    for flags in [
+        &["--owners", "tensors"][..],
+        &["--reduced", "per-micro-step"],
+        &["--shard-group", "1"],
+        &["--local-sgd-begin", "3"],
+    ] {
+        let error = refused(&[&["train", "--epochs", "1", "--ranks", "1"], flags].concat());
+        assert!(error.contains("it has no effect otherwise"), "{error}");
+        assert!(!error.contains("no effect on one rank"), "{error}");
+    }
+}
+
+#[test]
+fn comparisons_that_a_run_never_comes_to_are_refused_or_told() {
+    let train = ["train", "--epochs", "1", "--ranks", "2", "--compare-parameters"];
+    let error = refused(&[&train[..], &["46"]].concat());
+    let said = "--compare-parameters: expected at most the 45 batches of this run, found 46";
+    assert!(error.contains(said), "{error}");
+    ok(&[&train[..], &["45"]].concat());
+    for (averages, every, said) in [
+        ("4", "8", None),
+        ("4", "2", Some("were compared 11 times, and 11 comparisons between averages left out")),
+        ("44", "5", Some("were compared 0 times, and 9 comparisons between averages left out")),
+    ] {
+        let output = fusestep(&[&train[..], &[every, "--local-sgd", averages]].concat());
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{error}");
+        let note = "only batches that end in an average are compared";
+        assert_eq!(error.matches(note).count(), 1, "{error}");
+        assert_eq!(error.matches("left out").count(), usize::from(said.is_some()), "{error}");
+        assert!(said.is_none_or(|said| error.contains(said)), "{error}");
+    }
+}
+
+#[test]
+fn caps_of_too_many_buckets_are_refused_with_one_that_works() {
+    let train = ["train", "--epochs", "1", "--ranks", "2", "--bucket-cap-mib"];
+    let error = refused(&[&train[..], &["1e-9"]].concat());
+    let said = "--bucket-cap-mib: expected at most 16,384 buckets of this model's gradients, found";
+    assert!(error.contains(said) && error.contains("some 17,226; give 0.0000077 or"), "{error}");
 }

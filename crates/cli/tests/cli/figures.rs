@@ -66,6 +66,11 @@ fn check_keeps_figures_and_plan_reads_them() {
     assert!(known.contains("note figures "), "{known}");
     assert!(known.contains("figures of 2 ranks, engine thread, measured 2"), "{known}");
     assert!(!known.contains("would cost least"), "{known}");
+    // Ranks of no engine are met with the engine whose figures are there.
+    let unnamed = told(&cache, &plan[..4]);
+    let said = "by calls are known, only those of engine thread, for `fusestep plan --engine \
+                thread`; `fusestep check --engine` measures them where such ranks run";
+    assert!(unnamed.contains(said), "{unnamed}");
     // A cap that is given is nobody's choice.
     let given = told(&cache, &[&plan[..], &["--bucket-cap-mib", "25"]].concat());
     assert!(!given.contains("buckets of 25 MiB stay"), "{given}");

@@ -138,3 +138,113 @@ fn charts_on_a_log_scale_say_so() {
     let rate = page.split("<figcaption>learning rate</figcaption>").nth(1).unwrap();
     assert!(!rate.split("</figure>").next().unwrap().contains("log scale"));
 }
+
+/// Ranks whose last calls lie in this folder, with the calls that each has made.
+fn recorded(folder: &Path) -> Vec<u64> {
+    let read = |rank: usize| {
+        let path = folder.join(format!("flight-recorder-rank-{rank}.json"));
+        let told: serde_json::Value = serde_json::from_slice(&fs::read(path).ok()?).unwrap();
+        told["calls_begun"].as_u64()
+    };
+    (0..3).filter_map(read).collect()
+}
+
+#[test]
+fn last_calls_are_written_when_all_ranks_end_in_one_error() {
+    let folder = Folder::new();
+    let far = ["train", "--optimizer", "sgd", "--lr", "1e30", "--epochs", "1"];
+    let launch = ["launch", "-n", "2", "--", env!("CARGO_BIN_EXE_fusestep")];
+    let processes = ["--engine", "processes"];
+    for (name, before, flags) in [
+        ("threads", &[][..], &["--ranks", "2"][..]),
+        ("processes", &[], &["--ranks", "2", "--engine", "processes"]),
+        ("launch", &launch, &processes),
+    ] {
+        if name != "threads" && cfg!(not(target_os = "linux")) {
+            continue;
+        }
+        let place = folder.path(name);
+        let error = refused(&[before, &far, flags, &["--flight-recorder", text(&place)]].concat());
+        assert!(error.contains("expected a finite loss"), "{error}");
+        let said = format!("wrote the ranks' last calls to {}", text(&place));
+        assert_eq!(error.matches(&said).count(), 1, "{error}");
+        let calls = recorded(&place);
+        assert!(calls.len() == 2 && calls.iter().all(|&calls| calls > 2), "{name}: {calls:?}");
+    }
+    // A run that is refused before its first call has none.
+    let never = folder.path("never");
+    let refused_at_once = ["--ranks", "2", "--zero", "1", "--local-sgd", "2"];
+    refused(&[&far[..], &refused_at_once, &["--flight-recorder", text(&never)]].concat());
+    assert!(!never.exists());
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn last_calls_are_written_when_the_launcher_is_told_to_end() {
+    let folder = Folder::new();
+    for signal in ["TERM", "INT"] {
+        let (place, log) = (folder.path(signal), folder.path(&format!("{signal}.jsonl")));
+        let program = env!("CARGO_BIN_EXE_fusestep");
+        let mut launcher = std::process::Command::new(program)
+            .args(["launch", "-n", "2", "--", program, "train", "--epochs", "100000"])
+            .args(["--engine", "processes", "--log", text(&log)])
+            .args(["--flight-recorder", text(&place)])
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let begun = std::time::Instant::now();
+        while fs::read_to_string(&log).map_or(0, |log| log.lines().count()) < 5 {
+            assert!(begun.elapsed().as_secs() < 60, "no step in a minute");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        let number = launcher.id().to_string();
+        let kill = std::process::Command::new("kill").args(["-s", signal, &number]).status();
+        assert!(kill.unwrap().success());
+        assert!(!launcher.wait().unwrap().success());
+        let calls = recorded(&place);
+        assert!(calls.len() == 2 && calls.iter().all(|&calls| calls > 5), "{signal}: {calls:?}");
+    }
+}
+
+#[test]
+fn a_file_of_flags_says_what_it_needs_beside_it() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let [file, out, again] = ["step.toml", "out", "again"].map(|name| folder.path(name));
+    let step = ["step", "--params", text(&params), "--grads", text(&grads), "--out", text(&out)];
+    ok(&[&step[..], &["--write-config", text(&file)]].concat());
+    let written = fs::read_to_string(&file).unwrap();
+    let said = "# `fusestep step --config FILE --out FILE` repeats this run";
+    assert!(written.starts_with(said), "{written}");
+    ok(&["step", "--config", text(&file), "--out", text(&again)]);
+    assert_eq!(fs::read(&out).unwrap(), fs::read(&again).unwrap());
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_file_of_flags_of_ranks_that_were_launched_has_their_number() {
+    let folder = Folder::new();
+    let file = folder.path("run.toml");
+    let launch = ["launch", "-n", "2", "--", env!("CARGO_BIN_EXE_fusestep")];
+    let train = ["train", "--epochs", "1", "--engine", "processes"];
+    let first = ok(&[&launch[..], &train, &["--write-config", text(&file)]].concat());
+    let written = fs::read_to_string(&file).unwrap();
+    assert!(written.contains("\nranks = 2\n"), "{written}");
+    let hash = |printed: &str| printed.lines().last().unwrap().to_owned();
+    assert_eq!(hash(&ok(&["train", "--config", text(&file)])), hash(&first));
+    assert_eq!(
+        hash(&ok(&[&launch[..], &["train", "--config", text(&file)]].concat())),
+        hash(&first)
+    );
+}
+
+#[test]
+fn a_quiet_reshard_says_one_line() {
+    let folder = Folder::new();
+    let [run, out] = ["run", "out"].map(|name| folder.path(name));
+    ok(&["train", "--epochs", "1", "--checkpoint", text(&run)]);
+    let reshard = ["checkpoint", "reshard", text(&run), "--world", "2", "-q", "--out"];
+    let printed = ok(&[&reshard[..], &[text(&out)]].concat());
+    assert_eq!(printed, format!("wrote {}: 18 tensors in 3 files\n", text(&out)));
+}

@@ -148,7 +148,7 @@ fn a_loss_scale_is_refused_by_the_key_and_value_that_are_wrong() {
 fn a_run_that_skips_every_step_is_told_what_helps() {
     let run = ["train", "--epochs", "1", "--dtype", "f16", "--loss-scale"];
     let constant = told(&[&run[..], &["8.507059173023462e37"]].concat());
-    let said = "every step was skipped: with --loss-scale 850705917";
+    let said = "every step was skipped: with --loss-scale 2^126 ";
     let advice = "give --loss-scale dynamic, or a smaller constant";
     assert!(constant.contains(said) && constant.contains(advice), "{constant}");
     assert!(!constant.contains("another --lr") && !constant.contains("start="), "{constant}");
@@ -268,5 +268,103 @@ fn the_naive_number_of_calls_is_that_of_the_naive_plan() {
         assert_eq!(fused["naive_collectives"], naive["collectives"], "{flags:?}");
         assert_eq!(naive["naive_collectives"], naive["collectives"], "{flags:?}");
         assert!(fused["collectives"].as_u64() < naive["collectives"].as_u64(), "{flags:?}");
+    }
+}
+
+#[test]
+fn a_loss_that_is_no_number_for_want_of_an_eps_says_so() {
+    let train = ["train", "--epochs", "1"];
+    let error = refused(&[&train[..], &["--eps", "0"]].concat());
+    assert!(error.contains("; give an --eps above 0: without it a gradient of 0 is"), "{error}");
+    let error = refused(&[&train[..], &["--optimizer", "sgd", "--lr", "1e30"]].concat());
+    assert!(error.contains("; use a smaller --lr"), "{error}");
+}
+
+#[test]
+fn numbers_that_f32_has_as_0_are_refused_unless_the_parameters_are_f64() {
+    let train = ["train", "--epochs", "1"];
+    for (flags, flag) in [
+        (&["--eps", "1e-60"][..], "--eps"),
+        (&["--lr", "1e-60"], "--lr"),
+        (&["--weight-decay", "1e-60"], "--weight-decay"),
+        (&["--lr-scale", "layer0=1e-60"], "--lr-scale layer0"),
+        (&["--weight-decay-of", "layer0=1e-60"], "--weight-decay-of layer0"),
+    ] {
+        let error = refused(&[&train[..], flags].concat());
+        let said = format!("error: {flag}: expected 0 or at least 1.4e-45, since parameters other");
+        assert!(error.contains(&said) && error.contains("found 1e-60"), "{error}");
+        ok(&[&train[..], flags, &["--dtype", "f64"]].concat());
+    }
+    ok(&[&train[..], &["--weight-decay", "0"]].concat());
+}
+
+#[test]
+fn a_run_whose_every_rate_is_0_is_told_by_which_flag() {
+    let train = ["train", "--epochs", "1"];
+    for (flags, flag) in [
+        (&["--lr", "0"][..], "--lr 0"),
+        (&["--lr-scale", "layer=0"], "--lr-scale"),
+        (&["--schedule", "cosine:0"], "--schedule cosine:0"),
+        (&["--schedule", "constant:10:0"], "--schedule constant:10:0"),
+    ] {
+        let found = told(&[&train[..], flags].concat());
+        let said = format!("; with {flag} the rate of every step is 0; give another");
+        assert!(found.contains(&said) && !found.contains("try another --lr"), "{found}");
+    }
+}
+
+#[test]
+fn skipped_steps_and_what_was_dropped_are_counted_alike_on_any_ranks() {
+    let train = ["train", "--epochs", "1", "--dtype", "f16", "--loss-scale"];
+    let train = [&train[..], &["dynamic:start=1048576"]].concat();
+    let printed = ok(&train);
+    let said = "3 steps skipped, since a gradient was not finite; logs and checkpoints count the \
+                other 42\n";
+    assert!(printed.contains(said), "{printed}");
+    for ranks in ["1", "2", "4"] {
+        let printed = ok(&[&train[..], &["--lanes", "4", "--ranks", ranks]].concat());
+        let said = "4 steps skipped, since a gradient was not finite; logs and checkpoints count \
+                    the other 41; 16 micro-steps dropped with them\n";
+        assert!(printed.contains(said), "{ranks}: {printed}");
+    }
+}
+
+#[test]
+fn one_lane_of_one_rank_keeps_one_sum() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let verify = ["verify", text(&shapes), "--lanes", "1", "--worlds", "1", "--json"];
+    let found: Value = serde_json::from_str(&ok(&verify)).unwrap();
+    assert!(found["runs"].as_array().unwrap().iter().all(|run| run["peak_sums"] == 1), "{found}");
+}
+
+#[test]
+fn a_plan_predicts_what_it_knows_and_says_what_it_leaves_out() {
+    let folder = Folder::new();
+    let shapes = shapes(&folder);
+    let plan = |more: &[&str]| ok(&[&["plan", text(&shapes), "--world"], more].concat());
+    assert!(!plan(&["1"]).contains("predicted"));
+    let left_out = "without this rank's update, as the speed of memory is not known";
+    assert!(plan(&["2"]).contains(left_out));
+    let known = plan(&["2", "--memory-gbs", "10"]);
+    assert!(known.contains("this rank's update") && !known.contains(left_out), "{known}");
+}
+
+#[test]
+fn large_powers_of_two_and_single_batches_are_told_right() {
+    let printed = ok(&["train", "--epochs", "1", "--loss-scale", "2^60"]);
+    assert!(printed.contains("loss scale 2^60\n"), "{printed}");
+    let found = told(&["train", "--epochs", "1", "--accumulate", "4", "--batch", "1437"]);
+    assert!(found.contains("an epoch has 1 batch, no multiple of 4"), "{found}");
+}
+
+#[test]
+fn a_process_of_a_launcher_is_told_how_it_runs_alone() {
+    let launch = ["launch", "-n", "2", "--"];
+    let train = [env!("CARGO_BIN_EXE_fusestep"), "train", "--epochs", "1"];
+    let error = refused(&[&launch[..], &train].concat());
+    assert!(error.contains("`-- env FUSESTEP_ALONE=1 PROGRAM`"), "{error}");
+    if cfg!(target_os = "linux") {
+        ok(&[&launch[..], &["env", "FUSESTEP_ALONE=1"], &train].concat());
     }
 }

@@ -139,8 +139,20 @@ impl StepOptions {
                 Reach::SharedMemory => "ranks that share memory",
                 Reach::Calls => "ranks that reach each other by calls",
             };
+            let other = match topology.reach {
+                Reach::SharedMemory => Reach::Calls,
+                Reach::Calls => Reach::SharedMemory,
+            };
+            let known = figures.world(Topology { reach: other, ..topology });
+            let other = known.map_or_else(String::new, |known| {
+                format!(
+                    ", only those of engine {0}, for `fusestep plan --engine {0}`",
+                    known.engine
+                )
+            });
             let reason = format!(
-                "no figures of {ranks} are known; `fusestep check --engine` measures them there"
+                "no figures of {ranks} are known{other}; `fusestep check --engine` measures them \
+                 where such ranks run"
             );
             let note = note(Verdict::Skipped, reason);
             return Ok(Choices { settings: Vec::new(), notes: vec![note] });

@@ -192,6 +192,20 @@ impl StepOptions {
         }
     }
 
+    /// These settings without averages and groups of ranks, for a world of one, which has nobody to
+    /// average or to share with.
+    pub fn of_one(&self) -> Self {
+        let usual = Self::of(self.rule);
+        Self {
+            shard_group: usual.shard_group,
+            local_sgd: usual.local_sgd,
+            local_sgd_begin: usual.local_sgd_begin,
+            local_sgd_averaged: usual.local_sgd_averaged,
+            local_sgd_interval: usual.local_sgd_interval,
+            ..self.clone()
+        }
+    }
+
     /// These settings with every reduction, update and gather a stage of its own, as a naive plan
     /// has them in any case.
     pub fn in_parts(&self) -> Self {

@@ -6,7 +6,7 @@ use fusestep_planner::{
     Accumulated, Averaged, Initial, Interval, Ownership, ReduceDType, ReducedWhen, Schedule,
     ScheduleError, TableKind,
 };
-use fusestep_tensor::{Quoted, Trust};
+use fusestep_tensor::{Quoted, Trust, power_of_two};
 
 use super::choice::{Choice, Named};
 use super::of_params::OfParams;
@@ -222,13 +222,13 @@ fn wrong_scale_key(name: &str) -> String {
 pub(super) fn loss_scale_text(scale: &LossScale) -> String {
     let policy = scale.policy();
     if policy.is_fixed() {
-        return scale.scale().to_string();
+        return power_of_two(scale.scale());
     }
     let default = ScalePolicy::default();
     let mut told = Vec::new();
     let mut tell = |name: &str, value: f64, usual: f64| {
         if value != usual {
-            told.push(format!("{name}={value}"));
+            told.push(format!("{name}={}", power_of_two(value)));
         }
     };
     tell("start", scale.scale(), LossScale::dynamic().scale());

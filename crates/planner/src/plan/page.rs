@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use fusestep_amp::MaxNorm;
 use fusestep_launch::Batch;
-use fusestep_tensor::{counted, grouped};
+use fusestep_tensor::{counted, grouped, power_of_two};
 
 use crate::plan::cost::{CostModel, Event, EventKind};
 use crate::plan::stage::Stage;
@@ -95,6 +95,7 @@ pub(crate) fn svg(plan: &Plan) -> String {
 }
 
 fn totals(plan: &Plan, page: &mut String) {
+    let scale = plan.gradients.loss_scale.map(|scale| power_of_two(scale.scale()));
     let rows = [
         ("parameters", grouped(plan.params.len() as u64)),
         ("elements", grouped(plan.elements())),
@@ -103,7 +104,7 @@ fn totals(plan: &Plan, page: &mut String) {
         ("optimizer state", bytes(plan.state_bytes())),
         ("memory traffic per step", bytes(plan.traffic_bytes())),
         ("norm of gradients clipped to", or_not(plan.gradients.max_norm.map(MaxNorm::value))),
-        ("loss scale of the first step", or_not(plan.gradients.loss_scale.map(|s| s.scale()))),
+        ("loss scale of the first step", or_not(scale)),
         ("argument bytes per launch", grouped(plan.limits.argument_bytes as u64)),
     ];
     page.push_str("<table>\n");
@@ -257,7 +258,7 @@ fn blocks<'a>(page: &mut String, blocks: impl Iterator<Item = (&'a str, u64)>, l
 }
 
 /// A setting of a pass, or that the pass is not there.
-fn or_not(value: Option<f64>) -> String {
+fn or_not(value: Option<impl ToString>) -> String {
     value.map_or("not at all".to_owned(), |value| value.to_string())
 }
 

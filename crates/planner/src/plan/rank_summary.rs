@@ -99,15 +99,19 @@ impl std::fmt::Display for RankSummary {
             let (state, all) = (bytes(of.state_bytes), bytes(of.memory_bytes));
             writeln!(f, "  {what}: {state} of optimizer state, {all} in all")?;
         }
+        if self.world == 1 && self.predicted_step_ns == 0.0 {
+            return Ok(());
+        }
         write!(
             f,
             "  predicted: {:.2} ms, of which {:.2} ms are calls that nothing hides",
             self.predicted_step_ns / 1e6,
             self.exposed_ns / 1e6,
         )?;
-        // Unknown, or nothing to do.
         if self.local_ns > 0.0 {
             write!(f, " and {:.2} ms this rank's update", self.local_ns / 1e6)?;
+        } else {
+            write!(f, ", without this rank's update, as the speed of memory is not known")?;
         }
         writeln!(f, "; {}", self.link)?;
         if self.proposed_bucket_cap_bytes == 0 {

@@ -157,6 +157,12 @@ impl Optimizer {
         kernel.is_ok_and(|kernel| kernel.normed().is_some())
     }
 
+    /// Whether the rule keeps state beside parameters and gradients.
+    pub fn keeps_state(&self) -> bool {
+        let kernel = self.rule().kernel(DType::F32, Precision::default());
+        kernel.is_ok_and(|kernel| kernel.lists().iter().any(|list| list.role.is_state()))
+    }
+
     /// Checks every hyper-parameter.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use fusestep_launch::{Precision, StateDType};
-use fusestep_tensor::{DType, Quoted, counted, escaped, grouped};
+use fusestep_tensor::{DType, Quoted, counted, escaped, grouped, power_of_two};
 
 use crate::plan::passes::rewrite::Rewrite;
 use crate::plan::settings::{GradientAccumulation, TableKind};
@@ -210,7 +210,7 @@ fn fmt_norm(plan: &Plan, f: &mut fmt::Formatter<'_>, norm: &Norm) -> fmt::Result
         write!(f, ", clipped to {}", max_norm.value())?;
     }
     if let Some(scale) = plan.gradients.loss_scale {
-        write!(f, ", loss scale {}", scale.scale())?;
+        write!(f, ", loss scale {}", power_of_two(scale.scale()))?;
     }
     writeln!(f)
 }

@@ -257,6 +257,12 @@ impl State {
         PlanError::NotOnHost { role, name: name.to_owned(), backend: self.backend }
     }
 
+    /// Whether ranks have parameters of their own, since they have stepped after their last average
+    /// (LocalSGD).
+    pub fn is_between_averages(&self) -> bool {
+        self.averages_ranks && self.since_average > 0
+    }
+
     /// Whether a model is evaluated with other values than its parameters: a rule of them averages
     /// ([`fusestep_launch::UpdateRule::averaging`]).
     pub fn averages(&self) -> bool {
