@@ -121,6 +121,10 @@ pub(crate) fn same_bits_on(
     }
 }
 
+/// What a step of [`launch_at`] has.
+pub(crate) const VALUES: GroupValues =
+    GroupValues { lr: 0.01, lr_scale: 1.0, weight_decay: None, trust: None, step: 3 };
+
 /// Tensors of one length at given element offsets.
 #[derive(Clone, Copy)]
 pub(crate) struct Places<'a> {
@@ -173,8 +177,7 @@ pub(crate) fn launch_at(
     let mut scalars = vec![0; layout.scalar_bytes];
     let mut step_scalars = vec![0; layout.step_scalar_bytes];
     kernel.write_scalars(&mut scalars);
-    let values = GroupValues { lr: 0.01, lr_scale: 1.0, weight_decay: None, trust: None, step: 3 };
-    kernel.write_step_scalars(values, &mut step_scalars);
+    kernel.write_step_scalars(VALUES, &mut step_scalars);
     let members: Vec<u32> = (0..offsets.len() as u32).collect();
     backend.launch(Launch {
         kernel,
@@ -195,6 +198,22 @@ pub(crate) fn launch_at(
     Ok(lists)
 }
 
+/// The bytes of a kernel's list before [`step_at`].
+pub(crate) fn first_bytes(kernel: &dyn MultiTensorKernel, list: usize, elements: u64) -> Vec<u8> {
+    let TensorList { role, dtype, .. } = kernel.lists()[list];
+    let values = 0..role.entries(elements) as usize;
+    let values = values.map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
+    match dtype {
+        // Codes of all kinds, a root of which is never 0.
+        DType::U8 => values.map(|v| (v * 64.0) as u8 | 1).collect(),
+        DType::F32 => values.flat_map(|v| (v as f32).to_le_bytes()).collect(),
+        DType::F16 => values.flat_map(|v| f16::from_f64(v).to_le_bytes()).collect(),
+        DType::BF16 => values.flat_map(|v| bf16::from_f64(v).to_le_bytes()).collect(),
+        DType::U16 => values.flat_map(|v| (v as u16).to_le_bytes()).collect(),
+        _ => values.flat_map(f64::to_le_bytes).collect(),
+    }
+}
+
 /// One step over tensors at `places`; returns the bytes of all lists, those between the tensors
 /// included.
 pub(crate) fn step_at(
@@ -205,20 +224,7 @@ pub(crate) fn step_at(
 ) -> Vec<u8> {
     let kernel = rule.kernel(dtype, precision).unwrap();
     let elements = places.offsets.iter().max().unwrap() + places.numel;
-    let mut fill = |list: usize| {
-        let TensorList { role, dtype, .. } = kernel.lists()[list];
-        let values = 0..role.entries(elements) as usize;
-        let values = values.map(|i| (i * 7 + list * 3 + 1) as f64 / 64.0);
-        match dtype {
-            // Codes of all kinds, a root of which is never 0.
-            DType::U8 => values.map(|v| (v * 64.0) as u8 | 1).collect(),
-            DType::F32 => values.flat_map(|v| (v as f32).to_le_bytes()).collect(),
-            DType::F16 => values.flat_map(|v| f16::from_f64(v).to_le_bytes()).collect(),
-            DType::BF16 => values.flat_map(|v| bf16::from_f64(v).to_le_bytes()).collect(),
-            DType::U16 => values.flat_map(|v| (v as u16).to_le_bytes()).collect(),
-            _ => values.flat_map(f64::to_le_bytes).collect(),
-        }
-    };
+    let mut fill = |list: usize| first_bytes(kernel.as_ref(), list, elements);
     let lists = launch_at(backend, kernel.as_ref(), places, &mut fill).unwrap();
     let mut all = Vec::new();
     for list in &lists {

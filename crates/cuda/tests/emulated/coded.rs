@@ -1,14 +1,19 @@
 //! State in codes of 8 bits: groups at every edge, cut in every way, with the bits of the host.
 
-use fusestep_launch::{Backend, LaunchLimits, Memory};
+use fusestep_cuda::{CudaBackend, DeviceTensor};
+use fusestep_launch::{
+    Backend, Batchable, Launch, LaunchLimits, Memory as _, MultiTensorKernel, batches,
+};
 use fusestep_planner::Planner;
 use fusestep_tensor::DType;
 use fusestep_testkit::{Case, Gradients, outcome, rules};
 
 use crate::common::resident::scaled;
 use crate::common::{
-    Places, TINY, coded_formats, coded_rules, cpu, cuda, same_bits_at, step_at, widened,
+    Places, TINY, VALUES, coded_formats, coded_rules, cpu, cuda, first_bytes, same_bits_at,
+    step_at, widened,
 };
+use crate::framework::{Framework, Memory};
 
 /// Tensors at the border of int8, some of which stay in f32, and with groups that end early.
 const NUMELS: [u64; 6] = [4095, 4096, 4097, 0, 4127, 20_000];
@@ -83,6 +88,68 @@ fn groups_of_any_number_give_the_bits_of_the_host_and_touch_nothing_else() {
                     assert!(step(&cuda()) == step(&cpu()), "{rule}, {format:?}, {numel}, {first}");
                 }
             }
+        }
+    }
+}
+
+/// The lists of a tensor after a step on memory that a framework lends, state and units among it.
+fn step_lent(
+    framework: &Framework,
+    backend: &CudaBackend,
+    kernel: &dyn MultiTensorKernel,
+    lists: &[Vec<u8>],
+    numel: u64,
+) -> Vec<u8> {
+    let memory: Vec<_> = lists.iter().map(|bytes| Memory::of(framework, bytes)).collect();
+    let layout = kernel.argument_layout();
+    let limits = backend.limits().of(kernel);
+    let tensor = Batchable { tensor: 0, first_element: 0, numel, group: 0 };
+    let batches = batches("test", [tensor], layout, limits).unwrap();
+    let mut scalars = vec![0; layout.scalar_bytes];
+    let mut step_scalars = vec![0; layout.step_scalar_bytes];
+    kernel.write_scalars(&mut scalars);
+    kernel.write_step_scalars(VALUES, &mut step_scalars);
+    let mut lend = |_, role| {
+        let list = kernel.lists().iter().position(|list| list.role == role)?;
+        // SAFETY: the memory is as long as its list, and is read behind the launch.
+        Some(unsafe { DeviceTensor::at(memory[list].address(), lists[list].len()) })
+    };
+    let launch = Launch {
+        kernel,
+        batches: &batches,
+        offsets: &[0],
+        members: &[0],
+        lists: &mut [],
+        firsts: &[],
+        scalars: &scalars,
+        control: None,
+        grad_sums: None,
+        tensor_sums: None,
+        update_sums: None,
+        step_scalars: &step_scalars,
+        limits,
+    };
+    backend.launch_borrowed(launch, &mut lend).unwrap();
+    framework.synchronize();
+    memory.iter().flat_map(Memory::read).collect()
+}
+
+#[test]
+fn lent_codes_and_units_give_the_bits_of_the_host() {
+    let framework = Framework::new();
+    // SAFETY: the framework lives longer than the backend.
+    let backend = unsafe { CudaBackend::adopt(framework.context(), framework.stream()) };
+    let (backend, numel) = (backend.unwrap(), 4100);
+    for (dtype, precision) in coded_formats() {
+        for rule in coded_rules(rules()) {
+            let kernel = rule.rule().kernel(dtype, precision).unwrap();
+            let lists: Vec<_> = (0..kernel.lists().len())
+                .map(|list| first_bytes(kernel.as_ref(), list, numel))
+                .collect();
+            let found = step_lent(&framework, &backend, kernel.as_ref(), &lists, numel);
+            let places = Places::whole(&[0], numel);
+            let expected = step_at(&cpu(), rule.rule(), places, (dtype, precision));
+            assert!(found == expected, "{rule}, {dtype}, {precision}");
         }
     }
 }
