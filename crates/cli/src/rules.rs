@@ -154,9 +154,9 @@ impl OptimizerArgs {
         }
         let (rule, name) = (self.rule()?, self.optimizer.name());
         if !rule.keeps_state() {
-            let without = if name == rule.name() { "" } else { " without --momentum" };
+            let with = if name == rule.name() { "" } else { " with --momentum 0" };
             bail!(
-                "--state-dtype: expected a rule that keeps state, found --optimizer {name}{without}, \
+                "--state-dtype: expected a rule that keeps state, found --optimizer {name}{with}, \
                  which keeps none; leave --state-dtype out"
             );
         }

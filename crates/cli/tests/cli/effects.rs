@@ -240,7 +240,7 @@ fn a_type_of_state_is_asked_of_a_rule_that_keeps_some() {
         (
             "momentum",
             &["--momentum", "0", "--state-dtype", "int8"],
-            "found --optimizer momentum without --momentum, which keeps none; leave --state-dtype",
+            "found --optimizer momentum with --momentum 0, which keeps none; leave --state-dtype",
         ),
         (
             "rmsprop",
