@@ -171,6 +171,8 @@ fn of_kernel(name: &str, error: &RuleError) -> Option<String> {
         return None;
     };
     let flag = flag_of(error.setting()?);
+    // Which of both was typed is not known here.
+    let rule = if *rule == "sgd" { "sgd (momentum at --momentum 0)" } else { rule };
     Some(format!(
         "{flag} with --optimizer {rule} and parameters of {dtype} such as `{}`: expected {expected}, \
          found {found}; give one of these, or leave {flag} out",

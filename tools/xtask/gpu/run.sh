@@ -8,13 +8,13 @@
 #   --small      quick tests and scaled-down sets: a trial of this script where the device is slow
 #   --out DIR    where results.json, table.md and log.txt go; default: the folder results below the current one
 #   --seconds N  time for everything together; default: 520. Parts share it, and each is stopped at its end
-#   --only PARTS some of kernels,tests,times,others,python,sanitizers; default: all
+#   --only PARTS some of kernels,tests,times,others,python,offload,sanitizers; default: all
 #
 # Status 0: tests, bits, sanitizers and the checks of the times passed, or could not be run and are named;
 # 1: one failed or was stopped; 2: nothing could be run.
 set -u
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-small=0 out=$PWD/results total=520 all=kernels,tests,times,others,python,sanitizers
+small=0 out=$PWD/results total=520 all=kernels,tests,times,others,python,offload,sanitizers
 only=$all
 while [ $# -gt 0 ]; do
   case $1 in
@@ -179,6 +179,36 @@ run_others() {
   esac
 }
 
+# Unpacks the wheel, which is a zip file; nothing of the machine's Python is changed.
+wheel() {
+  [ -d "$work/package" ] || python3 -m zipfile -e "$here"/fusestep-*.whl "$work/package" >>"$log" 2>&1
+}
+
+# Models on the GPU whose optimizer is on the host: bits of masters on the device, and iterations
+# beside others' offload.
+run_offload() {
+  local options=() status seconds
+  if ! command -v python3 >/dev/null; then
+    not_run+=("offload: there is no python3")
+    return
+  fi
+  seconds=$(($(left) - 15))
+  asked sanitizers && seconds=$(($(left) / 2 - 15))
+  seconds=$(least "$seconds" 105)
+  [ "$seconds" -ge 1 ] || seconds=1
+  [ $small -eq 1 ] && options=(--layers 1 --width 64 --context 8 --rounds 1)
+  say "offload"
+  wheel
+  PYTHONPATH=$work/package limited $((seconds + 15)) python3 "$here/device_offload.py" --seconds "$seconds" \
+    --json "$work/offload.json" --table "$work/offload.md" ${options[@]+"${options[@]}"}
+  status=$?
+  case $status in
+    0) ;;
+    3) not_run+=("offload: $(tail -n 1 "$log" | sed "s/^not run: //")") ;;
+    *) failed+=("offload: $(status_of $status)") ;;
+  esac
+}
+
 # The Python package on PyTorch's own tensors: bits of the CPU, and times beside PyTorch's steps.
 run_python() {
   local options=() status seconds package=$work/package
@@ -188,12 +218,12 @@ run_python() {
   fi
   seconds=$(($(left) - 15))
   asked sanitizers && seconds=$(($(left) / 2 - 15))
+  asked offload && seconds=$((seconds * 2 / 3))
   seconds=$(least "$seconds" 225)
   [ "$seconds" -ge 1 ] || seconds=1
   [ $small -eq 1 ] && options=(--scale 100 --rounds 1)
   say "the Python package"
-  # A wheel is a zip file; nothing of the machine's Python is changed.
-  python3 -m zipfile -e "$here"/fusestep-*.whl "$package" >>"$log" 2>&1
+  wheel
   PYTHONPATH=$package limited $((seconds + 15)) python3 "$here/device_python.py" --shapes "$here/shapes" \
     --seconds "$seconds" --json "$work/python.json" --table "$work/python.md" ${options[@]+"${options[@]}"}
   status=$?
@@ -243,7 +273,7 @@ report() {
     echo "{\"date\":$(quoted "$(date -u +%Y-%m-%dT%H:%M:%SZ)"),\"gpu\":$(quoted "$gpu"),\"small\":$small,\"seconds\":$SECONDS,\"warm_seconds\":$warm_seconds,\"warm_ptx_seconds\":$warm_ptx_seconds,"
     echo "\"failed\":[$(quoted_all ${failed[@]+"${failed[@]}"})],\"not_run\":[$(quoted_all ${not_run[@]+"${not_run[@]}"})],"
     echo "\"suite\":[$(joined ${suites[@]+"${suites[@]}"})],\"sanitizer\":[$(joined ${checked[@]+"${checked[@]}"})],"
-    echo "\"device\":$(content "$work/device.json"),\"others\":$(content "$work/torch.json"),\"python\":$(content "$work/python.json")}"
+    echo "\"device\":$(content "$work/device.json"),\"others\":$(content "$work/torch.json"),\"python\":$(content "$work/python.json"),\"offload\":$(content "$work/offload.json")}"
   } >"$out/results.json"
   {
     printf '# %s, %s, %s s\n' "$gpu" "$(date -u +%Y-%m-%d)" "$SECONDS"
@@ -252,7 +282,7 @@ report() {
     printf '\n| tests | status | s | result |\n|---|---|---|---|\n%s' "$suite_rows"
     printf '\n| sanitizer | status | s | result |\n|---|---|---|---|\n%s' "$sanitizer_rows"
     local table item
-    for table in device torch python; do
+    for table in device torch python offload; do
       [ ! -s "$work/$table.md" ] || { echo; cat "$work/$table.md"; }
     done
     for item in ${not_run[@]+"${not_run[@]}"}; do printf '\nnot run: %s\n' "$item"; done

@@ -54,7 +54,7 @@ pub(crate) fn pack(folder: &Path) -> Result<()> {
     pack_programs(folder)?;
     let root = workspace_root();
     folders::copy(&root.join("data/shapes"), &folder.join("shapes"))?;
-    for script in ["device_torch.py", "device_python.py"] {
+    for script in ["device_torch.py", "device_python.py", "device_offload.py"] {
         let from = root.join("benches/peers").join(script);
         fs::copy(from, folder.join(script)).with_context(making)?;
     }
