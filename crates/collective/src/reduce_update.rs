@@ -121,7 +121,7 @@ impl<'a> ReduceUpdate<'a> {
         }
         for replica in self.replicas.iter() {
             // Of most lists as it was before some had entries for several elements.
-            let entry = replica.dtype as usize + 64 * (replica.elements - 1);
+            let entry = replica.dtype as usize + 64 * replica.elements.saturating_sub(1);
             let mixed = [fingerprint.counts_hash as usize, entry];
             fingerprint.counts_hash = hash(&mixed);
         }
