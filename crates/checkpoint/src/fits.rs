@@ -35,7 +35,8 @@ pub(crate) fn check_manifest(image: &RunImage, manifest: &Manifest, folder: &Pat
     }
     check_state(image, manifest, folder)?;
     if manifest.has_checksum() {
-        check_rules(&rules, manifest, folder)?;
+        let has_tensors = differences(image, manifest)?.is_empty();
+        check_rules(&rules, manifest, folder, has_tensors)?;
     }
     check_schedule(image, manifest, folder)?;
     own_values::check_open(image, manifest, folder)?;
@@ -83,7 +84,7 @@ fn check_state(image: &RunImage, manifest: &Manifest, folder: &Path) -> Result<(
 
 /// The flags by which a checkpoint is converted to the plan's state, of which a list is `own`:
 /// beside codes some parameters have theirs in f32.
-fn converted_to(image: &RunImage, own: &str) -> String {
+pub(crate) fn converted_to(image: &RunImage, own: &str) -> String {
     let mut lists = image.params.iter().flat_map(|desc| &desc.lists);
     if !lists.any(|list| list.dtype == DType::U8 && CHECKED.contains(&list.role)) {
         return format!("--state-dtype {own}");
@@ -133,7 +134,12 @@ fn other_slices(image: &RunImage, manifest: &Manifest) -> Option<String> {
 
 /// Compares the rules, since state of another rule may have the same shapes and mean something
 /// else.
-fn check_rules(rules: &Rules<'_>, manifest: &Manifest, folder: &Path) -> Result<()> {
+fn check_rules(
+    rules: &Rules<'_>,
+    manifest: &Manifest,
+    folder: &Path,
+    has_tensors: bool,
+) -> Result<()> {
     let none = "none of its own";
     let (own, found) = (&rules.0.objective, &manifest.objective);
     if own != found {
@@ -151,7 +157,7 @@ fn check_rules(rules: &Rules<'_>, manifest: &Manifest, folder: &Path) -> Result<
             return Err(refuse(folder, &what, text(own), text(found)));
         }
     }
-    match rules.difference(manifest.settings.iter()) {
+    match rules.difference(manifest.settings.iter(), OR_ELSEWHERE, has_tensors) {
         None => Ok(()),
         Some(Difference { what, expected, found }) => Err(refuse(folder, &what, expected, found)),
     }

@@ -13,10 +13,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use fusestep_planner::{FIXED_SCALE, Precision, RulesImage};
+use fusestep_planner::{FIXED_SCALE, RulesImage};
 use fusestep_tensor::Quoted;
-
-use crate::refusal::OR_ELSEWHERE;
 
 /// Key of a setting as it is now.
 const NOW: &str = "set.";
@@ -60,10 +58,13 @@ impl Rules<'_> {
 
     /// The first setting that differs from the one found: its key, its value here and the value
     /// found. A setting that the program has changed since it began differs only if both its values
-    /// do. Entries that an old file lacks are not compared.
+    /// do. Entries that an old file lacks are not compared. The advice is to go on with the value
+    /// found, or what is `else_where`; with other tensors no setting that differs can be allowed.
     pub(crate) fn difference<'f>(
         &self,
         found: impl Iterator<Item = (&'f String, &'f String)>,
+        else_where: &str,
+        has_tensors: bool,
     ) -> Option<Difference> {
         let found: BTreeMap<&str, &str> =
             found.map(|(key, value)| (key.as_str(), value.as_str())).collect();
@@ -71,8 +72,7 @@ impl Rules<'_> {
         let of_state = |key: &&String| **key != MARK && !key.starts_with(NOW) && !is_built(key);
         for key in own.keys().filter(of_state) {
             if let Some(&found) = found.get(key.as_str()).filter(|found| **found != own[key]) {
-                let found =
-                    format!("{}; go on with that, or start without the state", Quoted(found));
+                let found = format!("{}{else_where}", Quoted(found));
                 return Some(Difference { what: key.clone(), expected: own[key].clone(), found });
             }
         }
@@ -87,10 +87,10 @@ impl Rules<'_> {
         let what = differ.next()?;
         let now = format!("{NOW}{what}");
         let [own, found] = [own.get(&now).map(String::as_str), found.get(now.as_str()).copied()];
-        let advice = if now.starts_with(PRECISION) && lists_of(own) != lists_of(found) {
-            OR_ELSEWHERE
-        } else {
+        let advice = if has_tensors {
             "; go on with that, or allow other settings by `any_settings`"
+        } else {
+            else_where
         };
         // Patterns of names are one flag for many parameters.
         let others = what.split_once('@').map_or_else(Vec::new, |(setting, _)| {
@@ -121,12 +121,6 @@ fn differs<'v>(what: &str, of: impl Fn(&str) -> [Option<&'v str>; 2]) -> bool {
         what == SCALING && (found_now.is_none() || is_fixed(own_now) || is_fixed(found_now));
     let began = |built: Option<&'v str>, now: Option<&'v str>| built.or(now).unwrap_or(NONE);
     own_now != found_now && !is_fixed && began(own_built, own_now) != began(found_built, found_now)
-}
-
-/// Masters and type of state of a precision, as text: they decide the tensors there are.
-fn lists_of(precision: Option<&str>) -> String {
-    let precision = precision.map_or_else(|| Precision::default().to_string(), str::to_owned);
-    precision.split(", round").next().unwrap_or_default().to_owned()
 }
 
 fn is_built(key: &str) -> bool {

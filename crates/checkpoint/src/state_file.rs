@@ -191,7 +191,7 @@ fn check(image: &RunImage, file: &TensorFile) -> Result<RunCounts> {
     let mut known = 0;
     for param in &image.params {
         for &list in &param.lists {
-            check_tensor(file, param, list)?;
+            check_tensor(image, file, param, list)?;
             check_values(file, &tensor_name(&param.name, list.role), list.role, list.dtype)?;
             known += 1;
         }
@@ -272,8 +272,10 @@ fn check_rules(image: &RunImage, file: &TensorFile) -> Result<()> {
         let found = format!("{}; run the rule that has saved it, or start without it", text(found));
         return Err(refuse(file.path(), key, text(expected), found));
     }
-    // The rules are alike here, so only files from before there were such entries lack any.
-    match Rules(&image.rules).difference(file.metadata().iter()) {
+    // The rules are alike here, so only files from before there were such entries lack any. So are
+    // the tensors.
+    let or_without = "; go on with that, or start without the state";
+    match Rules(&image.rules).difference(file.metadata().iter(), or_without, true) {
         None => Ok(()),
         Some(Difference { what, expected, found }) => {
             Err(refuse(file.path(), &what, expected, found))
@@ -322,7 +324,12 @@ fn step_key(param: &ParamImage) -> String {
     format!("{STEP}@{}", param.name)
 }
 
-fn check_tensor(file: &TensorFile, param: &ParamImage, list: ListImage) -> Result<()> {
+fn check_tensor(
+    image: &RunImage,
+    file: &TensorFile,
+    param: &ParamImage,
+    list: ListImage,
+) -> Result<()> {
     let name = tensor_name(&param.name, list.role);
     let shape = list.shape(&param.shape);
     let expected = || format!("{} {shape}", list.dtype);
@@ -333,7 +340,11 @@ fn check_tensor(file: &TensorFile, param: &ParamImage, list: ListImage) -> Resul
     if let (Some(own), Some(found)) = (fits::name_of(list.dtype), other.and_then(fits::name_of))
         && own != found
     {
-        let found = format!("state in {found}; give `state_dtype` {found}, or start without it");
+        let found = format!(
+            "state in {found}; give `state_dtype` {found}, or convert it by `fusestep checkpoint \
+             convert {}`",
+            fits::converted_to(image, own)
+        );
         return Err(refuse(file.path(), &name, format_args!("state in {own}"), found));
     }
     if entry.element_type() != Some(list.dtype) || entry.shape != shape {

@@ -303,10 +303,34 @@ pub(crate) fn repeating(command: &Command, matches: &ArgMatches) -> Option<Strin
     let text = toml::to_string(&table).ok()?;
     let outputs = toml::to_string(&outputs).ok()?;
     let mut outputs: String = outputs.lines().map(|line| format!("# {line}\n")).collect();
+    let is_resumed = typed_of(matches, "resume").is_some();
     if !outputs.is_empty() {
-        outputs.insert_str(0, "# What this run wrote, and would write over:\n");
+        let and = if is_resumed { "what it went on from" } else { "would write over" };
+        outputs.insert_str(0, &format!("# What this run wrote, and {and}:\n"));
     }
-    Some(format!("# `{start}` repeats this run of fusestep {version}.\n{text}{outputs}"))
+    let unless = if is_resumed {
+        ", but from its beginning: it went on from the checkpoint below, as that was then"
+    } else if writes_over_inputs(matches) {
+        ", if its inputs are as they were: it wrote over them"
+    } else {
+        ""
+    };
+    Some(format!("# `{start}` repeats this run of fusestep {version}{unless}.\n{text}{outputs}"))
+}
+
+/// The text that is typed for a flag, of commands that have it.
+fn typed_of(matches: &ArgMatches, id: &str) -> Option<Vec<OsString>> {
+    matches.try_contains_id(id).ok()?;
+    let is_typed = matches.value_source(id) == Some(ValueSource::CommandLine);
+    is_typed.then(|| matches.get_raw(id).into_iter().flatten().map(OsStr::to_owned).collect())
+}
+
+/// Whether `step` puts its outputs in place of its inputs.
+fn writes_over_inputs(matches: &ArgMatches) -> bool {
+    [("params", "out"), ("state", "state_out")].iter().any(|(input, output)| {
+        let input = typed_of(matches, input);
+        input.is_some() && input == typed_of(matches, output)
+    })
 }
 
 /// The command that takes the file of flags: with the outputs that it requires, and under the

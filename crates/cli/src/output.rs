@@ -145,9 +145,9 @@ pub(crate) fn non_finite<'n>(names: impl IntoIterator<Item = &'n str>) -> Option
 pub(crate) fn warn_non_finite<'n>(place: &Path, names: impl IntoIterator<Item = &'n str>) {
     if let Some(told) = non_finite(names) {
         warn(&format!(
-            "warning: {}: {told}, and a run that goes on from it keeps them; --clip-norm bounds \
-             gradients, and with it or --loss-scale steps whose gradients are not finite are \
-             skipped",
+            "warning: {}: {told}, and a run that goes on from it keeps them; steps whose gradients \
+             are not finite are skipped with --clip-norm or --loss-scale, and what was not finite \
+             before stays so",
             place.display()
         ));
     }

@@ -195,6 +195,12 @@ pub(crate) fn long_of(setting: &str) -> Option<&'static str> {
     flags().iter().find(|flag| flag.name == setting).map(|flag| flag.long)
 }
 
+/// Whether a rule's setting is a flag without a value.
+pub(crate) fn is_switch(setting: &str) -> bool {
+    let of = |flag: &&Flag| flag.name == setting && flag.kind == Kind::Switch;
+    flags().iter().any(|flag| of(&flag) && flag.name != DECOUPLED)
+}
+
 /// Hides flags that the rule of this name has not, and says of the others what they are to it.
 pub(crate) fn of_rule(command: Command, rule: &str) -> Command {
     flags().iter().fold(command, |command, flag| {

@@ -28,7 +28,7 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-use self::announce::announce;
+use self::announce::{announce, announce_scale};
 use self::checkpoints::{Position, check_folder, make_folder};
 use self::compared::{Compared, advice, require_comparisons};
 use self::handshake::{compare_calls, own_settings};
@@ -202,6 +202,7 @@ impl Training<'_> {
         // Behind all that may refuse the run, whose reason would stand behind a long plan.
         if self.session.plan().topology().rank == 0 {
             announce(self.args, self.task, self.session.plan(), batch)?;
+            announce_scale(self.options, self.session.loss_scale());
         }
         self.resumed_epochs = resumed.map(|position| position.epochs);
         if resumed.is_some() {

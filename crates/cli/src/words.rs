@@ -1,11 +1,11 @@
 //! Errors in the words of the command line: settings go by their flags.
 
 use fusestep_launch::RuleError;
-use fusestep_planner::{PlanError, ReduceDType};
+use fusestep_planner::{PlanError, ReduceDType, ScalePolicy};
 use fusestep_tensor::Quoted;
 
 use crate::planning::flag_of;
-use crate::rule_flags::long_of;
+use crate::rule_flags::{is_switch, long_of};
 use crate::settings::is_setting;
 
 /// Fields that ranks compare, and the flags that they come from.
@@ -34,6 +34,9 @@ const FLAGS_OF_FILES: [(&str, &str); 6] = [
 
 /// Flags of a precision.
 const OF_PRECISION: &str = "--master-weights, --state-dtype and --rounding";
+
+/// SGD without a velocity, by both its names.
+const SGD: &str = "sgd (momentum at --momentum 0)";
 
 /// Advice of files of runs, by which they are known to be of another setting.
 const GO_ON: &str = "; go on with that";
@@ -118,12 +121,24 @@ fn of_ranks(field: &str) -> String {
 
 /// A message on a run that was saved under another setting.
 fn of_file(what: &str, found: &str, message: &str) -> String {
-    let Some(flag) = flag_in_file(what) else {
+    let value = found.split([';', ',']).next().unwrap_or_default();
+    let flag = match (what, value) {
+        // Two settings by one name: how decay enters, and how much.
+        ("weight_decay", "l2" | "decoupled") => Some("--decay".to_owned()),
+        _ => flag_in_file(what),
+    };
+    let Some(flag) = flag else {
         return message.to_owned();
     };
     let told =
         message.replacen(&format!("`{}`: expected", Quoted(what)), &format!("{flag}: expected"), 1);
     let value = found.split(';').next().unwrap_or_default();
+    if what == "optimizer" {
+        // What is typed is another rule's name.
+        let alone = |side: &str| (format!("{side} sgd,"), format!("{side} {SGD},"));
+        let [expected, found] = ["expected", "found"].map(alone);
+        return told.replacen(&expected.0, &expected.1, 1).replacen(&found.0, &found.1, 1);
+    }
     if what.starts_with("precision.") && value == "none" {
         return told.replacen("found none;", "found the default;", 1);
     }
@@ -135,6 +150,12 @@ fn advice(what: &str, flag: &str, value: &str) -> String {
     let Some((setting, param)) = what.split_once('@') else {
         return match value {
             "none" => format!("; go on without {flag}"),
+            "l2" | "decoupled" => format!("; go on with {flag} {value}"),
+            "1" if is_switch(what) => format!("; go on with {flag}"),
+            _ if what == "loss_scaling" => match typed_scale(value) {
+                Some(typed) => format!("; go on with {flag} {typed}"),
+                None => GO_ON.to_owned(),
+            },
             _ if value.parse::<f64>().is_ok() => format!("; go on with {flag} {value}"),
             _ => GO_ON.to_owned(),
         };
@@ -145,6 +166,30 @@ fn advice(what: &str, flag: &str, value: &str) -> String {
         ("weight_decay_of", "0") => format!("; go on with --exclude {param}"),
         _ => format!("; go on with {} {param}={value}", flag_of(setting)),
     }
+}
+
+/// A policy that moves a loss scale, from the words that files have, as it is typed.
+fn typed_scale(words: &str) -> Option<String> {
+    let mut numbers = words.split([' ', ',']).filter_map(|word| word.parse::<f64>().ok());
+    let mut next = || numbers.next();
+    let (growth, growth_interval) = (next()?, next()?);
+    let (backoff, backoff_interval) = (next()?, next()?);
+    let (floor, ceiling) = (next()?, next()?);
+    let policy = ScalePolicy {
+        growth,
+        growth_interval: growth_interval as u32,
+        backoff,
+        backoff_interval: backoff_interval as u32,
+        floor,
+        ceiling,
+    };
+    if policy == ScalePolicy::default() {
+        return Some("dynamic".to_owned());
+    }
+    Some(format!(
+        "dynamic:growth={growth},growth_interval={growth_interval},backoff={backoff},\
+         backoff_interval={backoff_interval},floor={floor},ceiling={ceiling:e}"
+    ))
 }
 
 /// The flag of a setting by its key in files of runs.
@@ -172,7 +217,15 @@ fn of_kernel(name: &str, error: &RuleError) -> Option<String> {
     };
     let flag = flag_of(error.setting()?);
     // Which of both was typed is not known here.
-    let rule = if *rule == "sgd" { "sgd (momentum at --momentum 0)" } else { rule };
+    let rule = if *rule == "sgd" { SGD } else { rule };
+    // State in the type of computation, which no flag names for f64.
+    if flag == "--state-dtype" && *expected == "f64" {
+        return Some(format!(
+            "{flag} with --optimizer {rule} and parameters of {dtype} such as `{}`: expected none, \
+             found {found}; leave {flag} out",
+            Quoted(name)
+        ));
+    }
     Some(format!(
         "{flag} with --optimizer {rule} and parameters of {dtype} such as `{}`: expected {expected}, \
          found {found}; give one of these, or leave {flag} out",

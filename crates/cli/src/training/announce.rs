@@ -1,5 +1,6 @@
 //! Words on a run before it begins: what will be trained, and samples that do not come out even.
 
+use fusestep::StepOptions;
 use fusestep_models::Task;
 use fusestep_planner::Plan;
 use fusestep_tensor::{counted, counted_are};
@@ -59,6 +60,17 @@ fn announce_lanes(args: &TrainArgs, task: &dyn Task, lanes: usize, batch: usize)
             "note: {} without a sample in the last update of each epoch, which has {}",
             of_lanes(lanes - filled),
             counted(last as u64, "sample")
+        ));
+    }
+}
+
+/// Says at which loss scale a run goes on, where the plan says where others begin.
+pub(super) fn announce_scale(options: &StepOptions, now: f64) {
+    let start = options.loss_scale.map_or(now, |scale| scale.scale());
+    if start != now {
+        note(&format!(
+            "note: --loss-scale: the run goes on at {now}, as it was saved; {start} is where a run \
+             begins"
         ));
     }
 }

@@ -132,7 +132,9 @@ fn a_state_file_goes_on_in_int8_and_in_f32_again() {
     let go_on = ["step", "--params", text(&first), "--state", text(&coded)];
     let go_on = [&go_on[..], &grads, &[text(&last)]].concat();
     let error = refused(&go_on);
-    assert!(error.contains("layer0.weight@moment1`: expected f32"), "{error}");
+    let said = "layer0.weight@moment1`: expected state in f32, found state in int8; give \
+                --state-dtype int8, or convert it by `fusestep checkpoint convert --state-dtype f32`";
+    assert!(error.contains(said), "{error}");
     let int8 = ["--state-dtype", "int8", "--keep-f32", "layer1"];
     let after = folder.path("after.safetensors");
     ok(&[&go_on[..], &int8, &["--state-out", text(&after)]].concat());

@@ -1,7 +1,7 @@
 //! Runs that go on under other settings: each is refused by the flag that differs, with advice that
 //! works.
 
-use crate::{Folder, ok, refused, text};
+use crate::{Folder, fusestep, ok, refused, text};
 
 /// A saved run, and what goes on from it in vain.
 struct Case {
@@ -43,6 +43,31 @@ fn settings_that_differ_are_refused_by_their_flag() {
             saved: &["--loss-scale", "dynamic"],
             resumed: &[],
             said: "--loss-scale: expected none, found times 2 after 2000 good steps",
+        },
+        Case {
+            saved: &["--loss-scale", "dynamic:growth_interval=5"],
+            resumed: &[],
+            said: "go on with --loss-scale dynamic:growth=2,growth_interval=5,backoff=0.5,",
+        },
+        Case {
+            saved: &["--optimizer", "momentum", "--nesterov"],
+            resumed: &["--optimizer", "momentum"],
+            said: "--nesterov: expected none, found 1; go on with --nesterov, or allow other",
+        },
+        Case {
+            saved: &["--optimizer", "rmsprop"],
+            resumed: &["--optimizer", "rmsprop", "--centered"],
+            said: "go on without --centered, or begin in another folder",
+        },
+        Case {
+            saved: &["--optimizer", "momentum", "--decay", "decoupled", "--weight-decay", "0.1"],
+            resumed: &["--optimizer", "momentum", "--weight-decay", "0.1"],
+            said: "--decay: expected l2, found decoupled; go on with --decay decoupled, or begin",
+        },
+        Case {
+            saved: &["--optimizer", "momentum"],
+            resumed: &["--optimizer", "momentum", "--momentum", "0"],
+            said: "--optimizer: expected sgd (momentum at --momentum 0), found momentum, which it",
         },
         Case {
             saved: &["--amsgrad"],
@@ -120,7 +145,43 @@ fn a_state_file_of_codes_is_refused_by_the_type_that_works() {
     ok(&[&step[..], &bf16, &["--state-out", text(&state)]].concat());
     let again = [&step[..], &["--state", text(&state), "--any-parameters"]].concat();
     let error = refused(&again);
-    let said = "expected state in f32, found state in bf16; give --state-dtype bf16, or start";
+    let said = "expected state in f32, found state in bf16; give --state-dtype bf16, or conv";
     assert!(error.contains(said), "{error}");
     ok(&[&again[..], &bf16].concat());
+}
+
+#[test]
+fn what_a_resumed_run_begins_with_is_told_as_it_is() {
+    let folder = Folder::new();
+    let [run, file] = ["run", "flags.toml"].map(|name| folder.path(name));
+    let train = ["train", "--batch", "400", "--checkpoint", text(&run), "--loss-scale"];
+    ok(&[&train[..], &["dynamic", "--epochs", "1"]].concat());
+    let resume = ["dynamic:start=8", "--epochs", "2", "--resume", "--write-config", text(&file)];
+    let resumed = fusestep(&[&train[..], &resume].concat());
+    let error = String::from_utf8(resumed.stderr).unwrap();
+    let note = "note: --loss-scale: the run goes on at 65536, as it was saved; 8 is where a run";
+    assert!(resumed.status.success() && error.contains(note), "{error}");
+    let flags = std::fs::read_to_string(&file).unwrap();
+    let said = ", but from its beginning: it went on from the checkpoint below, as that was then";
+    assert!(flags.contains(said) && flags.contains("and what it went on from:"), "{flags}");
+}
+
+#[test]
+fn a_step_that_writes_over_its_inputs_says_so_in_its_file_of_flags() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let file = folder.path("flags.toml");
+    let step = ["step", "--params", text(&params), "--grads", text(&grads), "--out", text(&params)];
+    ok(&[&step[..], &["--write-config", text(&file)]].concat());
+    let flags = std::fs::read_to_string(&file).unwrap();
+    assert!(flags.contains(", if its inputs are as they were: it wrote over them"), "{flags}");
+}
+
+#[test]
+fn state_types_of_f64_parameters_are_told_as_flags_have_them() {
+    for dtype in ["bf16", "int8"] {
+        let error = refused(&["train", "--epochs", "1", "--dtype", "f64", "--state-dtype", dtype]);
+        let said = format!("expected none, found {dtype}; leave --state-dtype out");
+        assert!(error.contains(&said), "{error}");
+    }
 }
