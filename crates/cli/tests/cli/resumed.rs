@@ -13,94 +13,95 @@ struct Case {
 const TRANSFORMER: [&str; 8] =
     ["--model", "transformer", "--layers", "1", "--width", "16", "--context", "8"];
 
+const CASES: &[Case] = &[
+    Case {
+        saved: &[],
+        resumed: &["--model", "transformer"],
+        said: "--model: expected transformer, found digits in the checkpoint; give --model d",
+    },
+    Case {
+        saved: &["--dtype", "f16", "--master-weights", "f32"],
+        resumed: &[],
+        said: "--dtype: expected f32, found f16 in the checkpoint; give --dtype f16 to go on",
+    },
+    Case {
+        saved: &["--lr-scale", "layer2=0", "--lr-scale", "layer1=0.5"],
+        resumed: &[],
+        said: "--lr-scale: expected none, found layer2=0, layer1=0.5 in the checkpoint; give \
+               --lr-scale layer2=0 --lr-scale layer1=0.5 to go on, or allow other settings by \
+               --any-settings",
+    },
+    Case {
+        saved: &[],
+        resumed: &["--lr-scale", "layer2=0"],
+        said: "found none in the checkpoint; leave --lr-scale out to go on, or allow other",
+    },
+    Case {
+        saved: &["--loss-scale", "dynamic"],
+        resumed: &[],
+        said: "--loss-scale: expected none, found times 2 after 2000 good steps",
+    },
+    Case {
+        saved: &["--loss-scale", "dynamic:growth_interval=5"],
+        resumed: &[],
+        said: "go on with --loss-scale dynamic:growth=2,growth_interval=5,backoff=0.5,",
+    },
+    Case {
+        saved: &["--optimizer", "momentum", "--nesterov"],
+        resumed: &["--optimizer", "momentum"],
+        said: "--nesterov: expected none, found 1; go on with --nesterov, or allow other",
+    },
+    Case {
+        saved: &["--optimizer", "rmsprop"],
+        resumed: &["--optimizer", "rmsprop", "--centered"],
+        said: "go on without --centered, or begin in another folder",
+    },
+    Case {
+        saved: &["--optimizer", "momentum", "--decay", "decoupled", "--weight-decay", "0.1"],
+        resumed: &["--optimizer", "momentum", "--weight-decay", "0.1"],
+        said: "--decay: expected l2, found decoupled; go on with --decay decoupled, or begin",
+    },
+    Case {
+        saved: &["--optimizer", "momentum"],
+        resumed: &["--optimizer", "momentum", "--momentum", "0"],
+        said: "--optimizer: expected sgd (momentum at --momentum 0), found momentum, which it",
+    },
+    Case {
+        saved: &["--amsgrad"],
+        resumed: &[],
+        said: "precision that it was saved with: it was saved with --amsgrad",
+    },
+    Case {
+        saved: &[],
+        resumed: &["--amsgrad"],
+        said: "precision that it was saved with: it was saved without --amsgrad",
+    },
+    Case {
+        saved: &["--dtype", "bf16", "--master-weights", "f32"],
+        resumed: &["--dtype", "bf16"],
+        said: "go on with that, or begin in another folder",
+    },
+    Case {
+        saved: &["--exclude", "bias"],
+        resumed: &[],
+        said: "found 0; go on with --exclude layer0.bias, or allow other settings by \
+               --any-settings; the same for `layer1.bias`, `layer2.bias`",
+    },
+];
+
 #[test]
 fn settings_that_differ_are_refused_by_their_flag() {
-    let f16 = &["--dtype", "f16", "--master-weights", "f32"];
-    for Case { saved, resumed, said } in [
-        Case {
-            saved: &[],
-            resumed: &["--model", "transformer"],
-            said: "--model: expected transformer, found digits in the checkpoint; give --model d",
-        },
-        Case {
-            saved: f16,
-            resumed: &[],
-            said: "--dtype: expected f32, found f16 in the checkpoint; give --dtype f16 to go on",
-        },
-        Case {
-            saved: &["--lr-scale", "layer2=0", "--lr-scale", "layer1=0.5"],
-            resumed: &[],
-            said: "--lr-scale: expected none, found layer2=0, layer1=0.5 in the checkpoint; give \
-                   --lr-scale layer2=0 --lr-scale layer1=0.5 to go on, or allow other settings by \
-                   --any-settings",
-        },
-        Case {
-            saved: &[],
-            resumed: &["--lr-scale", "layer2=0"],
-            said: "found none in the checkpoint; leave --lr-scale out to go on, or allow other",
-        },
-        Case {
-            saved: &["--loss-scale", "dynamic"],
-            resumed: &[],
-            said: "--loss-scale: expected none, found times 2 after 2000 good steps",
-        },
-        Case {
-            saved: &["--loss-scale", "dynamic:growth_interval=5"],
-            resumed: &[],
-            said: "go on with --loss-scale dynamic:growth=2,growth_interval=5,backoff=0.5,",
-        },
-        Case {
-            saved: &["--optimizer", "momentum", "--nesterov"],
-            resumed: &["--optimizer", "momentum"],
-            said: "--nesterov: expected none, found 1; go on with --nesterov, or allow other",
-        },
-        Case {
-            saved: &["--optimizer", "rmsprop"],
-            resumed: &["--optimizer", "rmsprop", "--centered"],
-            said: "go on without --centered, or begin in another folder",
-        },
-        Case {
-            saved: &["--optimizer", "momentum", "--decay", "decoupled", "--weight-decay", "0.1"],
-            resumed: &["--optimizer", "momentum", "--weight-decay", "0.1"],
-            said: "--decay: expected l2, found decoupled; go on with --decay decoupled, or begin",
-        },
-        Case {
-            saved: &["--optimizer", "momentum"],
-            resumed: &["--optimizer", "momentum", "--momentum", "0"],
-            said: "--optimizer: expected sgd (momentum at --momentum 0), found momentum, which it",
-        },
-        Case {
-            saved: &["--amsgrad"],
-            resumed: &[],
-            said: "precision that it was saved with: it was saved with --amsgrad",
-        },
-        Case {
-            saved: &[],
-            resumed: &["--amsgrad"],
-            said: "precision that it was saved with: it was saved without --amsgrad",
-        },
-        Case {
-            saved: &["--dtype", "bf16", "--master-weights", "f32"],
-            resumed: &["--dtype", "bf16"],
-            said: "go on with that, or begin in another folder",
-        },
-        Case {
-            saved: &["--exclude", "bias"],
-            resumed: &[],
-            said: "found 0; go on with --exclude layer0.bias, or allow other settings by \
-                   --any-settings; the same for `layer1.bias`, `layer2.bias`",
-        },
-    ] {
+    for Case { saved, resumed, said } in CASES {
         let folder = Folder::new();
         let run = folder.path("run");
         let train = ["train", "--batch", "400", "--checkpoint", text(&run), "--epochs"];
         ok(&[&train[..], &["1"], saved].concat());
         let resume = [&train[..], &["2", "--resume"]].concat();
         for ranks in [&[][..], &["--ranks", "2"]] {
-            let error = refused(&[&resume, resumed, ranks].concat());
+            let error = refused(&[&resume[..], resumed, ranks].concat());
             assert!(error.contains(said), "{saved:?} {resumed:?}: {error}");
         }
-        ok(&[&resume, saved].concat());
+        ok(&[&resume[..], saved].concat());
     }
 }
 

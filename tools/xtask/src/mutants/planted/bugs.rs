@@ -28,11 +28,18 @@ pub(super) const BUGS: &[Planted] = &[
     Planted {
         name: "collective: ranks are summed from the last to the first",
         place: "crates/collective/src/rank_order.rs",
-        from: r"for rank in 1..world_size {
+        from: r"for rank in 1..in_order {
         combine",
-        to: r"for rank in (1..world_size).rev() {
+        to: r"for rank in (1..in_order).rev() {
         combine",
         finder: Tool::Test("fusestep-collective", "collective", "operations"),
+    },
+    Planted {
+        name: "collective: the tree of four ranks is added in their order",
+        place: "crates/collective/src/rank_order.rs",
+        from: "world_size == 4 { 2 } else",
+        to: "world_size == 4 { 4 } else",
+        finder: Tool::Test("fusestep-collective", "lib", "one_sum_of_each_rank"),
     },
     Planted {
         name: "collective: a broadcast comes from rank 0",
