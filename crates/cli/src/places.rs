@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{bail, ensure};
+use fusestep_checkpoint::Manifest;
 use fusestep_tensor::Quoted;
 use fusestep_tensor_file::same_file;
 
@@ -66,13 +67,19 @@ pub(crate) fn make_folder(flag: &str, folder: &Path) -> anyhow::Result<()> {
     )
 }
 
-/// Requires that a file's folder is there.
+/// Requires that a file's folder is there, and that the file is none of a checkpoint's.
 ///
 /// # Errors
 /// The obstacle in its place, after the flag that gives the file.
 pub(crate) fn require_folder(flag: &str, file: &Path) -> anyhow::Result<()> {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     let Some(folder) = folder.filter(|folder| !folder.is_dir()) else {
+        ensure!(
+            !is_of_checkpoint(file),
+            "{flag} {}: expected another file than --checkpoint has for its own, found one of a run \
+             before; the checkpoint would be lost, so give another path",
+            file.display()
+        );
         return Ok(());
     };
     let found = obstacle(folder).unwrap_or_else(|| "no such folder".to_owned());
@@ -82,6 +89,20 @@ pub(crate) fn require_folder(flag: &str, file: &Path) -> anyhow::Result<()> {
         file.display(),
         Quoted(&folder.display().to_string())
     )
+}
+
+/// Whether a file is a checkpoint's manifest, or lies in the folder of one of its saves.
+fn is_of_checkpoint(file: &Path) -> bool {
+    let has_manifest = |folder: &Path| matches!(Manifest::read_if_any(folder), Ok(Some(_)));
+    let (Ok(file), true) = (std::path::absolute(file), file.exists()) else {
+        return false;
+    };
+    let Some(folder) = file.parent() else {
+        return false;
+    };
+    let is_manifest = file.file_name().is_some_and(|name| name == "manifest.json");
+    let saved = folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
+    is_manifest && has_manifest(folder) || saved && folder.parent().is_some_and(has_manifest)
 }
 
 /// The obstacle where a folder or one of its parents should be, in words.

@@ -186,3 +186,27 @@ fn state_types_of_f64_parameters_are_told_as_flags_have_them() {
         assert!(error.contains(&said), "{error}");
     }
 }
+
+#[test]
+fn files_of_a_checkpoint_are_no_outputs() {
+    let folder = Folder::new();
+    let (params, grads) = folder.model();
+    let run = folder.path("run");
+    ok(&["train", "--batch", "400", "--epochs", "1", "--checkpoint", text(&run)]);
+    let saved = std::fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().path());
+    let saved = saved.into_iter().find(|path| path.is_dir()).unwrap();
+    for file in [run.join("manifest.json"), saved.join("model.safetensors")] {
+        let step = ["step", "--params", text(&params), "--grads", text(&grads), "--out"];
+        let error = refused(&[&step[..], &[text(&file)]].concat());
+        assert!(error.contains("--out") && error.contains("checkpoint would be lost"), "{error}");
+        let train = ["train", "--batch", "400", "--epochs", "1", "--write-config", text(&file)];
+        let error = refused(&train);
+        assert!(error.contains("--write-config") && error.contains("be lost, so"), "{error}");
+    }
+    ok(&["checkpoint", "verify", text(&run)]);
+    // Other files may lie beside it, and be replaced.
+    let report = run.join("report.html");
+    for _ in 0..2 {
+        ok(&["train", "--batch", "400", "--epochs", "1", "--report", text(&report)]);
+    }
+}
