@@ -58,12 +58,12 @@ impl Rules<'_> {
 
     /// The first setting that differs from the one found: its key, its value here and the value
     /// found. A setting that the program has changed since it began differs only if both its values
-    /// do. Entries that an old file lacks are not compared. The advice is to go on with the value
-    /// found, or what is `else_where`; with other tensors no setting that differs can be allowed.
+    /// do. Entries that an old file lacks are not compared. `elsewhere` is the advice
+    /// where a setting cannot be allowed: state of another kind, or a run without these tensors.
     pub(crate) fn difference<'f>(
         &self,
         found: impl Iterator<Item = (&'f String, &'f String)>,
-        else_where: &str,
+        elsewhere: &str,
         has_tensors: bool,
     ) -> Option<Difference> {
         let found: BTreeMap<&str, &str> =
@@ -72,7 +72,7 @@ impl Rules<'_> {
         let of_state = |key: &&String| **key != MARK && !key.starts_with(NOW) && !is_built(key);
         for key in own.keys().filter(of_state) {
             if let Some(&found) = found.get(key.as_str()).filter(|found| **found != own[key]) {
-                let found = format!("{}{else_where}", Quoted(found));
+                let found = format!("{}{elsewhere}", Quoted(found));
                 return Some(Difference { what: key.clone(), expected: own[key].clone(), found });
             }
         }
@@ -90,7 +90,7 @@ impl Rules<'_> {
         let advice = if has_tensors {
             "; go on with that, or allow other settings by `any_settings`"
         } else {
-            else_where
+            elsewhere
         };
         // Patterns of names are one flag for many parameters.
         let others = what.split_once('@').map_or_else(Vec::new, |(setting, _)| {
