@@ -2,7 +2,7 @@
 
 Links that leave docs/ lead to the repository, and those to files that are not there are warnings,
 which `--strict` makes errors. Fences that a test runs, such as `sh run`, lose the second word.
-Headings have the anchors that GitHub gives them. Code has its colours from a sheet of the book's own.
+Headings have the anchors that GitHub gives them. Code has its colours, and wide tables their bars, from a sheet of the book's own.
 """
 
 import logging
@@ -18,6 +18,8 @@ DOCS = ROOT / "docs"
 # Where the sheet lies, and the style of Pygments for each of the theme's modes.
 SHEET = "css/code.css"
 STYLES = {"light": "default", "dark": "github-dark"}
+# A table wider than the page is moved by itself, or it would run out of the window.
+TABLES = "[role=main] table { display: block; overflow-x: auto; }"
 
 log = logging.getLogger("mkdocs.hooks.book")
 
@@ -49,7 +51,7 @@ def on_files(files, config):
         HtmlFormatter(style=style).get_style_defs(f"[data-bs-theme={mode}] .codehilite")
         for mode, style in STYLES.items()
     )
-    files.append(File.generated(config, SHEET, content="\n".join(sheets)))
+    files.append(File.generated(config, SHEET, content="\n".join([*sheets, TABLES])))
     return files
 
 
