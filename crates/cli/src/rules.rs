@@ -147,24 +147,17 @@ impl OptimizerArgs {
         )
     }
 
-    /// Refuses a type of state where the rule keeps none, or none that the type is for.
+    /// Refuses a type of state with a switch of the rule that it is not for.
     fn require_state(&self, state: StateDType) -> anyhow::Result<()> {
         if state == StateDType::Compute {
             return Ok(());
         }
-        let (rule, name) = (self.rule()?, self.optimizer.name());
-        if !rule.keeps_state() {
-            let with = if name == rule.name() { "" } else { " with --momentum 0" };
-            bail!(
-                "--state-dtype: expected a rule that keeps state, found --optimizer {name}{with}, \
-                 which keeps none; leave --state-dtype out"
-            );
-        }
+        let rule = self.rule()?;
         let takes = |rule: &Optimizer| {
             let precision = Precision { state, ..Precision::default() };
             rule.rule().kernel(DType::F32, precision).is_ok()
         };
-        if takes(&rule) {
+        if takes(&rule) || !rule.keeps_state() {
             return Ok(());
         }
         // A switch without which the rule's state would be of this type.

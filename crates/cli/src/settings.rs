@@ -158,8 +158,6 @@ impl<S: Subcommand> Settings<S> {
         params: &mut [ParamDesc],
     ) -> anyhow::Result<StepOptions> {
         self.refused.clone().map_or(Ok(()), |error| Err(refused(error)))?;
-        self.require_reduced()?;
-        self.require_few_buckets(params)?;
         let mut options = StepOptions { rule, ..self.given.clone() };
         options.describe(params).map_err(refused)?;
         options.check_kept(params).map_err(refused)?;

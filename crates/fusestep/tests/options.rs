@@ -4,6 +4,8 @@ use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
+use fusestep::fused_adam::Adam;
+use fusestep::fused_sgd::Sgd;
 use fusestep::launch::LaunchLimits;
 use fusestep::planner::{Reach, Topology};
 use fusestep::{
@@ -83,7 +85,9 @@ impl Visit for Page {
                 (None, None) => String::new(),
             };
             let ranks = if conflict.from_ranks > 1 { ", on several ranks" } else { "" };
-            format!("not with `{}`{at}{ranks}: {}", conflict.with, conflict.why)
+            let unless = conflict.unless.map(|name| format!(", unless `{name}` is set"));
+            let unless = unless.unwrap_or_default();
+            format!("not with `{}`{at}{ranks}{unless}: {}", conflict.with, conflict.why)
         }));
         let notes = notes.join("; ");
         let (name, says) = (row.name, row.says);
@@ -164,6 +168,39 @@ fn settings_without_effect_are_refused() {
 }
 
 #[test]
+fn types_of_state_are_refused_where_no_rule_keeps_any() {
+    let sgd = Sgd { momentum: 0.0, ..Sgd::default() };
+    let stateless = StepOptions { rule: sgd.into(), ..with(&[["state_dtype", "bf16"]]) };
+    let error = stateless.check(1).expect_err("no state");
+    let said = "state_dtype: expected a rule that keeps state, found sgd, which keeps none; leave \
+                state_dtype out";
+    assert_eq!(error.to_string(), said);
+    // State of a group's rule has the type.
+    let groups = vec![OwnRule::containing(["head"], Adam::default())];
+    StepOptions { groups, ..stateless }.check(1).expect("a rule with state");
+}
+
+#[test]
+fn caps_of_too_many_buckets_are_refused_with_one_that_works() {
+    let shape = Shape::new([1 << 20]).expect("a shape");
+    let params = [ParamDesc::new("w", shape, DType::F32)];
+    let options = with(&[["bucket_cap_mib", "0.0001"]]);
+    let on = |world| Topology { world, ..Topology::SOLO };
+    let planned = |options: &StepOptions, world| {
+        let planner = options.planner(&params, on(world), LaunchLimits::default());
+        planner.map(|_| ()).map_err(|error| error.to_string())
+    };
+    let said = "bucket_cap_mib: expected at most 16,384 buckets of this model's gradients, found \
+                some 40,330; give 0.00025 or more";
+    assert_eq!(planned(&options, 2), Err(said.to_owned()));
+    let cut = StepOptions { update_in_backward: true, ..options.clone() };
+    assert_eq!(planned(&cut, 1), Err(said.to_owned()));
+    assert_eq!(planned(&options, 1), Ok(()));
+    let works = StepOptions { bucket_cap_mib: Some(0.00025), ..options };
+    assert_eq!(planned(&works, 2), Ok(()));
+}
+
+#[test]
 fn settings_that_contradict_are_refused_by_both_names() {
     let in_backward = ["update_in_backward", "true"];
     for other in [["clip_norm", "1"], ["loss_scale", "dynamic"], ["update_norms", "true"]] {
@@ -174,6 +211,17 @@ fn settings_that_contradict_are_refused_by_both_names() {
     assert_eq!(refusal(&[in_backward, ["zero", "2"]], 2), None);
     assert_eq!(refusal(&[in_backward, ["zero", "3"]], 1), None);
     assert!(refusal(&[["local_sgd", "4"], ["zero", "1"]], 1).is_some());
+    let local = ["local_sgd", "4"];
+    for other in [["bucket_cap_mib", "1"], ["comm_streams", "2"], ["separate", "true"]] {
+        let found = refusal(&[local, other], 2).expect("a conflict");
+        let said = format!("local_sgd and {}: ranks average parameters and send no", other[0]);
+        assert!(found.starts_with(&said), "{found}");
+    }
+    let per_micro_step = [["reduced", "per_micro_step"], ["accumulate", "2"]];
+    let found = refusal(&[&[local], &per_micro_step[..]].concat(), 2).expect("a conflict");
+    assert!(found.starts_with("local_sgd and reduced: "), "{found}");
+    // Updates in backward are cut by the cap.
+    assert_eq!(refusal(&[local, ["bucket_cap_mib", "1"], in_backward], 2), None);
     assert!(refusal(&[["separate", "true"], ["naive", "true"]], 2).is_some());
     assert!(refusal(&[["separate", "true"], ["comm_streams", "2"]], 2).is_some());
     assert_eq!(refusal(&[["separate", "true"], ["comm_streams", "0"]], 2), None);

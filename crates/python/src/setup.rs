@@ -56,7 +56,7 @@ impl Setup {
         step.groups = own_rules(names, &distinct);
         step.describe(&mut params).map_err(refused)?;
         let is_in_backward = is_in_backward(&step)?;
-        if !step.separate && !step.naive && !is_in_backward {
+        if !step.separate && !step.naive && !is_in_backward && !step.averages() {
             // PyTorch's backward pass leaves time for calls beside it, in shared memory too.
             step.comm_streams.get_or_insert(Comms::DEFAULT_STREAMS);
         }

@@ -225,13 +225,9 @@ fn an_average_is_asked_of_a_rule_that_keeps_one() {
 fn a_type_of_state_is_asked_of_a_rule_that_keeps_some() {
     let train = ["train", "--epochs", "1", "--optimizer"];
     for (rule, flags, said) in [
-        ("sgd", &["--state-dtype", "bf16"][..], "found --optimizer sgd, which keeps none"),
-        ("sgd", &["--state-dtype", "int8"], "found --optimizer sgd, which keeps none"),
-        (
-            "sgd",
-            &["--state-dtype", "int8", "--keep-f32", "1"],
-            "found --optimizer sgd, which keeps",
-        ),
+        ("sgd", &["--state-dtype", "bf16"][..], "found sgd, which keeps none"),
+        ("sgd", &["--state-dtype", "int8"], "found sgd, which keeps none"),
+        ("sgd", &["--state-dtype", "int8", "--keep-f32", "1"], "found sgd, which keeps"),
         (
             "sgd",
             &["--state-dtype", "bf16", "--rounding", "stochastic"],
@@ -240,7 +236,7 @@ fn a_type_of_state_is_asked_of_a_rule_that_keeps_some() {
         (
             "momentum",
             &["--momentum", "0", "--state-dtype", "int8"],
-            "found --optimizer momentum with --momentum 0, which keeps none; leave --state-dtype",
+            "found sgd, which keeps none; leave --state-dtype",
         ),
         (
             "rmsprop",

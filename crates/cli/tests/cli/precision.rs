@@ -107,7 +107,7 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
         let args = ["plan", text(&shapes), "--optimizer", rule, "--dtype", "f16"];
         let error = refused(&[&args[..], &["--state-dtype", "bf16"]].concat());
         let said = match rule {
-            "sgd" => "found --optimizer sgd, which keeps none".to_owned(),
+            "sgd" => "found sgd, which keeps none".to_owned(),
             rule => format!("{OF_STATE} {rule} and parameters of f16 such as `a`"),
         };
         assert!(error.contains(&said), "{error}");
@@ -118,7 +118,7 @@ fn plans_and_timings_know_every_rule_in_16_bits() {
 fn int8_is_refused_by_name_where_there_are_no_codes() {
     for (flags, expected) in [
         (&["--optimizer", "schedule-free"][..], "schedule-free and parameters of f32 such as"),
-        (&["--optimizer", "sgd"], "expected a rule that keeps state, found --optimizer sgd"),
+        (&["--optimizer", "sgd"], "expected a rule that keeps state, found sgd"),
         (
             &["--dtype", "f16"],
             "expected f32, found int8; give one of these, or leave --state-dtype",

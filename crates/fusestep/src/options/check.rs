@@ -2,6 +2,9 @@
 
 use std::collections::HashMap;
 
+use fusestep_launch::StateDType;
+use fusestep_planner::Optimizer;
+
 use super::{Alone, Conflict, Need, OptionError, Row, Section, StepOptions, Visit};
 
 impl StepOptions {
@@ -57,7 +60,8 @@ impl StepOptions {
             for conflict in told.conflicts {
                 let other = value(conflict.with);
                 let contradicts = conflict.at.is_none_or(|at| other == Some(at))
-                    && conflict.except.is_none_or(|except| other != Some(except));
+                    && conflict.except.is_none_or(|except| other != Some(except))
+                    && !conflict.unless.is_some_and(is_set);
                 if ranks >= conflict.from_ranks && is_set(conflict.with) && contradicts {
                     return Err(OptionError::Conflict {
                         first: told.name,
@@ -67,7 +71,21 @@ impl StepOptions {
                 }
             }
         }
-        Ok(())
+        self.check_kept_state()
+    }
+
+    /// Refuses a type of state where no rule keeps any.
+    fn check_kept_state(&self) -> Result<(), OptionError> {
+        let of_dtypes = self.precision_of.iter().map(|of| of.precision);
+        let mut precisions = std::iter::once(self.precision).chain(of_dtypes);
+        let asked = precisions.find(|precision| precision.state != StateDType::Compute);
+        let mut rules = std::iter::once(&self.rule).chain(self.groups.iter().map(|own| &own.rule));
+        match asked {
+            Some(_) if !rules.any(Optimizer::keeps_state) => {
+                Err(OptionError::NoState { rule: self.rule.name() })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Refuses settings of many ranks, for a process that trains alone.

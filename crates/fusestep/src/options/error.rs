@@ -59,6 +59,30 @@ pub enum OptionError {
         /// Rule of the first of them.
         rule: &'static str,
     },
+    /// A type of state where no rule keeps any.
+    #[error(
+        "state_dtype: expected a rule that keeps state, found {rule}, which keeps none; leave \
+         state_dtype out"
+    )]
+    NoState {
+        /// The rule.
+        rule: &'static str,
+    },
+    /// A cap that cuts gradients into more buckets than a plan can have.
+    #[error(
+        "bucket_cap_mib: expected at most {} of this model's gradients, found some {}; give \
+         {least} or more",
+        counted(*most, "bucket"),
+        grouped(*found)
+    )]
+    Buckets {
+        /// Most buckets of a plan.
+        most: u64,
+        /// Buckets that the cap asks for.
+        found: u64,
+        /// The smallest cap that works.
+        least: f64,
+    },
     /// A setting of many ranks where one trains alone.
     #[error(
         "{name} of {found}: expected an optimizer on ranks, found one that has joined none; build \

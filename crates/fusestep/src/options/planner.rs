@@ -16,6 +16,9 @@ use super::{Changed, Names, OfParams, OptionError, OwnRule, Section, StepOptions
 /// Most parameters that a refusal names.
 const NAMED: usize = 3;
 
+/// Most buckets of a plan.
+const MOST_BUCKETS: u64 = 1 << 14;
+
 /// Bytes of a MiB.
 const MIB: f64 = 1_048_576.0;
 
@@ -26,7 +29,7 @@ impl StepOptions {
     /// figures agree on the choice before they plan ([`StepOptions::agreed`]).
     ///
     /// # Errors
-    /// As [`StepOptions::check`].
+    /// As [`StepOptions::check`]; [`OptionError::Buckets`].
     pub fn planner(
         &self,
         params: &[ParamDesc],
@@ -37,6 +40,9 @@ impl StepOptions {
             return self.chosen(params, topology, limits)?.planner(params, topology, limits);
         }
         self.check(topology.world)?;
+        if topology.world > 1 || self.update_in_backward {
+            self.check_buckets(params)?;
+        }
         let mut planner = Planner::new(self.rule)
             .limits(self.limits(limits))
             .precision(self.precision)
@@ -73,6 +79,11 @@ impl StepOptions {
     pub fn takes_all_gradients(&self) -> Option<&'static str> {
         let clips = self.clip_norm.map(|_| "clip_norm");
         clips.or(self.loss_scale.map(|_| "loss_scale"))
+    }
+
+    /// Whether ranks average parameters in place of gradients.
+    pub fn averages(&self) -> bool {
+        self.local_sgd.is_some()
     }
 
     /// Whether every micro-step is an update.
@@ -226,7 +237,7 @@ impl StepOptions {
     /// the length of the backward pass is known, beside which streams would reduce.
     pub(super) fn ways(&self, topology: Topology, hides: bool) -> Vec<Self> {
         let mut ways = Vec::new();
-        if self.update_in_backward || self.separate || self.local_sgd.is_some() {
+        if self.update_in_backward || self.separate || self.averages() {
             return ways;
         }
         if self.streams(topology) == 0 {
@@ -325,6 +336,31 @@ impl StepOptions {
             }
         }
         Ok(())
+    }
+
+    /// Refuses a cap that cuts a model's gradients into more buckets than a plan can have: it would
+    /// take minutes to make, and every step as many calls.
+    ///
+    /// # Errors
+    /// [`OptionError::Buckets`], with the least cap that works.
+    pub fn check_buckets(&self, params: &[ParamDesc]) -> Result<(), OptionError> {
+        let Some(cap) = self.bucket_cap_mib else {
+            return Ok(());
+        };
+        let elements: u64 = params.iter().map(ParamDesc::numel).sum();
+        let width = params.iter().map(|param| param.dtype.len_bytes()).max().unwrap_or(1) as u64;
+        // A bucket has an element at least.
+        let of_bucket = ((cap * MIB) as u64 / width).max(1);
+        let found = elements.div_ceil(of_bucket);
+        if found <= MOST_BUCKETS {
+            return Ok(());
+        }
+        let least = (elements.div_ceil(MOST_BUCKETS) * width) as f64 / MIB;
+        // Rounded up to two digits, which are all that is printed.
+        let unit = 10f64.powi(least.log10().floor() as i32 - 1);
+        let digits = format!("{:.1e}", (least / unit).ceil() * unit);
+        let least = digits.parse().unwrap_or(least);
+        Err(OptionError::Buckets { most: MOST_BUCKETS, found, least })
     }
 
     /// Refuses trust ratios of parameters whose rules have none.

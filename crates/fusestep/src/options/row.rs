@@ -138,6 +138,8 @@ pub struct Conflict {
     pub at: Option<&'static str>,
     /// The other setting's value beside its default that does not contradict.
     pub except: Option<&'static str>,
+    /// A third setting; where it is set, the two go together.
+    pub unless: Option<&'static str>,
     /// The number of ranks from which on the two contradict each other.
     pub from_ranks: usize,
     /// The reason.
@@ -147,7 +149,7 @@ pub struct Conflict {
 impl Conflict {
     /// A conflict on any number of ranks, with any value but the default.
     pub(super) const fn of(with: &'static str, why: &'static str) -> Self {
-        Self { with, at: None, except: None, from_ranks: 1, why }
+        Self { with, at: None, except: None, unless: None, from_ranks: 1, why }
     }
 
     /// The one value that contradicts.
@@ -158,6 +160,11 @@ impl Conflict {
     /// The one value that does not contradict.
     pub(super) const fn except(self, value: &'static str) -> Self {
         Self { except: Some(value), ..self }
+    }
+
+    /// The third setting beside which the two go together.
+    pub(super) const fn unless(self, name: &'static str) -> Self {
+        Self { unless: Some(name), ..self }
     }
 
     /// A conflict of several ranks alone.

@@ -189,6 +189,11 @@ const LANES: &[Conflict] = &[
 
 const LOCAL: &[Conflict] = &[
     Conflict::of("zero", "both decide how gradients are reduced"),
+    Conflict::of("reduced", SENDS_NONE),
+    // Updates during the backward pass are cut by it, whatever ranks do.
+    Conflict::of("bucket_cap_mib", SENDS_NONE).unless("update_in_backward"),
+    Conflict::of("comm_streams", SENDS_NONE),
+    Conflict::of("separate", SENDS_NONE),
     sent_as("bf16", SENDS_NONE),
     sent_as("f16", SENDS_NONE),
 ];
