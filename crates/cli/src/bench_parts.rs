@@ -1,11 +1,13 @@
 //! Work that `fusestep bench --ranks` times on every rank: whole steps, and their parts alone.
 
+use std::time::{Duration, Instant};
+
 use fusestep_coalesce::HostMemory;
 use fusestep_collective::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Operation, ReduceOp,
 };
 use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Part, Plan, Reduced, Run, Stage, State};
+use fusestep_planner::{Comms, Part, Plan, Reduced, Run, Stage, State, ZeroStage};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 use half::{bf16, f16};
 
@@ -17,13 +19,20 @@ const GRADIENT: f64 = 0.01;
 
 /// Work that is timed in turn.
 pub(crate) trait Work {
-    /// Prepares every call, off the clock.
-    fn prepare(&mut self) -> anyhow::Result<()> {
-        Ok(())
-    }
+    /// Does the work once, on all ranks at once, and says how long this rank took. Preparations are
+    /// off the clock.
+    fn run(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<Duration>;
+}
 
-    /// Does the work that is timed, on all ranks at once.
-    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()>;
+/// Times one piece of work, which all ranks begin at once.
+fn timed(
+    comms: &mut Comms<'_>,
+    work: impl FnOnce(&mut Comms<'_>) -> anyhow::Result<()>,
+) -> anyhow::Result<Duration> {
+    comms.communicator().barrier()?;
+    let start = Instant::now();
+    work(comms)?;
+    Ok(start.elapsed())
 }
 
 /// The part of the model that this rank updates, as parameters of their own.
@@ -69,25 +78,47 @@ impl<'a> Step<'a> {
     }
 }
 
-impl Work for Step<'_> {
-    /// Gives all gradients.
-    fn prepare(&mut self) -> anyhow::Result<()> {
-        for (at, param) in self.plan.params().iter().enumerate() {
-            let (state, name) = (&mut self.state, param.name.as_str());
-            match self.plan.grad_dtype(at) {
-                DType::F64 => state.grad_mut(name)?.fill(GRADIENT),
-                DType::F16 => state.grad_mut(name)?.fill(f16::from_f64(GRADIENT)),
-                DType::BF16 => state.grad_mut(name)?.fill(bf16::from_f64(GRADIENT)),
-                _ => state.grad_mut(name)?.fill(GRADIENT as f32),
-            }
+impl Step<'_> {
+    /// Whether the call that gives a bucket's last gradient reduces the bucket, as in programs: a
+    /// rank then never has the gradients of all buckets. Streams would reduce off the clock.
+    fn gives_when_full(&self, comms: &Comms<'_>) -> bool {
+        self.plan.zero() >= ZeroStage::Two && !comms.has_streams()
+    }
+
+    /// Writes a gradient through its view.
+    fn fill(&mut self, at: usize) -> anyhow::Result<()> {
+        let (state, name) = (&mut self.state, self.plan.params()[at].name.as_str());
+        match self.plan.grad_dtype(at) {
+            DType::F64 => state.grad_mut(name)?.fill(GRADIENT),
+            DType::F16 => state.grad_mut(name)?.fill(f16::from_f64(GRADIENT)),
+            DType::BF16 => state.grad_mut(name)?.fill(bf16::from_f64(GRADIENT)),
+            _ => state.grad_mut(name)?.fill(GRADIENT as f32),
         }
         Ok(())
     }
+}
 
-    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
-        let report = Run::of(self.plan, &mut self.state, self.backend, comms).step()?;
-        self.copied_bytes = self.copied_bytes.max(report.gradient_bytes_copied);
-        Ok(())
+impl Work for Step<'_> {
+    fn run(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<Duration> {
+        let gives = self.gives_when_full(comms);
+        let mut spent = Duration::ZERO;
+        // In the order in which a backward pass gives them.
+        for at in (0..self.plan.params().len()).rev() {
+            self.fill(at)?;
+            if gives {
+                let name = self.plan.params()[at].name.as_str();
+                spent += timed(comms, |comms| {
+                    let mut run = Run::of(self.plan, &mut self.state, self.backend, comms);
+                    Ok(run.give_view(name)?)
+                })?;
+            }
+        }
+        spent += timed(comms, |comms| {
+            let report = Run::of(self.plan, &mut self.state, self.backend, comms).step()?;
+            self.copied_bytes = self.copied_bytes.max(report.gradient_bytes_copied);
+            Ok(())
+        })?;
+        Ok(spent)
     }
 }
 
@@ -134,24 +165,28 @@ pub(crate) fn calls_of(
 }
 
 impl Work for Vec<BucketCall> {
-    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
-        for call in self {
-            comms.communicator().execute(Call {
-                operation: call.operation,
-                dtype: call.dtype,
-                counts: call.counts.as_deref(),
-                buffers: Buffers::InPlace(call.memory.bytes_mut()),
-            })?;
-        }
-        Ok(())
+    fn run(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<Duration> {
+        timed(comms, |comms| {
+            for call in self {
+                comms.communicator().execute(Call {
+                    operation: call.operation,
+                    dtype: call.dtype,
+                    counts: call.counts.as_deref(),
+                    buffers: Buffers::InPlace(call.memory.bytes_mut()),
+                })?;
+            }
+            Ok(())
+        })
     }
 }
 
 /// The update of one rank by itself.
 impl Work for Subject<'_> {
-    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
-        self.run()?;
-        until_all_have(comms)
+    fn run(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<Duration> {
+        timed(comms, |comms| {
+            Subject::run(self)?;
+            until_all_have(comms)
+        })
     }
 }
 
@@ -162,9 +197,11 @@ pub(crate) struct Streamed<'a> {
 }
 
 impl Work for Streamed<'_> {
-    fn call(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<()> {
-        self.ceiling.stream(self.index);
-        until_all_have(comms)
+    fn run(&mut self, comms: &mut Comms<'_>) -> anyhow::Result<Duration> {
+        timed(comms, |comms| {
+            self.ceiling.stream(self.index);
+            until_all_have(comms)
+        })
     }
 }
 

@@ -25,7 +25,8 @@ use crate::{MAX_RANKS, ProcessError, ProcessOptions, Rendezvous, rendezvous, sta
 /// # Cost
 /// Each call waits twice for all ranks. Memory from [`allocate`](Communicator::allocate) is used
 /// where it lies. Other memory goes through a shared buffer of 512 KiB, one stretch after the
-/// other. Each stretch takes two more copies and two more waits.
+/// other. Each stretch takes two more copies and two more waits. A reduce-scatter copies what other
+/// ranks reduce, and no result.
 #[derive(Debug)]
 pub struct ProcessCommunicator(Ranked<Processes>);
 

@@ -44,32 +44,44 @@ def tree(parts, first, end):
     return left if right is None else right if left is None else left + right
 
 
+def wide_of(value):
+    """Sums of lanes, gradients and masters of 16-bit parameters are f32, others as they are."""
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+
+
 def simulated(case):
-    """The bytes of one process that adds gradients as `lanes` says, by PyTorch's additions."""
-    model, optimizer = made({**case, "own": {
-        key: value for key, value in case.get("own", {}).items() if key[:6] != "accumu"
-    }})
+    """The bytes of one process that adds gradients as `lanes` says, by PyTorch's additions.
+
+    Means stay wide until the update, so wide copies of the parameters take them, and the model
+    takes what these round to. Every pass has the shapes of the ranks' passes, and so their bits,
+    whatever kernels PyTorch has for a processor."""
+    own = case.get("own", {})
+    beside = ("accumulate", "accumulated", "master_weights")
+    own = {key: value for key, value in own.items() if key not in beside}
+    model, _ = made(case)
+    masters = [torch.nn.Parameter(wide_of(param).clone()) for param in model.parameters()]
+    optimizer = fusestep.torch.AdamW(masters, lr=1e-2, **own)
     of_lane = case.get("own", {}).get("accumulate", 1)
     sums = case.get("own", {}).get("accumulated") == "sum"
     for update, count in enumerate(counts(case)):
-        parts = [[None] * LANES for _ in model.parameters()]
+        parts = [[None] * LANES for _ in masters]
         total = 0.0
         for number in range(count):
             weight = samples_of(case, number) if case.get("weighted") else 1
             total += weight
-            optimizer.zero_grad()
+            model.zero_grad()
             loss_of(model, case, update, number).backward()
             for lanes, param in zip(parts, model.parameters()):
                 if param.grad is not None:
-                    wide = torch.promote_types(param.dtype, torch.float32)
-                    own, lane = param.grad.to(wide) * weight, number // of_lane
-                    lanes[lane] = own if lanes[lane] is None else lanes[lane] + own
-        for lanes, param in zip(parts, model.parameters()):
+                    part, lane = wide_of(param.grad) * weight, number // of_lane
+                    lanes[lane] = part if lanes[lane] is None else lanes[lane] + part
+        for lanes, master in zip(parts, masters):
             whole = tree(lanes, 0, LANES)
-            param.grad = None
-            if whole is not None:
-                param.grad = (whole / (1.0 if sums else total)).to(param.dtype)
+            master.grad = None if whole is None else whole / (1.0 if sums else total)
         optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters):
+                param.copy_(master)
     return bytes_of(model)
 
 

@@ -57,6 +57,14 @@ fn a_model_learns_to_one_hash_on_any_number_of_ranks_at_any_stage() {
 }
 
 #[test]
+fn a_transformer_learns_to_one_hash_on_any_number_of_ranks() {
+    ends_alike(
+        "--model transformer --layers 1 --width 16 --context 8",
+        &["--ranks 2 --zero 1", "--ranks 3", "--ranks 5 --zero 2", "--ranks 12 --zero 3"],
+    );
+}
+
+#[test]
 fn sixteen_bits_with_masters_and_norms_of_layers_end_alike_on_all_ranks() {
     ends_alike(
         "--optimizer lars --clip-norm 1 --dtype bf16 --master-weights f32",

@@ -52,8 +52,34 @@ fn reduces<T: Number>(numel: usize, which: usize) {
             let root = ranks - 1;
             in_place(world, Operation::Broadcast { root }, None, send);
             same(send, &input::<T>(root, numel), &what);
+            scatters_unevenly(world, op, send, receive);
         }
     });
+}
+
+/// A reduce-scatter of which the last rank gets all but one element and the first none, apart and
+/// in place.
+fn scatters_unevenly<T: Number>(
+    world: &mut dyn Communicator,
+    op: ReduceOp,
+    send: &mut [T],
+    receive: &mut [T],
+) {
+    let (rank, ranks, numel) = (world.rank(), world.world_size(), send.len());
+    let (own, expected): (Vec<T>, Vec<T>) = (input(rank, numel), reduced(op, ranks, numel));
+    let mut counts = vec![0; ranks];
+    counts[ranks / 2] = numel.min(1);
+    counts[ranks - 1] += numel - numel.min(1);
+    let block = Blocks { numel, world_size: ranks, counts: Some(&counts) }.of(rank);
+    let what = format!("{op} of {numel} on {ranks} ranks in uneven blocks");
+    let scatter = Operation::ReduceScatter(op);
+    send.copy_from_slice(&own);
+    let into = &mut receive[..block.len()];
+    out_of_place(world, scatter, Some(&counts), send, into);
+    same(into, &expected[block.clone()], &what);
+    same(send, &own, &what);
+    in_place(world, scatter, Some(&counts), send);
+    same(&send[block.clone()], &expected[block], &what);
 }
 
 #[test]

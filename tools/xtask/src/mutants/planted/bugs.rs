@@ -87,6 +87,13 @@ pub(super) const BUGS: &[Planted] = &[
         finder: Tool::Test("fusestep-collective", "collective", "operations"),
     },
     Planted {
+        name: "collective: a piece is read where another rank's lies on the stage",
+        place: "crates/collective-processes/src/reduction.rs",
+        from: "pieces.slot(party, self.rank)",
+        to: "pieces.slot(self.rank, party)",
+        finder: Tool::Test("fusestep-collective-processes", "processes", "on_3_ranks"),
+    },
+    Planted {
         name: "ranks: other hyper-parameters are not noticed",
         place: "crates/planner/src/run/comms/handshake.rs",
         from: "add(&of(&name), value);",
