@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::codec::{CODED_GROUP, Codec, PortableCodec, codec_of_module};
+use crate::codec::{CODED_GROUP, CODED_PAIR, Codec, PortableCodec, codec_of_module};
 use crate::features::Avx2;
 
 /// The codec of processors with AVX2, FMA and conversions of halves; holding one proves that this
@@ -20,51 +20,59 @@ impl Avx2Codec {
 
 codec_of_module!(Avx2Codec);
 
-/// The eight values from `at` on.
+/// Values in a vector.
+const WIDTH: usize = 8;
+
+/// Vectors of a group.
+const VECTORS: usize = CODED_GROUP / WIDTH;
+
+/// Vector `at` of a list.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn load(values: &[f32; CODED_GROUP], at: usize) -> __m256 {
-    let eight = &values[at..at + 8];
+fn load<const N: usize>(values: &[f32; N], at: usize) -> __m256 {
+    let eight = &values[at * WIDTH..][..WIDTH];
     // SAFETY: a slice of eight f32, whose bytes need no alignment for this load.
     unsafe { _mm256_loadu_ps(eight.as_ptr()) }
 }
 
+/// Writes vector `at` of a list.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn store(values: __m256, to: &mut [f32]) {
-    let eight = &mut to[..8];
+fn store(vector: __m256, values: &mut [f32; CODED_PAIR], at: usize) {
+    let eight = &mut values[at * WIDTH..][..WIDTH];
     // SAFETY: a slice of eight f32, whose bytes need no alignment for this store.
-    unsafe { _mm256_storeu_ps(eight.as_mut_ptr(), values) }
+    unsafe { _mm256_storeu_ps(eight.as_mut_ptr(), vector) }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn decode_signed(codes: &[u8; CODED_GROUP], values: &mut [f32; CODED_GROUP]) {
-    for at in [0, 16] {
-        let sixteen = &codes[at..at + 16];
+fn decode_signed(codes: &[u8; CODED_PAIR], values: &mut [f32; CODED_PAIR]) {
+    for half in 0..CODED_PAIR / 16 {
+        let sixteen = &codes[half * 16..][..16];
         // SAFETY: a slice of 16 bytes, which need no alignment for this load.
         let bytes = unsafe { _mm_loadu_si128(sixteen.as_ptr().cast()) };
         // S.EE.MMMMM becomes the half S.000EE.MMMMM00000.
         let words = _mm256_slli_epi16::<5>(_mm256_cvtepi8_epi16(bytes));
         let halves = _mm256_and_si256(words, _mm256_set1_epi16(0x8fe0_u16 as i16));
-        store(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), &mut values[at..]);
-        store(_mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)), &mut values[at + 8..]);
+        store(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), values, 2 * half);
+        store(_mm256_cvtph_ps(_mm256_extracti128_si256::<1>(halves)), values, 2 * half + 1);
     }
 }
 
-/// Integers from −128 to 127 in two's complement, or from 0 to 255, whose packing in halves of
-/// registers is put in order.
+/// Dwords whose order packing has changed in halves of a vector, in order.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn in_order(packed: __m256i) -> __m256i {
     _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 }
 
+/// Writes the codes of a group.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn put(packed: __m256i, codes: &mut [u8; CODED_GROUP]) {
-    // SAFETY: an array of 32 bytes, which need no alignment for this store.
-    unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), packed) }
+fn put(bytes: __m256i, codes: &mut [u8; CODED_PAIR], group: usize) {
+    let to = &mut codes[group * CODED_GROUP..][..CODED_GROUP];
+    // SAFETY: a slice of 32 bytes, which need no alignment for this store.
+    unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), bytes) }
 }
 
 /// Codes of eight values as signed integers; that of a NaN is the smallest.
@@ -81,80 +89,107 @@ fn signed(values: __m256, factor: __m256) -> __m256i {
 
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn encode_signed(values: &[f32; CODED_GROUP], factor: f32, codes: &mut [u8; CODED_GROUP]) {
-    let factor = _mm256_set1_ps(factor);
-    let [a, b] = [signed(load(values, 0), factor), signed(load(values, 8), factor)];
-    let [c, d] = [signed(load(values, 16), factor), signed(load(values, 24), factor)];
-    // Saturation makes the code of a NaN −128.
-    let words = [_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d)];
-    let bytes = in_order(_mm256_packs_epi16(words[0], words[1]));
-    let sign = _mm256_and_si256(bytes, _mm256_set1_epi8(-128));
-    put(_mm256_or_si256(_mm256_abs_epi8(bytes), sign), codes);
-}
-
-#[inline]
-#[target_feature(enable = "avx2")]
-fn positive(values: __m256, factor: __m256, dither: __m256) -> __m256i {
-    let x = _mm256_add_ps(_mm256_mul_ps(values, factor), dither);
-    // The second operand where one is NaN: 1.
-    let held = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(1.0)), _mm256_set1_ps(255.0));
-    _mm256_cvtps_epi32(held)
+fn encode_signed(values: &[f32; CODED_PAIR], factors: &[f32; 2], codes: &mut [u8; CODED_PAIR]) {
+    for (group, &factor) in factors.iter().enumerate() {
+        let factor = _mm256_set1_ps(factor);
+        let mut integers = [_mm256_setzero_si256(); VECTORS];
+        for (at, integers) in integers.iter_mut().enumerate() {
+            *integers = signed(load(values, group * VECTORS + at), factor);
+        }
+        // Saturation makes the code of a NaN −128.
+        let [a, b, c, d] = integers;
+        let words = [_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d)];
+        let bytes = in_order(_mm256_packs_epi16(words[0], words[1]));
+        let sign = _mm256_and_si256(bytes, _mm256_set1_epi8(-128));
+        put(_mm256_or_si256(_mm256_abs_epi8(bytes), sign), codes, group);
+    }
 }
 
 #[inline]
 #[target_feature(enable = "avx2")]
 fn encode_positive(
-    values: &[f32; CODED_GROUP],
-    factor: f32,
+    values: &[f32; CODED_PAIR],
+    factors: &[f32; 2],
     dither: &[f32; CODED_GROUP],
-    codes: &mut [u8; CODED_GROUP],
+    codes: &mut [u8; CODED_PAIR],
 ) {
-    let factor = _mm256_set1_ps(factor);
-    let [a, b] = [
-        positive(load(values, 0), factor, load(dither, 0)),
-        positive(load(values, 8), factor, load(dither, 8)),
-    ];
-    let [c, d] = [
-        positive(load(values, 16), factor, load(dither, 16)),
-        positive(load(values, 24), factor, load(dither, 24)),
-    ];
-    let words = [_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)];
-    put(in_order(_mm256_packus_epi16(words[0], words[1])), codes);
+    for (group, &factor) in factors.iter().enumerate() {
+        let factor = _mm256_set1_ps(factor);
+        let mut integers = [_mm256_setzero_si256(); VECTORS];
+        for (at, integers) in integers.iter_mut().enumerate() {
+            let scaled = _mm256_mul_ps(load(values, group * VECTORS + at), factor);
+            *integers = _mm256_cvtps_epi32(_mm256_add_ps(scaled, load(dither, at)));
+        }
+        // Saturation holds codes up to 255, and makes that of a NaN 0.
+        let [a, b, c, d] = integers;
+        let words = [_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)];
+        let bytes = in_order(_mm256_packus_epi16(words[0], words[1]));
+        put(_mm256_max_epu8(bytes, _mm256_set1_epi8(1)), codes, group);
+    }
 }
 
-/// Largest magnitudes of each place of eight, as integers.
+/// Largest magnitudes of each place of eight of a group, as integers.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn most(values: &[f32; CODED_GROUP]) -> __m256i {
-    let [a, b] = [magnitudes(values, 0), magnitudes(values, 8)];
-    let [c, d] = [magnitudes(values, 16), magnitudes(values, 24)];
+fn largest_of(values: &[f32; CODED_PAIR], group: usize) -> __m256i {
+    let first = group * VECTORS;
+    let [a, b] = [magnitudes(values, first), magnitudes(values, first + 1)];
+    let [c, d] = [magnitudes(values, first + 2), magnitudes(values, first + 3)];
     _mm256_max_epu32(_mm256_max_epu32(a, b), _mm256_max_epu32(c, d))
 }
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn magnitudes(values: &[f32; CODED_GROUP], at: usize) -> __m256i {
+fn magnitudes(values: &[f32; CODED_PAIR], at: usize) -> __m256i {
     _mm256_castps_si256(_mm256_andnot_ps(_mm256_set1_ps(-0.0), load(values, at)))
 }
 
+/// Largest magnitudes of each group of a list, in dwords that take turns.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn largest(lists: [&[f32; CODED_GROUP]; 2]) -> [f32; 2] {
-    let (a, b) = (most(lists[0]), most(lists[1]));
-    // Places of both lists take turns, so that one tree serves both.
-    let pairs = _mm256_max_epu32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
-    let halves = _mm_max_epu32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256::<1>(pairs));
-    let both = _mm_castsi128_ps(_mm_max_epu32(halves, _mm_unpackhi_epi64(halves, halves)));
-    [_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both))]
+fn most(values: &[f32; CODED_PAIR]) -> __m256i {
+    let (first, second) = (largest_of(values, 0), largest_of(values, 1));
+    let low = _mm256_unpacklo_epi32(first, second);
+    _mm256_max_epu32(low, _mm256_unpackhi_epi32(first, second))
 }
 
-/// The upper halves of 16 values in order.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn put_halves(values: [__m256i; 2], halves: &mut [u16]) {
+fn largest(lists: [&[f32; CODED_PAIR]; 2]) -> [f32; 4] {
+    // Places of all four groups take turns, so that one tree serves them all.
+    let (a, b) = (most(lists[0]), most(lists[1]));
+    let all = _mm256_max_epu32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    let [low, high] = [_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all)];
+    let mut largest = [0.0; 4];
+    // SAFETY: an array of four f32, whose bytes need no alignment for this store.
+    unsafe {
+        _mm_storeu_ps(largest.as_mut_ptr(), _mm_castsi128_ps(_mm_max_epu32(low, high)));
+    }
+    largest
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn factors_of(codes: [f32; 4], largest: [f32; 4]) -> [f32; 4] {
+    let [a, b, c, d] = largest;
+    let largest = _mm_setr_ps(a, b, c, d);
+    let [a, b, c, d] = codes;
+    let factors = _mm_div_ps(_mm_setr_ps(a, b, c, d), largest);
+    // A NaN becomes 0.
+    let numbers = _mm_and_ps(factors, _mm_cmpord_ps(factors, factors));
+    let mut held = [0.0; 4];
+    // SAFETY: an array of four f32, whose bytes need no alignment for this store.
+    unsafe { _mm_storeu_ps(held.as_mut_ptr(), _mm_min_ps(numbers, _mm_set1_ps(f32::MAX))) }
+    held
+}
+
+/// Writes the upper halves of values, vectors 2·`pair` and the next.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn put_halves(values: [__m256i; 2], halves: &mut [u16; CODED_PAIR], pair: usize) {
     let [low, high] = [_mm256_srli_epi32::<16>(values[0]), _mm256_srli_epi32::<16>(values[1])];
     let words = _mm256_permute4x64_epi64::<0xd8>(_mm256_packus_epi32(low, high));
-    let sixteen = &mut halves[..16];
+    let sixteen = &mut halves[pair * 16..][..16];
     // SAFETY: a slice of 16 words, which need no alignment for this store.
     unsafe { _mm256_storeu_si256(sixteen.as_mut_ptr().cast(), words) }
 }
@@ -173,10 +208,10 @@ fn rounded(values: __m256) -> __m256i {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn narrow_bf16(values: &[f32; CODED_GROUP], narrow: &mut [u16; CODED_GROUP]) {
-    for at in [0, 16] {
-        let both = [rounded(load(values, at)), rounded(load(values, at + 8))];
-        put_halves(both, &mut narrow[at..]);
+fn narrow_bf16(values: &[f32; CODED_PAIR], narrow: &mut [u16; CODED_PAIR]) {
+    for pair in 0..VECTORS {
+        let both = [rounded(load(values, 2 * pair)), rounded(load(values, 2 * pair + 1))];
+        put_halves(both, narrow, pair);
     }
 }
 
@@ -190,7 +225,7 @@ fn rounded_24(values: __m256) -> __m256i {
     _mm256_add_epi32(bits, _mm256_set1_epi32(0x80))
 }
 
-/// The third bytes of 16 values as words, of which every two neighbours are four places apart.
+/// The third bytes of 16 values as words, of which every two neighbours are eight places apart.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn third_bytes(values: [__m256i; 2]) -> __m256i {
@@ -201,9 +236,9 @@ fn third_bytes(values: [__m256i; 2]) -> __m256i {
 #[inline]
 #[target_feature(enable = "avx2")]
 fn join_bf16_24(
-    params: &[u16; CODED_GROUP],
-    remainders: &[i8; CODED_GROUP],
-    values: &mut [f32; CODED_GROUP],
+    params: &[u16; CODED_PAIR],
+    remainders: &[i8; CODED_PAIR],
+    values: &mut [f32; CODED_PAIR],
 ) {
     // Compilers find these conversions, all to the wider type.
     PortableCodec.join_bf16_24(params, remainders, values);
@@ -212,22 +247,29 @@ fn join_bf16_24(
 #[inline]
 #[target_feature(enable = "avx2")]
 fn split_bf16_24(
-    values: &[f32; CODED_GROUP],
-    params: &mut [u16; CODED_GROUP],
-    remainders: &mut [i8; CODED_GROUP],
+    values: &[f32; CODED_PAIR],
+    params: &mut [u16; CODED_PAIR],
+    remainders: &mut [i8; CODED_PAIR],
 ) {
     let half = _mm256_set1_epi32(0x8000);
-    let [a, b] = [rounded_24(load(values, 0)), rounded_24(load(values, 8))];
-    let [c, d] = [rounded_24(load(values, 16)), rounded_24(load(values, 24))];
-    put_halves([_mm256_add_epi32(a, half), _mm256_add_epi32(b, half)], params);
-    put_halves([_mm256_add_epi32(c, half), _mm256_add_epi32(d, half)], &mut params[16..]);
-    let bytes = _mm256_packus_epi16(third_bytes([a, b]), third_bytes([c, d]));
-    // Places 0 8 1 9 2 10 3 11 of each half, then of the other.
-    let order = _mm256_setr_epi8(
-        0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12,
-        14, 9, 11, 13, 15,
-    );
-    let bytes = in_order(_mm256_shuffle_epi8(bytes, order));
-    // SAFETY: an array of 32 bytes, which need no alignment for this store.
-    unsafe { _mm256_storeu_si256(remainders.as_mut_ptr().cast(), bytes) }
+    for group in 0..2 {
+        let mut words = [_mm256_setzero_si256(); 2];
+        for (at, words) in words.iter_mut().enumerate() {
+            let pair = group * 2 + at;
+            let bits = [rounded_24(load(values, 2 * pair)), rounded_24(load(values, 2 * pair + 1))];
+            let [a, b] = bits.map(|bits| _mm256_add_epi32(bits, half));
+            put_halves([a, b], params, pair);
+            *words = third_bytes(bits);
+        }
+        let bytes = _mm256_packus_epi16(words[0], words[1]);
+        // Places 0 8 1 9 2 10 3 11 of each half, then of the other.
+        let order = _mm256_setr_epi8(
+            0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10,
+            12, 14, 9, 11, 13, 15,
+        );
+        let bytes = in_order(_mm256_shuffle_epi8(bytes, order));
+        let to = &mut remainders[group * CODED_GROUP..][..CODED_GROUP];
+        // SAFETY: a slice of 32 bytes, which need no alignment for this store.
+        unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), bytes) }
+    }
 }

@@ -20,6 +20,9 @@ use crate::narrow::{join_bf16_24, narrow_bf16, split_bf16_24};
 /// Elements with one unit.
 pub const CODED_GROUP: usize = 32;
 
+/// Elements that a codec takes at a time: two groups, whose codes fill a vector of AVX-512.
+pub const CODED_PAIR: usize = 2 * CODED_GROUP;
+
 /// 2²³, the first f32 whose last place is 1: adding it rounds to an integer, ties to even.
 const INTEGERS: f32 = 8_388_608.0;
 
@@ -79,45 +82,55 @@ pub trait CodedWork {
     fn run<C: Codec>(self, codec: C) -> Self::Output;
 }
 
-/// Codes, and 16-bit parameters, of whole groups. Every codec gives the same bits, but for payloads
-/// of NaN.
+/// Codes, and 16-bit parameters, of two groups at a time. Every codec gives the same bits, but for
+/// payloads of NaN.
 pub trait Codec: Copy {
-    /// [`crate::narrow_bf16`] of a group.
-    fn narrow_bf16(self, values: &[f32; CODED_GROUP], narrow: &mut [u16; CODED_GROUP]);
+    /// [`crate::narrow_bf16`] of each value.
+    fn narrow_bf16(self, values: &[f32; CODED_PAIR], narrow: &mut [u16; CODED_PAIR]);
 
-    /// [`join_bf16_24`] of a group.
+    /// [`join_bf16_24`] of each parameter.
     fn join_bf16_24(
         self,
-        params: &[u16; CODED_GROUP],
-        remainders: &[i8; CODED_GROUP],
-        values: &mut [f32; CODED_GROUP],
+        params: &[u16; CODED_PAIR],
+        remainders: &[i8; CODED_PAIR],
+        values: &mut [f32; CODED_PAIR],
     );
 
-    /// [`split_bf16_24`] of a group.
+    /// [`split_bf16_24`] of each value.
     fn split_bf16_24(
         self,
-        values: &[f32; CODED_GROUP],
-        params: &mut [u16; CODED_GROUP],
-        remainders: &mut [i8; CODED_GROUP],
+        values: &[f32; CODED_PAIR],
+        params: &mut [u16; CODED_PAIR],
+        remainders: &mut [i8; CODED_PAIR],
     );
 
-    /// [`decode_signed`] of a group.
-    fn decode_signed(self, codes: &[u8; CODED_GROUP], values: &mut [f32; CODED_GROUP]);
+    /// [`decode_signed`] of each code.
+    fn decode_signed(self, codes: &[u8; CODED_PAIR], values: &mut [f32; CODED_PAIR]);
 
-    /// [`encode_signed`] of a group.
-    fn encode_signed(self, values: &[f32; CODED_GROUP], factor: f32, codes: &mut [u8; CODED_GROUP]);
+    /// [`encode_signed`] of each value, with the factor of its group.
+    fn encode_signed(
+        self,
+        values: &[f32; CODED_PAIR],
+        factors: &[f32; 2],
+        codes: &mut [u8; CODED_PAIR],
+    );
 
-    /// [`encode_positive`] of a group.
+    /// [`encode_positive`] of each value, with the factor of its group, of which no value is beyond
+    /// the largest.
     fn encode_positive(
         self,
-        values: &[f32; CODED_GROUP],
-        factor: f32,
+        values: &[f32; CODED_PAIR],
+        factors: &[f32; 2],
         dither: &[f32; CODED_GROUP],
-        codes: &mut [u8; CODED_GROUP],
+        codes: &mut [u8; CODED_PAIR],
     );
 
-    /// The largest magnitude of each list, compared as an integer: a NaN is larger than numbers.
-    fn largest(self, lists: [&[f32; CODED_GROUP]; 2]) -> [f32; 2];
+    /// The largest magnitude of both groups of the first list, then of the second, compared as an
+    /// integer: a NaN is larger than numbers.
+    fn largest(self, lists: [&[f32; CODED_PAIR]; 2]) -> [f32; 4];
+
+    /// [`factor_of`] four groups, in one division where compilers make several.
+    fn factors_of(self, codes: [f32; 4], largest: [f32; 4]) -> [f32; 4];
 }
 
 /// Implements [`Codec`] by functions of the same names in the module, which are compiled for the
@@ -127,30 +140,31 @@ macro_rules! codec_of_module {
     ($codec:ident) => {
         impl Codec for $codec {
             codec_of_module! {
-                narrow_bf16(values: &[f32; CODED_GROUP], narrow: &mut [u16; CODED_GROUP]);
+                narrow_bf16(values: &[f32; CODED_PAIR], narrow: &mut [u16; CODED_PAIR]);
                 join_bf16_24(
-                    params: &[u16; CODED_GROUP],
-                    remainders: &[i8; CODED_GROUP],
-                    values: &mut [f32; CODED_GROUP],
+                    params: &[u16; CODED_PAIR],
+                    remainders: &[i8; CODED_PAIR],
+                    values: &mut [f32; CODED_PAIR],
                 );
                 split_bf16_24(
-                    values: &[f32; CODED_GROUP],
-                    params: &mut [u16; CODED_GROUP],
-                    remainders: &mut [i8; CODED_GROUP],
+                    values: &[f32; CODED_PAIR],
+                    params: &mut [u16; CODED_PAIR],
+                    remainders: &mut [i8; CODED_PAIR],
                 );
-                decode_signed(codes: &[u8; CODED_GROUP], values: &mut [f32; CODED_GROUP]);
+                decode_signed(codes: &[u8; CODED_PAIR], values: &mut [f32; CODED_PAIR]);
                 encode_signed(
-                    values: &[f32; CODED_GROUP],
-                    factor: f32,
-                    codes: &mut [u8; CODED_GROUP],
+                    values: &[f32; CODED_PAIR],
+                    factors: &[f32; 2],
+                    codes: &mut [u8; CODED_PAIR],
                 );
                 encode_positive(
-                    values: &[f32; CODED_GROUP],
-                    factor: f32,
+                    values: &[f32; CODED_PAIR],
+                    factors: &[f32; 2],
                     dither: &[f32; CODED_GROUP],
-                    codes: &mut [u8; CODED_GROUP],
+                    codes: &mut [u8; CODED_PAIR],
                 );
-                largest(lists: [&[f32; CODED_GROUP]; 2]) -> [f32; 2];
+                largest(lists: [&[f32; CODED_PAIR]; 2]) -> [f32; 4];
+                factors_of(codes: [f32; 4], largest: [f32; 4]) -> [f32; 4];
             }
         }
     };
@@ -172,7 +186,7 @@ pub struct PortableCodec;
 
 impl Codec for PortableCodec {
     #[inline(always)]
-    fn narrow_bf16(self, values: &[f32; CODED_GROUP], narrow: &mut [u16; CODED_GROUP]) {
+    fn narrow_bf16(self, values: &[f32; CODED_PAIR], narrow: &mut [u16; CODED_PAIR]) {
         for (narrow, &value) in narrow.iter_mut().zip(values) {
             *narrow = narrow_bf16(value);
         }
@@ -181,11 +195,11 @@ impl Codec for PortableCodec {
     #[inline(always)]
     fn join_bf16_24(
         self,
-        params: &[u16; CODED_GROUP],
-        remainders: &[i8; CODED_GROUP],
-        values: &mut [f32; CODED_GROUP],
+        params: &[u16; CODED_PAIR],
+        remainders: &[i8; CODED_PAIR],
+        values: &mut [f32; CODED_PAIR],
     ) {
-        for lane in 0..CODED_GROUP {
+        for lane in 0..CODED_PAIR {
             values[lane] = join_bf16_24(params[lane], remainders[lane]);
         }
     }
@@ -193,9 +207,9 @@ impl Codec for PortableCodec {
     #[inline(always)]
     fn split_bf16_24(
         self,
-        values: &[f32; CODED_GROUP],
-        params: &mut [u16; CODED_GROUP],
-        remainders: &mut [i8; CODED_GROUP],
+        values: &[f32; CODED_PAIR],
+        params: &mut [u16; CODED_PAIR],
+        remainders: &mut [i8; CODED_PAIR],
     ) {
         // One loop for each width: loops over two become vectors of half the width.
         for (param, &value) in params.iter_mut().zip(values) {
@@ -207,7 +221,7 @@ impl Codec for PortableCodec {
     }
 
     #[inline(always)]
-    fn decode_signed(self, codes: &[u8; CODED_GROUP], values: &mut [f32; CODED_GROUP]) {
+    fn decode_signed(self, codes: &[u8; CODED_PAIR], values: &mut [f32; CODED_PAIR]) {
         for (value, &code) in values.iter_mut().zip(codes) {
             *value = decode_signed(code);
         }
@@ -216,31 +230,41 @@ impl Codec for PortableCodec {
     #[inline(always)]
     fn encode_signed(
         self,
-        values: &[f32; CODED_GROUP],
-        factor: f32,
-        codes: &mut [u8; CODED_GROUP],
+        values: &[f32; CODED_PAIR],
+        factors: &[f32; 2],
+        codes: &mut [u8; CODED_PAIR],
     ) {
-        for (code, &value) in codes.iter_mut().zip(values) {
-            *code = encode_signed(value, factor);
+        for (group, &factor) in factors.iter().enumerate() {
+            for at in group * CODED_GROUP..(group + 1) * CODED_GROUP {
+                codes[at] = encode_signed(values[at], factor);
+            }
         }
     }
 
     #[inline(always)]
     fn encode_positive(
         self,
-        values: &[f32; CODED_GROUP],
-        factor: f32,
+        values: &[f32; CODED_PAIR],
+        factors: &[f32; 2],
         dither: &[f32; CODED_GROUP],
-        codes: &mut [u8; CODED_GROUP],
+        codes: &mut [u8; CODED_PAIR],
     ) {
-        for lane in 0..CODED_GROUP {
-            codes[lane] = encode_positive(values[lane], factor, dither[lane]);
+        for (group, &factor) in factors.iter().enumerate() {
+            let first = group * CODED_GROUP;
+            for (lane, &dither) in dither.iter().enumerate() {
+                codes[first + lane] = encode_positive(values[first + lane], factor, dither);
+            }
         }
     }
 
     #[inline(always)]
-    fn largest(self, lists: [&[f32; CODED_GROUP]; 2]) -> [f32; 2] {
-        lists.map(largest)
+    fn largest(self, lists: [&[f32; CODED_PAIR]; 2]) -> [f32; 4] {
+        std::array::from_fn(|at| largest(&lists[at / 2].as_chunks().0[at % 2]))
+    }
+
+    #[inline(always)]
+    fn factors_of(self, codes: [f32; 4], largest: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|at| factor_of(codes[at], largest[at]))
     }
 }
 
@@ -313,11 +337,12 @@ mod tests {
         assert_eq!(factor_of(255.0, 2.0), 127.5);
     }
 
-    /// A group through all operations of a codec.
+    /// Two groups through all operations of a codec.
     struct Everything<'a> {
-        values: &'a [f32; CODED_GROUP],
-        codes: &'a [u8; CODED_GROUP],
-        factor: f32,
+        values: &'a [f32; CODED_PAIR],
+        codes: &'a [u8; CODED_PAIR],
+        /// Factors of signed codes, and of positive ones.
+        factors: [[f32; 2]; 2],
         dither: &'a [f32; CODED_GROUP],
     }
 
@@ -331,7 +356,8 @@ mod tests {
         joined: Vec<u32>,
         signed: Vec<u8>,
         positive: Vec<u8>,
-        largest: [u32; 2],
+        largest: [u32; 4],
+        factors: [u32; 4],
     }
 
     fn bits(value: f32) -> u32 {
@@ -342,14 +368,15 @@ mod tests {
         type Output = Results;
 
         fn run<C: Codec>(self, codec: C) -> Results {
-            let mut decoded = [0.0; CODED_GROUP];
+            let mut decoded = [0.0; CODED_PAIR];
             codec.decode_signed(self.codes, &mut decoded);
-            let (mut signed, mut positive) = ([0; CODED_GROUP], [0; CODED_GROUP]);
-            codec.encode_signed(self.values, self.factor, &mut signed);
-            codec.encode_positive(self.values, self.factor, self.dither, &mut positive);
+            let (mut signed, mut positive) = ([0; CODED_PAIR], [0; CODED_PAIR]);
+            let [of_signed, of_positive] = &self.factors;
+            codec.encode_signed(self.values, of_signed, &mut signed);
+            codec.encode_positive(self.values, of_positive, self.dither, &mut positive);
             let largest = codec.largest([self.values, &decoded]);
-            let (mut narrow, mut params) = ([0; CODED_GROUP], [0; CODED_GROUP]);
-            let (mut remainders, mut joined) = ([0; CODED_GROUP], [0.0; CODED_GROUP]);
+            let (mut narrow, mut params) = ([0; CODED_PAIR], [0; CODED_PAIR]);
+            let (mut remainders, mut joined) = ([0; CODED_PAIR], [0.0; CODED_PAIR]);
             codec.narrow_bf16(self.values, &mut narrow);
             codec.split_bf16_24(self.values, &mut params, &mut remainders);
             codec.join_bf16_24(&params, &self.codes.map(|code| code as i8), &mut joined);
@@ -362,16 +389,27 @@ mod tests {
                 signed: signed.to_vec(),
                 positive: positive.to_vec(),
                 largest: largest.map(bits),
+                factors: codec.factors_of([252.0, 255.0, 252.0, 255.0], largest).map(bits),
             }
         }
     }
 
+    /// The largest magnitude of each group, compared as an integer.
+    fn most(values: &[f32; CODED_PAIR]) -> [f32; 2] {
+        let most = |values: &[f32]| values.iter().map(|value| value.abs().to_bits()).max();
+        let (first, second) = values.split_at(CODED_GROUP);
+        [first, second].map(|group| f32::from_bits(most(group).unwrap()))
+    }
+
     /// The operations by their definitions, an element at a time.
     fn defined(work: &Everything<'_>) -> Results {
-        let Everything { values, codes, factor, dither } = *work;
+        let Everything { values, codes, factors, dither } = *work;
         let decoded = codes.map(decode_signed);
-        let most = |values: &[f32]| values.iter().map(|value| value.abs().to_bits()).max().unwrap();
-        let positive = values.iter().zip(dither).map(|(v, d)| encode_positive(*v, factor, *d));
+        let factors = |at: usize| factors.map(|factors| factors[at / CODED_GROUP]);
+        let signed = (0..CODED_PAIR).map(|at| encode_signed(values[at], factors(at)[0]));
+        let positive = (0..CODED_PAIR)
+            .map(|at| encode_positive(values[at], factors(at)[1], dither[at % CODED_GROUP]));
+        let largest: [f32; 4] = std::array::from_fn(|at| most([values, &decoded][at / 2])[at % 2]);
         let split = values.map(split_bf16_24);
         let joined =
             split.iter().zip(codes).map(|(split, code)| join_bf16_24(split.0, *code as i8));
@@ -381,9 +419,10 @@ mod tests {
             params: split.map(|split| split.0).to_vec(),
             remainders: split.map(|split| split.1).to_vec(),
             joined: joined.map(bits).collect(),
-            signed: values.map(|value| encode_signed(value, factor)).to_vec(),
+            signed: signed.collect(),
             positive: positive.collect(),
-            largest: [most(values), most(&decoded)].map(|largest| bits(f32::from_bits(largest))),
+            largest: largest.map(bits),
+            factors: std::array::from_fn(|at| bits(factor_of([252.0, 255.0][at % 2], largest[at]))),
         }
     }
 
@@ -395,20 +434,21 @@ mod tests {
             (seed >> 32) as u32
         };
         for round in 0..20_000 {
-            let values: [f32; CODED_GROUP] = std::array::from_fn(|_| match round % 4 {
-                // Any bits; small integers and halves; subnormals; the usual.
+            let values: [f32; CODED_PAIR] = std::array::from_fn(|_| match round % 5 {
+                // Any bits; small integers and halves; subnormals; a few NaN; the usual.
                 0 => f32::from_bits(draw()),
                 1 => (draw() % 1100) as f32 / 2.0 - 270.0,
                 2 => f32::from_bits(draw() & 0x807f_ffff),
+                3 if draw() % 64 == 0 => f32::from_bits(draw() | 0x7fc0_0000),
                 _ => (draw() >> 8) as f32 / 16_777_216.0 - 0.5,
             });
             let codes = std::array::from_fn(|_| draw() as u8);
             let dither = std::array::from_fn(|_| (draw() >> 8) as f32 / 16_777_216.0 - 0.5);
-            // A group's own, or less; NaN is largest.
-            let most = values.iter().map(|value| value.abs().to_bits()).max().unwrap();
+            // Those of the groups, or less; NaN is largest.
             let share = [1.0, 0.7, 1e-3][round % 3];
-            let factor = factor_of(252.0, f32::from_bits(most)) * share;
-            let work = || Everything { values: &values, codes: &codes, factor, dither: &dither };
+            let factors = [252.0, 255.0]
+                .map(|codes| most(&values).map(|most| factor_of(codes, most) * share));
+            let work = || Everything { values: &values, codes: &codes, factors, dither: &dither };
             let expected = defined(&work());
             for level in Level::available() {
                 assert_eq!(level.run_coded(work()), expected, "{level}, round {round}, {values:?}");

@@ -25,8 +25,8 @@ mod stream;
 mod sync;
 
 pub use codec::{
-    CODED_GROUP, Codec, CodedWork, PortableCodec, decode_positive, decode_signed, encode_positive,
-    encode_signed, factor_of,
+    CODED_GROUP, CODED_PAIR, Codec, CodedWork, PortableCodec, decode_positive, decode_signed,
+    encode_positive, encode_signed, factor_of,
 };
 pub use copy::{StreamingCopies, copy_bytes, streaming};
 pub use level::{Level, LevelError};

@@ -1,10 +1,13 @@
 //! Codings of state lists, their units, and the dither of a step.
 
-use fusestep_simd::{CODED_GROUP, factor_of};
+use fusestep_simd::{CODED_GROUP, CODED_PAIR, factor_of};
 use fusestep_tensor::{Role, UNIT_ELEMENTS};
 
 /// Elements of a tensor with one unit.
 pub const GROUP: usize = CODED_GROUP;
+
+/// Elements of two groups, which loops take at a time.
+pub(crate) const PAIR: usize = CODED_PAIR;
 
 const _: () = assert!(GROUP as u64 == UNIT_ELEMENTS, "lists are cut at groups");
 

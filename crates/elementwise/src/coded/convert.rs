@@ -2,8 +2,8 @@
 
 use fusestep_simd::{Codec, CodedWork, Level};
 
-use super::coding::{Coding, Dither, GROUP, units_of};
-use super::run::encode_group;
+use super::coding::{Coding, Dither, GROUP, PAIR, units_of};
+use super::run::encode_pair;
 use super::tensor::CodedState;
 
 /// Error of a conversion that was refused. Nothing has been written when it is returned.
@@ -96,16 +96,19 @@ impl CodedWork for Encode<'_> {
     #[inline(always)]
     fn run<C: Codec>(self, codec: C) {
         let Self { coding, values, list, dither } = self;
-        let groups = values.chunks(GROUP).zip(list.codes.chunks_mut(GROUP)).zip(list.units);
-        for ((values, codes), unit) in groups {
-            let (mut group, mut coded) = ([0.0; GROUP], [0; GROUP]);
-            group[..values.len()].copy_from_slice(values);
+        let pairs = values.chunks(PAIR).zip(list.codes.chunks_mut(PAIR));
+        for ((values, codes), units) in pairs.zip(list.units.chunks_mut(2)) {
+            let (mut pair, mut coded) = ([0.0; PAIR], [0; PAIR]);
+            pair[..values.len()].copy_from_slice(values);
             if coding == Coding::Root {
-                group = group.map(f32::sqrt);
+                pair = pair.map(f32::sqrt);
             }
-            let [largest, _] = codec.largest([&group; 2]);
-            *unit = coding.unit(largest);
-            encode_group(codec, coding, &group, coding.factor(largest), dither, &mut coded);
+            let [first, second, ..] = codec.largest([&pair; 2]);
+            for (unit, largest) in units.iter_mut().zip([first, second]) {
+                *unit = coding.unit(largest);
+            }
+            let factors = [first, second].map(|largest| coding.factor(largest));
+            encode_pair(codec, coding, &pair, &factors, dither, &mut coded);
             codes.copy_from_slice(&coded[..codes.len()]);
         }
     }

@@ -1,16 +1,15 @@
-//! The lists of a tensor in whole groups, and its last elements padded to one.
+//! The lists of a tensor in pairs of groups, and its last elements padded to one.
 
 use bytemuck::Zeroable;
 
-use super::coding::GROUP;
+use super::coding::{PAIR, units_of};
 use super::tensor::CodedState;
 use crate::compute::{ParamStorage, Storage};
 use crate::parts::outside;
 
 /// The gradients of a tensor: in the type of the parameters, or in f32 beside narrower ones.
 ///
-/// Which of the two is asked once for a group, so that the loop over groups is compiled once for
-/// both.
+/// Which of the two is asked once for a pair of groups, so that the loop is compiled once for both.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Grads<'a, P> {
     /// Gradients in the type of the parameters.
@@ -33,12 +32,12 @@ impl<'a, P: Storage<f32>> Grads<'a, P> {
         }
     }
 
-    /// The values of a group, multiplied by a factor.
+    /// The values of a pair of groups, multiplied by a factor.
     #[inline(always)]
-    fn group(self, group: usize, factor: f32) -> [f32; GROUP] {
+    pub(super) fn pair(self, pair: usize, factor: f32) -> [f32; PAIR] {
         match self {
-            Grads::Own(list) => values(list, group, factor),
-            Grads::Wide(list) => values(list, group, factor),
+            Grads::Own(list) => values(list, pair, factor),
+            Grads::Wide(list) => values(list, pair, factor),
         }
     }
 
@@ -46,46 +45,40 @@ impl<'a, P: Storage<f32>> Grads<'a, P> {
     #[inline(always)]
     pub(super) fn prefetch(self, first: usize) {
         match self {
-            Grads::Own(list) => super::run::prefetch_group(list, first),
-            Grads::Wide(list) => super::run::prefetch_group(list, first),
+            Grads::Own(list) => super::run::prefetch_pair(list, first),
+            Grads::Wide(list) => super::run::prefetch_pair(list, first),
         }
     }
 }
 
 #[inline(always)]
-fn values<G: Storage<f32>>(list: &[G], group: usize, factor: f32) -> [f32; GROUP] {
-    let Some(group) = list.as_chunks::<GROUP>().0.get(group) else { outside() };
-    std::array::from_fn(|lane| group[lane].widen() * factor)
+fn values<G: Storage<f32>>(list: &[G], pair: usize, factor: f32) -> [f32; PAIR] {
+    let Some(pair) = list.as_chunks::<PAIR>().0.get(pair) else { outside() };
+    std::array::from_fn(|lane| pair[lane].widen() * factor)
 }
 
-/// A tensor's lists in whole groups.
-pub(super) struct Groups<'a, K: ParamStorage<f32>, const N: usize> {
-    pub(super) param: &'a mut [[K::Param; GROUP]],
-    pub(super) master: &'a mut [[K::Master; GROUP]],
+/// A tensor's lists in pairs of groups.
+pub(super) struct Pairs<'a, K: ParamStorage<f32>, const N: usize> {
+    pub(super) param: &'a mut [[K::Param; PAIR]],
+    pub(super) master: &'a mut [[K::Master; PAIR]],
     pub(super) grad: Grads<'a, K::Param>,
-    pub(super) codes: [&'a mut [[u8; GROUP]]; N],
-    pub(super) units: [&'a mut [f32]; N],
+    pub(super) codes: [&'a mut [[u8; PAIR]]; N],
+    pub(super) units: [&'a mut [[f32; 2]]; N],
 }
 
-impl<'a, K: ParamStorage<f32>, const N: usize> Groups<'a, K, N> {
-    /// The gradients of a group, multiplied by a factor.
-    #[inline(always)]
-    pub(super) fn grads(&self, group: usize, factor: f32) -> [f32; GROUP] {
-        self.grad.group(group, factor)
-    }
-
-    /// The whole groups of lists.
+impl<'a, K: ParamStorage<f32>, const N: usize> Pairs<'a, K, N> {
+    /// The whole pairs of lists.
     pub(super) fn of(
         param: &'a mut [K::Param],
         master: &'a mut [K::Master],
         grad: Grads<'a, K::Param>,
         state: [CodedState<'a>; N],
     ) -> Self {
-        let mut units: [&mut [f32]; N] = std::array::from_fn(|_| Default::default());
+        let mut units: [&mut [[f32; 2]]; N] = std::array::from_fn(|_| Default::default());
         let mut places = units.iter_mut();
         let codes = state.map(|list| {
             if let Some(place) = places.next() {
-                *place = list.units;
+                *place = list.units.as_chunks_mut().0;
             }
             list.codes.as_chunks_mut().0
         });
@@ -99,13 +92,13 @@ impl<'a, K: ParamStorage<f32>, const N: usize> Groups<'a, K, N> {
     }
 }
 
-/// The last elements of a tensor, fewer than a group, padded with zeros.
+/// The last elements of a tensor, fewer than two groups, padded with zeros.
 pub(super) struct Padded<K: ParamStorage<f32>, const N: usize> {
-    param: [[K::Param; GROUP]; 1],
-    master: [[K::Master; GROUP]; 1],
-    grad: [f32; GROUP],
-    codes: [[[u8; GROUP]; 1]; N],
-    units: [[f32; 1]; N],
+    param: [[K::Param; PAIR]; 1],
+    master: [[K::Master; PAIR]; 1],
+    grad: [f32; PAIR],
+    codes: [[[u8; PAIR]; 1]; N],
+    units: [[[f32; 2]; 1]; N],
 }
 
 impl<K: ParamStorage<f32>, const N: usize> Padded<K, N> {
@@ -118,11 +111,11 @@ impl<K: ParamStorage<f32>, const N: usize> Padded<K, N> {
         state: &[CodedState<'_>; N],
     ) -> Self {
         let mut padded = Self {
-            param: [[K::Param::zeroed(); GROUP]],
-            master: [[K::Master::zeroed(); GROUP]],
-            grad: [0.0; GROUP],
-            codes: [[[0; GROUP]]; N],
-            units: [[0.0]; N],
+            param: [[K::Param::zeroed(); PAIR]],
+            master: [[K::Master::zeroed(); PAIR]],
+            grad: [0.0; PAIR],
+            codes: [[[0; PAIR]]; N],
+            units: [[[0.0; 2]]; N],
         };
         let numel = param.len();
         padded.param[0][..numel].copy_from_slice(param);
@@ -132,15 +125,16 @@ impl<K: ParamStorage<f32>, const N: usize> Padded<K, N> {
             Grads::Own(list) => places.zip(list).for_each(|(to, from)| *to = from.widen()),
             Grads::Wide(list) => places.zip(list).for_each(|(to, from)| *to = *from),
         }
+        let units = units_of(numel);
         for (at, list) in state.iter().enumerate() {
             padded.codes[at][0][..numel].copy_from_slice(list.codes);
-            padded.units[at][..list.units.len()].copy_from_slice(list.units);
+            padded.units[at][0][..units].copy_from_slice(list.units);
         }
         padded
     }
 
-    pub(super) fn groups(&mut self) -> Groups<'_, K, N> {
-        Groups {
+    pub(super) fn pairs(&mut self) -> Pairs<'_, K, N> {
+        Pairs {
             param: &mut self.param,
             master: &mut self.master,
             grad: Grads::Wide(&self.grad),
@@ -162,8 +156,7 @@ impl<K: ParamStorage<f32>, const N: usize> Padded<K, N> {
         master.copy_from_slice(&self.master[0][..numel]);
         for (at, list) in state.iter_mut().enumerate() {
             list.codes.copy_from_slice(&self.codes[at][0][..numel]);
-            let units = list.units.len();
-            list.units.copy_from_slice(&self.units[at][..units]);
+            list.units.copy_from_slice(&self.units[at][0][..units_of(numel)]);
         }
     }
 }

@@ -2,33 +2,36 @@
 //!
 //! The plain version takes a group at a time: decode, update, find the largest, encode. That is one
 //! chain of a root, a division, a maximum and another division, longer than what a processor looks
-//! ahead. So it is cut into three stages, and a turn of the loop does each for another group:
-//! updates of group i, units of group i − 1, codes of group i − 2. Values wait in memory between
-//! the stages (`benches/coded.rs`).
+//! ahead. So it is cut into three stages, and a turn of the loop does each for another pair of
+//! groups: updates of pair i, units of pair i − 1, codes of pair i − 2. Values wait in memory
+//! between the stages. Two groups share a tree of maxima, a division and the packing of their
+//! codes: a tenth less time on AVX-512 than a group at a time (`benches/coded.rs`).
 
 use bytemuck::Pod;
 use fusestep_simd::{Codec, CodedWork, Level, prefetch_ahead};
 
-use super::coding::{Coding, Dither, GROUP};
-use super::groups::{Grads, Groups, Padded};
+use super::coding::{Coding, Dither, GROUP, PAIR};
+use super::groups::{Grads, Padded, Pairs};
 use super::storage::GroupStorage;
 use super::tensor::{CodedState, unzip};
 use crate::Update;
 use crate::parts::outside;
 
-/// Elements between a group and the lines that are asked for.
+/// Elements between a pair and the lines that are asked for.
 const AHEAD: usize = 1024;
 
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Elements of a block within a group.
+/// Elements of a block. They are of one group, so that their units are one value.
 const BLOCK: usize = 16;
 
-/// Turns of the loop between the first stage of a group and its last.
+const _: () = assert!(PAIR == 4 * BLOCK, "an update takes four blocks");
+
+/// Turns of the loop between the first stage of a pair and its last.
 const STAGES_BEHIND: usize = 2;
 
-/// Groups whose values wait between stages, rounded up to a power of two.
+/// Pairs whose values wait between stages, rounded up to a power of two.
 const WAITING: usize = 4;
 
 /// An update and what it shares between tensors.
@@ -52,40 +55,40 @@ pub(super) fn run_tensor<K, U, const N: usize>(
     K: GroupStorage,
     U: Update<f32, N>,
 {
-    let whole = param.len() / GROUP * GROUP;
+    let whole = param.len() / PAIR * PAIR;
     let (param, param_rest) = param.split_at_mut(whole);
     let (master, master_rest) = master.split_at_mut(whole);
     let (grad, grad_rest) = grad.split_at(whole);
     let (state, mut state_rest) = unzip(state.map(|list| list.split_at(whole)));
     let mut padded = Padded::<K, N>::of(param_rest, master_rest, grad_rest, &state_rest);
     let live = param_rest.len();
-    let rest = (live > 0).then(|| Rest { groups: padded.groups(), live });
-    let groups = Groups::of(param, master, grad, state);
-    level.run_coded(TensorRun { shared, groups, rest });
+    let rest = (live > 0).then(|| Rest { pairs: padded.pairs(), live });
+    let pairs = Pairs::of(param, master, grad, state);
+    level.run_coded(TensorRun { shared, pairs, rest });
     padded.put(param_rest, master_rest, &mut state_rest);
 }
 
 /// The update of one tensor, to be compiled for each level.
 struct TensorRun<'a, K: GroupStorage, U: Update<f32, N>, const N: usize> {
     shared: Shared<'a, U, N>,
-    /// Whole groups.
-    groups: Groups<'a, K, N>,
+    /// Whole pairs of groups.
+    pairs: Pairs<'a, K, N>,
     /// The elements behind them.
     rest: Option<Rest<'a, K, N>>,
 }
 
-/// A group of which the first `live` elements are the tensor's.
+/// A pair of which the first `live` elements are the tensor's.
 struct Rest<'a, K: GroupStorage, const N: usize> {
-    groups: Groups<'a, K, N>,
+    pairs: Pairs<'a, K, N>,
     live: usize,
 }
 
-/// Values of a group between two stages: state whose roots are taken where roots are coded.
+/// Values of a pair between two stages: state whose roots are taken where roots are coded.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Between<const N: usize> {
-    values: [[f32; GROUP]; N],
-    factors: [f32; N],
+    values: [[f32; PAIR]; N],
+    factors: [[f32; 2]; N],
 }
 
 impl<K, U, const N: usize> CodedWork for TensorRun<'_, K, U, N>
@@ -97,21 +100,21 @@ where
 
     #[inline(always)]
     fn run<C: Codec>(self, codec: C) {
-        let Self { shared, groups, mut rest } = self;
-        let (mut groups, mut live) = (groups, GROUP);
-        // Twice through one loop, so that the code of a group is compiled once.
+        let Self { shared, pairs, mut rest } = self;
+        let (mut pairs, mut live) = (pairs, PAIR);
+        // Twice through one loop, so that the code of a pair is compiled once.
         loop {
-            groups.update_all(codec, shared, live);
+            pairs.update_all(codec, shared, live);
             match rest.take() {
-                Some(rest) => (groups, live) = (rest.groups, rest.live),
+                Some(rest) => (pairs, live) = (rest.pairs, rest.live),
                 None => return,
             }
         }
     }
 }
 
-impl<K: GroupStorage, const N: usize> Groups<'_, K, N> {
-    /// Takes all groups through the three stages; the first `live` elements of each count.
+impl<K: GroupStorage, const N: usize> Pairs<'_, K, N> {
+    /// Takes all pairs through the three stages; the first `live` elements of each count.
     #[inline(always)]
     fn update_all<C: Codec, U: Update<f32, N>>(
         &mut self,
@@ -121,7 +124,7 @@ impl<K: GroupStorage, const N: usize> Groups<'_, K, N> {
     ) {
         let codings = codings::<U, N>();
         let count = self.param.len();
-        let none = Between { values: [[0.0; GROUP]; N], factors: [0.0; N] };
+        let none = Between { values: [[0.0; PAIR]; N], factors: [[0.0; 2]; N] };
         let mut between = [none; WAITING];
         for turn in 0..count + STAGES_BEHIND {
             if turn < count {
@@ -129,139 +132,197 @@ impl<K: GroupStorage, const N: usize> Groups<'_, K, N> {
                 self.update(codec, &shared, turn, &mut between[turn % WAITING]);
             }
             if turn >= 1 && turn <= count {
-                let group = turn - 1;
-                let between = &mut between[group % WAITING];
-                let units = measure(codec, codings, between, live);
-                for (list, unit) in self.units.iter_mut().zip(units) {
-                    *at_mut(list, group) = unit;
-                }
+                let pair = turn - 1;
+                self.measure::<C, U>(codec, pair, &mut between[pair % WAITING], live);
             }
+            // In this order: codes before updates take a quarter longer.
             if turn >= STAGES_BEHIND {
-                let group = turn - STAGES_BEHIND;
-                let between = &between[group % WAITING];
+                let pair = turn - STAGES_BEHIND;
+                let between = &between[pair % WAITING];
                 for (list, coding) in codings.into_iter().enumerate() {
-                    let codes = at_mut(self.codes[list], group);
-                    let (values, factor) = (&between.values[list], between.factors[list]);
-                    encode_group(codec, coding, values, factor, shared.dither, codes);
+                    let codes = at_mut(self.codes[list], pair);
+                    let (values, factors) = (&between.values[list], &between.factors[list]);
+                    encode_pair(codec, coding, values, factors, shared.dither, codes);
                 }
                 if U::FOLLOWS {
-                    self.follow(codec, &shared, group, between);
+                    self.follow(codec, &shared, pair, between);
                 }
             }
         }
     }
 
-    /// Updates the parameters of a group and leaves its state.
+    /// Updates the parameters of a pair and leaves its state.
     #[inline(always)]
     fn update<C: Codec, U: Update<f32, N>>(
         &mut self,
         codec: C,
         shared: &Shared<'_, U, N>,
-        group: usize,
+        pair: usize,
         between: &mut Between<N>,
     ) {
         let codings = codings::<U, N>();
         // Copies, so that no store is taken to change what is read behind it.
-        let codes: [[u8; GROUP]; N] = std::array::from_fn(|list| *at(self.codes[list], group));
-        let units: [f32; N] = std::array::from_fn(|list| *at(self.units[list], group));
-        let mut params = self.widen(codec, group);
-        let all_grads = self.grads(group, shared.grad_factor);
-        let mut signed = [[0.0; GROUP]; N];
-        for list in 0..N {
-            if codings[list] == Coding::Signed {
-                codec.decode_signed(&codes[list], &mut signed[list]);
+        let mut read = Read {
+            grads: self.grad.pair(pair, shared.grad_factor),
+            codes: std::array::from_fn(|list| *at(self.codes[list], pair)),
+            units: std::array::from_fn(|list| at(self.units[list], pair)),
+            signed: [[0.0; PAIR]; N],
+        };
+        let mut params = self.widen(codec, pair);
+        for (list, coding) in codings.into_iter().enumerate() {
+            if coding == Coding::Signed {
+                codec.decode_signed(&read.codes[list], &mut read.signed[list]);
             }
         }
-        for first in (0..GROUP).step_by(BLOCK) {
-            // One loop for each list, each on arrays of one width.
-            let mut values = block(&params, first);
-            let grads = block(&all_grads, first);
-            let mut states = [[0.0; BLOCK]; N];
-            for (list, values) in states.iter_mut().enumerate() {
-                for (lane, value) in values.iter_mut().enumerate() {
-                    let at = first + lane;
-                    *value = match codings[list] {
-                        Coding::Signed => signed[list][at] * units[list],
-                        Coding::Positive => f32::from(codes[list][at]) * units[list],
-                        Coding::Root => {
-                            let root = f32::from(codes[list][at]) * units[list];
-                            root * root
-                        }
-                    };
-                }
-            }
-            for lane in 0..BLOCK {
-                let old: [f32; N] = std::array::from_fn(|list| states[list][lane]);
-                let (scalars, value, grad) = (&shared.step_scalars, values[lane], grads[lane]);
-                let new;
-                (values[lane], new) = shared.update.element(scalars, value, grad, old);
-                for list in 0..N {
-                    states[list][lane] = match codings[list] {
-                        Coding::Root => new[list].sqrt(),
-                        Coding::Signed | Coding::Positive => new[list],
-                    };
-                }
-            }
-            for (waiting, values) in between.values.iter_mut().zip(&states) {
-                waiting[first..first + BLOCK].copy_from_slice(values);
-            }
-            params[first..first + BLOCK].copy_from_slice(&values);
-        }
+        // Not a loop: compilers would keep it, and everything between its turns in memory.
+        read.update_block(shared, 0, &mut params, between);
+        read.update_block(shared, BLOCK, &mut params, between);
+        read.update_block(shared, 2 * BLOCK, &mut params, between);
+        read.update_block(shared, 3 * BLOCK, &mut params, between);
         if !U::FOLLOWS {
-            self.narrow(codec, group, &params);
+            self.narrow(codec, pair, &params);
         }
     }
 
-    /// Updates the parameters of a group from its new state.
+    /// Writes units of a pair and keeps its factors.
+    #[inline(always)]
+    fn measure<C: Codec, U: Update<f32, N>>(
+        &mut self,
+        codec: C,
+        pair: usize,
+        between: &mut Between<N>,
+        live: usize,
+    ) {
+        let codings = codings::<U, N>();
+        if live < PAIR {
+            for values in &mut between.values {
+                values[live..].fill(0.0);
+            }
+        }
+        // Two lists at a time share a tree of maxima; the last may go with itself.
+        let mut list = 0;
+        while list < N {
+            let both = [list, if list + 1 < N { list + 1 } else { list }];
+            let largest = codec.largest(both.map(|list| &between.values[list]));
+            let most = std::array::from_fn(|at| codings[both[at / 2]].most());
+            let factors = codec.factors_of(most, largest);
+            for (at, list) in both.into_iter().enumerate() {
+                let units = at_mut(self.units[list], pair);
+                for group in 0..2 {
+                    units[group] = codings[list].unit(largest[2 * at + group]);
+                    between.factors[list][group] = factors[2 * at + group];
+                }
+            }
+            list += 2;
+        }
+    }
+
+    /// Updates the parameters of a pair from its new state.
     #[inline(always)]
     fn follow<C: Codec, U: Update<f32, N>>(
         &mut self,
         codec: C,
         shared: &Shared<'_, U, N>,
-        group: usize,
+        pair: usize,
         between: &Between<N>,
     ) {
-        let mut params = self.widen(codec, group);
+        let mut params = self.widen(codec, pair);
         for (lane, param) in params.iter_mut().enumerate() {
             let state = std::array::from_fn(|list| between.values[list][lane]);
             *param = shared.update.follow(&shared.step_scalars, *param, state);
         }
-        self.narrow(codec, group, &params);
+        self.narrow(codec, pair, &params);
     }
 
-    /// Values of the parameters of a group.
+    /// Values of the parameters of a pair.
     #[inline(always)]
-    fn widen<C: Codec>(&self, codec: C, group: usize) -> [f32; GROUP] {
-        K::widen_group(codec, at(self.param, group), at(self.master, group))
+    fn widen<C: Codec>(&self, codec: C, pair: usize) -> [f32; PAIR] {
+        K::widen_pair(codec, at(self.param, pair), at(self.master, pair))
     }
 
-    /// Writes the parameters of a group.
+    /// Writes the parameters of a pair.
     #[inline(always)]
-    fn narrow<C: Codec>(&mut self, codec: C, group: usize, values: &[f32; GROUP]) {
-        let (param, master) = (at_mut(self.param, group), at_mut(self.master, group));
-        K::narrow_group(codec, values, param, master);
+    fn narrow<C: Codec>(&mut self, codec: C, pair: usize, values: &[f32; PAIR]) {
+        let (param, master) = (at_mut(self.param, pair), at_mut(self.master, pair));
+        K::narrow_pair(codec, values, param, master);
     }
 
-    /// Asks for the lines of a group [`AHEAD`] elements ahead.
+    /// Asks for the lines of a pair [`AHEAD`] elements ahead.
     #[inline(always)]
-    fn prefetch(&self, group: usize) {
-        let ahead = group * GROUP + AHEAD;
-        prefetch_group(self.param.as_flattened(), ahead);
+    fn prefetch(&self, pair: usize) {
+        let ahead = pair * PAIR + AHEAD;
+        prefetch_pair(self.param.as_flattened(), ahead);
         self.grad.prefetch(ahead);
-        // A line of bytes has two groups.
-        if group.is_multiple_of(2) {
-            prefetch_group(self.master.as_flattened(), ahead);
-            for codes in &self.codes {
-                prefetch_group(codes.as_flattened(), ahead);
-            }
+        prefetch_pair(self.master.as_flattened(), ahead);
+        for codes in &self.codes {
+            prefetch_pair(codes.as_flattened(), ahead);
         }
     }
 }
 
-/// Asks for the lines of the group that begins with an element.
+/// Lists of a pair that an update reads, beside its parameters.
+struct Read<'a, const N: usize> {
+    grads: [f32; PAIR],
+    codes: [[u8; PAIR]; N],
+    units: [&'a [f32; 2]; N],
+    /// Values in units of lists whose codes have a sign.
+    signed: [[f32; PAIR]; N],
+}
+
+impl<const N: usize> Read<'_, N> {
+    /// Updates a block and leaves its state. Parameters that follow their state stay.
+    #[inline(always)]
+    fn update_block<U: Update<f32, N>>(
+        &self,
+        shared: &Shared<'_, U, N>,
+        first: usize,
+        params: &mut [f32; PAIR],
+        between: &mut Between<N>,
+    ) {
+        let codings = codings::<U, N>();
+        // One loop for each list, each on arrays of one width.
+        let mut values = block(params, first);
+        let grads = block(&self.grads, first);
+        let mut states = [[0.0; BLOCK]; N];
+        for (list, values) in states.iter_mut().enumerate() {
+            let (codes, unit) = (&self.codes[list], self.units[list][first / GROUP]);
+            for (lane, value) in values.iter_mut().enumerate() {
+                let at = first + lane;
+                *value = match codings[list] {
+                    Coding::Signed => self.signed[list][at] * unit,
+                    Coding::Positive => f32::from(codes[at]) * unit,
+                    Coding::Root => {
+                        let root = f32::from(codes[at]) * unit;
+                        root * root
+                    }
+                };
+            }
+        }
+        for lane in 0..BLOCK {
+            let old: [f32; N] = std::array::from_fn(|list| states[list][lane]);
+            let (scalars, value, grad) = (&shared.step_scalars, values[lane], grads[lane]);
+            let new;
+            (values[lane], new) = shared.update.element(scalars, value, grad, old);
+            for list in 0..N {
+                states[list][lane] = match codings[list] {
+                    Coding::Root => new[list].sqrt(),
+                    Coding::Signed | Coding::Positive => new[list],
+                };
+            }
+        }
+        for (waiting, values) in between.values.iter_mut().zip(&states) {
+            waiting[first..first + BLOCK].copy_from_slice(values);
+        }
+        if !U::FOLLOWS {
+            params[first..first + BLOCK].copy_from_slice(&values);
+        }
+    }
+}
+
+/// Asks for the lines of the pair that begins with an element.
 #[inline(always)]
-pub(super) fn prefetch_group<T>(list: &[T], element: usize) {
-    let bytes = GROUP * size_of::<T>();
+pub(super) fn prefetch_pair<T>(list: &[T], element: usize) {
+    let bytes = PAIR * size_of::<T>();
     let mut line = 0;
     while line * LINE_BYTES < bytes {
         // Not reached for elements without bytes, which divide by 0.
@@ -279,73 +340,44 @@ fn codings<U: Update<f32, N>, const N: usize>() -> [Coding; N] {
     }
 }
 
-/// Finds units of a group and keeps its factors.
+/// Codes of a pair of groups of values, or of their roots.
 #[inline(always)]
-fn measure<C: Codec, const N: usize>(
-    codec: C,
-    codings: [Coding; N],
-    between: &mut Between<N>,
-    live: usize,
-) -> [f32; N] {
-    if live < GROUP {
-        for values in &mut between.values {
-            values[live..].fill(0.0);
-        }
-    }
-    let mut units = [0.0; N];
-    // Two lists at a time share a tree of maxima; the last may go with itself.
-    let mut list = 0;
-    while list < N {
-        let pair = [list, if list + 1 < N { list + 1 } else { list }];
-        let values = pair.map(|list| &between.values[list]);
-        let largest = codec.largest(values);
-        for (list, largest) in pair.into_iter().zip(largest) {
-            units[list] = codings[list].unit(largest);
-            between.factors[list] = codings[list].factor(largest);
-        }
-        list += 2;
-    }
-    units
-}
-
-/// Codes of a group of values, or of their roots.
-#[inline(always)]
-pub(super) fn encode_group<C: Codec>(
+pub(super) fn encode_pair<C: Codec>(
     codec: C,
     coding: Coding,
-    values: &[f32; GROUP],
-    factor: f32,
+    values: &[f32; PAIR],
+    factors: &[f32; 2],
     dither: &Dither,
-    codes: &mut [u8; GROUP],
+    codes: &mut [u8; PAIR],
 ) {
     match coding {
-        Coding::Signed => codec.encode_signed(values, factor, codes),
+        Coding::Signed => codec.encode_signed(values, factors, codes),
         Coding::Root | Coding::Positive => {
-            codec.encode_positive(values, factor, &dither.lanes, codes)
+            codec.encode_positive(values, factors, &dither.lanes, codes)
         }
     }
 }
 
 /// The elements of a block.
 #[inline(always)]
-fn block<T: Pod>(group: &[T; GROUP], first: usize) -> [T; BLOCK] {
+fn block<T: Pod>(pair: &[T; PAIR], first: usize) -> [T; BLOCK] {
     let mut block = [T::zeroed(); BLOCK];
-    block.copy_from_slice(&group[first..first + BLOCK]);
+    block.copy_from_slice(&pair[first..first + BLOCK]);
     block
 }
 
 #[inline(always)]
-fn at<T>(list: &[T], group: usize) -> &T {
-    match list.get(group) {
-        Some(group) => group,
+fn at<T>(list: &[T], pair: usize) -> &T {
+    match list.get(pair) {
+        Some(pair) => pair,
         None => outside(),
     }
 }
 
 #[inline(always)]
-fn at_mut<T>(list: &mut [T], group: usize) -> &mut T {
-    match list.get_mut(group) {
-        Some(group) => group,
+fn at_mut<T>(list: &mut [T], pair: usize) -> &mut T {
+    match list.get_mut(pair) {
+        Some(pair) => pair,
         None => outside(),
     }
 }

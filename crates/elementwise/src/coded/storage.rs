@@ -1,11 +1,11 @@
-//! Parameters of whole groups, as values and back.
+//! Parameters of two groups, as values and back.
 
 use bytemuck::{cast_mut, cast_ref};
 use fusestep_launch::{Format, Layout};
 use fusestep_simd::{Codec, join_bf16, split_bf16, widen_bf16};
 use half::bf16;
 
-use super::coding::GROUP;
+use super::coding::PAIR;
 use crate::compute::ParamStorage;
 use crate::param_storage::{Plain, WithMaster, WithRemainder, WithRemainder8};
 
@@ -33,36 +33,36 @@ pub(crate) fn visit_coded<V: CodedVisitor>(format: Format, visitor: V) -> V::Out
     }
 }
 
-/// A way to keep parameters beside coded state, a group at a time.
+/// A way to keep parameters beside coded state, two groups at a time.
 pub(crate) trait GroupStorage: ParamStorage<f32> {
     /// Values of parameters.
-    fn widen_group<C: Codec>(
+    fn widen_pair<C: Codec>(
         codec: C,
-        param: &[Self::Param; GROUP],
-        master: &[Self::Master; GROUP],
-    ) -> [f32; GROUP];
+        param: &[Self::Param; PAIR],
+        master: &[Self::Master; PAIR],
+    ) -> [f32; PAIR];
 
     /// Parameters of values.
-    fn narrow_group<C: Codec>(
+    fn narrow_pair<C: Codec>(
         codec: C,
-        values: &[f32; GROUP],
-        param: &mut [Self::Param; GROUP],
-        master: &mut [Self::Master; GROUP],
+        values: &[f32; PAIR],
+        param: &mut [Self::Param; PAIR],
+        master: &mut [Self::Master; PAIR],
     );
 }
 
 impl GroupStorage for Plain<f32> {
     #[inline(always)]
-    fn widen_group<C: Codec>(_: C, param: &[f32; GROUP], _: &[(); GROUP]) -> [f32; GROUP] {
+    fn widen_pair<C: Codec>(_: C, param: &[f32; PAIR], _: &[(); PAIR]) -> [f32; PAIR] {
         *param
     }
 
     #[inline(always)]
-    fn narrow_group<C: Codec>(
+    fn narrow_pair<C: Codec>(
         _: C,
-        values: &[f32; GROUP],
-        param: &mut [f32; GROUP],
-        _: &mut [(); GROUP],
+        values: &[f32; PAIR],
+        param: &mut [f32; PAIR],
+        _: &mut [(); PAIR],
     ) {
         *param = *values;
     }
@@ -70,16 +70,16 @@ impl GroupStorage for Plain<f32> {
 
 impl GroupStorage for Plain<bf16> {
     #[inline(always)]
-    fn widen_group<C: Codec>(_: C, param: &[bf16; GROUP], _: &[(); GROUP]) -> [f32; GROUP] {
+    fn widen_pair<C: Codec>(_: C, param: &[bf16; PAIR], _: &[(); PAIR]) -> [f32; PAIR] {
         std::array::from_fn(|lane| widen_bf16(param[lane].to_bits()))
     }
 
     #[inline(always)]
-    fn narrow_group<C: Codec>(
+    fn narrow_pair<C: Codec>(
         codec: C,
-        values: &[f32; GROUP],
-        param: &mut [bf16; GROUP],
-        _: &mut [(); GROUP],
+        values: &[f32; PAIR],
+        param: &mut [bf16; PAIR],
+        _: &mut [(); PAIR],
     ) {
         codec.narrow_bf16(values, cast_mut(param));
     }
@@ -87,16 +87,16 @@ impl GroupStorage for Plain<bf16> {
 
 impl GroupStorage for WithMaster<bf16> {
     #[inline(always)]
-    fn widen_group<C: Codec>(_: C, _: &[bf16; GROUP], master: &[f32; GROUP]) -> [f32; GROUP] {
+    fn widen_pair<C: Codec>(_: C, _: &[bf16; PAIR], master: &[f32; PAIR]) -> [f32; PAIR] {
         *master
     }
 
     #[inline(always)]
-    fn narrow_group<C: Codec>(
+    fn narrow_pair<C: Codec>(
         codec: C,
-        values: &[f32; GROUP],
-        param: &mut [bf16; GROUP],
-        master: &mut [f32; GROUP],
+        values: &[f32; PAIR],
+        param: &mut [bf16; PAIR],
+        master: &mut [f32; PAIR],
     ) {
         *master = *values;
         codec.narrow_bf16(values, cast_mut(param));
@@ -105,22 +105,18 @@ impl GroupStorage for WithMaster<bf16> {
 
 impl GroupStorage for WithRemainder {
     #[inline(always)]
-    fn widen_group<C: Codec>(
-        _: C,
-        param: &[bf16; GROUP],
-        remainder: &[u16; GROUP],
-    ) -> [f32; GROUP] {
+    fn widen_pair<C: Codec>(_: C, param: &[bf16; PAIR], remainder: &[u16; PAIR]) -> [f32; PAIR] {
         std::array::from_fn(|lane| join_bf16(param[lane].to_bits(), remainder[lane]))
     }
 
     #[inline(always)]
-    fn narrow_group<C: Codec>(
+    fn narrow_pair<C: Codec>(
         _: C,
-        values: &[f32; GROUP],
-        param: &mut [bf16; GROUP],
-        remainder: &mut [u16; GROUP],
+        values: &[f32; PAIR],
+        param: &mut [bf16; PAIR],
+        remainder: &mut [u16; PAIR],
     ) {
-        for lane in 0..GROUP {
+        for lane in 0..PAIR {
             let (upper, lower) = split_bf16(values[lane]);
             (param[lane], remainder[lane]) = (bf16::from_bits(upper), lower);
         }
@@ -129,22 +125,18 @@ impl GroupStorage for WithRemainder {
 
 impl GroupStorage for WithRemainder8 {
     #[inline(always)]
-    fn widen_group<C: Codec>(
-        codec: C,
-        param: &[bf16; GROUP],
-        remainder: &[i8; GROUP],
-    ) -> [f32; GROUP] {
-        let mut values = [0.0; GROUP];
+    fn widen_pair<C: Codec>(codec: C, param: &[bf16; PAIR], remainder: &[i8; PAIR]) -> [f32; PAIR] {
+        let mut values = [0.0; PAIR];
         codec.join_bf16_24(cast_ref(param), remainder, &mut values);
         values
     }
 
     #[inline(always)]
-    fn narrow_group<C: Codec>(
+    fn narrow_pair<C: Codec>(
         codec: C,
-        values: &[f32; GROUP],
-        param: &mut [bf16; GROUP],
-        remainder: &mut [i8; GROUP],
+        values: &[f32; PAIR],
+        param: &mut [bf16; PAIR],
+        remainder: &mut [i8; PAIR],
     ) {
         codec.split_bf16_24(values, cast_mut(param), remainder);
     }
