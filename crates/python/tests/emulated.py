@@ -255,22 +255,30 @@ class Device:
         handle, number = self.streams.get(index, (0, 0))
         return types.SimpleNamespace(cuda_stream=handle, stream_id=number)
 
-    def graph(self, work, index=0):
-        """Records ``work`` as `torch.cuda.graph` does, on a stream of its own and in its mode;
-        returns what replays it."""
+    @contextlib.contextmanager
+    def recording(self, index=0):
+        """Records what is enqueued inside, as `torch.cuda.graph` does, on a stream of its own and in
+        its mode; the object has `replay` afterwards."""
+        made = types.SimpleNamespace(replay=None)
         before = self.streams.get(index)
         stream = self.driver.stream(index)
         self.streams[index], self.is_recording = (stream, 1), True
         self.driver.begin_capture(stream, 0)
         try:
-            work()
+            yield made
         finally:
             graph, status = self.driver.end_capture(stream)
             self.is_recording = False
             self.streams[index] = before or (0, 0)
         assert status == 0, status
         executable = self.driver.instance(graph)
-        return lambda: self.driver.launch(executable, stream)
+        made.replay = lambda: self.driver.launch(executable, stream)
+
+    def graph(self, work):
+        """Records ``work``; returns what replays it."""
+        with self.recording() as made:
+            work()
+        return made.replay
 
     @contextlib.contextmanager
     def without_waits(self):

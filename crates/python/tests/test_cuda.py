@@ -1,6 +1,7 @@
 """CUDA tensors: bits of the classes on the CPU, on the emulated driver (`cargo xtask python --cuda`).
 """
 
+import contextlib
 import copy
 import importlib.util
 import os
@@ -604,12 +605,23 @@ def test_updates_in_backward_have_the_bits_of_the_cpu(device):
 # The script that proves the same on a card (`cargo xtask gpu`).
 
 
-def test_the_proof_for_cards_passes_here_as_far_as_it_takes_no_card(device):
+def test_the_proof_for_cards_passes_here_as_far_as_it_takes_no_card(device, monkeypatch):
+    class Graph:
+        replay = None
+
+    @contextlib.contextmanager
+    def graph(own):
+        with device.recording() as made:
+            yield
+        own.replay = made.replay
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
     path = pathlib.Path(__file__).resolve().parents[3] / "benches/peers/device_python.py"
     spec = importlib.util.spec_from_file_location("device_python", path)
     proof = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(proof)
-    parts = [proof.precisions, proof.norms, proof.skips, proof.micro_steps]
+    parts = [proof.precisions, proof.norms, proof.skips, proof.replays, proof.micro_steps]
     report = {"bits": [], "failed": [], "left_out": []}
     proof.bits(torch, fusestep.torch, parts, report, float("inf"))
     assert not report["failed"] and len(report["bits"]) == len(parts)

@@ -268,6 +268,34 @@ def test_many_tensors_that_come_and_go_have_the_bits_of_the_cpu(device):
     assert_same(a, b, ours, others)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("AdamW", {"maximize": True}),
+        ("AdamW", {"betas": (0.5, 0.9)}),
+        ("AdamW", {"eps": 1e-2, "weight_decay": 0.5}),
+        ("SGD", {"maximize": True, "weight_decay": 0.1}),
+        ("Lion", {"maximize": True, "lr": 0.5}),
+    ],
+)
+def test_settings_that_change_between_steps_reach_tables(device, name, changes):
+    ours, others = twins(device, shapes=[(1 + i % 37,) for i in range(40)])
+    settings = {"lr": 1e-2, **({"momentum": 0.9} if name == "SGD" else {})}
+    a, b = (kind_of(name)(p, **settings) for p in (ours, others))
+    give(device, ours, others, 0, come_and_go=False)
+    for step in range(6):
+        # The tensors stay where they are, so that the settings alone are new.
+        fill(ours, others, step)
+        if step in (2, 4):
+            for own in (a, b):
+                kept = {key: own.param_groups[0][key] for key in changes}
+                own.param_groups[0].update(changes)
+            changes = kept
+        a.step()
+        b.step()
+    assert_same(a, b, ours, others)
+
+
 # `GradScaler`.
 
 
@@ -282,8 +310,9 @@ def scaler_of(device, index=0, **settings):
 
 
 @pytest.mark.parametrize("shapes", [None, [(1 + i % 37,) for i in range(40)]])
+@pytest.mark.parametrize("skipped", [(2, 5), (0, 1)])
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}])
-def test_grad_scaler_leaves_scale_and_skips_to_the_device(device, settings, shapes):
+def test_grad_scaler_leaves_scale_and_skips_to_the_device(device, settings, shapes, skipped):
     ours, others = twins(device, **({} if shapes is None else {"shapes": shapes}))
     a, b = (fusestep.torch.AdamW(p, lr=1e-2, **settings) for p in (ours, others))
     scalers = [
@@ -293,12 +322,12 @@ def test_grad_scaler_leaves_scale_and_skips_to_the_device(device, settings, shap
     for step in range(7):
         give(device, ours, others, step, come_and_go=False)
         for params in (ours, others):
-            if step in (2, 5):
+            if step in skipped:
                 params[0].grad.view(-1)[0] = float("nan")
         scalers[0].scale(torch.ones(()))
         scalers[0].step(a)
         scalers[0].update()
-        if step == 0:
+        if not b._kept_state()[0]:
             # State that a step makes is taken back where it is skipped.
             scalers[1].step(b)
             scalers[1].update()

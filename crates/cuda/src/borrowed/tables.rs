@@ -97,7 +97,8 @@ impl BorrowedTables {
 
     /// Takes back the count of the last step, which the control block has skipped.
     pub fn skipped(&mut self) {
-        for kept in self.updates.kept.iter_mut().flatten() {
+        // Those behind were of no launch of it.
+        for kept in self.updates.kept[..self.updates.next].iter_mut().flatten() {
             kept.count(|step| step.saturating_sub(1));
         }
     }
@@ -176,7 +177,9 @@ impl BorrowedTables {
         if rate.is_some() {
             kept.keep_rate(&mut steps);
         }
-        let head = [&of.control.to_le_bytes()[..], launch.scalars].concat();
+        let (flags, chunk) = (launch.kernel.flags(), launch.limits.chunk_elements);
+        let settings = [flags.to_le_bytes(), chunk.to_le_bytes()].concat();
+        let head = [&of.control.to_le_bytes()[..], &settings, launch.scalars].concat();
         let table = if self.step.is_recorded || !kept.has(self.step.places, &head) {
             let mut tensors = backend.borrowed();
             look_up(backend, &launch, lend, &mut tensors)?;

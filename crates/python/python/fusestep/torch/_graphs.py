@@ -119,6 +119,12 @@ class Scale:
     _FACTOR, _FOUND, _WORDS = 0, 8, 8
 
     def __init__(self, index: int) -> None:
+        if is_recording():
+            # Its memory would be the graph's, and steps outside of that write it, too.
+            raise RuntimeError(
+                "step: expected one with a `GradScaler` before one is recorded, found none; run one "
+                "outside of `torch.cuda.graph`"
+            )
         device = f"{CUDA}:{index}"
         self._number = torch.empty((), dtype=torch.float64, device=device)
         self._control = torch.zeros(self._WORDS, dtype=torch.float64, device=device)

@@ -147,7 +147,8 @@ class Planned:
         self._key = tuple(described), of_all
         self.share = self._shares(described)
         self._rates = Rates()
-        self._scale = None if self._device is None else Scale(self._device)
+        # What a `GradScaler` leaves to steps, once there is one.
+        self._scale: Optional[Scale] = None
         # The plan, and the settings that it has.
         self.session, self._seen = self._kept() or (self._new_session(described), None)
         self._is_in_use = True
@@ -378,7 +379,7 @@ class Planned:
 
     def _asked(self) -> Optional[Asked]:
         """What a step on a device is to heed, besides settings."""
-        if self._scale is None:
+        if self._device is None:
             return None
         optimizer = self._optimizer
         groups = optimizer.param_groups
@@ -387,6 +388,8 @@ class Planned:
         found = getattr(optimizer, "found_inf", None)
         if found is None:
             return Asked(keeps_tables)
+        if self._scale is None:
+            self._scale = Scale(self._device)
         scale, control = self._scale.of(getattr(optimizer, "grad_scale", None), found)
         if optimizer._options[CLIP_NORM] is not None:
             # A plan that takes norms sees for itself what is not finite.
