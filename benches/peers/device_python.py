@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Proves `fusestep.torch` on a CUDA device: the bits of the CPU, then times beside PyTorch's own steps.
 
-Bits: every class in every dtype, precisions, clipping, loss scales, GradScaler, micro-steps, updates in backward, side
-streams, and several devices where there are several. Each compares parameters and state with the same class on the CPU,
-from the same gradients; one differing bit fails.
+Bits: every class in every dtype, precisions, clipping, loss scales, GradScaler, replays of a recorded step, micro-steps,
+updates in backward, side streams, and several devices where there are several. Each compares parameters and state with
+the same class on the CPU, from the same gradients; one differing bit fails.
 Times: AdamW on GPT-2 small, ResNet-50, a LoRA of 192 tensors and 1,000 small ones, beside `torch.optim.AdamW` with
 fused=True and foreach=True, each also behind `clip_grad_norm_`. Contenders take turns; medians of rounds of device events
 and of the host's clock. Memory is the peak of PyTorch's allocator during a step and what the device has less of.
@@ -123,9 +123,47 @@ def scaler(torch, fusestep):
             own.scale(torch.ones((), device=params[0].device))
             if step == 2:
                 params[0].grad[1, 2] = float("nan")
-            own.step(optimizer)
-            own.update()
+            # Behind the first step, which makes state, nothing waits for a number of the device.
+            if step > 0 and params is both[1]:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                own.step(optimizer)
+                own.update()
+            finally:
+                if params is both[1]:
+                    torch.cuda.set_sync_debug_mode("default")
     same(torch, "GradScaler", both, optimizers)
+
+
+def replays(torch, fusestep):
+    """Steps that a graph records, whose replays are as many steps at rates that change."""
+    for settings in ({}, {"clip_norm": 0.5}, {"loss_scale": "dynamic:start=8"}):
+        what = f"replays with {settings}"
+        both = parameters(torch, torch.float32, "cpu"), parameters(torch, torch.float32, "cuda:0")
+        rate = torch.full((), 1e-2, dtype=torch.float64, device="cuda:0")
+        own = {"lr": 1e-2, **settings}
+        optimizers = [fusestep.AdamW(both[0], **own), fusestep.AdamW(both[1], **{**own, "lr": rate}, capturable=True)]
+        for step in range(3):
+            give(torch, both, step, all_of_them=True)
+            for optimizer in optimizers if step < 2 else ():
+                optimizer.step()
+        kept, graph = [param.grad for param in both[1]], torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizers[1].step()
+        for step in range(2, 8):
+            give(torch, both, step, all_of_them=True)
+            for param, gradient in zip(both[1], kept):
+                gradient.copy_(param.grad)
+            if step == 4:
+                both[0][0].grad[1, 2] = float("inf") if settings else 1.0
+                kept[0][1, 2] = float("inf") if settings else 1.0
+            rate.fill_(0.1 / step)
+            optimizers[0].param_groups[0]["lr"] = 0.1 / step
+            optimizers[0].step()
+            graph.replay()
+        same(torch, what, both, optimizers)
+        if optimizers[1].report().step != optimizers[0].report().step:
+            raise Failed(f"{what}: {optimizers[1].report().step} steps, on the CPU {optimizers[0].report().step}")
 
 
 def micro_steps(torch, fusestep):
@@ -170,7 +208,7 @@ def devices(torch, fusestep):
     others = [
         torch.nn.Parameter(param.detach().to(places[index % len(places)], copy=True)) for index, param in enumerate(ours)
     ]
-    optimizers = [fusestep.AdamW(params, lr=1e-2) for params in (ours, others)]
+    optimizers = [fusestep.AdamW(params, lr=1e-2, clip_norm=0.5) for params in (ours, others)]
     before = torch.cuda.current_device()
     for step in range(4):
         give(torch, (ours, others), step)
@@ -181,7 +219,7 @@ def devices(torch, fusestep):
     same(torch, "several devices", (ours, others), optimizers)
 
 
-BITS = [rules, precisions, norms, skips, scaler, micro_steps, streams, backward, devices]
+BITS = [rules, precisions, norms, skips, scaler, replays, micro_steps, streams, backward, devices]
 
 
 def bits(torch, fusestep, parts, report, deadline):

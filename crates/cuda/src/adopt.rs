@@ -10,6 +10,7 @@ use fusestep_launch::BackendError;
 use crate::backend::CudaBackend;
 use crate::event::{Event, EventUse};
 use crate::handles::{ContextHandle, StreamHandle};
+use crate::recording;
 use crate::session::{
     Session, WorkStream, check_capability, primary_context, read_info, start, unavailable,
 };
@@ -99,6 +100,34 @@ impl CudaBackend {
     pub unsafe fn make_wait(&self, stream: StreamHandle) -> Result<(), BackendError> {
         // SAFETY: as above.
         unsafe { self.order(self.session.stream(), stream.0.cast()) }
+    }
+
+    /// Does `work`, which may wait for the device even while a framework records: the driver else
+    /// spoils recordings beside which this thread waits.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::recorded_on`].
+    pub fn beside_recordings<T, E: From<BackendError>>(
+        &self,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        recording::beside(self, work)
+    }
+
+    /// Does `work`, whose launches from this thread go on `stream`, which a framework records.
+    ///
+    /// # Errors
+    /// Those of `work`; [`BackendError::Device`] with the driver's code.
+    /// # Safety
+    /// `stream` is a stream of this backend's context that lives until `work` has returned. What
+    /// was enqueued on the backend's own stream before is done before the graph runs.
+    pub unsafe fn recorded_on<T, E: From<BackendError>>(
+        &self,
+        stream: StreamHandle,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        // SAFETY: the caller's.
+        unsafe { recording::recorded_on(self, stream, work) }
     }
 
     /// # Safety

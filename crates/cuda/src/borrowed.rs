@@ -1,20 +1,26 @@
 //! Launches on tensors in a framework's memory of the device. Each tensor has an address of its
 //! own; records have addresses anyway.
 
+mod kept;
+pub(crate) mod tables;
+
 use std::sync::{MutexGuard, PoisonError};
 
+use cust::sys::{self, CUdeviceptr};
 use fusestep_launch::{
-    BackendError, Launch, LaunchReport, Record, Reduce, TensorList, pack_reduction_of_tensors,
-    pack_tensors,
+    BackendError, Buffer, Launch, LaunchReport, Record, Reduce, TensorList,
+    pack_reduction_of_tensors, pack_tensors,
 };
 use fusestep_tensor::Role;
 
 use crate::backend::CudaBackend;
+use crate::buffer::DeviceBuffer;
 use crate::checks::{argument_bytes, check_records, saturate};
+use crate::host_copy::{self, HostCopy};
 use crate::leaves::check_without_tensor_sums;
-use crate::session::unavailable;
+use crate::session::{Session, unavailable};
 use crate::update_sums::check_without_update_sums;
-use crate::{NAME, checks, launch, reduce};
+use crate::{NAME, Result, checks, launch, reduce};
 
 /// The place of one tensor on the device, as consecutive elements in the caller's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,48 +73,8 @@ impl CudaBackend {
         launch: Launch<'_>,
         lend: LendOnDevice<'_>,
     ) -> Result<LaunchReport, BackendError> {
-        check_without_update_sums(&launch)?;
-        check_without_tensor_sums(&launch)?;
-        checks::check_groups(&launch)?;
         let control = self.control_address(launch.control)?;
-        let declared = launch.kernel.lists();
-        let mut tensors = self.borrowed();
-        tensors.clear();
-        tensors.resize(launch.offsets.len() * declared.len(), 0);
-        for batch in launch.batches {
-            check_records(launch.lists, launch.firsts, launch.offsets, batch)?;
-            checks::check_arguments(self, argument_bytes(&launch, batch))?;
-        }
-        for (at, list) in declared.iter().enumerate() {
-            let kept = launch.lists.iter().position(|kept| kept.role() == list.role);
-            let kept = match kept {
-                Some(index) => {
-                    let buffer = launch.lists[index].buffer.as_ref();
-                    Some((self.address(buffer)?, launch.first(index)))
-                }
-                None => None,
-            };
-            for record in launch.batches.iter().flat_map(|batch| &batch.records) {
-                let tensor = record.tensor as usize;
-                tensors[tensor * declared.len() + at] = match kept {
-                    Some((address, first)) => {
-                        let (offset, stride) = (launch.offsets[tensor], list.stride());
-                        // Modulo 2⁶⁴: a shard may begin inside of the tensor.
-                        address
-                            .wrapping_add(stride.bytes(offset.saturating_sub(first)))
-                            .wrapping_sub(stride.bytes(first.saturating_sub(offset)))
-                    }
-                    None => {
-                        let parameter = launch.members[tensor];
-                        checked(lend(parameter, list.role), list, record, parameter)?
-                    }
-                };
-            }
-        }
-        let tensors = &tensors[..];
-        launch::enqueue_batches(self, &launch, &|batch, bytes| {
-            pack_tensors(&launch, batch, tensors, control, bytes);
-        })
+        launch_in_arguments(self, &launch, control, lend)
     }
 
     /// Enqueues a reduction of a plan whose gradients are borrowed.
@@ -120,28 +86,171 @@ impl CudaBackend {
         reduce: Reduce<'_>,
         lend: LendOnDevice<'_>,
     ) -> Result<LaunchReport, BackendError> {
-        let list = reduce.kernel.list();
-        let mut tensors = self.borrowed();
-        tensors.clear();
-        tensors.resize(reduce.offsets.len(), 0);
-        for batch in reduce.batches {
-            check_records(&[], &[], reduce.offsets, batch)?;
-            for record in &batch.records {
-                let tensor = record.tensor as usize;
-                let parameter = reduce.members[tensor];
-                let borrowed = lend(parameter, list.role);
-                tensors[tensor] = checked(borrowed, &list, record, parameter)?;
-            }
-        }
-        let (kernel, tensors) = (reduce.kernel, &tensors[..]);
-        reduce::enqueue_batches(self, &reduce, &|batch, partials, bytes| {
-            pack_reduction_of_tensors(kernel, batch, tensors, partials, bytes);
-        })
+        reduce_in_arguments(self, &reduce, lend)
+    }
+
+    /// Begins to copy a borrowed tensor to the host, as [`CudaBackend::begin_read`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn begin_read_of(&self, tensor: DeviceTensor) -> Result<HostCopy, BackendError> {
+        let DeviceTensor { address, len_bytes } = tensor;
+        // SAFETY: who made the tensor has promised its memory until what is enqueued is done.
+        unsafe { host_copy::begin_at(&self.session, &self.spare, address, len_bytes) }
+    }
+
+    /// Copies a borrowed f64 to a byte of a buffer, in the order of the stream.
+    ///
+    /// # Errors
+    /// [`BackendError::OutOfBounds`] beyond the buffer; [`BackendError::Unavailable`] for a tensor
+    /// of fewer bytes; [`BackendError::Device`].
+    pub fn copy_number(
+        &self,
+        from: DeviceTensor,
+        to: &mut dyn Buffer,
+        offset_bytes: usize,
+    ) -> Result<(), BackendError> {
+        let to = DeviceBuffer::of_mut(&self.session, to)?;
+        let place = to.range(offset_bytes, size_of::<f64>())?.start;
+        copy_number(&self.session, from, place)
+    }
+
+    /// Sets a number of a buffer, in the order of the stream and without waiting for it.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::copy_number`].
+    pub fn set_number(
+        &self,
+        to: &mut dyn Buffer,
+        offset_bytes: usize,
+        value: f64,
+    ) -> Result<(), BackendError> {
+        DeviceBuffer::of_mut(&self.session, to)?.set_f64(offset_bytes, value)
     }
 
     fn borrowed(&self) -> MutexGuard<'_, Vec<u64>> {
         self.borrowed.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Copies a borrowed f64 to an address of the session's memory, in the order of the stream.
+fn copy_number(session: &Session, from: DeviceTensor, to: CUdeviceptr) -> Result<()> {
+    let len_bytes = size_of::<f64>();
+    if from.len_bytes < len_bytes {
+        let found = from.len_bytes;
+        return Err(unavailable(format!("a number: expected {len_bytes} bytes, found {found}")));
+    }
+    let copying = || "copying a number within the device".to_owned();
+    // SAFETY: who made the tensor has promised its memory; the callers have looked at the place,
+    // which is not the tensor's.
+    session.call(copying, |stream| unsafe {
+        sys::cuMemcpyDtoDAsync_v2(to, from.address, len_bytes, stream)
+    })
+}
+
+/// Enqueues a launch with its tables in arguments, under the control block at this address.
+fn launch_in_arguments(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    control: u64,
+    lend: LendOnDevice<'_>,
+) -> Result<LaunchReport, BackendError> {
+    check_launch(launch)?;
+    for batch in launch.batches {
+        checks::check_arguments(backend, argument_bytes(launch, batch))?;
+    }
+    let mut tensors = backend.borrowed();
+    look_up(backend, launch, lend, &mut tensors)?;
+    let tensors = &tensors[..];
+    launch::enqueue_batches(backend, launch, &|batch, bytes| {
+        pack_tensors(launch, batch, tensors, control, bytes);
+    })
+}
+
+/// Refuses a launch that goes beyond its memory, or asks for what launches on borrowed tensors do
+/// not do.
+fn check_launch(launch: &Launch<'_>) -> Result<()> {
+    check_without_update_sums(launch)?;
+    check_without_tensor_sums(launch)?;
+    checks::check_groups(launch)?;
+    for batch in launch.batches {
+        check_records(launch.lists, launch.firsts, launch.offsets, batch)?;
+    }
+    Ok(())
+}
+
+/// Finds the addresses of a launch's tensors, as [`fusestep_launch::pack_tensors`] takes them.
+fn look_up(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    lend: LendOnDevice<'_>,
+    tensors: &mut Vec<u64>,
+) -> Result<()> {
+    let declared = launch.kernel.lists();
+    tensors.clear();
+    tensors.resize(launch.offsets.len() * declared.len(), 0);
+    for (at, list) in declared.iter().enumerate() {
+        let kept = launch.lists.iter().position(|kept| kept.role() == list.role);
+        let kept = match kept {
+            Some(index) => {
+                let buffer = launch.lists[index].buffer.as_ref();
+                Some((backend.address(buffer)?, launch.first(index)))
+            }
+            None => None,
+        };
+        for record in launch.batches.iter().flat_map(|batch| &batch.records) {
+            let tensor = record.tensor as usize;
+            tensors[tensor * declared.len() + at] = match kept {
+                Some((address, first)) => {
+                    let (offset, stride) = (launch.offsets[tensor], list.stride());
+                    // Modulo 2⁶⁴: a shard may begin inside of the tensor.
+                    address
+                        .wrapping_add(stride.bytes(offset.saturating_sub(first)))
+                        .wrapping_sub(stride.bytes(first.saturating_sub(offset)))
+                }
+                None => {
+                    let parameter = launch.members[tensor];
+                    checked(lend(parameter, list.role), list, record, parameter)?
+                }
+            };
+        }
+    }
+    Ok(())
+}
+
+/// Enqueues a reduction with its tables in arguments.
+fn reduce_in_arguments(
+    backend: &CudaBackend,
+    reduce: &Reduce<'_>,
+    lend: LendOnDevice<'_>,
+) -> Result<LaunchReport, BackendError> {
+    let mut tensors = backend.borrowed();
+    look_up_gradients(reduce, lend, &mut tensors)?;
+    let (kernel, tensors) = (reduce.kernel, &tensors[..]);
+    reduce::enqueue_batches(backend, reduce, &|batch, partials, bytes| {
+        pack_reduction_of_tensors(kernel, batch, tensors, partials, bytes);
+    })
+}
+
+/// Finds the addresses of a reduction's gradients.
+fn look_up_gradients(
+    reduce: &Reduce<'_>,
+    lend: LendOnDevice<'_>,
+    tensors: &mut Vec<u64>,
+) -> Result<()> {
+    let list = reduce.kernel.list();
+    tensors.clear();
+    tensors.resize(reduce.offsets.len(), 0);
+    for batch in reduce.batches {
+        check_records(&[], &[], reduce.offsets, batch)?;
+        for record in &batch.records {
+            let tensor = record.tensor as usize;
+            let parameter = reduce.members[tensor];
+            let borrowed = lend(parameter, list.role);
+            tensors[tensor] = checked(borrowed, &list, record, parameter)?;
+        }
+    }
+    Ok(())
 }
 
 /// The checked address of a tensor, for a record of its elements.

@@ -3,7 +3,7 @@
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cust::sys;
+use cust::sys::{self, CUdeviceptr};
 use fusestep_launch::{BackendError, Buffer};
 
 use crate::Result;
@@ -11,7 +11,7 @@ use crate::buffer::DeviceBuffer;
 use crate::event::{Event, EventUse};
 use crate::session::Session;
 
-/// Memory of the host that a device writes to, with the event behind its last copy.
+/// Memory of the host that a device copies to or from, with the event behind its last copy.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     address: *mut u8,
@@ -28,7 +28,7 @@ unsafe impl Send for HostMemory {}
 pub(crate) type Spare = Arc<Mutex<Vec<HostMemory>>>;
 
 impl HostMemory {
-    fn new(session: &Arc<Session>, len_bytes: usize) -> Result<Self, BackendError> {
+    pub(crate) fn new(session: &Arc<Session>, len_bytes: usize) -> Result<Self, BackendError> {
         let event = Event::new(session, EventUse::Order)?;
         let mut address = ptr::null_mut();
         let allocating = || format!("allocating {len_bytes} bytes of the host's for a device");
@@ -36,13 +36,33 @@ impl HostMemory {
         session.call(allocating, |_| unsafe { sys::cuMemAllocHost_v2(&mut address, len_bytes) })?;
         Ok(Self { address: address.cast(), len_bytes, event, session: Arc::clone(session) })
     }
+
+    /// Begins a copy of `bytes` from this memory to an address of the device, in the order of the
+    /// stream. Waits for the last copy from here, and for nothing else.
+    ///
+    /// # Safety
+    /// As many bytes of the device are allocated there, in the session's context.
+    pub(crate) unsafe fn begin_write(&mut self, to: CUdeviceptr, bytes: &[u8]) -> Result<()> {
+        assert!(bytes.len() <= self.len_bytes, "a copy is no longer than its memory");
+        self.event.wait()?;
+        // SAFETY: so many bytes, which no copy reads any more.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.address, bytes.len()) };
+        let copying = || format!("copying {} bytes to the device", bytes.len());
+        // SAFETY: the caller's; the memory is kept until the copy was waited for.
+        self.session.call(copying, |stream| unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, self.address.cast(), bytes.len(), stream)
+        })?;
+        // SAFETY: the session's stream lives as long as it.
+        unsafe { self.event.record(self.session.stream()) }
+    }
 }
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
         if self.session.enter().is_ok() {
-            // SAFETY: allocated in `new` and freed once; `HostCopy` has waited for the copy into
-            // it, or the driver does. An error has no one to go to here.
+            // A copy from here may be under way; into it, `HostCopy` has waited for.
+            let _ = self.event.wait();
+            // SAFETY: allocated in `new` and freed once. An error has no one to go to here.
             let _ = unsafe { sys::cuMemFreeHost(self.address.cast()) };
         }
     }
@@ -64,6 +84,20 @@ pub(crate) fn begin(
     len_bytes: usize,
 ) -> Result<HostCopy, BackendError> {
     let from = DeviceBuffer::of(session, buffer)?.range(0, len_bytes)?.start;
+    // SAFETY: the buffer has so many bytes there, and is freed behind what is enqueued.
+    unsafe { begin_at(session, spare, from, len_bytes) }
+}
+
+/// Begins a copy of `len_bytes` bytes from an address on.
+///
+/// # Safety
+/// So many bytes are allocated there, in the session's context, until the copy is done.
+pub(crate) unsafe fn begin_at(
+    session: &Arc<Session>,
+    spare: &Spare,
+    from: CUdeviceptr,
+    len_bytes: usize,
+) -> Result<HostCopy, BackendError> {
     let kept = {
         let mut kept = spare.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = kept.iter().position(|memory| memory.len_bytes == len_bytes);
@@ -71,7 +105,7 @@ pub(crate) fn begin(
     };
     let memory = kept.map_or_else(|| HostMemory::new(session, len_bytes), Ok)?;
     let copying = || format!("copying {len_bytes} bytes to the host");
-    // SAFETY: both ranges have that length; the memory is kept until the copy was waited for.
+    // SAFETY: the caller's, and the memory is as long and kept until the copy was waited for.
     session.call(copying, |stream| unsafe {
         sys::cuMemcpyDtoHAsync_v2(memory.address.cast(), from, len_bytes, stream)
     })?;

@@ -24,6 +24,7 @@ mod launch;
 mod leaves;
 mod loaded_entry;
 mod normed;
+mod recording;
 mod reduce;
 mod resident;
 mod rows;
@@ -34,6 +35,7 @@ mod timing;
 mod update_sums;
 
 pub use backend::CudaBackend;
+pub use borrowed::tables::{BorrowedStep, BorrowedTables};
 pub use borrowed::{DeviceTensor, LendOnDevice};
 pub use current::ContextBefore;
 pub use handles::{ContextHandle, StreamHandle};

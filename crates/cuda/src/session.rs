@@ -1,6 +1,8 @@
 //! One device at work: its context, a stream, and what it offers.
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_char};
+use std::ptr;
 
 use cust::context::Context;
 use cust::device::Device;
@@ -56,11 +58,28 @@ impl Session {
         check(status, || "entering the context".to_owned())
     }
 
+    /// The stream that work goes on: the session's own, or the one that [`Session::on`] has put in
+    /// its place on this thread.
     pub(crate) fn stream(&self) -> CUstream {
+        if let Some(instead) = INSTEAD.get()
+            && instead.session == ptr::from_ref(self).addr()
+        {
+            return instead.stream;
+        }
         match &self.stream {
             WorkStream::Own(stream) => stream.as_inner(),
             WorkStream::Adopted(stream) => stream.0.cast(),
         }
+    }
+
+    /// Does `work`, in which calls of this thread go on `stream` in place of the session's own.
+    ///
+    /// # Safety
+    /// `stream` lives until `work` has returned, in the session's context.
+    pub(crate) unsafe fn on<T>(&self, stream: CUstream, work: impl FnOnce() -> T) -> T {
+        let instead = Instead { session: ptr::from_ref(self).addr(), stream };
+        let _restored = Restored(INSTEAD.replace(Some(instead)));
+        work()
     }
 
     /// A call of the driver in the context, with the stream, which lives as long as `self`;
@@ -79,6 +98,27 @@ impl Session {
         let waiting = || "waiting for the device".to_owned();
         // SAFETY: the stream lives, and its context is current.
         self.call(waiting, |stream| unsafe { sys::cuStreamSynchronize(stream) })
+    }
+}
+
+/// A stream in place of a session's own.
+#[derive(Clone, Copy)]
+struct Instead {
+    /// Address of the session, which is borrowed meanwhile.
+    session: usize,
+    stream: CUstream,
+}
+
+thread_local! {
+    static INSTEAD: Cell<Option<Instead>> = const { Cell::new(None) };
+}
+
+/// The state of [`INSTEAD`] before, which is put back when this is dropped.
+struct Restored(Option<Instead>);
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        INSTEAD.set(self.0);
     }
 }
 

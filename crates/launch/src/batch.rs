@@ -57,6 +57,40 @@ impl Batch {
     }
 }
 
+/// All records of a launch's batches in one batch, for a table that no limit of arguments cuts. A
+/// tensor that goes on in the next batch has one record again.
+///
+/// # Errors
+/// [`LaunchError::TooMany`] for more chunks than a batch counts.
+pub fn merged(kernel: &str, batches: &[Batch], chunk_elements: u32) -> Result<Batch, LaunchError> {
+    let mut whole = Batch::default();
+    let mut groups = HashMap::new();
+    let too_many = || LaunchError::TooMany { kernel: kernel.to_owned(), expected: MAX_LAUNCHES };
+    for batch in batches {
+        for record in &batch.records {
+            let chunks = record.numel.div_ceil(u64::from(chunk_elements));
+            let chunks = u32::try_from(chunks).ok().and_then(|own| whole.chunks.checked_add(own));
+            let first_chunk = std::mem::replace(&mut whole.chunks, chunks.ok_or_else(too_many)?);
+            let given = batch.groups[usize::from(record.group)];
+            let next = u16::try_from(whole.groups.len()).map_err(|_| too_many())?;
+            let group = *groups.entry(given).or_insert_with(|| {
+                whole.groups.push(given);
+                next
+            });
+            match whole.records.last_mut() {
+                Some(last)
+                    if last.tensor == record.tensor
+                        && last.first_element + last.numel == record.first_element =>
+                {
+                    last.numel += record.numel;
+                }
+                _ => whole.records.push(Record { first_chunk, group, ..*record }),
+            }
+        }
+    }
+    Ok(whole)
+}
+
 /// Most launches that tensors are put into at once.
 pub const MAX_LAUNCHES: usize = 1 << 20;
 
@@ -257,6 +291,26 @@ mod tests {
         let batches = run(&numels, &[0], limits);
         assert_covered_once(&numels, &batches, limits);
         assert!(batches.len() > 1);
+    }
+
+    #[test]
+    fn batches_of_any_limits_are_those_without_a_limit_once_they_are_one() {
+        let most = LaunchLimits {
+            argument_bytes: usize::MAX,
+            chunk_elements: 4,
+            chunks_per_launch: u32::MAX,
+        };
+        let numels = [1, 4, 5, 100, 0, 13, 8, 3, 3];
+        for groups in [&[7][..], &[7, 9], &[4, 3, 2, 1]] {
+            let whole = run(&numels, groups, most);
+            for (tensors, chunks_per_launch) in [(1, 1), (2, 3), (3, 100), (9, 5)] {
+                let argument_bytes = LAYOUT.bytes(tensors, 1);
+                let limits = LaunchLimits { argument_bytes, chunks_per_launch, ..most };
+                let cut = run(&numels, groups, limits);
+                assert_eq!(merged("test", &cut, 4).unwrap(), whole[0], "{groups:?}, {limits:?}");
+            }
+        }
+        assert_eq!(merged("test", &[], 4).unwrap(), Batch::default());
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub use backend::{
     Backend, DeviceBackend, DeviceStream, DeviceSums, HostLaunches, Launches, Memory, Tables,
 };
 pub use backend_error::BackendError;
-pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches};
+pub use batch::{Batch, Batchable, MAX_LAUNCHES, Record, batches, merged};
 pub use buffer::Buffer;
 pub use control::{CONTROL_BYTES, ControlBlock, Gate};
 pub use error::LaunchError;
@@ -63,7 +63,8 @@ pub use reduction::{
 };
 pub use resident::{
     FLAG_RESIDENT, GROUP_BYTES, Graph, ResidentTable, STEPS_BYTES, pack_launch_of_table,
-    pack_reduction_table, pack_steps, pack_table, resident_step_scalars,
+    pack_reduction_table, pack_reduction_table_of_tensors, pack_steps, pack_table,
+    pack_table_of_tensors, resident_step_scalars,
 };
 pub use rule::{Domain, Objective, UpdateRule, WeightDecay, check_hyper, check_width, tuned};
 pub use rule_error::RuleError;

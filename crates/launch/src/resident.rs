@@ -24,6 +24,7 @@ use crate::pack::push_chunks;
 use crate::{
     Addresses, ArgumentLayout, Batch, GroupValues, HYPER_VALUES, Launch, MultiTensorKernel,
     MultiTensorReduction, Reduce, ResidentStepScalars, pack, pack_reduction,
+    pack_reduction_of_tensors, pack_tensors,
 };
 
 /// Bytes of [`pack_steps`] before the groups.
@@ -112,6 +113,37 @@ pub fn pack_reduction_table(
     let kernel: &dyn MultiTensorReduction = reduce.kernel;
     let mut out = vec![0; kernel.argument_layout().bytes(batch.records.len(), 0)];
     pack_reduction(kernel, batch, reduce.offsets, list, partials, &mut out);
+    push_chunks(&mut out, batch, kernel.chunk_elements());
+    out
+}
+
+/// [`pack_table`] of tensors that lie anywhere, as [`crate::pack_tensors`] has them. Step scalars
+/// are 0 until the device derives them, so that the bytes change with what they refer to alone.
+pub fn pack_table_of_tensors(
+    launch: &Launch<'_>,
+    batch: &Batch,
+    tensors: &[u64],
+    control: u64,
+) -> Vec<u8> {
+    let layout = launch.kernel.argument_layout();
+    let mut out = vec![0; layout.bytes(batch.records.len(), batch.groups.len())];
+    pack_tensors(launch, batch, tensors, control, &mut out);
+    let first = layout.bytes(0, 0);
+    out[first..first + batch.groups.len() * layout.step_scalar_bytes].fill(0);
+    push_chunks(&mut out, batch, launch.limits.chunk_elements);
+    out
+}
+
+/// [`pack_reduction_table`] of tensors that lie anywhere.
+pub fn pack_reduction_table_of_tensors(
+    reduce: &Reduce<'_>,
+    batch: &Batch,
+    tensors: &[u64],
+    partials: u64,
+) -> Vec<u8> {
+    let kernel: &dyn MultiTensorReduction = reduce.kernel;
+    let mut out = vec![0; kernel.argument_layout().bytes(batch.records.len(), 0)];
+    pack_reduction_of_tensors(kernel, batch, tensors, partials, &mut out);
     push_chunks(&mut out, batch, kernel.chunk_elements());
     out
 }

@@ -40,7 +40,7 @@ pub use run::alone::RunAlone;
 pub use run::clock::StageSeconds;
 pub use run::comms::calls::Comms;
 pub use run::enqueued::EnqueuedStep;
-pub use run::executor::{Brought, Lender, Sharing};
+pub use run::executor::{Brought, DerivedFrom, Lender, Sharing};
 pub use run::graph::{RankGraph, StepGraph};
 pub use run::image::borrowed::{BorrowedParams, RunToLoad, RunToSave};
 pub use run::image::counts::RunCounts;

@@ -5,19 +5,24 @@
 //! neither.
 
 use std::ffi::c_void;
+use std::mem::offset_of;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fusestep::SharedBackend;
-use fusestep::launch::{Backend, BackendError, Buffer, Launch, LaunchReport, Reduce};
-use fusestep::planner::Brought;
+use fusestep::launch::{
+    Backend, BackendError, Buffer, CONTROL_BYTES, ControlBlock, Launch, LaunchReport, Reduce,
+};
+use fusestep::planner::{Brought, DerivedFrom};
 use fusestep::tensor::Role;
 pub(crate) use fusestep_cuda::ContextBefore;
-use fusestep_cuda::{CudaBackend, DeviceTensor, HostCopy, StreamHandle};
+use fusestep_cuda::{
+    BorrowedStep, BorrowedTables, CudaBackend, DeviceTensor, HostCopy, StreamHandle,
+};
 use pyo3::prelude::*;
 
 use crate::errors::failed;
-use crate::stream::{LendPlace, Stream};
+use crate::stream::{Asked, LendPlace, Stream};
 
 /// A CUDA device, and the stream on which steps run there.
 #[derive(Clone, Debug)]
@@ -89,14 +94,37 @@ impl OnCuda {
         Ok(done)
     }
 
+    /// Does `work`, which may wait for the device, even while PyTorch records another stream.
+    pub(crate) fn waiting<T, E: From<BackendError>>(
+        &self,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let _before = ContextBefore::remember();
+        self.backend.beside_recordings(work)
+    }
+
+    /// Does `work`, whose launches PyTorch records as a part of a graph.
+    pub(crate) fn recorded<T, E: From<BackendError>>(
+        &self,
+        stream: Stream,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let _before = ContextBefore::remember();
+        // SAFETY: the stream on which PyTorch works now, of this device's primary context. PyTorch
+        // waits for the device before it records.
+        unsafe { self.backend.recorded_on(handle_of(stream), work) }
+    }
+
     /// Enqueues a launch on borrowed tensors.
     pub(crate) fn launch(
         &self,
         places: LendPlace<'_>,
+        tables: &mut Tables,
         launch: Launch<'_>,
+        from: DerivedFrom<'_>,
     ) -> Result<LaunchReport, BackendError> {
         let mut lend = |parameter, role| borrowed(places, parameter, role);
-        self.backend.launch_borrowed(launch, &mut lend)
+        tables.0.launch(&self.backend, launch, from.rule, from.values, &mut lend)
     }
 
     /// Begins to bring bytes to the host, behind what is enqueued by now.
@@ -108,15 +136,88 @@ impl OnCuda {
         Ok(Box::new(OnTheWay(self.backend.begin_read(buffer, len_bytes)?)))
     }
 
+    /// Begins to bring the control block at an address to the host.
+    pub(crate) fn bring_control(&self, address: usize) -> Result<Box<dyn Brought>, BackendError> {
+        let control = number_at(address, CONTROL_BYTES);
+        Ok(Box::new(OnTheWay(self.backend.begin_read_of(control)?)))
+    }
+
+    /// Writes the factor that gradients are divided by to a plan's control block: the f64 at an
+    /// address, or 1 behind a step that had one.
+    pub(crate) fn scale(
+        &self,
+        tables: &mut Tables,
+        address: Option<usize>,
+        control: &mut dyn Buffer,
+    ) -> Result<(), BackendError> {
+        let at = offset_of!(ControlBlock, loss_scale);
+        let was_scaled = std::mem::replace(&mut tables.1, address.is_some());
+        match address {
+            Some(address) => {
+                self.backend.copy_number(number_at(address, size_of::<f64>()), control, at)
+            }
+            None if was_scaled => self.backend.set_number(control, at, 1.0),
+            None => Ok(()),
+        }
+    }
+
     /// Enqueues a read of borrowed gradients.
     pub(crate) fn reduce(
         &self,
         places: LendPlace<'_>,
+        tables: &mut Tables,
         reduce: Reduce<'_>,
     ) -> Result<LaunchReport, BackendError> {
         let mut lend = |parameter, role| borrowed(places, parameter, role);
-        self.backend.reduce_borrowed(reduce, &mut lend)
+        tables.0.reduce(&self.backend, reduce, &mut lend)
     }
+}
+
+/// Tables of a plan's launches in the device's memory, and whether the last step had a factor that
+/// gradients were divided by.
+#[derive(Debug, Default)]
+pub(crate) struct Tables(BorrowedTables, bool);
+
+impl Tables {
+    /// Begins a step, whose tensors lie at places of this number.
+    pub(crate) fn begin(
+        &mut self,
+        places: u64,
+        asked: Asked,
+        rates: &[Option<usize>],
+        records: bool,
+    ) {
+        let number = |address| number_at(address, size_of::<f64>());
+        self.0.begin(BorrowedStep {
+            places,
+            is_recorded: records,
+            keeps_all: asked.keeps_tables,
+            rates: rates.iter().map(|rate| rate.map(number)).collect(),
+            control: asked.control.map(|address| number_at(address, CONTROL_BYTES)),
+        });
+    }
+
+    /// Bytes that were copied to the device for tables until now.
+    pub(crate) fn copied_bytes(&self) -> u64 {
+        self.0.copied_bytes()
+    }
+
+    /// Takes back the count of a step that was skipped.
+    pub(crate) fn skipped(&mut self) {
+        self.0.skipped();
+    }
+
+    /// Steps taken in replays since the last look.
+    pub(crate) fn steps_taken(&mut self) -> Result<u64, BackendError> {
+        self.0.steps_taken()
+    }
+}
+
+/// Numbers of a library's at an address.
+fn number_at(address: usize, len_bytes: usize) -> DeviceTensor {
+    // SAFETY: the address of a tensor on this device, which Python's side of the step keeps and
+    // which is ordered as parameters are.
+    unsafe { DeviceTensor::at(address as u64, len_bytes) }
 }
 
 /// Bytes that a device copies to the host.

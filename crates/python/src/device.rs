@@ -51,6 +51,17 @@ impl Device {
         }
     }
 
+    /// Does `work`, which may wait for the device, even while another stream is recorded.
+    pub(crate) fn waiting<T, E: From<BackendError>>(
+        &self,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match self {
+            Self::Host => work(),
+            Self::Cuda(on) => on.waiting(work),
+        }
+    }
+
     /// The backend of one step: on so many threads, or behind the work of the library's stream.
     pub(crate) fn place(
         &self,
@@ -89,6 +100,22 @@ impl StepPlace<'_> {
     /// Whether work is enqueued there, and done later.
     pub(crate) fn is_device(&self) -> bool {
         matches!(self, Self::Cuda(..))
+    }
+
+    /// Whether the library records what is enqueued there as a graph.
+    pub(crate) fn records(&self) -> bool {
+        matches!(self, Self::Cuda(_, stream) if stream.records)
+    }
+
+    /// Does `work`, whose launches the library records.
+    pub(crate) fn recorded<T, E: From<BackendError>>(
+        &self,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match self {
+            Self::Host(_) => work(),
+            Self::Cuda(on, stream) => on.recorded(*stream, work),
+        }
     }
 
     /// Does `work` behind what the library has enqueued, and before what it enqueues next. The host

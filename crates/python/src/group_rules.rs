@@ -5,7 +5,7 @@ use fusestep::planner::{Optimizer, State};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rules::{parse, trusts};
+use crate::rules::{parse, rates, trusts};
 
 /// Rules of the groups of a plan.
 pub(crate) struct GroupRules {
@@ -14,6 +14,8 @@ pub(crate) struct GroupRules {
     pub(crate) numbers: Vec<Option<usize>>,
     /// Whether the trust ratio scales the rates of each group, under a rule that has one.
     pub(crate) trusts: Vec<Option<Trust>>,
+    /// Address of each group's learning rate, where the device has it.
+    pub(crate) rates: Vec<Option<usize>>,
 }
 
 /// Outcome of taking settings.
@@ -37,7 +39,30 @@ impl GroupRules {
         if self.trusts != trusts(rules)? {
             return Ok(Taken::Nothing);
         }
+        let rates = rates(rules)?;
+        // Groups that share a number must keep the same rate.
+        let numbered = || self.numbers.iter().zip(&rates).filter(|(number, _)| number.is_some());
+        let mut firsts = numbered();
+        let is_shared = firsts.all(|(number, rate)| {
+            numbered().find(|(other, _)| *other == number).is_some_and(|(_, first)| first == rate)
+        });
+        if !is_shared {
+            return Ok(Taken::Nothing);
+        }
+        self.rates = rates;
         Ok(self.take_rules(parse(rules)?, state))
+    }
+
+    /// The address of each numbered rule's learning rate, where the device has it.
+    pub(crate) fn rates_by_number(&self) -> Vec<Option<usize>> {
+        let count = self.numbers.iter().flatten().max().map_or(0, |most| most + 1);
+        let mut by_number = vec![None; count];
+        for (number, rate) in self.numbers.iter().zip(&self.rates) {
+            if let Some(number) = number {
+                by_number[*number] = *rate;
+            }
+        }
+        by_number
     }
 
     fn take_rules(&mut self, rules: Vec<Optimizer>, state: &mut State) -> Taken {

@@ -1,18 +1,21 @@
 //! Loans of other libraries' tensors, as slices, for the duration of a step.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use fusestep::launch::{
     Access, Backend, BackendError, Buffer, HostList, Launch, LaunchReport, MAX_SUMS, Reduce,
     TensorList,
 };
-use fusestep::planner::{Brought, Lender, Sharing};
+use fusestep::planner::{Brought, DerivedFrom, Lender, Sharing};
 use fusestep::simd::prefetch_memory;
 use fusestep::tensor::Role;
 use fusestep::{CpuBackend, DType};
 
+use crate::cuda::Tables;
 use crate::device::StepPlace;
 use crate::sharing::Shares;
+use crate::stream::Asked;
 use crate::tensor::Place;
 
 /// Distance of the prefetch in tensors.
@@ -106,7 +109,12 @@ pub(crate) struct Checked {
     written: Vec<(usize, usize, usize)>,
     /// First and last address of each read tensor that has moved, and its parameter.
     read: Vec<(usize, usize, usize)>,
+    /// Number of the places of the last check, of which no two have the same; 0 before the first.
+    number: u64,
 }
+
+/// Numbers of places that were given.
+static NUMBERS: AtomicU64 = AtomicU64::new(0);
 
 impl Checked {
     /// Checks that no written tensor overlaps another tensor.
@@ -142,7 +150,13 @@ impl Checked {
             None => before = Some(now.clone()),
         }
         self.before = before;
+        self.number = 1 + NUMBERS.fetch_add(1, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Number of the places that were checked last: the same one as long as nothing moves.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     fn sort(&mut self, now: &Places, members: &[Member]) -> Result<(), Overlap> {
@@ -191,6 +205,9 @@ pub(crate) struct Loan<'a> {
     on: &'a StepPlace<'a>,
     /// Ways to the other parts of tensors; `None` if tensors are whole.
     pub(crate) shares: Option<Shares<'a>>,
+    /// Tables of a device, and wishes for the step there.
+    pub(crate) tables: &'a mut Tables,
+    pub(crate) asked: Asked,
 }
 
 impl<'a> Loan<'a> {
@@ -207,16 +224,30 @@ impl<'a> Loan<'a> {
         places: &'a Places,
         members: &'a [Member],
         on: &'a StepPlace<'a>,
+        tables: &'a mut Tables,
         checked: &mut Checked,
     ) -> Result<Self, Overlap> {
         checked.check(places, members)?;
-        Ok(Self { places, members, on, shares: None })
+        Ok(Self { places, members, on, shares: None, tables, asked: Asked::default() })
     }
 
+    fn tensors(&self) -> BorrowedTensors<'a> {
+        BorrowedTensors { places: self.places, members: self.members }
+    }
+}
+
+/// The tensors of a loan, apart from what else it has.
+#[derive(Clone, Copy)]
+struct BorrowedTensors<'a> {
+    places: &'a Places,
+    members: &'a [Member],
+}
+
+impl<'a> BorrowedTensors<'a> {
     /// Prefetches the beginning of a tensor that is updated soon; the processor foresees the rest
     /// of a long tensor itself.
     #[inline]
-    fn ask(&self, member: usize) {
+    fn ask(self, member: usize) {
         if self.places.has_gradient[member] {
             let bytes = self.members[member].elements * size_of::<f32>();
             for &address in self.places.of(member) {
@@ -227,29 +258,30 @@ impl<'a> Loan<'a> {
 
     /// The place of a list of a parameter that has an address for the list.
     #[inline]
-    fn place(&self, member: usize, (list, declared): (usize, &TensorList)) -> Place {
+    fn place(self, member: usize, (list, declared): (usize, &TensorList)) -> Place {
         Place {
             address: self.places.of(member)[list],
             len_bytes: declared.stride().len_bytes(self.members[member].elements),
         }
     }
 
-    /// The place of a parameter's tensor of this role; `None` without a gradient, or where the
-    /// parameter's kernel has no such list.
-    fn place_of(&self, member: u32, role: Role) -> Option<Place> {
-        let member = member as usize;
-        let mut lists = self.members[member].lists.iter().enumerate();
-        let found = lists.find(|(_, declared)| declared.role == role)?;
-        self.places.has_gradient[member].then(|| self.place(member, found))
-    }
-
     /// The gradient of a parameter.
-    fn gradient(&self, member: usize) -> &'a [u8] {
+    fn gradient(self, member: usize) -> &'a [u8] {
         if !self.places.has_gradient[member] {
             return &[];
         }
         let own = &self.members[member];
         bytes(own.place(GRADIENT, self.places.of(member)[GRADIENT]))
+    }
+
+    /// The place of a parameter's tensor of this role; `None` without a gradient, or where the
+    /// parameter's kernel has no such list.
+    fn place_of(self, member: u32, role: Role) -> Option<Place> {
+        let member = member as usize;
+        let own = &self.members[member];
+        let list = own.lists.iter().position(|declared| declared.role == role)?;
+        let address = self.places.of(member)[list];
+        self.places.has_gradient[member].then(|| own.place(list, address))
     }
 }
 
@@ -280,10 +312,39 @@ impl Lender for Loan<'_> {
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
         match self.on {
-            StepPlace::Host(backend) => self.launch_on(backend, launch),
+            StepPlace::Host(backend) => self.tensors().launch_on(backend, launch),
+            StepPlace::Cuda(on, _) => Err(BackendError::Unavailable {
+                backend: on.as_backend().name(),
+                reason: "expected the values that step scalars are derived from".to_owned(),
+            }),
+        }
+    }
+
+    fn launch_derived(
+        &mut self,
+        launch: Launch<'_>,
+        from: DerivedFrom<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        match self.on {
+            StepPlace::Host(backend) => self.tensors().launch_on(backend, launch),
             StepPlace::Cuda(on, _) => {
-                on.launch(&|member, role| self.place_of(member, role), launch)
+                let own = self.tensors();
+                on.launch(&|member, role| own.place_of(member, role), self.tables, launch, from)
             }
+        }
+    }
+
+    fn bring_control(&mut self) -> Result<Option<Box<dyn Brought>>, BackendError> {
+        match (self.on, self.asked.control) {
+            (StepPlace::Cuda(on, _), Some(address)) => on.bring_control(address).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    fn scale(&mut self, control: &mut dyn Buffer) -> Result<(), BackendError> {
+        match self.on {
+            StepPlace::Host(_) => Ok(()),
+            StepPlace::Cuda(on, _) => on.scale(self.tables, self.asked.scale, control),
         }
     }
 
@@ -310,21 +371,23 @@ impl Lender for Loan<'_> {
         let backend = match self.on {
             StepPlace::Host(backend) => backend,
             StepPlace::Cuda(on, _) => {
-                return on.reduce(&|member, role| self.place_of(member, role), reduce);
+                let own = self.tensors();
+                return on.reduce(&|member, role| own.place_of(member, role), self.tables, reduce);
             }
         };
         let members = reduce.members;
+        let own = self.tensors();
         backend.reduce_borrowed(reduce, &|gradient| {
             let member = members[gradient.tensor()] as usize;
-            gradient.read(self.gradient(member))
+            gradient.read(own.gradient(member))
         })
     }
 }
 
-impl Loan<'_> {
+impl BorrowedTensors<'_> {
     /// Runs a launch in host memory.
     fn launch_on(
-        &self,
+        self,
         backend: &CpuBackend,
         launch: Launch<'_>,
     ) -> Result<LaunchReport, BackendError> {
@@ -360,7 +423,7 @@ impl Sharing for Loan<'_> {
                 reason: SUMS_OF_PARTS.to_owned(),
             });
         };
-        let loan = &*self;
+        let loan = self.tensors();
         let lend = |tensor: usize, list: usize, declared: &TensorList| {
             let member = launch.members[tensor] as usize;
             if loan.places.has_gradient[member] {

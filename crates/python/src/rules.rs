@@ -192,6 +192,14 @@ pub(crate) fn trusts(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<Trust>>
     rules.iter().map(|rule| Settings(rule).trust()).collect()
 }
 
+/// The address of each group's learning rate, where a device has it.
+pub(crate) fn rates(rules: &[Bound<'_, PyDict>]) -> PyResult<Vec<Option<usize>>> {
+    let rate = |rule: &Bound<'_, PyDict>| {
+        rule.get_item("rate")?.map_or(Ok(None), |rate| rate.extract::<usize>().map(Some))
+    };
+    rules.iter().map(rate).collect()
+}
+
 /// Groups of the planner: the parameters of every distinct rule but the first, which is the step's.
 pub(crate) fn own_rules(names: Vec<Vec<String>>, distinct: &[Optimizer]) -> Vec<OwnRule> {
     let of_groups = names.into_iter().zip(distinct).skip(1);
@@ -199,17 +207,22 @@ pub(crate) fn own_rules(names: Vec<Vec<String>>, distinct: &[Optimizer]) -> Vec<
 }
 
 /// The distinct rules of groups that train, and the number of each group's rule, in the planner's
-/// order.
+/// order. Rules with learning rates at different addresses are different.
 pub(crate) fn number(
     rules: &[Optimizer],
+    rates: &[Option<usize>],
     trains: impl Fn(usize) -> bool,
 ) -> (Vec<Optimizer>, Vec<Option<usize>>) {
     let mut distinct: Vec<Optimizer> = Vec::new();
+    let mut their_rates: Vec<Option<usize>> = Vec::new();
     let numbers = rules.iter().enumerate().map(|(group, rule)| {
         trains(group).then(|| {
-            let known = distinct.iter().position(|known| known == rule);
+            let rate = rates.get(group).copied().flatten();
+            let mut all = distinct.iter().zip(&their_rates);
+            let known = all.position(|(known, own)| known == rule && *own == rate);
             known.unwrap_or_else(|| {
                 distinct.push(*rule);
+                their_rates.push(rate);
                 distinct.len() - 1
             })
         })

@@ -1,8 +1,12 @@
 //! A planned step over PyTorch's tensors.
 
+mod ran;
+mod stepping;
+
 use std::sync::{Mutex, PoisonError};
 
-use fusestep::planner::{State, StepReport};
+use fusestep::launch::SquareSum;
+use fusestep::planner::State;
 use fusestep::tensor::ParamDesc;
 use fusestep::{Borrowed, Report, Shape, StepOptions};
 use pyo3::exceptions::PyValueError;
@@ -11,24 +15,23 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyRange};
 use pyo3::{ffi, intern};
 
+use self::ran::{Around, Ran, Recorded};
 use crate::ahead::Ahead;
-use crate::collect::{Collected, Collector, Found, Gradients};
-use crate::cuda::ContextBefore;
+use crate::collect::Collector;
+use crate::cuda::{ContextBefore, Tables};
 use crate::described::{Described, dtype_of};
 use crate::device::{Device, InContext};
-use crate::errors::{failed, refused, started};
-use crate::getter::Getter;
+use crate::errors::{refused, started};
 use crate::group_rules::{GroupRules, Taken};
-use crate::handle::{Handles, handles, look_at};
-use crate::loan::{Checked, Loan, Member, Places, write_count};
+use crate::handle::{handles, look_at};
+use crate::loan::{Checked, Member, Places, write_count};
 use crate::parameter::{Form, Mapping, Parameter, overlapping};
 use crate::pending::Pending;
 use crate::private::Private;
 use crate::reported::named;
-use crate::rules::{Settings, number, own_rules, parse, trusts};
+use crate::rules::{Settings, number, own_rules, parse, rates, trusts};
 use crate::settings::of_one_process;
-use crate::sharing::Shares;
-use crate::written::Written;
+use crate::stream::Asked;
 
 /// Tensors of PyTorch, their state, and the plan of a step over them.
 #[pyclass(module = "fusestep._fusestep")]
@@ -52,6 +55,10 @@ pub(crate) struct Session {
     report: Option<Report>,
     /// The step that is enqueued on a device, until its outcome is known.
     pending: Option<Pending>,
+    /// Tables of the launches on a device, in a lock for the same reason.
+    tables: Mutex<InContext<Tables>>,
+    /// The step that a framework has recorded, once it has.
+    recorded: Option<Recorded>,
     /// Whether a step has failed half-way, or settings were taken in part.
     broken: bool,
     /// Whether the last call of `step` has updated parameters, whatever it raised afterwards.
@@ -60,14 +67,6 @@ pub(crate) struct Session {
 
 /// Plan and counts of steps, whose memory may be a device's.
 type Steps = InContext<fusestep::Session<'static>>;
-
-/// Python functions that a step calls besides what it runs.
-struct Around<'a> {
-    /// Function that shares sums with processes that have other parts of the tensors.
-    share: Option<&'a Py<PyAny>>,
-    /// Function that gets updated parameters.
-    written: Option<&'a Py<PyAny>>,
-}
 
 #[pymethods]
 impl Session {
@@ -84,17 +83,16 @@ impl Session {
         keys: &Bound<'_, PyDict>,
         library: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let (rules, trusts) = (parse(&rules)?, trusts(&rules)?);
+        let (rates, trusts) = (rates(&rules)?, trusts(&rules)?);
+        let rules = parse(&rules)?;
         let trains = |group| described.iter().any(|p| p.trains && p.group == group);
-        let (distinct, rule_numbers) = number(&rules, trains);
+        let (distinct, rule_numbers) = number(&rules, &rates, trains);
         let Some(&first) = distinct.first().or(rules.first()) else {
             return Err(PyValueError::new_err("expected a parameter group, found none"));
         };
         let step = of_one_process(Settings(options).options(first)?)?;
-        let mut names = vec![Vec::new(); distinct.len()];
-        let mut descs = Vec::new();
-        let mut own: Vec<Parameter> = Vec::with_capacity(parameters.len());
-        let mut sizes = vec![0; rules.len()];
+        let (mut names, mut descs) = (vec![Vec::new(); distinct.len()], Vec::new());
+        let (mut own, mut sizes) = (Vec::<Parameter>::new(), vec![0; rules.len()]);
         for (tensor, described) in parameters.into_iter().zip(described) {
             sizes[described.group] += 1;
             let Described { name, shape, strides, .. } = described;
@@ -126,7 +124,7 @@ impl Session {
             places: Places::new(&members),
             private: Private::new(members.len()),
             members,
-            rules: GroupRules { rules, numbers: rule_numbers, trusts },
+            rules: GroupRules { rules, numbers: rule_numbers, trusts, rates },
             ahead: Ahead::new(own.len()),
             collector: Collector {
                 handles: handles(library, &mut own)?,
@@ -141,6 +139,8 @@ impl Session {
             checked: Checked::default(),
             report: None,
             pending: None,
+            tables: Mutex::new(InContext::new(Tables::default())),
+            recorded: None,
             broken: false,
             has_updated: false,
         })
@@ -188,9 +188,14 @@ impl Session {
     /// changed since the last step. `owner` makes missing state. `gradients` replace the
     /// parameters' own, and `written` is called with updated parameters. While the state is
     /// `private`, only `owner` can have seen it. Then its tensors stay where they are, and steps
-    /// are counted here until [`Session::write_steps`].
+    /// are counted here until [`Session::write_steps`]. On a device `asked` says what else the step
+    /// is to heed. `whole` has the sums of squares over gradients of which these are a part
+    /// ([`Session::squares`]), by which the step decides.
     #[pyo3(
-        signature = (parameters, rules, owner, gradients, threads, private=false, written=None)
+        signature = (
+            parameters, rules, owner, gradients, threads, private=false, written=None, asked=None,
+            whole=None
+        )
     )]
     #[expect(clippy::too_many_arguments, reason = "one call, in place of objects at each step")]
     fn step<'py>(
@@ -203,28 +208,18 @@ impl Session {
         threads: usize,
         private: bool,
         written: Option<Py<PyAny>>,
+        asked: Option<Asked>,
+        whole: Option<Vec<(f64, u64)>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.has_updated = false;
-        self.conclude(py)?;
-        if self.broken || !self.is_of(&parameters) {
+        if !self.begin(py, &parameters, rules.as_deref(), owner, private)? {
             return Ok(None);
-        }
-        if let Some(rules) = rules
-            && !self.takes(&rules)?
-        {
-            return Ok(None);
-        }
-        if !private {
-            self.private.forget();
-        }
-        if !private || self.known.is_empty() {
-            self.known.look_through(owner, &mut self.parameters)?;
         }
         let Some(found) = self.collect(py, owner, gradients)? else {
             return Ok(None);
         };
         self.known.has_grown |= found.made_state;
-        if found.updated.is_empty() {
+        if found.updated.is_empty() && whole.is_none() {
             self.report = Some(self.of_no_gradients());
             return Ok(Some(PyList::empty(py).into_any()));
         }
@@ -233,10 +228,23 @@ impl Session {
             state.set_steps(found.steps.iter().copied());
         }
         unlocked(&mut self.steps).count_copied(found.copied);
+        if let Some(whole) = whole {
+            let square = |(sum, non_finite)| SquareSum { sum, non_finite };
+            state_of(&mut self.steps).give_squares(whole.into_iter().map(square).collect());
+        }
         let share = owner.getattr_opt(intern!(py, "share"))?.filter(|share| !share.is_none());
         let share = share.map(Bound::unbind);
         let around = Around { share: share.as_ref(), written: written.as_ref() };
-        let (report, told) = self.run(py, threads, around, &found)?;
+        let asked = asked.unwrap_or_default();
+        let (report, told) = match self.run(py, threads, asked, around, &found)? {
+            Ran::Taken(report, told) => (report, told),
+            Ran::Recorded(told) => {
+                let report = self.report.take().unwrap_or_else(|| self.of_no_gradients());
+                self.report = Some(report);
+                told?;
+                return Ok(Some(PyList::new(py, found.updated)?.into_any()));
+            }
+        };
         self.report = unlocked(&mut self.steps).report().copied();
         if report.is_some_and(|report| report.skipped) {
             return Ok(Some(PyList::empty(py).into_any()));
@@ -286,6 +294,27 @@ impl Session {
         checked.map(|()| true).map_err(|overlap| overlapping(&self.parameters, overlap))
     }
 
+    /// Reads the gradients of a step, whose tensors [`Session::looks`] has looked at. Returns the
+    /// sum of squares over each parameter's, and its elements that are not finite; waits for a
+    /// device. `None` if tensors are no longer as planned.
+    fn squares<'py>(
+        &mut self,
+        py: Python<'py>,
+        parameters: Vec<Bound<'py, PyList>>,
+        owner: &Bound<'py, PyAny>,
+        gradients: Option<&Bound<'py, PyList>>,
+        threads: usize,
+        asked: Option<Asked>,
+    ) -> PyResult<Option<Vec<(f64, u64)>>> {
+        if self.broken || !self.is_of(&parameters) {
+            return Ok(None);
+        }
+        let Some(_found) = self.collect(py, owner, gradients)? else {
+            return Ok(None);
+        };
+        self.squares_of(py, threads, asked.unwrap_or_default()).map(Some)
+    }
+
     /// Whether the last step has updated parameters, even if it raised an error.
     fn has_updated(&self) -> bool {
         self.has_updated
@@ -325,6 +354,16 @@ impl Session {
         self.pending.is_some()
     }
 
+    /// Whether a step was recorded, whose replays go on from this session's memory.
+    fn is_recorded(&self) -> bool {
+        self.recorded.is_some()
+    }
+
+    /// Bytes that were copied to a device for tables of launches until now.
+    fn table_bytes(&mut self) -> u64 {
+        unlocked(&mut self.tables).copied_bytes()
+    }
+
     /// The plan of a step, as text.
     fn plan(&mut self) -> String {
         unlocked(&mut self.steps).plan().to_string()
@@ -359,108 +398,6 @@ impl Session {
 }
 
 impl Session {
-    /// Waits for the outcome of the step that is enqueued, if one is.
-    fn conclude(&mut self, py: Python<'_>) -> PyResult<()> {
-        let Some(pending) = self.pending.take() else {
-            return Ok(());
-        };
-        let _before = ContextBefore::remember();
-        let steps = unlocked(&mut self.steps);
-        let concluded = py.detach(|| steps.conclude()).map_err(|error| {
-            self.broken = true;
-            failed(error)
-        })?;
-        self.report = steps.report().copied();
-        if concluded.is_some_and(|report| report.skipped) {
-            pending.take_back(py, &self.collector, &self.parameters);
-        }
-        Ok(())
-    }
-
-    /// The report of a step without gradients.
-    fn of_no_gradients(&mut self) -> Report {
-        let state = state_of(&mut self.steps);
-        let (step, lr) = (state.step(), state.lr());
-        let without_gradient = self.members.len() as u64;
-        Report { step, lr, without_gradient, ..Report::default() }
-    }
-
-    /// Finds the tensors of all parameters; `None` if one is no longer as planned.
-    fn collect<'py>(
-        &mut self,
-        py: Python<'py>,
-        owner: &Bound<'py, PyAny>,
-        gradients: Option<&Bound<'py, PyList>>,
-    ) -> PyResult<Option<Found<'py>>> {
-        let steps = state_of(&mut self.steps).steps();
-        let (places, ahead) = (&mut self.places, &mut self.ahead);
-        let mut collected = Collected::new(places, ahead, &self.private, steps);
-        let gradients = match (gradients, self.parameters.first()) {
-            (Some(gradients), _) => Gradients::Given(gradients),
-            (None, None) => return Ok(Some(collected.found)),
-            (None, Some(first)) => {
-                let direct = self.collector.handles.as_ref().and_then(Handles::direct);
-                Gradients::Own(Getter::of(first.tensor.bind(py), intern!(py, "grad"), direct))
-            }
-        };
-        for (index, parameter) in self.parameters.iter_mut().enumerate() {
-            let owner = (owner, index);
-            let collector = &self.collector;
-            if !collector.collect(py, parameter, owner, &gradients, &mut collected)? {
-                return Ok(None);
-            }
-        }
-        Ok(Some(collected.found))
-    }
-
-    /// Runs the step on the collected tensors, without the interpreter's lock. Then reports the
-    /// written parameters, unless the step was skipped. The inner result is the error that this
-    /// report raised.
-    fn run(
-        &mut self,
-        py: Python<'_>,
-        threads: usize,
-        around: Around<'_>,
-        found: &Found<'_>,
-    ) -> PyResult<(Option<StepReport>, PyResult<()>)> {
-        let without = self.places.has_gradient().iter().enumerate();
-        for (member, _) in without.filter(|(_, has)| !**has) {
-            state_of(&mut self.steps).set_without_gradient_at(member);
-        }
-        let place = self.device.place(threads, self.collector.library.bind(py))?;
-        // SAFETY: `Collector::collect` has found these places in this call, in tensors to which
-        // the caller, `Session::step`, keeps references until it returns, or in an earlier one, in
-        // state to which the optimizer keeps references and nobody else has any. Other threads
-        // that write to them meanwhile race, as they would with PyTorch's own kernels, which say
-        // so.
-        let loan = unsafe { Loan::new(&self.places, &self.members, &place, &mut self.checked) };
-        let mut loan = loan.map_err(|overlap| overlapping(&self.parameters, overlap))?;
-        loan.shares = around.share.map(|call| Shares { call, raised: None });
-        let steps = unlocked(&mut self.steps);
-        let written = around.written.map(|call| Written {
-            call,
-            direct: self.collector.handles.as_ref().and_then(Handles::direct),
-            parameters: &self.parameters,
-            updated: &found.updated,
-        });
-        // State that a step has made is taken back where it is skipped, which its caller must know.
-        let waits = !place.is_device() || found.made_state;
-        let run = || {
-            if waits {
-                steps.step_borrowed(&mut loan).map(Some)
-            } else {
-                steps.enqueue_borrowed(&mut loan)
-            }
-        };
-        let report = py.detach(|| place.ordered(run)).map_err(|error| {
-            self.broken = true;
-            let raised = loan.shares.take().and_then(|shares| shares.raised);
-            raised.unwrap_or_else(|| failed(error))
-        })?;
-        let written = written.filter(|_| report.is_none_or(|report| !report.skipped));
-        Ok((report, written.map_or(Ok(()), |written| written.tell(py))))
-    }
-
     /// Whether these are the planned parameters.
     fn is_of(&self, parameters: &[Bound<'_, PyList>]) -> bool {
         let mut own = self.parameters.iter();

@@ -36,7 +36,7 @@ impl Setup {
     ) -> PyResult<(Self, Vec<Option<usize>>)> {
         let (rules, trusts) = (parse(rules)?, trusts(rules)?);
         let (distinct, rule_numbers) =
-            number(&rules, |group| described.iter().any(|param| param.group == group));
+            number(&rules, &[], |group| described.iter().any(|param| param.group == group));
         let Some(&first) = distinct.first() else {
             return Err(PyValueError::new_err("expected a parameter that trains, found none"));
         };

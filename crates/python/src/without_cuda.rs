@@ -4,11 +4,11 @@ use std::convert::Infallible;
 
 use fusestep::SharedBackend;
 use fusestep::launch::{Backend, BackendError, Buffer, Launch, LaunchReport, Reduce};
-use fusestep::planner::Brought;
+use fusestep::planner::{Brought, DerivedFrom};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::stream::{LendPlace, Stream};
+use crate::stream::{Asked, LendPlace, Stream};
 
 /// A CUDA device; no value of it exists here.
 pub(crate) struct OnCuda(Infallible);
@@ -37,11 +37,41 @@ impl OnCuda {
         match self.0 {}
     }
 
+    pub(crate) fn waiting<T, E: From<BackendError>>(
+        &self,
+        _: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match self.0 {}
+    }
+
+    pub(crate) fn recorded<T, E: From<BackendError>>(
+        &self,
+        _: Stream,
+        _: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match self.0 {}
+    }
+
     pub(crate) fn launch(
         &self,
         _: LendPlace<'_>,
+        _: &mut Tables,
         _: Launch<'_>,
+        _: DerivedFrom<'_>,
     ) -> Result<LaunchReport, BackendError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn bring_control(&self, _: usize) -> Result<Box<dyn Brought>, BackendError> {
+        match self.0 {}
+    }
+
+    pub(crate) fn scale(
+        &self,
+        _: &mut Tables,
+        _: Option<usize>,
+        _: &mut dyn Buffer,
+    ) -> Result<(), BackendError> {
         match self.0 {}
     }
 
@@ -52,9 +82,28 @@ impl OnCuda {
     pub(crate) fn reduce(
         &self,
         _: LendPlace<'_>,
+        _: &mut Tables,
         _: Reduce<'_>,
     ) -> Result<LaunchReport, BackendError> {
         match self.0 {}
+    }
+}
+
+/// Tables of a device, which has none here.
+#[derive(Debug, Default)]
+pub(crate) struct Tables(());
+
+impl Tables {
+    pub(crate) fn begin(&mut self, _: u64, _: Asked, _: &[Option<usize>], _: bool) {}
+
+    pub(crate) fn copied_bytes(&self) -> u64 {
+        0
+    }
+
+    pub(crate) fn skipped(&mut self) {}
+
+    pub(crate) fn steps_taken(&mut self) -> Result<u64, BackendError> {
+        Ok(0)
     }
 }
 

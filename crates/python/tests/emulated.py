@@ -54,9 +54,20 @@ class Driver:
         self._call("cuStreamCreate", ctypes.byref(stream), 1)
         return stream.value
 
-    def begin_capture(self, stream):
-        # Relaxed: code is loaded when its first launch is recorded.
-        self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), 2)
+    def begin_capture(self, stream, mode=2):
+        # Relaxed: code is loaded when its first launch is recorded. 0 is PyTorch's own mode, in
+        # which whatever may wait for the device spoils the capture.
+        self._call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), mode)
+
+    @contextlib.contextmanager
+    def _relaxed(self):
+        """Lets memory be made and freed beside a capture, as PyTorch's allocator does."""
+        mode = ctypes.c_int(2)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     def end_capture(self, stream):
         graph = ctypes.c_void_p()
@@ -64,8 +75,14 @@ class Driver:
         return (graph if status == 0 else None), status
 
     def run(self, graph, stream):
+        self.launch(self.instance(graph), stream)
+
+    def instance(self, graph):
         executable = ctypes.c_void_p()
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
+        return executable
+
+    def launch(self, executable, stream):
         self._call("cuGraphLaunch", executable, ctypes.c_void_p(stream))
         self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
@@ -74,7 +91,8 @@ class Driver:
         before = self.current()
         self.enter(index)
         address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(len_bytes))
+        with self._relaxed():
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(len_bytes))
         if before is not None:
             self.enter(before)
         buffer = (ctypes.c_char * len_bytes).from_address(address.value)
@@ -86,7 +104,8 @@ class Driver:
         before = self.current()
         self.enter(index)
         del self.allocated[address]
-        self._call("cuMemFree_v2", ctypes.c_uint64(address))
+        with self._relaxed():
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
         if before is not None:
             self.enter(before)
 
@@ -126,6 +145,9 @@ class OnOther(OnDevice):
 
 KINDS = [OnDevice, OnOther]
 
+# Functions that bring numbers of a tensor to the host.
+WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
 
 def _index_of(device):
     """The number of a CUDA device that an argument names, ``"cpu"`` or ``None``."""
@@ -142,6 +164,8 @@ def _index_of(device):
 
 class Emulated(TorchFunctionMode):
     """Has PyTorch's functions make tensors in device memory where they would make CUDA tensors."""
+
+    refuses_waits = False
 
     def __init__(self, driver):
         super().__init__()
@@ -165,6 +189,8 @@ class Emulated(TorchFunctionMode):
             if "device" in kwargs:
                 kwargs["device"] = "cpu"
         given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, OnDevice)]
+        if self.refuses_waits and given and getattr(func, "__name__", "") in WAITS:
+            raise AssertionError(f"{func.__name__} of a tensor on cuda:{given[0]._index}")
         out = func(*args, **kwargs)
         if named == "cpu" or getattr(func, "__name__", "") in ("cpu", "numpy"):
             return tree_map(self._to_host, out)
@@ -221,11 +247,47 @@ class Device:
         self.streams = {}
         # Whether PyTorch records a graph.
         self.is_recording = False
+        # Whether a number of a tensor there may come to the host.
+        mode.refuses_waits = False
 
     def current_stream(self, index=None):
         index = getattr(index, "index", index) or 0
         handle, number = self.streams.get(index, (0, 0))
         return types.SimpleNamespace(cuda_stream=handle, stream_id=number)
+
+    @contextlib.contextmanager
+    def recording(self, index=0):
+        """Records what is enqueued inside, as `torch.cuda.graph` does, on a stream of its own and in
+        its mode; the object has `replay` afterwards."""
+        made = types.SimpleNamespace(replay=None)
+        before = self.streams.get(index)
+        stream = self.driver.stream(index)
+        self.streams[index], self.is_recording = (stream, 1), True
+        self.driver.begin_capture(stream, 0)
+        try:
+            yield made
+        finally:
+            graph, status = self.driver.end_capture(stream)
+            self.is_recording = False
+            self.streams[index] = before or (0, 0)
+        assert status == 0, status
+        executable = self.driver.instance(graph)
+        made.replay = lambda: self.driver.launch(executable, stream)
+
+    def graph(self, work):
+        """Records ``work``; returns what replays it."""
+        with self.recording() as made:
+            work()
+        return made.replay
+
+    @contextlib.contextmanager
+    def without_waits(self):
+        """Refuses whatever brings a number of the device to the host, which would wait for it."""
+        self._mode.refuses_waits = True
+        try:
+            yield
+        finally:
+            self._mode.refuses_waits = False
 
     def copy(self, tensor, index=0):
         """A tensor of the CPU as one of the device; a parameter stays one."""

@@ -1,6 +1,8 @@
 """What `help`, editors and type checkers know of the constructors, and `python -m fusestep`."""
 
 import inspect
+import json
+import pathlib
 import pydoc
 import re
 import subprocess
@@ -57,6 +59,36 @@ def test_a_strict_checker_takes_right_calls_and_refuses_each_wrong_one(tmp_path)
     # An ignored line without an error is an error.
     found = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--warn-unused-ignores", "right.py", "wrong.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+# Names that pyright has for errors of these types.
+OF_PYRIGHT = {"call-arg": "reportCallIssue", "arg-type": "reportArgumentType"}
+
+
+def test_pyright_takes_right_calls_and_refuses_each_wrong_one(tmp_path):
+    pytest.importorskip("pyright", reason="pip install 'pyright[nodejs]'")
+    ignored = "".join(
+        f"{call}  # pyright: ignore[{OF_PYRIGHT[kind]}]\n" for call, kind in WRONG
+    )
+    for name, text in (("right", RIGHT), ("wrong", RIGHT + ignored)):
+        (tmp_path / f"{name}.py").write_text(text)
+    folder = pathlib.Path(fusestep.__file__).parents[1]
+    settings = {
+        "typeCheckingMode": "strict",
+        "reportUnnecessaryTypeIgnoreComment": "error",
+        "extraPaths": [str(folder)],
+        # PyTorch's own, which its types do not say in full.
+        "reportUnknownMemberType": "none",
+        "reportUnknownVariableType": "none",
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    found = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", "."],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,6 +1,8 @@
 """Trainers that people use, by the recipes of docs/guides/trainers.md."""
 
+import dataclasses
 import os
+import types
 
 import pytest
 import recipes
@@ -13,7 +15,9 @@ import fusestep.torch
 # Models and samples are made here, and nothing is fetched.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-ALONE = ("trainer", "trainer_by_class", "accelerate", "peft", "lightning")
+ALONE = (
+    "trainer", "trainer_by_class", "accelerate", "peft", "lightning", "torchtitan", "axolotl"
+)
 
 
 def test_every_recipe_of_the_page_is_run():
@@ -73,7 +77,33 @@ def of_lightning(folder):
     return {"lightning": lightning, "trainer": trainer, "batches": batches()}
 
 
+def of_torchtitan(folder):
+    parts = pytest.importorskip("torchtitan.components.optimizer")
+    names = ("OptimizersContainer", "ParamGroupConfig")
+    given = {name: getattr(parts, name) for name in names}
+    return {**given, "dataclasses": dataclasses, "batches": batches()}
+
+
+def of_axolotl(folder):
+    pytest.importorskip("axolotl.integrations.base")
+    import axolotl
+
+    return {"axolotl": axolotl, **of_trainer(folder)}
+
+
+def train_by_plugin(names):
+    """What axolotl does with a plugin of its configuration, as far as optimizers go."""
+    trainer = names["transformers"].Trainer(
+        model=names["model"], args=names["arguments"], train_dataset=names["dataset"]
+    )
+    names["Fusestep"]().post_trainer_create(types.SimpleNamespace(learning_rate=1e-3), trainer)
+    trainer.train()
+    names["trainer"] = trainer
+
+
 GIVEN = {
+    "torchtitan": of_torchtitan,
+    "axolotl": of_axolotl,
     "trainer": of_trainer,
     "trainer_by_class": of_trainer,
     "accelerate": of_accelerate,
@@ -88,6 +118,8 @@ def optimizer_of(names, used):
     trainer = names.get("trainer")
     if found is None and trainer is not None:
         found = trainer.optimizer if hasattr(trainer, "optimizer") else trainer.optimizers[0]
+    # That of a container of several, or of a wrapper.
+    found = getattr(found, "optimizers", [found])[0]
     return getattr(found, "optimizer", found)
 
 
@@ -98,6 +130,8 @@ def test_a_recipe_ends_where_it_ends_with_pytorchs_class(name, tmp_path):
         given = {"model": language_model(), **GIVEN[name](tmp_path)}
         torch.manual_seed(1)
         names, used = run_recipe(name, module, given)
+        if name == "axolotl":
+            train_by_plugin(names)
         optimizer = optimizer_of(names, used)
         assert isinstance(optimizer, module.AdamW), type(optimizer)
         assert any(state for state in optimizer.state.values())

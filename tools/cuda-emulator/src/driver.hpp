@@ -55,10 +55,17 @@ CUresult with_context(Body body) {
 void wait_for_device(std::unique_lock<std::mutex>& lock);
 void wait_for_stream(std::unique_lock<std::mutex>& lock, CUstream stream);
 
+// Whether a capture is under way beside which the thread must make no call that may wait for the
+// device, as the modes of captures and threads say. Such a call spoils the capture.
+bool spoils_a_capture();
+
 // As with_context, for calls that wait for all work of their device (driver_streams.cpp).
 template <class Body>
 CUresult with_idle_device(Body body) {
-    return with_context_after(wait_for_device, body);
+    return with_context_after(wait_for_device, [&]() -> CUresult {
+        if (spoils_a_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        return body();
+    });
 }
 
 // As with_context, for what is enqueued: it is done at once, when the stream's turn has come.

@@ -122,6 +122,7 @@ CUresult cuEventSynchronize(CUevent event);
 CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end);
 
 CUresult cuStreamBeginCapture_v2(CUstream stream, int mode);
+CUresult cuThreadExchangeStreamCaptureMode(int* mode);
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph);
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* executable, CUgraph graph, unsigned long long flags);
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream);

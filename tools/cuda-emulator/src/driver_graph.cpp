@@ -5,6 +5,7 @@
 // (`emulatorRecord`): the graph starts it on the stream that it is launched on.
 
 #include <map>
+#include <thread>
 
 #include "driver.hpp"
 
@@ -22,11 +23,18 @@ namespace {
 std::list<CUgraph_st> graphs;
 std::list<CUgraphExec_st> executables;
 
+// Modes of a capture, and of a thread's calls beside captures.
+enum : int { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
+
 // What a stream has recorded since its capture began, and whether a call has spoiled it.
 struct Recording {
     std::vector<Node> nodes;
     bool is_spoiled = false;
+    int mode = RELAXED;
+    std::thread::id thread;
 };
+
+thread_local int mode_of_thread = GLOBAL;
 
 std::map<CUstream, Recording> recordings;
 
@@ -69,6 +77,18 @@ CUresult record(CUstream stream, const Node& node) {
 
 void spoil(CUstream stream) { recordings[capture_of(stream)].is_spoiled = true; }
 
+bool spoils_a_capture() {
+    if (mode_of_thread == RELAXED) return false;
+    bool is_refused = false;
+    for (auto& [stream, recording] : recordings) {
+        const bool is_own = recording.thread == std::this_thread::get_id();
+        const bool minds = recording.mode == GLOBAL ? is_own || mode_of_thread == GLOBAL : recording.mode == THREAD_LOCAL && is_own;
+        recording.is_spoiled = recording.is_spoiled || minds;
+        is_refused = is_refused || minds;
+    }
+    return is_refused;
+}
+
 void follow(CUstream stream, CUstream from, CUstream capture) {
     if (recordings.count(capture) == 0) return;
     if (!is_capturing(stream)) forks[stream] = {capture, false};
@@ -94,9 +114,17 @@ CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
         if (!is_stream(stream)) return CUDA_ERROR_INVALID_HANDLE;
         // The default stream cannot capture, nor can one that does already.
         if (mode < 0 || mode > 2 || stream == nullptr || stream == LEGACY_STREAM || is_capturing(stream)) return CUDA_ERROR_INVALID_VALUE;
-        recordings[stream];
+        Recording& recording = recordings[stream];
+        recording.mode = mode;
+        recording.thread = std::this_thread::get_id();
         return CUDA_SUCCESS;
     });
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+    if (mode == nullptr || *mode < GLOBAL || *mode > RELAXED) return CUDA_ERROR_INVALID_VALUE;
+    std::swap(*mode, mode_of_thread);
+    return CUDA_SUCCESS;
 }
 
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {

@@ -176,7 +176,7 @@ CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
 
 CUresult cuStreamSynchronize(CUstream stream) {
     return with_idle_stream(stream, [&] {
-        if (is_capturing(stream)) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        if (is_capturing(stream) || spoils_a_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
         return is_stream(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
     });
 }
@@ -241,7 +241,10 @@ CUresult cuEventQuery(CUevent event) {
 }
 
 CUresult cuEventSynchronize(CUevent event) {
-    return with_context_after(after(event), [&] { return find(events, event) != events.end() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; });
+    return with_context_after(after(event), [&]() -> CUresult {
+        if (spoils_a_capture()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        return find(events, event) != events.end() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+    });
 }
 
 CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {

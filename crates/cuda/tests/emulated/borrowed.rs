@@ -1,7 +1,7 @@
 //! Steps on parameters and gradients that lie in a framework's memory of the device, one tensor
 //! each at an address of its own.
 
-use fusestep_cuda::{CudaBackend, DeviceTensor, HostCopy};
+use fusestep_cuda::{BorrowedStep, BorrowedTables, CudaBackend, DeviceTensor, HostCopy};
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
@@ -10,8 +10,8 @@ use fusestep_launch::{
     Precision, Reduce, StateDType,
 };
 use fusestep_planner::{
-    Brought, ClipByGlobalNorm, Lender, Optimizer, Plan, PlanError, Planner, RunAlone, State,
-    Tensors,
+    Brought, ClipByGlobalNorm, DerivedFrom, Lender, Optimizer, Plan, PlanError, Planner, RunAlone,
+    State, Tensors,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, outcome};
@@ -62,6 +62,8 @@ struct Framed<'a> {
     len_bytes: Vec<usize>,
     /// The tensor lent in place of the one with this role and position.
     instead: Option<(Role, u32, Option<DeviceTensor>)>,
+    /// Tables in the device's memory; arguments without.
+    tables: Option<BorrowedTables>,
 }
 
 impl<'a> Framed<'a> {
@@ -74,6 +76,20 @@ impl<'a> Framed<'a> {
             grads: Arena::of(framework, &params, width),
             len_bytes: params.iter().map(Vec::len).collect(),
             instead: None,
+            tables: None,
+        }
+    }
+
+    /// Has the steps' tables in the device's memory, for any number of tensors.
+    fn with_tables(self) -> Self {
+        Self { tables: Some(BorrowedTables::default()), ..self }
+    }
+
+    /// Begins a step with tensors at places of this number.
+    fn begin(&mut self, places: u64) {
+        if let Some(tables) = &mut self.tables {
+            let step = BorrowedStep { places, keeps_all: true, ..BorrowedStep::default() };
+            tables.begin(step);
         }
     }
 
@@ -110,9 +126,29 @@ impl Lender for Framed<'_> {
         self.backend.launch_borrowed(launch, &mut lend)
     }
 
-    fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+    fn launch_derived(
+        &mut self,
+        launch: Launch<'_>,
+        from: DerivedFrom<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        let Some(mut tables) = self.tables.take() else {
+            return self.launch(launch);
+        };
         let mut lend = |parameter, role| self.lend(parameter, role);
-        self.backend.reduce_borrowed(reduce, &mut lend)
+        let done = tables.launch(self.backend, launch, from.rule, from.values, &mut lend);
+        self.tables = Some(tables);
+        done
+    }
+
+    fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
+        let mut tables = self.tables.take();
+        let mut lend = |parameter, role| self.lend(parameter, role);
+        let done = match &mut tables {
+            Some(tables) => tables.reduce(self.backend, reduce, &mut lend),
+            None => self.backend.reduce_borrowed(reduce, &mut lend),
+        };
+        self.tables = tables;
+        done
     }
 
     fn bring(
@@ -169,13 +205,14 @@ fn outcome_borrowed(
     framework: &Framework,
     (plan, kept): (&Plan, &Plan),
     case: &Case,
-    backend: &CudaBackend,
+    mut lender: Framed<'_>,
 ) -> Vec<u8> {
-    let mut lender = Framed::of(framework, backend, case);
+    let backend = lender.backend;
     let mut state = allocate(plan, case, backend);
     let mut reported = Vec::new();
     for step in 1..=case.steps {
         lender.give_gradients(case, step);
+        lender.begin(1);
         let report = RunAlone::of(plan, &mut state, backend).step_borrowed(&mut lender).unwrap();
         if let Some(norm) = report.grad_norm {
             let values = [norm, report.non_finite as f64, 1.0, report.step as f64];
@@ -217,14 +254,19 @@ fn same_bits(framework: &Framework, backend: &CudaBackend, planned: Planned, cas
     let naive = Planner::new(planned.rule).limits(limits).naive();
     for planner in [planned.planner(limits), planned.with_passes(naive)] {
         let plan = planner.tensors(Tensors::Borrowed).plan(&case.params).unwrap();
-        let found = outcome_borrowed(framework, (&plan, &host), case, backend);
-        let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
-        assert!(
-            found == expected,
-            "{planned:?}, {limits:?}: first difference at byte {difference:?} of {} ({})",
-            expected.len(),
-            found.len()
-        );
+        let lenders = || Framed::of(framework, backend, case);
+        for lender in [lenders(), lenders().with_tables()] {
+            let tables = lender.tables.is_some();
+            let found = outcome_borrowed(framework, (&plan, &host), case, lender);
+            let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
+            assert!(
+                found == expected,
+                "{planned:?}, {limits:?}, tables {tables}: first difference at byte \
+                 {difference:?} of {} ({})",
+                expected.len(),
+                found.len()
+            );
+        }
     }
 }
 
@@ -410,4 +452,35 @@ fn a_copy_to_the_host_is_that_of_its_place_in_the_stream() {
     drop(backend.begin_read(buffer.as_ref(), 8).unwrap());
     let error = backend.begin_read(buffer.as_ref(), 9).unwrap_err().to_string();
     assert!(error.contains("found 8 bytes"), "{error}");
+}
+
+#[test]
+fn tables_are_copied_where_tensors_have_moved() {
+    let framework = Framework::new();
+    // SAFETY: the framework lives longer than the backend.
+    let adopted = unsafe { CudaBackend::adopt(framework.context(), framework.stream()) };
+    let backend = adopted.unwrap();
+    let case = Case::new([5, 1, 16_385, 7, 65_537], DType::F32).with_groups();
+    let rule = Optimizer::from(Adam::default());
+    let planner = Planner::new(rule).with(ClipByGlobalNorm::new(0.5)).limits(backend.limits());
+    let plan = planner.tensors(Tensors::Borrowed).plan(&case.params).unwrap();
+    let mut state = allocate(&plan, &case, &backend);
+    let mut lender = Framed::of(&framework, &backend, &case).with_tables();
+    let other = Framed::of(&framework, &backend, &case);
+    let mut copied = Vec::new();
+    // The second and the third step have no number, so that the lender is asked.
+    for (step, places) in (1..).zip([7, 0, 0, 7, 7, 8, 8]) {
+        lender.give_gradients(&case, step);
+        if step == 6 {
+            lender.instead = Some((Role::Grad, 3, other.lend(3, Role::Grad)));
+            other.give_gradients(&case, step);
+        }
+        lender.begin(places);
+        let before = lender.tables.as_ref().unwrap().copied_bytes();
+        RunAlone::of(&plan, &mut state, &backend).step_borrowed(&mut lender).unwrap();
+        copied.push(lender.tables.as_ref().unwrap().copied_bytes() - before);
+    }
+    assert!(copied[0] > 0 && copied[5] > 0 && copied[5] <= 16, "{copied:?}");
+    assert_eq!([&copied[1..5], &copied[6..]].concat(), [0; 5]);
+    assert!(!lender.tables.unwrap().is_recorded());
 }

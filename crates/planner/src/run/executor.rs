@@ -1,6 +1,8 @@
 //! Launches of a step, run by a backend or by a caller who lends tensors.
 
-use fusestep_launch::{Backend, BackendError, Buffer, Launch, LaunchReport, MAX_SUMS, Reduce};
+use fusestep_launch::{
+    Backend, BackendError, Buffer, GroupValues, Launch, LaunchReport, MAX_SUMS, Reduce,
+};
 
 use crate::error::Result;
 
@@ -15,6 +17,28 @@ pub trait Lender {
     /// # Errors
     /// Errors of the backend and of lending.
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError>;
+
+    /// Runs one launch, as [`Lender::launch`]: on a device, which may derive the launch's step
+    /// scalars itself.
+    ///
+    /// # Errors
+    /// As [`Lender::launch`].
+    fn launch_derived(
+        &mut self,
+        launch: Launch<'_>,
+        _from: DerivedFrom<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        self.launch(launch)
+    }
+
+    /// Begins to bring the control block that the lender's launches follow in place of the plan's;
+    /// `None` if they follow that.
+    ///
+    /// # Errors
+    /// As [`Lender::bring`].
+    fn bring_control(&mut self) -> Result<Option<Box<dyn Brought>>, BackendError> {
+        Ok(None)
+    }
 
     /// Reads gradients; `reduce.members` has their parameters.
     ///
@@ -37,11 +61,30 @@ pub trait Lender {
         Ok(Box::new(bytes))
     }
 
+    /// Writes the factor that the framework has multiplied its loss with to the plan's control
+    /// block, before norms are taken: it is taken out of them and of the gradients. The block has
+    /// the plan's own before.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn scale(&mut self, _control: &mut dyn Buffer) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// Ways to sums over whole tensors, if the framework has cut tensors over processes of its own;
     /// `None` if what is lent are whole tensors.
     fn sharing(&mut self) -> Option<&mut dyn Sharing> {
         None
     }
+}
+
+/// Values that a device derives the step scalars of a launch from.
+#[derive(Clone, Copy, Debug)]
+pub struct DerivedFrom<'a> {
+    /// Number of the launch's rule in the plan.
+    pub rule: usize,
+    /// Hyper-parameters of all groups at the step to come.
+    pub values: &'a [GroupValues],
 }
 
 /// Bytes that are on their way to the host.
@@ -106,10 +149,28 @@ impl Executor<'_> {
         }
     }
 
-    pub(crate) fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
+    pub(crate) fn scale(&mut self, control: &mut dyn Buffer) -> Result<(), BackendError> {
         match self {
-            Executor::Backend(backend) => backend.launch(launch),
-            Executor::Lender(lender) => lender.launch(launch),
+            Executor::Backend(_) => Ok(()),
+            Executor::Lender(lender) => lender.scale(control),
+        }
+    }
+
+    /// Whether launches go to a device on which tensors are lent.
+    pub(crate) fn lends_on_device(&self) -> bool {
+        matches!(self, Executor::Lender(lender) if lender.backend().device().is_some())
+    }
+
+    /// Runs a launch. `from` is there for a device on which tensors are lent.
+    pub(crate) fn launch(
+        &mut self,
+        launch: Launch<'_>,
+        from: Option<DerivedFrom<'_>>,
+    ) -> Result<LaunchReport, BackendError> {
+        match (self, from) {
+            (Executor::Backend(backend), _) => backend.launch(launch),
+            (Executor::Lender(lender), None) => lender.launch(launch),
+            (Executor::Lender(lender), Some(from)) => lender.launch_derived(launch, from),
         }
     }
 

@@ -143,12 +143,33 @@ class Session:
         threads: int,
         private: bool = False,
         written: Optional[Callable[[List[Any]], Any]] = None,
+        asked: Any = None,
+        whole: Optional[List[Tuple[float, int]]] = None,
     ) -> Optional[Sequence[int]]:
         """Updates every parameter that has a gradient and says which, by position; ``None`` if
         tensors or settings are no longer what was planned for, and nothing was done then. Without
         ``rules`` the settings are those of the last step. While
         the state is ``private`` nobody else can have seen it, and steps are counted here.
-        ``written`` is called, from any thread, with lists of those that are updated."""
+        ``written`` is called, from any thread, with lists of those that are updated. On a device
+        ``asked`` says what else the step heeds; one that is recorded is not taken. ``whole`` has
+        what :meth:`squares` returns of all gradients, of which these are a part."""
+
+    def squares(
+        self,
+        parameters: Sequence[List[Any]],
+        owner: Any,
+        gradients: Optional[List[Any]],
+        threads: int,
+        asked: Any,
+    ) -> Optional[List[Tuple[float, int]]]:
+        """Sums of squares over the gradients of all planned parameters that :meth:`looks` has
+        looked at, and their elements that are not finite; ``None`` if tensors have changed."""
+
+    def is_recorded(self) -> bool:
+        """Whether a step was recorded, whose replays go on from this session's memory."""
+
+    def table_bytes(self) -> int:
+        """Bytes that were copied to a device for tables of launches until now."""
 
     def has_updated(self) -> bool:
         """Whether the last step has updated parameters, even if it raised something."""

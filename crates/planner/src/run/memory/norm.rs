@@ -30,6 +30,10 @@ pub(crate) struct NormState {
     pub(crate) scale_of_sums: Option<f64>,
     /// Whether `tensors` fits the current schedule.
     pub(crate) placed: bool,
+    /// The content of `tensors`; empty before the first.
+    places: Vec<TensorPartials>,
+    /// Sums over all gradients that the next step decides by, of which the plan's are a part.
+    pub(crate) given: Option<Vec<SquareSum>>,
 }
 
 impl NormState {
@@ -57,6 +61,8 @@ impl NormState {
             block: GradientRule::first_block(rule.loss_scale),
             scale_of_sums: Some(rule.loss_scale.scale()),
             placed: false,
+            places: Vec::new(),
+            given: None,
         };
         state.block.write(backend, state.control.as_mut())?;
         Ok(Some(state))
@@ -79,6 +85,14 @@ impl NormState {
             sums: self.sums.as_mut(),
             control: self.control.as_mut(),
         })?)
+    }
+
+    /// Writes the control block from the sums of these tensors, of which the plan's are a part. The
+    /// block of the step before is the host's.
+    pub(crate) fn conclude_over(&mut self, backend: &dyn Backend, all: &[SquareSum]) -> Result<()> {
+        let total = tree_sum(all.len(), |tensor| all[tensor]);
+        let block = self.rule.conclude(total, self.block);
+        Ok(block.write(backend, self.control.as_mut())?)
     }
 
     /// The sums over each parameter's gradient, from the chunks that the stage has read.
@@ -140,7 +154,11 @@ impl NormState {
                 next += chunks;
             }
         }
-        backend.write(self.tensors.as_mut(), 0, bytemuck::cast_slice(&table))?;
+        // A step that is recorded must not wait for a write, and needs none.
+        if table != self.places {
+            backend.write(self.tensors.as_mut(), 0, bytemuck::cast_slice(&table))?;
+            self.places = table;
+        }
         self.placed = true;
         Ok(())
     }

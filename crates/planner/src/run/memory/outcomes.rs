@@ -27,6 +27,15 @@ impl State {
         self.norm.as_ref().map_or(0, |norm| norm.block.skipped)
     }
 
+    /// Has the next step decide by the sums of squares over these gradients, in one order, of which
+    /// those that [`RunAlone::squares_borrowed`](crate::RunAlone::squares_borrowed) has read for it
+    /// are a part. A plan that takes no norm decides nothing.
+    pub fn give_squares(&mut self, all: Vec<SquareSum>) {
+        if let Some(norm) = &mut self.norm {
+            norm.given = Some(all);
+        }
+    }
+
     /// Reports of each parameter's gradient in the last step, in plan order, whether the step was
     /// skipped or not; `None` without a pass that reads the gradients.
     ///

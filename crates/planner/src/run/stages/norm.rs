@@ -25,11 +25,38 @@ pub(crate) fn run(
     state: &mut State,
     executor: &mut Executor<'_>,
 ) -> Result<LaunchReport> {
+    let given = state.norm.as_mut().and_then(|norm| norm.given.take());
+    let mut report = match given {
+        None => read(plan, state, executor)?,
+        // They were read for the sums that are given.
+        Some(_) => LaunchReport::default(),
+    };
     let Some(norm) = &mut state.norm else {
-        return Ok(LaunchReport::default());
+        return Ok(report);
+    };
+    report.launches += match parts::share_squares(norm, executor)? {
+        None => norm.conclude(executor.backend(), None)?,
+        Some(told) => parts::conclude(norm, executor.backend(), &told)?,
+    }
+    .launches;
+    if let Some(all) = given {
+        norm.conclude_over(executor.backend(), &all)?;
+    }
+    Ok(report)
+}
+
+/// Reads the gradients: one sum for each chunk.
+pub(crate) fn read(
+    plan: &Plan,
+    state: &mut State,
+    executor: &mut Executor<'_>,
+) -> Result<LaunchReport> {
+    let mut report = LaunchReport::default();
+    let Some(norm) = &mut state.norm else {
+        return Ok(report);
     };
     norm.place(plan, &state.schedule.norm, executor.backend())?;
-    let mut report = LaunchReport::default();
+    executor.scale(norm.control.as_mut())?;
     let mut first_partial = 0;
     for (index, batches) in state.schedule.norm.iter().enumerate() {
         let storage = &state.storages[index];
@@ -46,11 +73,6 @@ pub(crate) fn run(
         report.launches += done.launches;
         first_partial += batches.iter().map(|b| u64::from(b.chunks)).sum::<u64>();
     }
-    report.launches += match parts::share_squares(norm, executor)? {
-        None => norm.conclude(executor.backend(), None)?,
-        Some(told) => parts::conclude(norm, executor.backend(), &told)?,
-    }
-    .launches;
     Ok(report)
 }
 

@@ -13,7 +13,7 @@ use crate::plan::group::ParameterGroups;
 use crate::plan::settings::TableKind;
 use crate::plan::stage::Optimize;
 use crate::plan::value::Plan;
-use crate::run::executor::Executor;
+use crate::run::executor::{DerivedFrom, Executor};
 use crate::run::memory::device;
 use crate::run::memory::state::{Schedule, State};
 use crate::run::stages::launches;
@@ -180,6 +180,10 @@ pub(crate) fn run_update(
     if let Executor::Backend(backend) = executor {
         build_table(plan, state, stage, update, *backend)?;
     }
+    let rule = state.storages[stage.storage].spec.rule;
+    let on_device = executor.lends_on_device();
+    let values = on_device.then(|| launches::group_values(state, rule).collect::<Vec<_>>());
+    let from = values.as_deref().map(|values| DerivedFrom { rule, values });
     // Taken out, so that the launch can borrow the rest of the state.
     let place = state.tables.updates.get_mut(update);
     let table = place.and_then(Option::take);
@@ -189,7 +193,7 @@ pub(crate) fn run_update(
             let device = device::of_tables(*backend);
             device.and_then(|device| device.launch_table(launch, table.as_ref()))
         }
-        (Some(launch), _, executor) => executor.launch(launch),
+        (Some(launch), _, executor) => executor.launch(launch, from),
     };
     if let Some(place) = state.tables.updates.get_mut(update) {
         *place = table;

@@ -22,6 +22,8 @@ class Stream(NamedTuple):
     handle: int
     # Whether it lives as long as the process, which those of other libraries may not.
     stays: bool
+    # Whether PyTorch records what is enqueued on it, as a graph.
+    records: bool
 
 
 def current_stream(index: int) -> Stream:
@@ -29,7 +31,13 @@ def current_stream(index: int) -> Stream:
     stream = torch.cuda.current_stream(index)
     # PyTorch numbers its own streams oddly, the default one 0, and others by their address.
     number = int(stream.stream_id)
-    return Stream(int(stream.cuda_stream), number == 0 or number % 2 == 1)
+    records = is_recording()
+    return Stream(int(stream.cuda_stream), number == 0 or number % 2 == 1, records)
+
+
+def is_recording() -> bool:
+    """Whether PyTorch records a graph of what it enqueues now."""
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 class CudaLibrary(Library):
@@ -68,16 +76,6 @@ class CudaLibrary(Library):
         return Library.described(tensor)
 
     describe_on_host = staticmethod(Library.describe)
-
-
-def refuse_recording(index: Optional[int]) -> None:
-    """Raises while PyTorch records a graph of the device: each replay would be the same step."""
-    if index is not None and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "step: expected one outside of `torch.cuda.graph`, because the host counts steps and a "
-            f"graph would repeat one of them, found it recorded on {CUDA}:{index}; record forward "
-            "and backward alone"
-        )
 
 
 def device_of(tensor: Tensor) -> Optional[int]:

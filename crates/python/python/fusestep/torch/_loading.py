@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fusestep import _fusestep
+from fusestep.torch._graphs import refuse_capturable
 from fusestep.torch._options import refuse_bools, scale_loaded
 from fusestep.torch._planned import Member, members_of
 from fusestep.torch._retyped import as_kept
@@ -197,13 +198,16 @@ def _whole_group(optimizer: Fused, index: int, group: Mapping[str, Any]) -> Dict
         )
     groups = optimizer.param_groups
     _refuse_others(optimizer, where, group, groups[index] if index < len(groups) else {})
-    for flag in ("capturable", "differentiable"):
-        value = whole.get(flag)
-        if value is not None and not _is_same(value, False):
-            raise ValueError(
-                f"{where}: expected {flag}=False, because the host counts steps, in place, found "
-                f"{value!r}; set it in the state dict"
-            )
+    value = whole.get("differentiable")
+    if value is not None and not _is_same(value, False):
+        raise ValueError(
+            f"{where}: expected differentiable=False, because steps run in place, found {value!r}; "
+            "set it in the state dict"
+        )
+    value = whole.get("capturable")
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{where}: expected capturable=False or True, found {value!r}")
+    refuse_capturable({**whole, "params": groups[index]["params"] if index < len(groups) else ()})
     try:
         refuse_bools(whole)
         _fusestep.check(optimizer._settings(whole))

@@ -8,15 +8,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fusestep._plans import Plans
-from fusestep.torch._device import CUDA, device_of
-from fusestep.torch._options import refuse_between_devices
-from fusestep.torch._planned import Member, Planned, trains
+from fusestep.torch._device import CUDA, device_of, is_recording
+from fusestep.torch._options import CLIP_NORM, refuse_between_devices
+from fusestep.torch._planned import Enqueued, Member, Planned, Squares, trains
 from fusestep.torch._sharded import local_of
 
 if TYPE_CHECKING:
     from fusestep.torch._optimizer import Fused
 
 Gradients = Optional[List[Optional[Tensor]]]
+
+# A device's plan, and the tensors and gradients of a step there.
+Call = Tuple[Planned, List[List[Tensor]], Gradients]
 
 
 def planned_of(optimizer: Fused, members: List[Member]) -> Union[Planned, Mixed]:
@@ -48,7 +51,8 @@ class Mixed:
     """What `Planned` is for parameters of one device, for those of several.
 
     Tensors of all devices are looked at before those of the first are updated, so a tensor that
-    does not fit leaves all of them as they were.
+    does not fit leaves all of them as they were. With a norm each device sums up its gradients, the
+    host adds the sums in the order of parameters, and all plans decide by that: as one plan would.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class Mixed:
         places: Sequence[Optional[str]],
         devices: Sequence[str],
     ) -> None:
-        refuse_between_devices(optimizer._options, devices)
+        refuse_between_devices(optimizer._options, devices, optimizer._is_sharded)
         # Several plans count steps of one state.
         optimizer.state
         self._count = len(members)
@@ -68,6 +72,12 @@ class Mixed:
             [at for at, place in enumerate(places) if (place or devices[0]) == device]
             for device in devices
         ]
+        # Those of them that train, in the order of each plan.
+        self._trains = [
+            [at for at, place in enumerate(places) if place == device] for device in devices
+        ]
+        own = optimizer._options
+        self._takes_norm = own[CLIP_NORM] is not None or own["loss_scale"] is not None
         self._parts = [
             Planned(optimizer, [members[at] for at in positions]) for positions in self._positions
         ]
@@ -87,13 +97,18 @@ class Mixed:
         texts = zip(self._devices, self._parts)
         return "\n".join(f"{device}\n{part.plan()}" for device, part in texts)
 
+    @property
+    def is_recorded(self) -> bool:
+        """False, since no step on several devices is recorded."""
+        return False
+
     def update_norms(self) -> Optional[List[Tuple[str, float]]]:
         """None, since no norm is taken over several devices."""
         return None
 
     def loss_scale(self) -> Optional[Tuple[float, int, int]]:
-        """None, since no loss is scaled for several devices."""
-        return None
+        """The loss scale, which is the same in all plans, and its counts of steps."""
+        return self._parts[0].loss_scale()
 
     def fits(self, lists: List[List[Tensor]]) -> bool:
         """Whether these are the parameters of each group that it was made for."""
@@ -115,6 +130,11 @@ class Mixed:
 
     def run(self, lists: List[List[Tensor]], gradients: Gradients) -> Optional[Dict[str, Any]]:
         """Updates the tensors of ``lists``, as `Planned.run`."""
+        if is_recording():
+            raise RuntimeError(
+                "step: expected parameters of one device while `torch.cuda.graph` records it, "
+                f"found them on {' and '.join(self._devices)}; make an optimizer for each device"
+            )
         given: List[Gradients] = [
             None if gradients is None else [gradients[at] for at in positions]
             for positions in self._positions
@@ -128,17 +148,46 @@ class Mixed:
         if not fits:
             self._take_back()
             return None
+        # What a skipped step has made is taken back once all parts have heard of it.
+        made = [part._made for part in self._parts]
+        whole = self._squares(calls) if self._takes_norm and _has_any(calls) else None
         reports = []
         for part, own, grads in calls:
-            report = part.run(own, grads)
-            if not isinstance(report, dict):
+            report = part.run(own, grads, whole)
+            if isinstance(report, Enqueued):
+                report = report.told()
+            if report is None:
                 raise RuntimeError("expected tensors that stay what they are during a step")
             reports.append(report)
+        if any(report["skipped"] for report in reports):
+            for part, own_made in zip(self._parts, made):
+                part._made = own_made
+            self._take_back()
         return _sum_of(reports)
+
+    def _squares(self, calls: List[Call]) -> Squares:
+        """The sums over all gradients, in the order of the optimizer's parameters: that of a plan
+        for parameters of one device, whose bits the norm has so."""
+        by_position: Dict[int, Tuple[float, int]] = {}
+        for (part, own, grads), trains in zip(calls, self._trains):
+            squares = part.squares(own, grads)
+            if squares is None:
+                raise RuntimeError("expected tensors that stay what they are during a step")
+            by_position.update(zip(trains, squares))
+        return [by_position[at] for at in sorted(by_position)]
 
     def _take_back(self) -> None:
         for part in self._parts:
             part.take_back()
+
+
+def _has_any(calls: List[Call]) -> bool:
+    """Whether any parameter has a gradient."""
+    for _, lists, given in calls:
+        own = (tensor.grad for tensors in lists for tensor in tensors)
+        if any(grad is not None for grad in (own if given is None else given)):
+            return True
+    return False
 
 
 _ADDED = ("launches", "elements", "without_gradient", "copied_gradients", "tensors_skipped")

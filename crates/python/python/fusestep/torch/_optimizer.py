@@ -25,11 +25,13 @@ from fusestep import _fusestep
 from fusestep._plans import Plans
 from fusestep._report import Report
 from fusestep.torch._device import CUDA, device_of, steps_on
+from fusestep.torch._graphs import rate_now, refuse_capturable, refuse_recording
 from fusestep.torch._loading import indexes, loadable
 from fusestep.torch._micro import MicroSteps
 from fusestep.torch._mixed import Mixed, planned_of
 from fusestep.torch._options import (
     ACCUMULATE,
+    CLIP_NORM,
     OPTIONS,
     checked,
     described,
@@ -126,7 +128,19 @@ class Fused(Optimizer):
                 "gradients that ranks average, found one by it; use the optimizer's "
                 "`loss_scale=\"dynamic\"`"
             )
-        return False
+        # On devices the step takes the scale and what is not finite from there, and the host waits
+        # for neither.
+        devices = [device_of(local_of(tensor)) for tensor in self._flat() if tensor.requires_grad]
+        own = self._options
+        return (
+            None not in devices
+            and bool(devices)
+            # Plans of several devices decide on the host.
+            and (len(set(devices)) == 1 or own[CLIP_NORM] is None)
+            and own["loss_scale"] is None
+            and own[ACCUMULATE] == 1
+            and not self._is_sharded
+        )
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, _: bool) -> None:
@@ -141,6 +155,9 @@ class Fused(Optimizer):
     def _forget(self) -> None:
         """Drops what belongs to one run: plan, report, sums of micro-steps."""
         self._plans_made: int = getattr(self, "_plans_made", 0) + 1
+        # Plans of steps that were recorded: graphs of PyTorch's go on from their memory.
+        self._recorded: List[Union[Planned, Mixed]] = getattr(self, "_recorded", [])
+        self._keep_recorded(getattr(self, "_whole", None))
         self._whole: Union[Planned, Mixed, None] = None
         # Those that are not in use.
         self._plans = Plans()
@@ -151,6 +168,11 @@ class Fused(Optimizer):
         self._backward: Optional[FusedBackward] = getattr(self, "_backward", None)
         # Set by `DataParallel`, which has the state then.
         self._ranks: Optional[DataParallel] = getattr(self, "_ranks", None)
+
+    def _keep_recorded(self, whole: Union[Planned, Mixed, None]) -> None:
+        """Keeps a plan whose steps were recorded for as long as the optimizer."""
+        if whole is not None and whole.is_recorded:
+            self._recorded.append(whole)
 
     def _put_plan_away(self) -> None:
         """Has the next step look for a plan; the one in use is kept for parameters like these."""
@@ -167,16 +189,16 @@ class Fused(Optimizer):
         store = self._kept_state()[1]
         if store is not None:
             store.settle()
+        self._keep_recorded(self._whole)
         self._whole = None
         self._plans_made += 1
 
     def _check_group(self, group: Dict[str, Any]) -> None:
-        for flag in ("capturable", "differentiable"):
-            if group.get(flag):
-                raise ValueError(
-                    f"{flag}: expected False, because the host counts steps, which run in place, "
-                    "found True"
-                )
+        if group.get("differentiable"):
+            raise ValueError(
+                "differentiable: expected False, because steps run in place, found True"
+            )
+        refuse_capturable(group)
         for tensor in group["params"]:
             if tensor.is_complex() or tensor.layout != torch.strided:
                 refuse_kind("parameter", tensor)
@@ -371,6 +393,8 @@ class Fused(Optimizer):
             self._report = self._update_rest(self._backward)
             return
         members = members_of(self.param_groups)
+        for member in members[:1]:
+            refuse_recording(self, device_of(local_of(member.tensor)))
         if self._micro.count + 1 < self._options[ACCUMULATE]:
             self._micro.add(members)
         else:
@@ -385,11 +409,15 @@ class Fused(Optimizer):
         return self._planned().plan()
 
     def report(self) -> Optional[Report]:
-        """What the last step did; ``None`` before the first."""
+        """What the last step did; ``None`` before the first. Of steps that were recorded, what the
+        last replay did."""
+        if isinstance(self._whole, Planned) and self._whole.is_recorded:
+            self._report = self._whole.told()
         if isinstance(self._report, Enqueued):
             self._report = self._report.told()
         if isinstance(self._report, dict):
-            self._report = Report(**self._report)
+            rate = rate_now(self.param_groups[0])
+            self._report = Report(**{**self._report, **({} if rate is None else {"lr": rate})})
         return self._report
 
     def time_steps(self) -> None:

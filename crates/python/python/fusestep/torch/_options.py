@@ -191,14 +191,18 @@ def refuse_sums_of_parts(options: Dict[str, Any], rules: Iterable[str], device: 
         )
 
 
-def refuse_between_devices(options: Dict[str, Any], devices: Sequence[str]) -> None:
-    """Raises for settings with which parameters of all devices are updated alike, or none is."""
-    for name in (CLIP_NORM, "loss_scale", "update_norms"):
+def refuse_between_devices(
+    options: Dict[str, Any], devices: Sequence[str], is_sharded: bool
+) -> None:
+    """Raises for settings that take sums which plans of several devices do not share."""
+    refused = ["update_norms"] + ([CLIP_NORM, "loss_scale"] if is_sharded else [])
+    for name in refused:
         if options[name]:
+            what = "DTensors" if is_sharded else "parameters"
             raise ValueError(
-                f"{name}: expected parameters of one device, because norms are those of all "
-                f"gradients, found them on {' and '.join(devices)}; make an optimizer for each "
-                "device, or leave it out"
+                f"{name}: expected {what} of one device, because sums are added for each alone, "
+                f"found them on {' and '.join(devices)}; make an optimizer for each device, or "
+                "leave it out"
             )
 
 
@@ -226,7 +230,7 @@ _PEERS: Dict[str, Tuple[Any, str]] = {
     "amsgrad": (False, "`AdamW` has it"),
     "always_adapt": (False, "groups with `trust_ratio=False` take the plain rate"),
     "bias_correction": (True, "no rule goes without"),
-    "capturable": (False, "the host counts steps"),
+    "capturable": (False, "steps on a CUDA device can be recorded without it"),
     "dampening": (0, "`SGD` has it"),
     "differentiable": (False, "steps run in place"),
     "grad_averaging": (True, "no rule goes without"),

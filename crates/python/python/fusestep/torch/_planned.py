@@ -22,8 +22,10 @@ from torch.nn.parameter import is_lazy
 
 from fusestep import _fusestep
 from fusestep._plans import Kept, Plans
-from fusestep.torch._device import CUDA, CudaLibrary, device_of, refuse_recording, steps_on
+from fusestep.torch._device import CUDA, CudaLibrary, device_of, steps_on
+from fusestep.torch._graphs import Asked, Rates, Scale, refuse_recording
 from fusestep.torch._options import (
+    CLIP_NORM,
     refuse_counted,
     refuse_on_device,
     refuse_sums_of_parts,
@@ -42,6 +44,9 @@ from fusestep.torch._tensors import (
 if TYPE_CHECKING:
     from fusestep.torch._optimizer import Fused
 
+
+# A sum of squares and a count of elements that are not finite, by parameter.
+Squares = List[Tuple[float, int]]
 
 increment_version: Callable[[List[Tensor]], Any]
 try:
@@ -141,6 +146,9 @@ class Planned:
         of_all = self._device, len(optimizer.param_groups), self._is_sharded
         self._key = tuple(described), of_all
         self.share = self._shares(described)
+        self._rates = Rates()
+        # What a `GradScaler` leaves to steps, once there is one.
+        self._scale: Optional[Scale] = None
         # The plan, and the settings that it has.
         self.session, self._seen = self._kept() or (self._new_session(described), None)
         self._is_in_use = True
@@ -193,7 +201,7 @@ class Planned:
     def give_back(self, plans: Plans) -> None:
         """Has the plan kept for parameters like these; this steps no more."""
         with self._lock:
-            if self._is_in_use:
+            if self._is_in_use and not self.is_recorded:
                 self._is_in_use = False
                 plans.give_back(self._key, (self.session, self._seen), len(self.tensors))
 
@@ -243,17 +251,30 @@ class Planned:
         with self._lock:
             self.session.write_steps()
 
-    def run(
+    def squares(
         self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]]
+    ) -> Optional[Squares]:
+        """Sums of squares over gradients that :meth:`looks` has looked at, by parameter that trains;
+        ``None`` if the plan is no longer theirs."""
+        with self._lock:
+            threads = torch.get_num_threads()
+            return self.session.squares(lists, self, gradients, threads, self._asked())
+
+    def run(
+        self,
+        lists: List[List[Tensor]],
+        gradients: Optional[List[Optional[Tensor]]],
+        whole: Optional[Squares] = None,
     ) -> Union[Dict[str, Any], Enqueued, None]:
         """Updates the tensors of ``lists``, those planned for, from ``gradients`` or their own.
 
+        With ``whole``, the squares of all gradients of which these are a part, it decides by those.
         Returns what a `Report` has, or who has it once a device has decided; ``None`` if the plan
         is no longer theirs. Nothing has changed then, nor where this raises.
         """
         self._refuse_inference()
-        refuse_recording(self._device)
         optimizer = self._optimizer
+        refuse_recording(optimizer, self._device)
         if optimizer._times:
             with self._lock:
                 self.session.time_steps()
@@ -265,8 +286,8 @@ class Planned:
         self._made = []
         store = optimizer._kept_state()[1]
         try:
-            if store is None:
-                updated = self.ask(lists, gradients, False)
+            if store is None or whole is not None:
+                updated = self.ask(lists, gradients, False, whole)
             else:
                 updated = store.step(self, lists, gradients)
         except BaseException:
@@ -295,6 +316,11 @@ class Planned:
         assert report is not None, "a step was taken"
         return report
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a step was recorded, whose replays take steps by themselves."""
+        return self._device is not None and self.session.is_recorded()
+
     def _refuse_inference(self) -> None:
         if self._of_inference and not torch.is_inference_mode_enabled():
             raise RuntimeError(
@@ -317,7 +343,11 @@ class Planned:
             return self.session.looks(lists, self._rules(), self, gradients)
 
     def ask(
-        self, lists: List[List[Tensor]], gradients: Optional[List[Optional[Tensor]]], private: bool
+        self,
+        lists: List[List[Tensor]],
+        gradients: Optional[List[Optional[Tensor]]],
+        private: bool,
+        whole: Optional[Squares] = None,
     ) -> Optional[Sequence[int]]:
         """Has the session step, told whether the state is private."""
         with self._lock:
@@ -328,8 +358,9 @@ class Planned:
                 seen, self._seen = _fusestep.Snapshot(groups), None
                 rules = self._rules()
             threads = torch.get_num_threads()
+            tell, asked = increment_version, self._asked()
             updated = self.session.step(
-                lists, rules, self, gradients, threads, private, increment_version
+                lists, rules, self, gradients, threads, private, tell, asked, whole
             )
             if updated is not None:
                 self._seen = seen
@@ -346,8 +377,30 @@ class Planned:
         self._local_state = {local: local_state(found) for found, local in own if found}
         return local_gradients(self.members, given)
 
+    def _asked(self) -> Optional[Asked]:
+        """What a step on a device is to heed, besides settings."""
+        if self._device is None:
+            return None
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        keeps_tables = any(group.get("capturable") or _has_rate(group) for group in groups)
+        # `GradScaler` leaves them for the time of a step.
+        found = getattr(optimizer, "found_inf", None)
+        if found is None:
+            return Asked(keeps_tables)
+        if self._scale is None:
+            self._scale = Scale(self._device)
+        scale, control = self._scale.of(getattr(optimizer, "grad_scale", None), found)
+        if optimizer._options[CLIP_NORM] is not None:
+            # A plan that takes norms sees for itself what is not finite.
+            return Asked(keeps_tables, scale=scale)
+        return Asked(keeps_tables, control=control)
+
     def _rules(self) -> List[Dict[str, Any]]:
-        return [self._optimizer._settings(group) for group in self._optimizer.param_groups]
+        optimizer, index = self._optimizer, self._device
+        if index is None:
+            return [optimizer._settings(group) for group in optimizer.param_groups]
+        return [self._rates.settings(optimizer, group, index) for group in optimizer.param_groups]
 
     def _make_state(self, index: int) -> Tuple[Dict[str, Any], bool]:
         """Fills in what is missing of a parameter's state; whether its rule had none of it."""
@@ -419,6 +472,12 @@ class Planned:
             if master is not None:
                 stays = master.to(tensor.dtype) == tensor
                 master.copy_(torch.where(stays, master, tensor.detach().to(torch.float32)))
+
+
+def _has_rate(group: Dict[str, Any]) -> bool:
+    """Whether a device has the learning rate of a group."""
+    lr = group["lr"]
+    return isinstance(lr, Tensor) and device_of(lr) is not None
 
 
 def _version_of(member: Member) -> Tuple[int, int]:

@@ -38,7 +38,7 @@ _SAYS = {
     "warmup_steps": "Steps over which the rate rises.",
     "foreach": "Without effect: every step is one launch for each dtype.",
     "fused": "Without effect, as ``foreach``.",
-    "capturable": "False: the host counts steps.",
+    "capturable": "True for steps on a CUDA device that `torch.cuda.graph` records.",
     "differentiable": "False: steps run in place.",
 }
 
