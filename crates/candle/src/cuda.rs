@@ -10,7 +10,7 @@
 //! - candle's locks: storages are locked for reading while addresses are in use, so none is
 //!   replaced. Their memory is freed behind the work enqueued on the stream.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{
@@ -21,9 +21,11 @@ use candle_core::{
     CpuStorage, CudaStorage, Device, DeviceLocation, InplaceOp1, Layout, Storage, Tensor, Var,
 };
 use fusestep::{Session, SharedBackend};
-use fusestep_cuda::{ContextHandle, CudaBackend, DeviceTensor, StreamHandle};
+use fusestep_cuda::{
+    BorrowedStep, BorrowedTables, ContextHandle, CudaBackend, DeviceTensor, StreamHandle,
+};
 use fusestep_launch::{Backend, BackendError, Launch, LaunchReport, Reduce};
-use fusestep_planner::{Lender, StepReport};
+use fusestep_planner::{DerivedFrom, Lender, StepReport};
 use fusestep_tensor::Role;
 
 use crate::lend::bytes_mut;
@@ -33,8 +35,34 @@ use crate::{AdapterError, Options};
 #[derive(Debug)]
 pub(crate) struct OnCuda {
     backend: Arc<CudaBackend>,
+    tables: Box<Mutex<Kept>>,
     /// Device of candle; declared behind the backend, which may use this device's stream.
     device: CudaDevice,
+}
+
+/// Tables of the steps' launches in the device's memory, and where the tensors lie that they have.
+#[derive(Debug, Default)]
+struct Kept {
+    tables: BorrowedTables,
+    /// Addresses of each variable and its gradient, both 0 without one.
+    addresses: Vec<[u64; 2]>,
+    /// Number of these addresses among all that steps have had.
+    number: u64,
+}
+
+impl Kept {
+    /// Begins a step on these tensors.
+    fn begin(&mut self, places: &[Option<Place<'_>>]) {
+        let addresses = |place: &Option<Place<'_>>| {
+            place.as_ref().map_or([0; 2], |own| [own.param.address(), own.grad.address()])
+        };
+        let now = places.iter().map(addresses);
+        if self.number == 0 || !now.clone().eq(self.addresses.iter().copied()) {
+            self.addresses = now.collect();
+            self.number += 1;
+        }
+        self.tables.begin(BorrowedStep { places: self.number, ..BorrowedStep::default() });
+    }
 }
 
 impl OnCuda {
@@ -60,7 +88,8 @@ impl OnCuda {
             // the session is dropped before it, as `Fused` declares them.
             unsafe { CudaBackend::adopt(context, handle) }?
         };
-        Ok(Self { backend: Arc::new(backend), device: device.clone() })
+        let (backend, tables) = (Arc::new(backend), Box::default());
+        Ok(Self { backend, tables, device: device.clone() })
     }
 
     pub(crate) fn backend(&self) -> SharedBackend {
@@ -95,10 +124,16 @@ impl OnCuda {
             });
         }
         let handle = handle_of(&stream);
-        let mut lender = BorrowedOnCuda { backend: &self.backend, places: &places };
+        let mut kept = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.begin(&places);
+        let tables = &mut kept.tables;
+        let mut lender = BorrowedOnCuda { backend: &self.backend, places: &places, tables };
         // SAFETY: candle's stream, in the context of the backend.
         unsafe { self.backend.wait_for(handle) }?;
         let report = session.step_borrowed(&mut lender);
+        if report.as_ref().is_ok_and(|report| report.skipped) {
+            kept.tables.skipped();
+        }
         // After a failed step, too: some of its work may be enqueued.
         // SAFETY: as above.
         let waits = unsafe { self.backend.make_wait(handle) };
@@ -190,16 +225,16 @@ fn elements<'a, T>(
 struct BorrowedOnCuda<'a, 'b> {
     backend: &'a CudaBackend,
     places: &'a [Option<Place<'b>>],
+    tables: &'a mut BorrowedTables,
 }
 
-impl BorrowedOnCuda<'_, '_> {
-    fn lend(&self, parameter: u32, role: Role) -> Option<DeviceTensor> {
-        let place = self.places[parameter as usize].as_ref()?;
-        match role {
-            Role::Param => Some(place.param),
-            Role::Grad => Some(place.grad),
-            _ => None,
-        }
+/// The tensor of a role of one parameter, as far as candle has it.
+fn lend(places: &[Option<Place<'_>>], parameter: u32, role: Role) -> Option<DeviceTensor> {
+    let place = places[parameter as usize].as_ref()?;
+    match role {
+        Role::Param => Some(place.param),
+        Role::Grad => Some(place.grad),
+        _ => None,
     }
 }
 
@@ -209,13 +244,22 @@ impl Lender for BorrowedOnCuda<'_, '_> {
     }
 
     fn launch(&mut self, launch: Launch<'_>) -> Result<LaunchReport, BackendError> {
-        let mut lend = |parameter, role| self.lend(parameter, role);
+        let mut lend = |parameter, role| lend(self.places, parameter, role);
         self.backend.launch_borrowed(launch, &mut lend)
     }
 
+    fn launch_derived(
+        &mut self,
+        launch: Launch<'_>,
+        from: DerivedFrom<'_>,
+    ) -> Result<LaunchReport, BackendError> {
+        let mut lend = |parameter, role| lend(self.places, parameter, role);
+        self.tables.launch(self.backend, launch, from.rule, from.values, &mut lend)
+    }
+
     fn reduce(&mut self, reduce: Reduce<'_>) -> Result<LaunchReport, BackendError> {
-        let mut lend = |parameter, role| self.lend(parameter, role);
-        self.backend.reduce_borrowed(reduce, &mut lend)
+        let mut lend = |parameter, role| lend(self.places, parameter, role);
+        self.tables.reduce(self.backend, reduce, &mut lend)
     }
 }
 

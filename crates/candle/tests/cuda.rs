@@ -34,11 +34,15 @@ fn values(numel: usize, seed: u64, dtype: DType) -> Tensor {
 }
 
 fn vars(dtype: DType, device: &Device) -> Vec<(String, Var)> {
+    vars_of(&NUMELS, dtype, device)
+}
+
+fn vars_of(numels: &[usize], dtype: DType, device: &Device) -> Vec<(String, Var)> {
     let var = |(index, &numel): (usize, &usize)| {
         let values = values(numel, index as u64, dtype).to_device(device).unwrap();
         (format!("v{index}"), Var::from_tensor(&values).unwrap())
     };
-    NUMELS.iter().enumerate().map(var).collect()
+    numels.iter().enumerate().map(var).collect()
 }
 
 /// Gradients that begin a few elements behind the start of their memory.
@@ -114,6 +118,47 @@ fn variables_on_the_device_get_the_bits_of_those_on_the_host() {
                 let found = steps(&device);
                 let first = found.iter().zip(&expected).position(|(a, b)| a != b);
                 assert_eq!(first, None, "{rule}, {dtype:?}, {device:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tables_that_stay_on_the_device_give_the_bits_of_the_host() {
+    // As many variables as a table is kept for, and one of them without a gradient in a step.
+    let numels: Vec<usize> = (1..40).collect();
+    let clipped = Options {
+        clip_norm: Some(0.5),
+        loss_scale: Some(LossScale::dynamic()),
+        ..Options::default()
+    };
+    for (rule, role) in rules() {
+        for options in [&Options::default(), &clipped] {
+            let steps = |device: &Device| {
+                let vars = vars_of(&numels, DType::F32, device);
+                let mut optimizer = AnyRule::with_options(vars.clone(), rule, options).unwrap();
+                for step in 1..=6 {
+                    let mut store = grads(&vars, step);
+                    if step == 3 {
+                        store.remove(&vars[7].1);
+                    }
+                    if step == 4 {
+                        let bad = Tensor::new(&[f32::INFINITY], &Device::Cpu).unwrap();
+                        let is_scaled = options.loss_scale.is_some();
+                        let bad = if is_scaled { bad } else { values(1, 9, DType::F32) };
+                        store.insert(&vars[0].1, bad.to_device(device).unwrap());
+                    }
+                    optimizer.step(&store).unwrap();
+                    // These gradients once more, whose addresses the table has.
+                    optimizer.step(&store).unwrap();
+                }
+                all_bits(&optimizer, role)
+            };
+            let expected = steps(&Device::Cpu);
+            for device in devices() {
+                let found = steps(&device);
+                let first = found.iter().zip(&expected).position(|(a, b)| a != b);
+                assert_eq!(first, None, "{rule}, {device:?}");
             }
         }
     }

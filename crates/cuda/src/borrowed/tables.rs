@@ -178,8 +178,14 @@ impl BorrowedTables {
             kept.keep_rate(&mut steps);
         }
         let (flags, chunk) = (launch.kernel.flags(), launch.limits.chunk_elements);
-        let settings = [flags.to_le_bytes(), chunk.to_le_bytes()].concat();
-        let head = [&of.control.to_le_bytes()[..], &settings, launch.scalars].concat();
+        let mut head = [flags.to_le_bytes(), chunk.to_le_bytes()].concat();
+        head.extend_from_slice(launch.scalars);
+        head.extend_from_slice(&of.control.to_le_bytes());
+        // Lists that the caller keeps lie where they lay, too.
+        for (index, list) in launch.lists.iter().enumerate() {
+            head.extend_from_slice(&backend.address(list.buffer.as_ref())?.to_le_bytes());
+            head.extend_from_slice(&launch.first(index).to_le_bytes());
+        }
         let table = if self.step.is_recorded || !kept.has(self.step.places, &head) {
             let mut tensors = backend.borrowed();
             look_up(backend, &launch, lend, &mut tensors)?;
