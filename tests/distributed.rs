@@ -1,5 +1,7 @@
 //! The step of many ranks: the same bits however it is shared out.
 
+#[path = "distributed/averaged.rs"]
+mod averaged;
 #[path = "distributed/averages.rs"]
 mod averages;
 #[path = "distributed/calls.rs"]

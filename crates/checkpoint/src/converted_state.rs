@@ -156,7 +156,7 @@ fn tensors_of(file: &TensorFile, params: &[ParamDesc]) -> Result<(WholeSpecs, Sa
 }
 
 /// The role of a list of a state file by its name.
-fn role_of(name: &str) -> Option<Role> {
+pub(crate) fn role_of(name: &str) -> Option<Role> {
     let units = CHECKED.into_iter().filter_map(Role::units);
     let mut all = CHECKED.into_iter().chain(units).chain([Role::Master, Role::Remainder]);
     all.find(|role| role.name() == name)

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod agree;
+mod averaged;
 mod begun;
 mod checkpoints;
 mod commits;

@@ -3,11 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use fusestep_collective::{ReduceOp, reduce_slices};
 use fusestep_planner::PlanError;
-use fusestep_simd::Level;
-use fusestep_tensor::DType;
 
+use crate::averaged::{ListOfRanks, ListsOfRanks, NoMean};
 use crate::manifest::Manifest;
 use crate::own_values::PROGRESS;
 use crate::refusal::refuse;
@@ -20,7 +18,9 @@ impl Manifest {
     ///
     /// ```text
     /// parameters, state   ((x₀ + x₁) + … ) / n over ranks, in their order: what a LocalSGD run
-    ///                     averages, and its optimizer state too
+    ///                     averages, and its optimizer state too. As in such a run, the means of
+    ///                     masters and of parameters with remainders are those of 32-bit values,
+    ///                     and codes are read, averaged and coded again, to nearest
     /// sums of a window    the same: the mean of m ranks that all have the mean of n is the mean of
     ///                     the n, up to rounding
     /// counts              those of the rank with most steps, the smallest loss scale
@@ -45,40 +45,52 @@ impl Manifest {
         let refuse =
             |what: &str, expected: &str, found: &str| refuse(from.path, what, expected, found);
         let mut manifest = read.clone();
-        for (base, keys) in read.of_ranks() {
-            let inputs: Vec<&[u8]> = keys.iter().map(|key| tensors.whole[key].as_slice()).collect();
-            let dtype = read.tensors[&keys[0]].dtype;
-            let mean = if base == PROGRESS {
-                let averaged = counts::averaged(&inputs);
+        let of_ranks = read.of_ranks();
+        let mut written = Vec::new();
+        let mut lists = BTreeMap::new();
+        for (base, keys) in &of_ranks {
+            let ranks: Vec<&[u8]> = keys.iter().map(|key| tensors.bytes(key)).collect();
+            if base == PROGRESS {
+                let averaged = counts::averaged(&ranks);
                 let counts =
-                    averaged.map_err(|what| refuse(&base, what, "other ones on some ranks"))?;
+                    averaged.map_err(|what| refuse(base, what, "other ones on some ranks"))?;
                 (manifest.step, manifest.skipped) = (counts.step, counts.skipped);
                 manifest.loss_scale = counts.loss_scale;
-                counts::to_bytes(&counts)
-            } else if matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
-                let mut mean = vec![0; inputs[0].len()];
-                reduce_slices(Level::detect(), dtype, ReduceOp::Average, &inputs, &mut mean);
-                mean
+                written.push(Mean { keys, bytes: counts::to_bytes(&counts), non_finite: 0 });
             } else {
-                return Err(refuse(&base, "floating-point elements", dtype.name()));
-            };
+                let list = ListOfRanks { dtype: read.tensors[&keys[0]].dtype, ranks };
+                lists.insert(base.as_str(), list);
+            }
+        }
+        let lists = ListsOfRanks::new(lists);
+        for base in of_ranks.keys().filter(|base| *base != PROGRESS) {
+            let means = lists
+                .means(base)
+                .map_err(|NoMean { expected, found }| refuse(base, expected, &found))?;
+            let dtype = |name: &str| read.tensors[&of_ranks[name][0]].dtype;
             // The mean may be infinite or NaN where the ranks' values are, or where it is too
             // large. Only values that their writers have noted may lead to a noted mean.
-            let seen = keys.iter().all(|key| {
-                let count = dtype.non_finite(&tensors.whole[key]);
-                count == tensors.noted(key)
+            let seen = means.iter().flat_map(|(name, _)| &of_ranks[*name]).all(|key| {
+                read.tensors[key].dtype.non_finite(tensors.bytes(key)) == tensors.noted(key)
             });
-            for key in &keys {
+            for (name, bytes) in means {
+                let non_finite = dtype(name).non_finite(&bytes);
+                let non_finite = if seen { non_finite } else { 0 };
+                written.push(Mean { keys: &of_ranks[name], bytes, non_finite });
+            }
+        }
+        for Mean { keys, bytes, non_finite } in written {
+            for key in keys {
                 tensors.non_finite.remove(key);
             }
-            if seen && dtype.non_finite(&mean) > 0 {
+            if non_finite > 0 {
                 tensors.non_finite.insert(keys[0].clone(), 1);
             }
             for key in &keys[1..] {
                 tensors.whole.remove(key);
                 manifest.tensors.remove(key);
             }
-            tensors.whole.insert(keys[0].clone(), mean);
+            tensors.whole.insert(keys[0].clone(), bytes);
         }
         manifest.open = Some(OpenRun { ranks: 1, ..open.clone() });
         manifest.write_whole(&tensors, to.into(), count)
@@ -138,4 +150,13 @@ impl Manifest {
         })
         .collect()
     }
+}
+
+/// The mean of a list, which takes the place of those of all ranks.
+struct Mean<'a> {
+    /// Names of the ranks' lists, of which the first stays.
+    keys: &'a [String],
+    bytes: Vec<u8>,
+    /// The number of values that are not finite, if writers have noted all that led to them.
+    non_finite: u64,
 }

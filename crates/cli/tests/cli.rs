@@ -30,6 +30,8 @@ mod learning;
 #[cfg(target_os = "linux")]
 #[path = "cli/limits.rs"]
 mod limits;
+#[path = "cli/losses.rs"]
+mod losses;
 #[path = "cli/messages.rs"]
 mod messages;
 #[path = "cli/models.rs"]

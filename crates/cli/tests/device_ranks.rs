@@ -6,6 +6,8 @@
 mod counted;
 #[path = "device_ranks/graph.rs"]
 mod graph;
+#[path = "device_ranks/int8.rs"]
+mod int8;
 #[path = "../../../tests/distributed/lane_case.rs"]
 #[expect(dead_code, reason = "the other suite has more to ask of lanes")]
 mod lane_case;

@@ -135,6 +135,96 @@ def test_every_precision_of_bfloat16_has_the_bits_of_the_cpu(device, name, preci
     compare(device, kind_of(name), BF16, lr=1e-2, precision=precision)
 
 
+# At the border of int8, some of which stay in float32, and with groups that end early.
+CODED_SHAPES = [(64, 64), (4095,), (67, 63), (0, 5), (4097,)]
+
+# Rules with state in int8, and what they take for that.
+CODED = {
+    "AdamW": {"lr": 1e-2},
+    "Adam": {"lr": 1e-2, "amsgrad": True},
+    "NAdam": {"lr": 1e-2},
+    "Adamax": {"lr": 1e-2},
+    "RMSprop": {"lr": 1e-2, "momentum": 0.9},
+    "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.1},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+    "Lion": {"lr": 1e-3},
+    "Lars": {"lr": 1e-2},
+    "Lamb": {"lr": 1e-2},
+}
+
+
+def assert_coded(optimizer, shapes=CODED_SHAPES):
+    """State lies on the device, in codes where a parameter has 4,096 elements."""
+    for shape, own in zip(shapes, optimizer.state.values(), strict=True):
+        units = [name for name in own if name.endswith("_units")]
+        assert bool(units) == (torch.Size(shape).numel() >= 4096), (shape, list(own))
+        for name in units:
+            assert own[name].dtype == F32
+            assert own[name.removesuffix("_units")].dtype == torch.uint8
+        for name, value in own.items():
+            assert value.device.type == ("cpu" if name == "step" else "cuda"), (shape, name)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_state_in_int8_has_the_bits_of_the_cpu(device, name):
+    settings = {**CODED[name], "state_dtype": "int8"}
+    _, found = compare(device, kind_of(name), shapes=CODED_SHAPES, come_and_go=False, **settings)
+    assert_coded(found)
+    compare(device, kind_of(name), shapes=CODED_SHAPES, clip_norm=0.5, **settings)
+
+
+@pytest.mark.parametrize("master", [None, True, "remainder", "remainder8"])
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "Lamb"])
+def test_state_in_int8_of_bfloat16_has_the_bits_of_the_cpu(device, name, master):
+    settings = {**CODED[name], "state_dtype": "int8"}
+    if master is not None:
+        settings["master_weights"] = master
+    a, b = compare(device, kind_of(name), BF16, shapes=CODED_SHAPES, **settings)
+    remainders = [own["remainder"].dtype for own in b.state.values() if "remainder" in own]
+    assert (torch.int8 in remainders) == (master == "remainder8")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "Lamb"])
+def test_state_in_int8_goes_from_device_to_cpu_and_back(device, name, dtype):
+    settings = {**CODED[name], "state_dtype": "int8"}
+    if dtype == BF16:
+        settings["master_weights"] = "remainder8"
+    a, b = compare(
+        device, kind_of(name), dtype, steps=3, shapes=CODED_SHAPES, come_and_go=False, **settings
+    )
+    ours, others = (own.param_groups[0]["params"] for own in (a, b))
+    saved = [own.state_dict() for own in (a, b)]
+    a, b = (kind_of(name)(params, **settings) for params in (ours, others))
+    a.load_state_dict(saved[1])
+    b.load_state_dict(saved[0])
+    assert_coded(b)
+    for step in range(3, 5):
+        give(device, ours, others, step, come_and_go=False)
+        a.step()
+        b.step()
+    assert_same(a, b, ours, others)
+
+
+def test_state_in_float32_goes_on_in_int8_on_the_device_as_on_the_cpu(device):
+    a, b = compare(device, fusestep.torch.AdamW, shapes=CODED_SHAPES, come_and_go=False)
+    ours, others = (own.param_groups[0]["params"] for own in (a, b))
+    saved = [own.state_dict() for own in (a, b)]
+    a, b = (fusestep.torch.AdamW(params, state_dtype="int8") for params in (ours, others))
+    a.load_state_dict(saved[0], any_state_dtype=True)
+    b.load_state_dict(saved[1], any_state_dtype=True)
+    assert_coded(b)
+    for step in range(4, 6):
+        give(device, ours, others, step, come_and_go=False)
+        a.step()
+        b.step()
+    assert_same(a, b, ours, others)
+    wide = [own.state_dict(state_dtype=torch.float32)["state"] for own in (a, b)]
+    for index, own in wide[0].items():
+        for name, value in own.items():
+            assert torch.equal(value, wide[1][index][name].cpu()), (index, name)
+
+
 def test_masters_of_float16_follow_what_is_written_to_parameters(device):
     ours, others = twins(device, F16)
     a, b = (fusestep.torch.AdamW(p, lr=1e-2, master_weights=True) for p in (ours, others))
@@ -654,18 +744,20 @@ def test_gradients_on_another_device_than_their_parameter_are_refused(device):
         optimizer.step()
 
 
-def test_state_that_was_left_on_the_cpu_is_refused_by_name():
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_units"])
+def test_state_that_was_left_on_the_cpu_is_refused_by_name(name):
     with emulated(file=None) as device:
-        _, others = twins(device)
-        optimizer = fusestep.torch.AdamW(others)
+        _, others = twins(device, shapes=CODED_SHAPES)
+        optimizer = fusestep.torch.AdamW(others, state_dtype="int8")
         for step in range(2):
             for param in others:
                 param.grad = torch.ones_like(param)
             if step == 0:
                 optimizer.step()
         own = optimizer.state[others[0]]
-        own["exp_avg"] = own["exp_avg"].cpu()
-        with pytest.raises(ValueError, match="exp_avg of `0.0`.*on cuda:0, found.*a tensor on cpu"):
+        own[name] = own[name].cpu()
+        expected = f"{name} of `0.0`.*on cuda:0, found.*a tensor on cpu"
+        with pytest.raises(ValueError, match=expected):
             optimizer.step()
 
 

@@ -24,7 +24,7 @@ fn on_devices(case: &Case) -> Vec<(Outcome, (u64, u64))> {
 }
 
 /// Every rank's parameters and reports are those of threads on the host.
-fn assert_same(case: &Case) {
+pub(crate) fn assert_same(case: &Case) {
     let expected = case.run();
     for (rank, (found, _)) in on_devices(case).into_iter().enumerate() {
         assert!(found.params == expected.params, "rank {rank}: other parameters: {case:?}");

@@ -149,16 +149,6 @@ fn allocate_storages(plan: &Plan, allocator: &mut Allocator<'_>) -> Result<Vec<S
 
 /// Refuses a backend that cannot run a stage of the plan.
 fn check_backend(plan: &Plan, backend: &dyn Backend) -> Result<()> {
-    let is_of_ranks = plan.topology.world > 1 && backend.device().is_some();
-    let coded = plan.storages().iter().find(|spec| spec.is_coded());
-    if let Some(spec) = coded.filter(|_| is_of_ranks) {
-        return Err(PlanError::Conflict {
-            first: format!("{} ranks on backend {}", plan.topology.world, backend.name()),
-            second: format!("state_dtype int8 (kernel {})", spec.kernel),
-            why: "do not go together yet; use one rank, state_dtype bf16 or f32, or a backend of \
-                  the host",
-        });
-    }
     if backend.host().is_some() || !plan.is_fused() {
         return Ok(());
     }

@@ -559,7 +559,7 @@ class Fused(Optimizer):
 
     def _first_value(self, tensor: Tensor, name: str, group: Dict[str, Any]) -> Tensor:
         if is_units(name):
-            return torch.zeros(shape_of(tensor, name), dtype=torch.float32, device="cpu")
+            return torch.zeros(shape_of(tensor, name), dtype=torch.float32, device=tensor.device)
         return empty_like(tensor, self._state_dtype(tensor, name)).zero_()
 
 

@@ -131,8 +131,9 @@ def kept_beside(parameter: Tensor, name: str, value: Tensor, dtype: torch.dtype)
     """A copy of a value that is loaded, as state of this name beside the parameter."""
     if not is_lazy(parameter) and not is_units(name):
         return in_order_of(parameter, value, dtype)
+    device = "cpu" if is_lazy(parameter) else parameter.device
     plain = torch.contiguous_format
-    return value.detach().to(device="cpu", dtype=dtype, copy=True, memory_format=plain)
+    return value.detach().to(device=device, dtype=dtype, copy=True, memory_format=plain)
 
 
 def order_of(tensor: Tensor) -> Optional[Tuple[int, ...]]:
