@@ -12,9 +12,10 @@ use fusestep_collective::{Collectives, Link, Options, run_ranks};
 use fusestep_cpu::CpuBackend;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
+use fusestep_launch::{Precision, StateDType};
 use fusestep_planner::{
-    Comms, FuseAllReduce, GradientAccumulation, Optimizer, Plan, Planner, RankBytes, ReducedWhen,
-    Run, Shard, Topology, ZeroStage,
+    Comms, FuseAllReduce, GradientAccumulation, Plan, Planner, RankBytes, ReducedWhen, Run, Shard,
+    Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use fusestep_tensor_file::{TensorBytes, serialize};
@@ -76,11 +77,11 @@ fn params() -> Vec<ParamDesc> {
 }
 
 fn plan_of(
-    rule: Optimizer,
+    planner: Planner,
     (zero, sums): (ZeroStage, Option<GradientAccumulation>),
     topology: Topology,
 ) -> Plan {
-    let planner = Planner::new(rule).with(FuseAllReduce::of_bytes(CAP_BYTES));
+    let planner = planner.with(FuseAllReduce::of_bytes(CAP_BYTES));
     let planner = planner.with(Shard::new(zero));
     let planner = match sums {
         Some(rule) => planner.with(rule),
@@ -101,7 +102,7 @@ fn measured(zero: ZeroStage, world: usize, reduced: Reduced) -> (i64, i64) {
     let params = params();
     let gradients: Vec<Vec<u8>> = NUMELS.map(|numel| vec![0; 4 * numel as usize]).to_vec();
     let ranks = run_ranks(world, &Options::default(), |mut comm| {
-        let plan = plan_of(Adam::default().into(), (zero, None), Topology::of(&comm));
+        let plan = plan_of(Planner::new(Adam::default().into()), (zero, None), Topology::of(&comm));
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         comm.barrier().unwrap();
         let before = HELD.load(Ordering::SeqCst);
@@ -171,12 +172,12 @@ fn ranks_hold_what_their_stage_promises() {
 
 /// Bytes that each rank's own thread allocates for a plan, between steps, and the plan itself.
 fn of_each_rank(
-    rule: Optimizer,
+    planner: impl Fn() -> Planner + Sync,
     what: (ZeroStage, Option<GradientAccumulation>),
     world: usize,
 ) -> Vec<(i64, Plan)> {
     let ranks = run_ranks(world, &Options::default(), |mut comm| {
-        let plan = plan_of(rule, what, Topology::of(&comm));
+        let plan = plan_of(planner(), what, Topology::of(&comm));
         let backend = CpuBackend::new(NonZeroUsize::MIN);
         let before = OWN.get();
         let mut state = plan.allocate_on(&backend, &mut comm).unwrap();
@@ -199,10 +200,10 @@ fn of_each_rank(
 fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
     let _turn = TURN.lock().unwrap();
     let stages = [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
-    let plain = Sgd { momentum: 0.0, ..Sgd::default() };
-    let within = |found: i64, said: u64, text: &str| {
-        let expected = said as i64..said as i64 + SLACK_BYTES;
-        assert!(expected.contains(&found), "{text}: expected {expected:?} bytes, found {found}");
+    let plain = || Planner::new(Sgd { momentum: 0.0, ..Sgd::default() }.into());
+    let adam_with = |state| {
+        let precision = Precision { state, ..Precision::default() };
+        move || Planner::new(Adam::default().into()).precision(precision)
     };
     let each = GradientAccumulation::every(NonZeroU32::new(2).unwrap());
     let each = each.reduced(ReducedWhen::PerMicroStep);
@@ -210,24 +211,39 @@ fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
     for world in [1, 2, 4] {
         for what in cases.into_iter().flatten() {
             let text = format!("{what:?} on {world} ranks");
-            let adam = of_each_rank(Adam::default().into(), what, world);
-            // What a rule without state has not.
-            let stateless = of_each_rank(plain.into(), what, world);
-            let mut measured = Vec::new();
+            let adam = of_each_rank(adam_with(StateDType::Compute), what, world);
+            check(&adam, &text);
+            // What a rule without state has not. With codes buckets are others, too.
+            let stateless = of_each_rank(plain, what, world);
             for ((held, plan), (without, _)) in adam.iter().zip(stateless) {
-                within(*held, plan.memory_bytes(), &text);
                 within(held - without, plan.state_bytes(), &text);
-                measured.push(*held);
             }
-            let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
-            // Rank 0 knows the numbers of all.
-            let summary = adam[0].1.rank_summary(link);
-            let RankBytes { memory_bytes, .. } = summary.worst_rank;
-            within(*measured.iter().max().unwrap(), memory_bytes, &text);
-            let mean = measured.iter().sum::<i64>() / world as i64;
-            within(mean, summary.mean_rank.memory_bytes, &text);
+            let coded = of_each_rank(adam_with(StateDType::Int8), what, world);
+            let state_bytes = |ranks: &[(i64, Plan)]| ranks[0].1.state_bytes();
+            assert!(state_bytes(&coded) < state_bytes(&adam) * 2 / 5, "{text}");
+            check(&coded, &format!("{text}, state in codes"));
         }
     }
+}
+
+fn within(found: i64, said: u64, text: &str) {
+    let expected = said as i64..said as i64 + SLACK_BYTES;
+    assert!(expected.contains(&found), "{text}: expected {expected:?} bytes, found {found}");
+}
+
+/// Holds what ranks have allocated to what their plans say.
+fn check(ranks: &[(i64, Plan)], text: &str) {
+    for (held, plan) in ranks {
+        within(*held, plan.memory_bytes(), text);
+    }
+    let link = Link { alpha_seconds: 1e-5, beta_bytes_per_second: 1e9 };
+    // Rank 0 knows the numbers of all.
+    let summary = ranks[0].1.rank_summary(link);
+    let RankBytes { memory_bytes, .. } = summary.worst_rank;
+    let helds = ranks.iter().map(|(held, _)| *held);
+    within(helds.clone().max().unwrap(), memory_bytes, text);
+    let mean = helds.sum::<i64>() / ranks.len() as i64;
+    within(mean, summary.mean_rank.memory_bytes, text);
 }
 
 /// What is held at most, beside what was held before.
