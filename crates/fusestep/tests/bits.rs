@@ -144,6 +144,13 @@ fn line_of<K: Kind>(
             Updated::InStep => builder.bucket_cap_mib(0.05),
             Updated::InBackward => builder.bucket_cap_mib(0.05).update_in_backward(),
         };
+        // Ranks that average send no gradients, so that how they would be sent is refused.
+        let builder = builder.options(|step| {
+            if step.averages() {
+                step.comm_streams = None;
+                step.bucket_cap_mib = step.bucket_cap_mib.filter(|_| step.update_in_backward);
+            }
+        });
         (builder, params(dtype), Cpu::with_threads(NonZeroUsize::MIN))
     };
     let hashes = if ranks == 1 {

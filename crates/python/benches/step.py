@@ -1,11 +1,12 @@
 """Times of a step from Python, ours beside PyTorch's: in turns, then each by itself.
 
-    python step.py [--rounds N] [--shapes gpt2.json] [--threads N] [few | turns | small | gpt2]
+    python step.py [--rounds N] [--shapes gpt2.json] [--threads N] [few | turns | small | lora | gpt2 | clipped]
 
 `few` has 1 to 10 tensors of each rule in microseconds, `turns` lists of parameters that take turns
-in one optimizer, beside DeepSpeed's where it is installed. The others print the least and the
-median of each in milliseconds, and PyTorch's over ours. In turns a step finds what the others have
-left of the caches; by itself it finds its own.
+in one optimizer, beside DeepSpeed's where it is installed. `lora` has the 192 matrices of rank 16
+of a model of width 768; `clipped` is `gpt2` behind `clip_grad_norm_`, which is `clip_norm` of ours.
+The others print the least and the median of each in milliseconds, and PyTorch's over ours. In turns
+a step finds what the others have left of the caches; by itself it finds its own.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import fusestep.torch
 
 SHAPES = pathlib.Path(__file__).resolve().parents[3] / "data" / "shapes"
 
+PARTS = ("few", "turns", "small", "lora", "gpt2", "clipped")
 FEW = (1, 2, 5, 10)
+LORA = [(16, 768), (768, 16)] * 96
 RULES = {
     "SGD": {},
     "SGD, momentum": {"momentum": 0.9},
@@ -48,20 +51,41 @@ def parameters(shapes):
     return made
 
 
-def contest(title, shapes, rounds):
-    kinds = {"ours": fusestep.torch.AdamW(parameters(shapes))}
+def plain(shapes):
+    kinds = {"ours": fusestep.torch.AdamW(parameters(shapes)).step}
     for name, how in LOOPS.items():
-        kinds[f"torch {name}"] = torch.optim.AdamW(parameters(shapes), **how)
+        kinds[f"torch {name}"] = torch.optim.AdamW(parameters(shapes), **how).step
+    return kinds
+
+
+def clipped(shapes):
+    """Clips in every step: the norm of these gradients is far above 1, and PyTorch's own scaled to
+    it are scaled again."""
+    kinds = {"ours": fusestep.torch.AdamW(parameters(shapes), clip_norm=1.0).step}
+    for name in ("foreach", "fused"):
+        params = parameters(shapes)
+        optimizer = torch.optim.AdamW(params, **LOOPS[name])
+
+        def step(params=params, optimizer=optimizer):
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+
+        kinds[f"torch {name}"] = step
+    return kinds
+
+
+def contest(title, shapes, rounds, made=plain):
+    kinds = made(shapes)
     # The first step makes state and plan.
-    for optimizer in kinds.values():
-        optimizer.step()
+    for step in kinds.values():
+        step()
     in_turns = {kind: [] for kind in kinds}
     for _ in range(rounds):
-        for kind, optimizer in kinds.items():
-            in_turns[kind].append(time_of(optimizer.step))
+        for kind, step in kinds.items():
+            in_turns[kind].append(time_of(step))
     alone = {
-        kind: [time_of(optimizer.step) for _ in range(rounds + 1)][1:]
-        for kind, optimizer in kinds.items()
+        kind: [time_of(step) for _ in range(rounds + 1)][1:]
+        for kind, step in kinds.items()
     }
     numel = sum(math.prod(shape) for shape in shapes)
     print(f"{title}: {len(shapes)} tensors, {numel:,} elements, {torch.get_num_threads()} threads")
@@ -146,7 +170,7 @@ def time_of(run):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", nargs="*", choices=[[], "few", "turns", "small", "gpt2"])
+    parser.add_argument("part", nargs="*", choices=[[], *PARTS])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--shapes", default=SHAPES / "gpt2.json")
     parser.add_argument("--threads", type=int, default=2)
@@ -160,6 +184,8 @@ def main():
         "few": lambda: few(given.rounds),
         "turns": lambda: turns(given.rounds),
         "small": lambda: contest("small", [(64,)] * 10_000, given.rounds),
+        "lora": lambda: contest("lora", LORA, given.rounds),
+        "clipped": lambda: contest("clipped", shapes, given.rounds, clipped),
         "gpt2": lambda: contest("gpt2", shapes, given.rounds),
     }
     for name in given.part or parts:
