@@ -12,7 +12,7 @@ const ADDITIVE: [(&str, &[&str]); 11] = [
     ("pyo3", &["abi3-py39", "extension-module"]),
     ("rustix", &["fs", "mm", "param", "process", "system", "thread", "time"]),
     ("serde", &["derive"]),
-    ("plotters", &["line_series", "svg_backend"]),
+    ("plotters", &["area_series", "line_series", "svg_backend"]),
     ("xxhash-rust", &["xxh3"]),
 ];
 

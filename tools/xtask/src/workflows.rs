@@ -2,35 +2,32 @@
 
 use std::fs;
 
-use yaml_rust2::{Yaml, YamlLoader};
+use serde_yaml_ng::Value;
 
 use crate::{USAGE, workspace_root};
 
 /// What is wrong with a workflow.
 fn violations(text: &str) -> Vec<String> {
-    let documents = match YamlLoader::load_from_str(text) {
-        Ok(documents) => documents,
-        Err(error) => return vec![format!("expected YAML, found {error}")],
-    };
-    let [workflow] = &documents[..] else {
-        return vec![format!("expected one document, found {}", documents.len())];
+    let workflow: Value = match serde_yaml_ng::from_str(text) {
+        Ok(workflow) => workflow,
+        Err(error) => return vec![format!("expected a document of YAML, found {error}")],
     };
     let mut found = Vec::new();
     for key in ["name", "on", "permissions", "jobs"] {
-        if workflow[key].is_badvalue() {
+        if workflow[key].is_null() {
             found.push(format!("expected `{key}`, found none"));
         }
     }
-    let jobs = workflow["jobs"].as_hash().into_iter().flatten();
+    let jobs = workflow["jobs"].as_mapping().into_iter().flatten();
     let mut commands = 0;
     for (job, body) in jobs {
         let job = job.as_str().unwrap_or_default();
         for key in ["runs-on", "timeout-minutes", "steps"] {
-            if body[key].is_badvalue() {
+            if body[key].is_null() {
                 found.push(format!("{job}: expected `{key}`, found none"));
             }
         }
-        for step in body["steps"].as_vec().into_iter().flatten() {
+        for step in body["steps"].as_sequence().into_iter().flatten() {
             commands += usize::from(step["run"].as_str().is_some());
             found.extend(wrong_step(step).map(|wrong| format!("{job}: {wrong}")));
         }
@@ -42,7 +39,7 @@ fn violations(text: &str) -> Vec<String> {
 }
 
 /// A step that neither uses a released action nor runs one of our commands.
-fn wrong_step(step: &Yaml) -> Option<String> {
+fn wrong_step(step: &Value) -> Option<String> {
     match (step["uses"].as_str(), step["run"].as_str()) {
         (Some(action), None) => {
             let is_released =
@@ -82,7 +79,7 @@ fn workflows_that_would_not_run_are_found() {
                         timeout-minutes: 1\n    steps:\n      - uses: actions/checkout@v4\n      - run: .ci/run\n";
     assert_eq!(violations(GOOD), Vec::<String>::new());
     for (from, to, expected) in [
-        ("name: a", "name: [a", "expected YAML"),
+        ("name: a", "name: [a", "expected a document of YAML"),
         ("on: push\n", "", "expected `on`, found none"),
         ("    runs-on: b\n", "", "one: expected `runs-on`"),
         ("@v4", "@main", "one: expected an action `NAME@vN`, found \"actions/checkout@main\""),
