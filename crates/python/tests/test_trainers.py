@@ -1,13 +1,14 @@
 """Trainers that people use, by the recipes of docs/guides/trainers.md."""
 
 import dataclasses
+import importlib.util
 import os
 import types
 
 import pytest
 import recipes
 import torch
-from recipes import OF_RANKS, run_recipe
+from recipes import DEEPSPEED, OF_RANKS, run_recipe
 from test_sharded import run
 
 import fusestep.torch
@@ -21,11 +22,18 @@ ALONE = (
 
 
 def test_every_recipe_of_the_page_is_run():
-    assert sorted(recipes.recipes()) == sorted((*ALONE, *OF_RANKS))
+    assert sorted(recipes.recipes()) == sorted((*ALONE, *OF_RANKS, DEEPSPEED))
 
 
 def test_recipes_of_several_processes(tmp_path):
     run(list(OF_RANKS), tmp_path, 2, recipes.main)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_deepspeed_at_every_stage(world, tmp_path):
+    if importlib.util.find_spec(DEEPSPEED) is None:
+        pytest.skip("DeepSpeed is not installed")
+    run([DEEPSPEED], tmp_path, world, recipes.main)
 
 
 def samples():
