@@ -74,11 +74,6 @@ pub(crate) fn told(error: SessionError) -> anyhow::Error {
     }
 }
 
-/// A refusal whose sentences name this setting, with its flag.
-fn in_flags(error: &OptionError, name: &str) -> anyhow::Error {
-    anyhow!("{}", error.to_string().replace(name, &flag_of(name)))
-}
-
 /// A refusal in the words of the command line.
 pub(crate) fn refused(error: OptionError) -> anyhow::Error {
     match error {
@@ -90,14 +85,9 @@ pub(crate) fn refused(error: OptionError) -> anyhow::Error {
         OptionError::Conflict { first, second, why } => {
             anyhow!("{} and {}: {}", flag_of(first), flag_of(second), advised(why))
         }
-        OptionError::KeptAnyway { .. } => in_flags(&error, "keep_f32"),
-        OptionError::NoState { .. } => in_flags(&error, "state_dtype"),
-        OptionError::Buckets { .. } => in_flags(&error, "bucket_cap_mib"),
-        OptionError::NoTrust { .. } => in_flags(&error, "trust_of"),
-        OptionError::Unmatched { name, such_as, found, count } => {
-            let error = OptionError::Unmatched { name, such_as, found, count }.to_string();
-            anyhow!("{}", error.replacen(name, &flag_of(name), 1))
+        error => {
+            let name = error.setting();
+            anyhow!("{}", error.to_string().replacen(name, &flag_of(name), 1))
         }
-        error => anyhow!("--{error}"),
     }
 }

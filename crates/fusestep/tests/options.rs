@@ -173,8 +173,8 @@ fn types_of_state_are_refused_where_no_rule_keeps_any() {
     let stateless = StepOptions { rule: sgd.into(), ..with(&[["state_dtype", "bf16"]]) };
     let error = stateless.check(1).expect_err("no state");
     let said = "state_dtype: expected a rule that keeps state, found sgd, which keeps none; leave \
-                state_dtype out";
-    assert_eq!(error.to_string(), said);
+                it out";
+    assert_eq!((error.setting(), error.to_string()), ("state_dtype", said.to_owned()));
     // State of a group's rule has the type.
     let groups = vec![OwnRule::containing(["head"], Adam::default())];
     StepOptions { groups, ..stateless }.check(1).expect("a rule with state");

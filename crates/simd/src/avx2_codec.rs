@@ -159,6 +159,13 @@ fn largest(lists: [&[f32; CODED_PAIR]; 2]) -> [f32; 4] {
     // Places of all four groups take turns, so that one tree serves them all.
     let (a, b) = (most(lists[0]), most(lists[1]));
     let all = _mm256_max_epu32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+    largest_of_turns(all)
+}
+
+/// Largest of both halves, whose four groups take turns.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(crate) fn largest_of_turns(all: __m256i) -> [f32; 4] {
     let [low, high] = [_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all)];
     let mut largest = [0.0; 4];
     // SAFETY: an array of four f32, whose bytes need no alignment for this store.
@@ -168,9 +175,10 @@ fn largest(lists: [&[f32; CODED_PAIR]; 2]) -> [f32; 4] {
     largest
 }
 
+/// [`Codec::factors_of`], of AVX-512's codec, too.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn factors_of(codes: [f32; 4], largest: [f32; 4]) -> [f32; 4] {
+pub(crate) fn factors_of(codes: [f32; 4], largest: [f32; 4]) -> [f32; 4] {
     let [a, b, c, d] = largest;
     let largest = _mm_setr_ps(a, b, c, d);
     let [a, b, c, d] = codes;

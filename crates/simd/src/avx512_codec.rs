@@ -6,6 +6,7 @@
 
 use std::arch::x86_64::*;
 
+use crate::avx2_codec::{factors_of, largest_of_turns};
 use crate::codec::{CODED_GROUP, CODED_PAIR, Codec, codec_of_module};
 use crate::features::Avx512;
 
@@ -159,29 +160,7 @@ fn largest(lists: [&[f32; CODED_PAIR]; 2]) -> [f32; 4] {
     let (a, b) = (most(lists[0]), most(lists[1]));
     let all = _mm512_max_epu32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
     let [low, high] = [_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64::<1>(all)];
-    let half = _mm256_max_epu32(low, high);
-    let [low, high] = [_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half)];
-    let mut largest = [0.0; 4];
-    // SAFETY: an array of four f32, whose bytes need no alignment for this store.
-    unsafe {
-        _mm_storeu_ps(largest.as_mut_ptr(), _mm_castsi128_ps(_mm_max_epu32(low, high)));
-    }
-    largest
-}
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn factors_of(codes: [f32; 4], largest: [f32; 4]) -> [f32; 4] {
-    let [a, b, c, d] = largest;
-    let largest = _mm_setr_ps(a, b, c, d);
-    let [a, b, c, d] = codes;
-    let factors = _mm_div_ps(_mm_setr_ps(a, b, c, d), largest);
-    // A NaN becomes 0.
-    let numbers = _mm_and_ps(factors, _mm_cmpord_ps(factors, factors));
-    let mut held = [0.0; 4];
-    // SAFETY: an array of four f32, whose bytes need no alignment for this store.
-    unsafe { _mm_storeu_ps(held.as_mut_ptr(), _mm_min_ps(numbers, _mm_set1_ps(f32::MAX))) }
-    held
+    largest_of_turns(_mm256_max_epu32(low, high))
 }
 
 /// Writes the upper halves of values, vectors 2·`half` and the next.

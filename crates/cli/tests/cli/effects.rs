@@ -236,7 +236,7 @@ fn a_type_of_state_is_asked_of_a_rule_that_keeps_some() {
         (
             "momentum",
             &["--momentum", "0", "--state-dtype", "int8"],
-            "found sgd, which keeps none; leave --state-dtype",
+            "found sgd, which keeps none; leave it out",
         ),
         (
             "rmsprop",

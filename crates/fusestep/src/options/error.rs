@@ -61,8 +61,8 @@ pub enum OptionError {
     },
     /// A type of state where no rule keeps any.
     #[error(
-        "state_dtype: expected a rule that keeps state, found {rule}, which keeps none; leave \
-         state_dtype out"
+        "state_dtype: expected a rule that keeps state, found {rule}, which keeps none; leave it \
+         out"
     )]
     NoState {
         /// The rule.
@@ -127,6 +127,21 @@ pub enum OptionError {
 }
 
 impl OptionError {
+    /// The setting that is refused, or the first of two, with which the error begins.
+    pub fn setting(&self) -> &'static str {
+        match self {
+            Self::Range { name, .. }
+            | Self::Unmatched { name, .. }
+            | Self::NeedsRanks { name, .. }
+            | Self::Needs { name, .. } => name,
+            Self::Conflict { first, .. } => first,
+            Self::NoTrust { .. } => "trust_of",
+            Self::NoState { .. } => "state_dtype",
+            Self::Buckets { .. } => "bucket_cap_mib",
+            Self::KeptAnyway { .. } => "keep_f32",
+        }
+    }
+
     /// The error of a setting without the one that it needs, which has another value.
     pub(super) fn needs(name: &'static str, need: Need, found: String) -> Self {
         let space = if need.works.is_empty() { "" } else { " " };

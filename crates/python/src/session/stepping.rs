@@ -171,6 +171,14 @@ impl Session {
         Ok(Some(collected.found))
     }
 
+    /// Leaves planned parameters without a gradient out of the next step.
+    fn leave_out(&mut self) {
+        let without = self.places.has_gradient().iter().enumerate();
+        for (member, _) in without.filter(|(_, has)| !**has) {
+            state_of(&mut self.steps).set_without_gradient_at(member);
+        }
+    }
+
     /// Sums of squares over the gradients of all planned parameters, and elements that are not
     /// finite, in the order of the plan.
     pub(super) fn squares_of(
@@ -180,10 +188,7 @@ impl Session {
         asked: Asked,
     ) -> PyResult<Vec<(f64, u64)>> {
         let place = self.device.place(threads, self.collector.library.bind(py))?;
-        let without = self.places.has_gradient().iter().enumerate();
-        for (member, _) in without.filter(|(_, has)| !**has) {
-            state_of(&mut self.steps).set_without_gradient_at(member);
-        }
+        self.leave_out();
         let (places, members, checked) = (&self.places, &self.members, &mut self.checked);
         let tables = &mut **unlocked(&mut self.tables);
         // SAFETY: as in `Session::run`.
@@ -209,10 +214,7 @@ impl Session {
         let place = self.device.place(threads, self.collector.library.bind(py))?;
         self.refuse_unlike_recorded()?;
         refuse_to_record(place.records() && found.made_state)?;
-        let without = self.places.has_gradient().iter().enumerate();
-        for (member, _) in without.filter(|(_, has)| !**has) {
-            state_of(&mut self.steps).set_without_gradient_at(member);
-        }
+        self.leave_out();
         let (places, members, checked) = (&self.places, &self.members, &mut self.checked);
         let tables = &mut **unlocked(&mut self.tables);
         // SAFETY: `Collector::collect` has found these places in this call, in tensors to which

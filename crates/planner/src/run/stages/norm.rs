@@ -39,6 +39,7 @@ pub(crate) fn run(
         Some(told) => parts::conclude(norm, executor.backend(), &told)?,
     }
     .launches;
+    // The sums of each gradient are this plan's; whether the step counts follows from all.
     if let Some(all) = given {
         norm.conclude_over(executor.backend(), &all)?;
     }
