@@ -14,8 +14,8 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_launch::{Precision, StateDType};
 use fusestep_planner::{
-    Comms, FuseAllReduce, GradientAccumulation, Plan, Planner, RankBytes, ReducedWhen, Run, Shard,
-    Topology, ZeroStage,
+    Comms, FuseAllReduce, GradientAccumulation, Lanes, Plan, Planner, RankBytes, ReducedWhen, Run,
+    Shard, Topology, ZeroStage,
 };
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use fusestep_tensor_file::{TensorBytes, serialize};
@@ -222,6 +222,21 @@ fn every_rank_allocates_what_its_plan_and_the_plan_of_the_world_say() {
             let state_bytes = |ranks: &[(i64, Plan)]| ranks[0].1.state_bytes();
             assert!(state_bytes(&coded) < state_bytes(&adam) * 2 / 5, "{text}");
             check(&coded, &format!("{text}, state in codes"));
+        }
+    }
+}
+
+#[test]
+fn ranks_with_lanes_allocate_the_sums_that_their_plans_say() {
+    let _turn = TURN.lock().unwrap();
+    for (lanes, worlds) in [(8, &[1, 2, 4][..]), (12, &[1, 3, 5])] {
+        let lanes = NonZeroU32::new(lanes).unwrap();
+        let adam = || Planner::new(Adam::default().into()).with(Lanes::new(lanes));
+        for &world in worlds {
+            for zero in [ZeroStage::None, ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+                let ranks = of_each_rank(adam, (zero, None), world);
+                check(&ranks, &format!("{lanes} lanes at {zero:?} on {world} ranks"));
+            }
         }
     }
 }
