@@ -1,5 +1,7 @@
 //! The inside of a step: its tensors are found, its launches run or recorded, its outcome heard of.
 
+use std::sync::Mutex;
+
 use fusestep::Report;
 use fusestep::planner::{Optimizer, PlanError, StepReport};
 use pyo3::exceptions::PyRuntimeError;
@@ -8,13 +10,13 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use super::ran::{Around, Ran, Recorded};
-use super::{Session, state_of, unlocked};
+use super::{Session, Steps, state_of, unlocked};
 use crate::collect::{Collected, Found, Gradients};
 use crate::cuda::ContextBefore;
 use crate::errors::failed;
 use crate::getter::Getter;
 use crate::handle::Handles;
-use crate::loan::Loan;
+use crate::loan::{Loan, Places};
 use crate::parameter::overlapping;
 use crate::sharing::Shares;
 use crate::stream::Asked;
@@ -171,14 +173,6 @@ impl Session {
         Ok(Some(collected.found))
     }
 
-    /// Leaves planned parameters without a gradient out of the next step.
-    fn leave_out(&mut self) {
-        let without = self.places.has_gradient().iter().enumerate();
-        for (member, _) in without.filter(|(_, has)| !**has) {
-            state_of(&mut self.steps).set_without_gradient_at(member);
-        }
-    }
-
     /// Sums of squares over the gradients of all planned parameters, and elements that are not
     /// finite, in the order of the plan.
     pub(super) fn squares_of(
@@ -188,7 +182,7 @@ impl Session {
         asked: Asked,
     ) -> PyResult<Vec<(f64, u64)>> {
         let place = self.device.place(threads, self.collector.library.bind(py))?;
-        self.leave_out();
+        leave_out(&self.places, &mut self.steps);
         let (places, members, checked) = (&self.places, &self.members, &mut self.checked);
         let tables = &mut **unlocked(&mut self.tables);
         // SAFETY: as in `Session::run`.
@@ -214,7 +208,7 @@ impl Session {
         let place = self.device.place(threads, self.collector.library.bind(py))?;
         self.refuse_unlike_recorded()?;
         refuse_to_record(place.records() && found.made_state)?;
-        self.leave_out();
+        leave_out(&self.places, &mut self.steps);
         let (places, members, checked) = (&self.places, &self.members, &mut self.checked);
         let tables = &mut **unlocked(&mut self.tables);
         // SAFETY: `Collector::collect` has found these places in this call, in tensors to which
@@ -266,6 +260,14 @@ impl Session {
         }
         let written = written.filter(|_| report.is_none_or(|report| !report.skipped));
         Ok(Ran::Taken(report, written.map_or(Ok(()), |written| written.tell(py))))
+    }
+}
+
+/// Leaves planned parameters without a gradient out of the next step.
+fn leave_out(places: &Places, steps: &mut Mutex<Steps>) {
+    let without = places.has_gradient().iter().enumerate();
+    for (member, _) in without.filter(|(_, has)| !**has) {
+        state_of(steps).set_without_gradient_at(member);
     }
 }
 
