@@ -72,6 +72,17 @@ pub enum AdapterError {
         /// The gradient's dtype.
         found_dtype: DType,
     },
+    /// A gradient is in f32 where sums of gradients are in the dtype of its 16-bit variable.
+    #[error(
+        "gradient of `{name}`: expected {expected:?}, in which these gradients are added up, found \
+         F32; set `Options::reduce_dtype` to `ReduceDType::F32`, which takes it as it is"
+    )]
+    WideGradient {
+        /// The variable.
+        name: String,
+        /// The variable's dtype.
+        expected: DType,
+    },
     /// Variables given as a bare list have no names to save or load a state by.
     #[error(
         "state: expected variables with names, found a bare list; build the optimizer from the \

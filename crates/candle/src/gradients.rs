@@ -3,10 +3,11 @@
 use std::collections::HashSet;
 
 use candle_core::backprop::GradStore;
-use candle_core::{Storage, Tensor, Var};
+use candle_core::{DType, Storage, Tensor, Var};
+use fusestep_planner::Plan;
 
 use crate::AdapterError;
-use crate::lend::bytes;
+use crate::lend::{bytes, dtype_of};
 
 /// One gradient for each variable, contiguous and in memory of its own; `None` where there is none.
 pub(crate) struct Gradients {
@@ -28,21 +29,30 @@ impl Addresses {
 
 impl Gradients {
     /// Takes the variables' gradients from `store` and checks all of them before anything is
-    /// written.
+    /// written. A plan with gradients in f32 takes those of 16-bit variables in f32 or as the
+    /// variables are.
     pub(crate) fn take(
         vars: &[(String, Var)],
         addresses: &Addresses,
         store: &GradStore,
+        plan: &Plan,
     ) -> candle_core::Result<Self> {
         let mut of_var = Vec::with_capacity(vars.len());
         let mut copied = 0;
-        for (name, var) in vars {
+        for (index, (name, var)) in vars.iter().enumerate() {
             let Some(grad) = store.get(var) else {
                 of_var.push(None);
                 continue;
             };
             let same_device = grad.device().same_device(var.device());
-            if grad.shape() != var.shape() || grad.dtype() != var.dtype() || !same_device {
+            let planned = plan.grad_dtype(index);
+            let fits = grad.dtype() == var.dtype() || dtype_of(grad.dtype()) == Some(planned);
+            let is_of_16_bits = matches!(var.dtype(), DType::F16 | DType::BF16);
+            if is_of_16_bits && !fits && grad.dtype() == DType::F32 {
+                let (name, expected) = (name.clone(), var.dtype());
+                return Err(AdapterError::WideGradient { name, expected }.into());
+            }
+            if grad.shape() != var.shape() || !fits || !same_device {
                 return Err(AdapterError::Gradient {
                     name: name.clone(),
                     expected: var.shape().clone(),
@@ -55,7 +65,11 @@ impl Gradients {
             // A gradient in a variable's own memory would be read while that variable is being
             // written.
             let in_a_variable = address(grad).is_some_and(|at| addresses.0.contains(&at));
-            of_var.push(Some(if in_a_variable || !grad.is_contiguous() {
+            let is_narrow = dtype_of(grad.dtype()) != Some(planned);
+            of_var.push(Some(if is_narrow && plan.tensors().are_borrowed() {
+                copied += 1;
+                grad.to_dtype(DType::F32)?.contiguous()?
+            } else if in_a_variable || !grad.is_contiguous() {
                 copied += 1;
                 grad.copy()?.contiguous()?
             } else {

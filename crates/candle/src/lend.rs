@@ -158,14 +158,12 @@ impl InplaceOp2 for Update<'_> {
         let Some(piece) = self.0.take() else {
             candle_core::bail!("{name}: expected one call for each update, found a second")
         };
-        let dtype = param.dtype();
-        let width = dtype.size_in_bytes();
-        let same = dtype == grad.dtype();
-        let (Some(param), Some(grad), true) = (bytes_mut(param), bytes(grad), same) else {
-            candle_core::bail!("{name}: expected f32, f64, f16 or bf16 tensors of one dtype")
+        let (width, grad_width) = (param.dtype().size_in_bytes(), grad.dtype().size_in_bytes());
+        let (Some(param), Some(grad)) = (bytes_mut(param), bytes(grad)) else {
+            candle_core::bail!("{name}: expected f32, f64, f16 or bf16 tensors")
         };
         let param = &mut param[param_range.0 * width..param_range.1 * width];
-        let grad = &grad[grad_range.0 * width..grad_range.1 * width];
+        let grad = &grad[grad_range.0 * grad_width..grad_range.1 * grad_width];
         piece.update(param, grad).map_err(candle_core::Error::wrap)
     }
 }

@@ -34,7 +34,7 @@ pub use fusestep_collective::{Communicator, Solo};
 pub use fusestep_launch::{
     Excluded, Master, Objective, Precision, Rounding, StateDType, WeightDecay,
 };
-pub use fusestep_planner::{Initial, LossScale, Phase, ScalePolicy, Schedule};
+pub use fusestep_planner::{Initial, LossScale, Phase, ReduceDType, ScalePolicy, Schedule};
 pub use group::group;
 pub use optimizers::*;
 pub use params::Params;

@@ -30,7 +30,7 @@ impl<P: Params> Fused<'_, P> {
     /// The gradients that fit their variables, once nothing speaks against a step.
     fn take(&self, grads: &GradStore) -> Result<Gradients, AdapterError> {
         self.check()?;
-        let taken = Gradients::take(&self.vars, &self.addresses, grads);
+        let taken = Gradients::take(&self.vars, &self.addresses, grads, self.plan());
         taken.map_err(AdapterError::from_candle)
     }
 

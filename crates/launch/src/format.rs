@@ -4,8 +4,7 @@ use fusestep_tensor::{DType, Role};
 
 use crate::random_bits::step_key;
 use crate::{
-    Access, ArgumentLayout, GradDType, Master, Precision, Rounding, RuleError, StateDType,
-    TensorList,
+    Access, ArgumentLayout, Master, Precision, Rounding, RuleError, StateDType, TensorList,
 };
 
 /// The dtypes of a kernel's lists: the combinations there are kernels for.
@@ -138,10 +137,7 @@ impl Format {
 
     /// The storage type of gradients.
     pub fn grad(&self) -> DType {
-        match self.precision.grad {
-            GradDType::Compute if self.param != DType::F64 => DType::F32,
-            _ => self.param,
-        }
+        self.precision.grad.of(self.param)
     }
 
     /// The format of a parameter that is kept as gradients are here.

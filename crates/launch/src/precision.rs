@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use fusestep_tensor::DType;
+
 /// Further bits of a 16-bit parameter, so that updates smaller than its rounding are not lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
@@ -67,6 +69,14 @@ impl GradDType {
     /// Whether gradients have the parameter's dtype.
     pub fn is_param(&self) -> bool {
         *self == GradDType::Param
+    }
+
+    /// The storage type of gradients of a parameter of this type.
+    pub fn of(self, param: DType) -> DType {
+        match self {
+            GradDType::Compute if param != DType::F64 => DType::F32,
+            _ => param,
+        }
     }
 }
 

@@ -129,7 +129,9 @@ impl Collector {
         }
         collected.ahead.saw(index, 0, tensor);
         collected.ahead.saw(index, GRADIENT, &gradient);
-        let (place, gradient) = self.gradient(parameter, gradient, collected)?;
+        let Some((place, gradient)) = self.gradient(parameter, gradient, collected)? else {
+            return Ok(false);
+        };
         collected.places.of_mut(member)[GRADIENT] = place.address;
         collected.found.kept.push(gradient);
         if !collected.private.has(member) {
@@ -141,35 +143,43 @@ impl Collector {
         Ok(true)
     }
 
-    /// Finds the gradient, or makes a copy of a gradient whose elements do not lie in order.
+    /// Finds the gradient, or makes a copy of a gradient whose elements do not lie in order, or are
+    /// of 16 bits where others of the parameter's dtype have theirs in f32. `None` for one in f32
+    /// where the plan has none.
     fn gradient<'py>(
         &self,
         parameter: &Parameter,
         gradient: Bound<'py, PyAny>,
         collected: &mut Collected<'_, 'py>,
-    ) -> PyResult<(Place, Bound<'py, PyAny>)> {
+    ) -> PyResult<Option<(Place, Bound<'py, PyAny>)>> {
         let py = gradient.py();
         let own = expected(parameter, GRADIENT);
         let unfit = match self.place(&gradient, own) {
-            Ok(place) => return Ok((place, gradient)),
+            Ok(place) => return Ok(Some((place, gradient))),
             Err(unfit) => unfit,
         };
         // The Python side raises the error that PyTorch would raise, for example for sparse
         // gradients.
         let library = self.library.bind(py);
         library.call_method1("refuse", (&parameter.name, &parameter.tensor, &gradient))?;
-        if let Unfit::Strides | Unfit::Alignment | Unfit::Negated = unfit {
-            let like = parameter.tensor.bind(py);
-            let copy = match parameter.strides {
-                None => gradient.call_method0("clone")?.call_method0("contiguous")?,
-                Some(_) => library.call_method1("in_order_of", (like, &gradient))?,
-            };
-            collected.found.copied += 1;
-            let place = self.place(&copy, own);
-            let place = place.map_err(|unfit| self.misfit(parameter, "gradient", own, unfit))?;
-            return Ok((place, copy));
-        }
-        Err(self.misfit(parameter, "gradient", own, unfit))
+        let (like, narrow) = (parameter.tensor.bind(py), parameter.lists[0].dtype);
+        let copy = match unfit {
+            Unfit::DType(Some(DType::F32)) if is_of_16_bits(narrow) => return Ok(None),
+            Unfit::DType(Some(found)) if found == narrow && own.dtype == DType::F32 => {
+                library.call_method1("widened", (like, &gradient))?
+            }
+            Unfit::Strides | Unfit::Alignment | Unfit::Negated if parameter.strides.is_none() => {
+                gradient.call_method0("clone")?.call_method0("contiguous")?
+            }
+            Unfit::Strides | Unfit::Alignment | Unfit::Negated => {
+                library.call_method1("in_order_of", (like, &gradient))?
+            }
+            other => return Err(self.misfit(parameter, "gradient", own, other)),
+        };
+        collected.found.copied += 1;
+        let place = self.place(&copy, own);
+        let place = place.map_err(|unfit| self.misfit(parameter, "gradient", own, unfit))?;
+        Ok(Some((place, copy)))
     }
 
     /// Finds the state of a parameter; `owner` makes the state if it is missing.
@@ -362,6 +372,10 @@ impl Collector {
             Unfit::Alignment => text("an address that is no multiple of its elements'".to_owned()),
         }
     }
+}
+
+fn is_of_16_bits(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 fn expected(parameter: &Parameter, list: usize) -> Expected<'_> {

@@ -15,6 +15,9 @@ pub(crate) struct Described {
     pub(crate) strides: Option<Vec<i64>>,
     /// Whether the parameter can have a gradient.
     pub(crate) trains: bool,
+    /// Whether gradients of a 16-bit parameter are in float32.
+    #[pyo3(default)]
+    pub(crate) wide: bool,
 }
 
 /// The dtype of a name of PyTorch's or NumPy's.

@@ -37,6 +37,8 @@ pub(crate) struct Ready {
     pub(crate) averages: bool,
     /// Whether gradients are added along lanes.
     pub(crate) has_lanes: bool,
+    /// Whether gradients of 16-bit parameters are added up in f32, and taken in it.
+    pub(crate) adds_in_f32: bool,
 }
 
 /// Addresses of a parameter in the rank's own memory, and of its gradient.
@@ -129,11 +131,18 @@ impl<'c> Rank<'c> {
             is_in_backward: setup.is_in_backward,
             averages: self.plan().averaging().is_some(),
             has_lanes: self.plan().lanes().is_some(),
+            adds_in_f32: self.adds_in_f32(),
         })
     }
 
     fn plan(&self) -> &Plan {
         self.session.plan()
+    }
+
+    fn adds_in_f32(&self) -> bool {
+        let plan = self.plan();
+        let mut all = self.params.iter().enumerate();
+        all.any(|(param, desc)| plan.grad_dtype(param) != desc.dtype)
     }
 
     fn places(&mut self, lends: bool) -> Result<Vec<Borrowed>, Error> {
@@ -144,8 +153,8 @@ impl<'c> Rank<'c> {
         let state = self.session.state_mut();
         let mut places = Vec::with_capacity(self.params.len());
         for (desc, as_given) in self.params.iter().zip(as_given) {
-            // A parameter without elements has no memory to lend, and PyTorch writes no gradient of
-            // another type than its parameter's.
+            // A parameter without elements has no memory to lend, and most programs write no
+            // gradient of another type than its parameter's.
             let borrowed = lends && desc.numel() > 0 && as_given;
             places.push(Borrowed {
                 param: param_address(state, desc)?,

@@ -34,6 +34,7 @@ pub(crate) struct Ranks {
     is_in_backward: bool,
     averages: bool,
     has_lanes: bool,
+    adds_in_f32: bool,
     /// Memory of the views, once the thread has ended; Python's views keep this object, and so the
     /// memory.
     _kept: Mutex<Receiver<Kept>>,
@@ -82,6 +83,7 @@ impl Ranks {
             is_in_backward: ready.is_in_backward,
             averages: ready.averages,
             has_lanes: ready.has_lanes,
+            adds_in_f32: ready.adds_in_f32,
             _kept: Mutex::new(ready.kept),
         })
     }
@@ -114,6 +116,12 @@ impl Ranks {
     #[getter]
     fn has_lanes(&self) -> bool {
         self.has_lanes
+    }
+
+    /// Whether gradients of parameters of 16 bits are added up in float32, and taken in it.
+    #[getter]
+    fn adds_in_f32(&self) -> bool {
+        self.adds_in_f32
     }
 
     /// The plan of a step, as text.

@@ -90,7 +90,8 @@ impl Session {
         let Some(&first) = distinct.first().or(rules.first()) else {
             return Err(PyValueError::new_err("expected a parameter group, found none"));
         };
-        let step = of_one_process(Settings(options).options(first)?)?;
+        let asked = of_one_process(Settings(options).options(first)?)?;
+        let step = with_wide_gradients(asked, &described)?;
         let (mut names, mut descs) = (vec![Vec::new(); distinct.len()], Vec::new());
         let (mut own, mut sizes) = (Vec::<Parameter>::new(), vec![0; rules.len()]);
         for (tensor, described) in parameters.into_iter().zip(described) {
@@ -418,6 +419,13 @@ impl Session {
         self.broken |= taken == Taken::InPart;
         Ok(taken == Taken::All)
     }
+}
+
+/// The settings of parameters of which some have gradients in f32. Others of their dtype have theirs
+/// brought to f32, which changes no value.
+fn with_wide_gradients(step: StepOptions, described: &[Described]) -> PyResult<StepOptions> {
+    let mut wide = described.iter().filter(|own| own.trains && own.wide);
+    wide.try_fold(step, |step, own| Ok(step.with_f32_gradients(dtype_of(&own.dtype)?)))
 }
 
 /// Content of a lock, for its only owner.

@@ -209,3 +209,57 @@ def wrapped(out, options, rank, world):
         refused(loss.backward, "expected", "found")
         same = [torch.equal(a, b) for a, b in zip(before, model.parameters())]
         assert all(same) or steps, "nothing is updated before the first step"
+
+
+class Wide(torch.autograd.Function):
+    """The sum of products, whose gradient is in float32 whatever the parameter's dtype."""
+
+    @staticmethod
+    def forward(ctx, param, factors):
+        ctx.save_for_backward(factors)
+        return (param.to(torch.float32) * factors).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+def wide(out, options, rank, world):
+    """Gradients in float32 of parameters of 16 bits, beside parameters in float32."""
+    f32 = torch.float32
+    model = torch.nn.Linear(9, 5).to(torch.bfloat16)
+    twin = torch.nn.Linear(9, 5)
+    twin.load_state_dict({key: value.to(f32) for key, value in model.state_dict().items()})
+    for param in model.parameters():
+        param.grad_dtype = f32
+    ours = fusestep.torch.AdamW(model.parameters(), lr=1e-2, master_weights=True)
+    others = fusestep.torch.AdamW(twin.parameters(), lr=1e-2)
+    with_wide = fusestep.torch.DataParallel(model, ours, timeout=60, **options)
+    plain = fusestep.torch.DataParallel(twin, others, timeout=60, **options)
+    for step in range(3):
+        for own in (model, twin):
+            for at, param in enumerate(own.parameters()):
+                generator = torch.Generator().manual_seed(100 * step + 10 * rank + at)
+                factors = torch.randn(param.shape, generator=generator)
+                Wide.apply(param, factors).backward()
+        ours.step()
+        others.step()
+    with_wide.close()
+    plain.close()
+
+    narrow = torch.nn.Linear(9, 5).to(torch.bfloat16)
+    optimizer = fusestep.torch.AdamW(narrow.parameters(), lr=1e-2)
+    parallel = fusestep.torch.DataParallel(narrow, optimizer, timeout=60, reduce_dtype="param")
+    for param in narrow.parameters():
+        param.grad_dtype = f32
+    found = ""
+    try:
+        Wide.apply(narrow.weight, torch.full((5, 9), 1.001)).backward()
+    except TypeError as error:
+        found = str(error)
+    parallel.close()
+
+    def flat(own):
+        return torch.cat([param.detach().flatten() for param in own.parameters()])
+
+    torch.save({"values": flat(model), "twins": flat(twin), "refused": found}, out / f"rank{rank}.pt")

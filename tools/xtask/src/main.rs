@@ -27,6 +27,7 @@ mod machine_code;
 mod manylinux;
 mod mpi;
 mod mpi_bench;
+mod mpi_lanes;
 mod mpi_victims;
 mod mutants;
 mod nccl;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::commands::{Program, built, cargo, must, named};
-use crate::{mpi_bench, mpi_victims, parallel};
+use crate::{mpi_bench, mpi_lanes, mpi_victims, parallel};
 
 /// Runs the suite in worlds of one to five ranks, the variants of it, and the jobs in which a
 /// process dies; or the benchmark.
@@ -28,7 +28,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
 }
 
 /// Has ranks of one machine send messages all the same.
-const MESSAGES: (&str, &str) = ("FUSESTEP_MPI_MESSAGES", "1");
+pub(crate) const MESSAGES: (&str, &str) = ("FUSESTEP_MPI_MESSAGES", "1");
 
 fn suite() -> Result<()> {
     let programs =
@@ -46,6 +46,7 @@ fn suite() -> Result<()> {
     let fusestep = named(&built, "fusestep")?;
     self_test(fusestep)?;
     mpi_victims::training(fusestep)?;
+    mpi_lanes::run(fusestep)?;
     println!("mpi: all is well");
     Ok(())
 }

@@ -185,8 +185,10 @@ fn last_calls_are_written_when_the_launcher_is_told_to_end() {
     for signal in ["TERM", "INT"] {
         let (place, log) = (folder.path(signal), folder.path(&format!("{signal}.jsonl")));
         let program = env!("CARGO_BIN_EXE_fusestep");
-        let mut launcher = std::process::Command::new(program)
-            .args(["launch", "-n", "2", "--", program, "train", "--epochs", "100000"])
+        // A shell that starts tests in the background has them ignore INT, and what they start.
+        let mut launcher = std::process::Command::new("env")
+            .args(["--default-signal", program, "launch", "-n", "2", "--", program, "train"])
+            .args(["--epochs", "100000"])
             .args(["--engine", "processes", "--log", text(&log)])
             .args(["--flight-recorder", text(&place)])
             .stdout(std::process::Stdio::null())
@@ -201,7 +203,18 @@ fn last_calls_are_written_when_the_launcher_is_told_to_end() {
         let number = launcher.id().to_string();
         let kill = std::process::Command::new("kill").args(["-s", signal, &number]).status();
         assert!(kill.unwrap().success());
-        assert!(!launcher.wait().unwrap().success());
+        let told = std::time::Instant::now();
+        let ended = loop {
+            match launcher.try_wait().unwrap() {
+                Some(ended) => break ended,
+                None if told.elapsed().as_secs() > 60 => {
+                    let _ = launcher.kill();
+                    panic!("{signal}: the launcher goes on for a minute");
+                }
+                None => std::thread::sleep(std::time::Duration::from_millis(20)),
+            }
+        };
+        assert!(!ended.success());
         let calls = recorded(&place);
         assert!(calls.len() == 2 && calls.iter().all(|&calls| calls > 5), "{signal}: {calls:?}");
     }

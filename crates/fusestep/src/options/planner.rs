@@ -3,15 +3,16 @@
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
 use fusestep_collective::{CollectiveError, Communicator};
-use fusestep_launch::{LaunchLimits, Precision, StateDType};
+use fusestep_launch::{GradDType, LaunchLimits, Precision, StateDType};
 use fusestep_planner::{
     ClipByGlobalNorm, Comms, Distributed, FuseAllReduce, FuseBroadcast, FuseReduceIntoUpdate,
     GradientAccumulation, Lanes, LocalSgd, LossScaling, Ownership, PlanError, Planner, Reach,
-    Shard, TableKind, Topology, UpdateInBackward, UpdateNorms, ZeroStage, in_f32, keeps_f32,
+    ReduceDType, Shard, TableKind, Topology, UpdateInBackward, UpdateNorms, ZeroStage, in_f32,
+    keeps_f32,
 };
-use fusestep_tensor::{ParamDesc, counted};
+use fusestep_tensor::{DType, ParamDesc, counted};
 
-use super::{Changed, Names, OfParams, OptionError, OwnRule, Section, StepOptions};
+use super::{Changed, Names, OfParams, OptionError, OwnRule, PrecisionOf, Section, StepOptions};
 
 /// Most parameters that a refusal names.
 const NAMED: usize = 3;
@@ -69,10 +70,12 @@ impl StepOptions {
         let own = self.precision_of.iter().find(|of| of.dtype == param.dtype);
         let precision = own.map_or(self.precision, |of| of.precision);
         let keeps_f32 = keeps_f32(param, &self.keep_f32);
-        match precision.state {
+        let precision = match precision.state {
             StateDType::Int8 if keeps_f32 => in_f32(precision),
             _ => precision,
-        }
+        };
+        let adds_in_f32 = self.lanes.is_some() || self.reduce_dtype == ReduceDType::F32;
+        if adds_in_f32 { of_f32_gradients(param.dtype, precision) } else { precision }
     }
 
     /// The first setting that takes norms or counts of all gradients of a step, if one is set.
@@ -108,7 +111,7 @@ impl StepOptions {
 
     /// Refuses settings without effect where one process lends its tensors for each step: those of
     /// many ranks, and sums over micro-steps, updates in backward and resident tables, which need
-    /// tensors of the optimizer's own.
+    /// tensors of the optimizer's own. Gradients in f32 are lent like others.
     ///
     /// # Errors
     /// [`OptionError::NeedsRanks`] names the first.
@@ -116,7 +119,9 @@ impl StepOptions {
         let own = self.changed()?.into_iter().find(|changed| {
             let of_own = [Section::MicroSteps, Section::Backward];
             let is_resident = changed.name == "tables" && self.tables == TableKind::Resident;
-            of_own.contains(&changed.section) || is_resident
+            let is_lent =
+                changed.name == ReduceDType::NAME && self.reduce_dtype == ReduceDType::F32;
+            of_own.contains(&changed.section) && !is_lent || is_resident
         });
         match own {
             Some(Changed { name, .. }) => Err(OptionError::NeedsRanks {
@@ -125,6 +130,16 @@ impl StepOptions {
             }),
             None => self.check_alone(),
         }
+    }
+
+    /// These settings with gradients of f16 or bf16 parameters of this dtype in f32, as programs
+    /// have them that add up gradients in f32. Parameters of other dtypes stay as they are.
+    pub fn with_f32_gradients(mut self, dtype: DType) -> Self {
+        let own = self.precision_of.iter().position(|of| of.dtype == dtype);
+        let before = own.map_or(self.precision, |at| self.precision_of.swap_remove(at).precision);
+        let precision = of_f32_gradients(dtype, before);
+        self.precision_of.push(PrecisionOf { dtype, precision });
+        self
     }
 
     /// These settings without those that [`StepOptions::check_borrowed`] refuses, for a plan of
@@ -136,7 +151,10 @@ impl StepOptions {
             accumulated: usual.accumulated,
             reduced: usual.reduced,
             lanes: usual.lanes,
-            reduce_dtype: usual.reduce_dtype,
+            reduce_dtype: match self.reduce_dtype {
+                ReduceDType::F32 => ReduceDType::F32,
+                _ => usual.reduce_dtype,
+            },
             zero: usual.zero,
             shard_group: usual.shard_group,
             owners: usual.owners,
@@ -467,5 +485,13 @@ impl StepOptions {
             planner = planner.with(FuseReduceIntoUpdate);
         }
         planner
+    }
+}
+
+/// A precision with gradients of 16-bit parameters in f32.
+fn of_f32_gradients(dtype: DType, precision: Precision) -> Precision {
+    match dtype {
+        DType::F16 | DType::BF16 => Precision { grad: GradDType::Compute, ..precision },
+        _ => precision,
     }
 }

@@ -121,12 +121,13 @@ impl Plan {
         self.precisions.of(dtype)
     }
 
-    /// The storage type of a parameter's gradient, in which ranks and micro-steps add it up.
+    /// The storage type of a parameter's gradient, in which ranks and micro-steps add it up, and in
+    /// which a caller lends it.
     ///
     /// # Panics
     /// If the plan has no such parameter.
     pub fn grad_dtype(&self, param: usize) -> DType {
-        self.storages[self.places[param].0].grad_dtype()
+        self.precision_of(param).grad.of(self.params[param].dtype)
     }
 
     /// The limits that batches were made for.

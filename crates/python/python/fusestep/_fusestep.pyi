@@ -228,6 +228,10 @@ class Ranks:
     def has_lanes(self) -> bool:
         """Whether gradients are added along lanes of the global batch."""
 
+    @property
+    def adds_in_f32(self) -> bool:
+        """Whether gradients of parameters of 16 bits are added up in float32, and taken in it."""
+
     def plan(self) -> str:
         """The plan of a step, as text."""
 

@@ -75,6 +75,8 @@ class _Described(NamedTuple):
     shape: Tuple[int, ...]
     group: int
     trains: bool
+    # Whether a parameter in float16 has its gradient in float32.
+    wide: bool
 
 
 class _Library:
@@ -93,15 +95,28 @@ class _Library:
     @staticmethod
     def refuse(name: str, parameter: _Parameter, gradient: Any) -> None:
         """Raises for a gradient that does not fit its parameter."""
-        if gradient.dtype != parameter.array.dtype:
+        if gradient.dtype != parameter.array.dtype and not _is_wide(parameter):
+            also = " or float32" if parameter.array.dtype == np.float16 else ""
             raise TypeError(
-                f"gradient of `{name}`: expected {parameter.array.dtype}, found {gradient.dtype}"
+                f"gradient of `{name}`: expected {parameter.array.dtype}{also}, "
+                f"found {gradient.dtype}"
             )
         if gradient.shape != parameter.array.shape:
             raise ValueError(
                 f"gradient of `{name}`: expected shape {parameter.array.shape}, "
                 f"found {gradient.shape}"
             )
+
+    @staticmethod
+    def widened(parameter: _Parameter, gradient: Any) -> Any:
+        """A copy in float32."""
+        return gradient.astype(np.float32)
+
+
+def _is_wide(parameter: _Parameter) -> bool:
+    """Whether a parameter in float16 has its gradient in float32."""
+    gradient = parameter.grad
+    return parameter.array.dtype == np.float16 and getattr(gradient, "dtype", None) == np.float32
 
 
 class State(Dict[str, Dict[str, Any]]):
@@ -289,8 +304,8 @@ def step(
 
     ``rule`` is one of :data:`RULES` and ``settings`` are its settings. ``params`` has the arrays by
     name, float32, float64 or float16, C-contiguous and writable; ``grads`` has arrays of the same
-    dtype and shape under these names; a parameter without one, or with ``None``, stays as it is and
-    does not count the step. ``state`` is filled in at the first step and handed in again after that.
+    shape and dtype under these names, or in float32 of float16 parameters, which are taken as they
+    are; a parameter without one, or with ``None``, stays as it is and does not count the step. ``state`` is filled in at the first step and handed in again after that.
     ``clip_norm`` scales gradients down whose norm, of all together, is larger. ``threads`` is how
     many work on it, 1 to 256, by default as many as the process may use; it changes no bit.
 
@@ -338,7 +353,9 @@ def _run(
     copied: int,
 ) -> Report:
     described = [
-        _Described(name, str(parameter.array.dtype), parameter.array.shape, 0, True)
+        _Described(
+            name, str(parameter.array.dtype), parameter.array.shape, 0, True, _is_wide(parameter)
+        )
         for name, parameter in zip(names, parameters)
     ]
     planned_for = tuple(described), clip_norm

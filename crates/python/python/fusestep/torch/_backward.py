@@ -18,6 +18,7 @@ from fusestep.torch._optimizer import Fused
 from fusestep.torch._options import ACCUMULATE, CLIP_NORM, refuse_counted
 from fusestep.torch._planned import Member, Planned, members_of
 from fusestep.torch._taken import Taken, refuse_graph, refuse_wrapped, second_pass
+from fusestep.torch._tensors import gradient_dtype
 
 _TAKEN = (
     "expected `optimizer.step()` next, because `fuse_backward` has applied and freed it in "
@@ -250,7 +251,7 @@ class FusedBackward:
         """What stands in for the gradient that is gone."""
         like = member.tensor
         taken = self._taken.get(id(like))
-        if taken is None or (taken.shape, taken.dtype) != (like.shape, like.dtype):
+        if taken is None or (taken.shape, taken.dtype) != (like.shape, gradient_dtype(like)):
             taken = Taken(like, f"gradient of `{member.name}`: {_TAKEN}")
             self._taken[id(like)] = taken
         return taken

@@ -9,9 +9,16 @@ import torch
 from fusestep._checks import positive
 from fusestep.torch._device import device_of
 from fusestep.torch._optimizer import Fused
-from fusestep.torch._options import OPTIONS_OF_RANKS, taken, texts_of, told
+from fusestep.torch._options import (
+    LANES,
+    OPTIONS_OF_RANKS,
+    REDUCE_DTYPE,
+    taken,
+    texts_of,
+    told,
+)
 from fusestep.torch._planned import Member, members_of
-from fusestep.torch._tensors import refuse_parameter
+from fusestep.torch._tensors import has_wide_gradient, refuse_parameter
 
 
 class _Span(NamedTuple):
@@ -98,6 +105,17 @@ def check(optimizer: Any, timeout: float) -> None:
     _refuse_state(optimizer)
     if timeout is None or positive("timeout", timeout) is None:
         raise ValueError("timeout: expected a finite number above 0, found None")
+
+
+def with_wide(options: Dict[str, Any], members: List[Member]) -> Dict[str, Any]:
+    """The options of ranks whose parameters of 16 bits may have gradients in float32: they add up
+    in float32 then, unless told otherwise."""
+    texts = options["settings"]
+    if LANES in texts or REDUCE_DTYPE in texts:
+        return options
+    if not any(has_wide_gradient(member.tensor) for member in members):
+        return options
+    return {**options, "settings": {**texts, REDUCE_DTYPE: ["f32"]}}
 
 
 def joined(optimizer: Fused, settings: Dict[str, Any]) -> Dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from fusestep.torch._planned import Member
 from fusestep.torch._sharded import local_of, placed_as
-from fusestep.torch._tensors import NARROW, Library, in_order_of
+from fusestep.torch._tensors import NARROW, Library, has_wide_gradient, in_order_of, is_wide
 
 
 class MicroSteps:
@@ -21,7 +21,13 @@ class MicroSteps:
 
     def __init__(self) -> None:
         self.sums: Dict[Tensor, Tensor] = {}
+        # Parameters of 16 bits of which a gradient was in float32: their sums are not rounded.
+        self._wide: Set[Tensor] = set()
         self.count = 0
+
+    def has_wide(self, tensor: Tensor) -> bool:
+        """Whether a parameter of 16 bits is updated from gradients in float32."""
+        return tensor in self._wide or has_wide_gradient(tensor)
 
     def by_position(self, tensors: Sequence[Tensor]) -> Dict[int, Tensor]:
         """The sums as they are saved."""
@@ -36,6 +42,7 @@ class MicroSteps:
     def clear(self) -> None:
         """Starts the next update."""
         self.sums.clear()
+        self._wide.clear()
         self.count = 0
 
     def add(self, members: Sequence[Member]) -> None:
@@ -60,7 +67,7 @@ class MicroSteps:
             if tensor not in whole and (tensor in gradients or tensor in self.sums):
                 total = self._sum_with(tensor, gradients.get(tensor))
                 total = total.div_(float(self.count + 1)) if divides else total
-                whole[tensor] = total.to(tensor.dtype)
+                whole[tensor] = total if self.has_wide(tensor) else total.to(tensor.dtype)
         return [whole.get(member.tensor) for member in members]
 
     def _sum_with(self, tensor: Tensor, gradient: Optional[Tensor]) -> Tensor:
@@ -82,6 +89,8 @@ class MicroSteps:
                 gradient = placed_as(name, tensor, gradient)
                 Library.refuse(name, local_of(tensor), local_of(gradient))
                 gradients[tensor] = gradient
+                if is_wide(tensor, gradient.dtype):
+                    self._wide.add(tensor)
             if total is not None and (last or gradient is not None):
                 _refuse_sum(name, tensor, total)
         return gradients

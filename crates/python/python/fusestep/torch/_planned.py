@@ -75,6 +75,8 @@ class Described(NamedTuple):
     group: int
     trains: bool
     strides: Optional[Tuple[int, ...]] = None
+    # Whether a parameter of 16 bits has gradients in float32.
+    wide: bool = False
 
 
 def members_of(groups: Sequence[Dict[str, Any]]) -> List[Member]:
@@ -136,7 +138,8 @@ class Planned:
             self._device = device_of(tensor) if is_updated else self._device
             shape = () if is_lazy(tensor) else tensor.shape
             order = order_of(tensor) if is_updated else None
-            own = member.name, tensor.dtype, shape, member.group, is_updated, order
+            wide = is_updated and optimizer._micro.has_wide(member.tensor)
+            own = member.name, tensor.dtype, shape, member.group, is_updated, order, wide
             described.append(own)
         self._of_inference = any(
             not is_lazy(tensor) and tensor.is_inference() for tensor in self.tensors

@@ -14,12 +14,12 @@ from torch.autograd.graph import increment_version
 from fusestep import _fusestep
 from fusestep._checks import is_whole
 from fusestep._report import Report
-from fusestep.torch._joining import check, joined, trained
+from fusestep.torch._joining import check, joined, trained, with_wide
 from fusestep.torch._optimizer import Fused
-from fusestep.torch._options import ACCUMULATE, OPTIONS_OF_RANKS, described
+from fusestep.torch._options import ACCUMULATE, OPTIONS_OF_RANKS, REDUCE_DTYPE, described
 from fusestep.torch._planned import Described, members_of
 from fusestep.torch._taken import Lent, Taken, refuse_graph, refuse_wrapped, second_pass
-from fusestep.torch._tensors import Library
+from fusestep.torch._tensors import Library, is_wide
 from fusestep.torch._unchanged import (
     AGAIN,
     INSTEAD,
@@ -94,6 +94,7 @@ class DataParallel(torch.nn.Module):
         self.module = model
         self._optimizer: Fused = optimizer
         self._members = trained(model, optimizer)
+        options = with_wide(options, self._members)
         self._tensors = [member.tensor for member in self._members]
         refuse_wrapped("DataParallel", model, self._tensors)
         own = {id(tensor) for tensor in self._tensors}
@@ -384,6 +385,7 @@ class DataParallel(torch.nn.Module):
             raise second_pass(name, INSTEAD)
         refuse_graph(name, gradient)
         Library.refuse(name, tensor, gradient)
+        self._refuse_wide(name, tensor, gradient)
         view = self._gradients.get(index)
         if view is None:
             dense = gradient.contiguous().resolve_neg()
@@ -399,6 +401,15 @@ class DataParallel(torch.nn.Module):
         tensor.grad = self._lent[index]
         self._given[index] = _Given(self._lent[index], view, view._version)
         self._ranks.given(index)
+
+    def _refuse_wide(self, name: str, tensor: Tensor, gradient: Tensor) -> None:
+        """Raises for a gradient in float32 where the ranks would have to round it."""
+        if is_wide(tensor, gradient.dtype) and not self._ranks.adds_in_f32:
+            raise TypeError(
+                f"gradient of `{name}`: expected {tensor.dtype}, in which these ranks add up "
+                f"gradients, found {gradient.dtype}; make `DataParallel` with "
+                f"{REDUCE_DTYPE}=torch.float32"
+            )
 
     def _promise(self, index: int) -> None:
         """Before a gradient whose bucket may be updated at once: gives the rules of the moment with

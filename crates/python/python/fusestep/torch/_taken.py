@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusestep.torch._options import CLIP_NORM
+from fusestep.torch._tensors import gradient_dtype
 
 _CHECKPOINT = (
     "a weight that is used in and out of a reentrant checkpoint gets two gradients in one "
@@ -32,7 +33,7 @@ class Taken(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, why: str) -> Taken:
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: Taken = make(cls, like.shape, dtype=like.dtype, device=like.device)
+        made: Taken = make(cls, like.shape, dtype=gradient_dtype(like), device=like.device)
         made._fusestep_why = why
         return made
 

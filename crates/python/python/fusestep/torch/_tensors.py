@@ -85,6 +85,11 @@ class Library:
         return in_order_of(parameter, tensor, tensor.dtype)
 
     @staticmethod
+    def widened(parameter: Tensor, tensor: Tensor) -> Tensor:
+        """A copy in float32 whose elements lie in the parameter's order."""
+        return in_order_of(parameter, tensor, torch.float32)
+
+    @staticmethod
     def reorder(parameter: Tensor, tensor: Tensor) -> None:
         """Brings state to the parameter's order, with its values."""
         tensor.data = in_order_of(parameter, tensor, tensor.dtype)
@@ -99,9 +104,10 @@ class Library:
                 f"gradient of `{name}`: expected a tensor on {parameter.device}, where the "
                 f"parameter is, found one on {gradient.device}"
             )
-        if gradient.dtype != parameter.dtype:
+        if gradient.dtype != parameter.dtype and not is_wide(parameter, gradient.dtype):
+            also = " or torch.float32" if parameter.dtype in NARROW else ""
             raise TypeError(
-                f"gradient of `{name}`: expected {parameter.dtype}, found {gradient.dtype}"
+                f"gradient of `{name}`: expected {parameter.dtype}{also}, found {gradient.dtype}"
             )
         if gradient.shape != parameter.shape:
             raise ValueError(
@@ -158,6 +164,29 @@ def _refuse_order(name: str, tensor: Tensor) -> None:
                 "`parameter.data = parameter.data.clone()`"
             )
         dense *= extent
+
+
+def is_wide(parameter: Tensor, dtype: Optional[torch.dtype]) -> bool:
+    """Whether a gradient of this dtype is wider than its parameter of 16 bits."""
+    return parameter.dtype in NARROW and dtype == torch.float32
+
+
+def has_wide_gradient(parameter: Tensor) -> bool:
+    """Whether the gradients of a parameter of 16 bits are in float32: the one that it has, or those
+    that autograd writes to it, by ``grad_dtype``."""
+    if parameter.dtype not in NARROW:
+        return False
+    gradient = parameter.grad
+    if gradient is not None:
+        return is_wide(parameter, gradient.dtype)
+    return is_wide(parameter, gradient_dtype(parameter))
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype in which autograd writes the gradient of a parameter."""
+    # PyTorch has the attribute from 2.10 on; `None` lets autograd write any.
+    found: Optional[torch.dtype] = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if found is None else found
 
 
 def refuse_kind(what: str, tensor: Tensor) -> None:
