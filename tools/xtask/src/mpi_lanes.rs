@@ -28,7 +28,7 @@ const RANKS: [(usize, &str, Variables); 7] = [
     (3, "--zero 2", &[MESSAGES]),
     (4, "--zero 3", &[]),
     (5, "--zero 3", &[MESSAGES]),
-    (5, "--reduce-separately", &[]),
+    (5, "--separate", &[]),
 ];
 
 /// Trains each run in one process and on all these ranks.
