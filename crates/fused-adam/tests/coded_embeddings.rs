@@ -131,7 +131,7 @@ impl Moments for Coded {
     }
 }
 
-/// The same by the definition, a group at a time, but that a small root may get code `least`.
+/// Codes by the definition, a group at a time, but that a small root may get code `least`.
 struct Defined {
     state: Vec<([u8; GROUP], f32, [u8; GROUP], f32)>,
     least: f32,

@@ -90,8 +90,7 @@ impl Session {
         let Some(&first) = distinct.first().or(rules.first()) else {
             return Err(PyValueError::new_err("expected a parameter group, found none"));
         };
-        let asked = of_one_process(Settings(options).options(first)?)?;
-        let step = with_wide_gradients(asked, &described)?;
+        let step = settings_of(Settings(options).options(first)?, &described)?;
         let (mut names, mut descs) = (vec![Vec::new(); distinct.len()], Vec::new());
         let (mut own, mut sizes) = (Vec::<Parameter>::new(), vec![0; rules.len()]);
         for (tensor, described) in parameters.into_iter().zip(described) {
@@ -421,9 +420,10 @@ impl Session {
     }
 }
 
-/// The settings of parameters of which some have gradients in f32. Others of their dtype have theirs
-/// brought to f32, which changes no value.
-fn with_wide_gradients(step: StepOptions, described: &[Described]) -> PyResult<StepOptions> {
+/// The settings of one process. Where parameters have gradients in f32, others of their dtype have
+/// theirs brought to f32, which changes no value.
+fn settings_of(step: StepOptions, described: &[Described]) -> PyResult<StepOptions> {
+    let step = of_one_process(step)?;
     let mut wide = described.iter().filter(|own| own.trains && own.wide);
     wide.try_fold(step, |step, own| Ok(step.with_f32_gradients(dtype_of(&own.dtype)?)))
 }
