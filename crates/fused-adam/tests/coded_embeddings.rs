@@ -156,9 +156,9 @@ impl Moments for Defined {
             m.copy_from_slice(&codes);
             let most = new.1.iter().fold(0.0f32, |most, root| most.max(*root));
             *v_unit = most / 255.0;
-            for at in 0..GROUP {
-                let code = (new.1[at] * (255.0 / most) + dither.lanes()[at]).round_ties_even();
-                v[at] = if most > 0.0 { code.clamp(self.least, 255.0) as u8 } else { 0 };
+            for ((v, root), dither) in v.iter_mut().zip(&new.1).zip(dither.lanes()) {
+                let code = (root * (255.0 / most) + dither).round_ties_even();
+                *v = if most > 0.0 { code.clamp(self.least, 255.0) as u8 } else { 0 };
             }
         }
     }
