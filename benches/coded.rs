@@ -1,127 +1,120 @@
-//! AdamW with moments of 8 bits against AdamW in f32, on slices, at one thread and all.
+//! AdamW with moments of 8 bits against AdamW in f32, of one tensor, at every level of instructions
+//! and at one thread and all.
 //!
 //! `cargo bench --bench coded -- memory` runs the part whose names match: 16 million elements,
-//! which no cache holds. `cache` has 8,192, whose time is arithmetic alone. Compare only within one
-//! run. Throughput counts the bytes that a step must move, by how a parameter is kept.
+//! which no cache holds, in pages of 2 MiB. `cache` has 8,192, whose time is arithmetic alone.
+//! Compare only within one run. Throughput counts the bytes that a step must move, by how a
+//! parameter is kept.
 
-use std::hint::black_box;
+use std::num::NonZeroUsize;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use fusestep_fused_adam::{
-    Adam, AdamTensors, CodedAdamTensors, CodedState, ParamSlices, WeightDecay, units_of,
-};
-use fusestep_simd::Pool;
+use fusestep_cpu::CpuBackend;
+use fusestep_fused_adam::Adam;
+use fusestep_launch::{Master, Precision, StateDType};
+use fusestep_planner::{Optimizer, Plan, Planner, RunAlone, State};
+use fusestep_simd::Level;
+use fusestep_tensor::{DType, Element, ParamDesc, Role, Shape};
 use half::bf16;
 
+#[path = "support/memory.rs"]
+mod memory;
 #[path = "support/timing.rs"]
 mod timing;
 
+use memory::thread_counts;
 use timing::group;
 
-/// A parameter with gradients and both kinds of moments.
+/// A way to keep a parameter and its moments.
+struct Way {
+    name: &'static str,
+    dtype: DType,
+    precision: Precision,
+    /// Bytes of an element in hundredths.
+    hundredths: u64,
+}
+
+/// Every way, f32 first.
+fn ways() -> [Way; 4] {
+    let plain = Precision::default();
+    let coded = Precision { state: StateDType::Int8, ..plain };
+    let beside = Precision { master: Master::Remainder8, ..coded };
+    [
+        Way { name: "f32", dtype: DType::F32, precision: plain, hundredths: 2800 },
+        Way { name: "f32_8bit", dtype: DType::F32, precision: coded, hundredths: 1650 },
+        Way { name: "bf16_8bit", dtype: DType::BF16, precision: coded, hundredths: 1050 },
+        Way { name: "bf16_r8_8bit", dtype: DType::BF16, precision: beside, hundredths: 1250 },
+    ]
+}
+
+/// One tensor of a plan, with its state.
 struct Tensor {
-    wide: Vec<f32>,
-    wide_grad: Vec<f32>,
-    narrow: Vec<bf16>,
-    narrow_grad: Vec<bf16>,
-    remainder: Vec<i8>,
-    plain: [Vec<f32>; 2],
-    codes: [Vec<u8>; 2],
-    units: [Vec<f32>; 2],
+    plan: Plan,
+    state: State,
 }
-
-/// Ways to keep a parameter and its moments.
-#[derive(Clone, Copy)]
-enum Kept {
-    Plain,
-    F32,
-    Bf16,
-    Bf16Remainder8,
-}
-
-/// Names, and bytes of an element in hundredths.
-const ALL: [(&str, Kept, u64); 4] = [
-    ("f32", Kept::Plain, 2800),
-    ("f32_8bit", Kept::F32, 1650),
-    ("bf16_8bit", Kept::Bf16, 1050),
-    ("bf16_r8_8bit", Kept::Bf16Remainder8, 1250),
-];
 
 impl Tensor {
-    fn new(numel: usize) -> Self {
-        Self {
-            wide: vec![0.5; numel],
-            wide_grad: vec![0.01; numel],
-            narrow: vec![bf16::from_f32(0.5); numel],
-            narrow_grad: vec![bf16::from_f32(0.01); numel],
-            remainder: vec![0; numel],
-            plain: [0; 2].map(|_| vec![0.0; numel]),
-            codes: [0; 2].map(|_| vec![0; numel]),
-            units: [0; 2].map(|_| vec![0.0; units_of(numel)]),
+    /// A parameter of 0.5 and a gradient of 0.01 everywhere, stepped once.
+    fn new(way: &Way, numel: u64, backend: &CpuBackend) -> Self {
+        let rule = Optimizer::Adam(Adam::default()).with_lr(1e-3);
+        let desc = ParamDesc::new("p", Shape::new([numel]).expect("a shape"), way.dtype);
+        let plan = Planner::new(rule).precision(way.precision).plan(&[desc]).expect("a plan");
+        let mut state = plan.allocate(backend).expect("memory");
+        match way.dtype {
+            DType::BF16 => fill(&mut state, [0.5, 0.01].map(bf16::from_f32)),
+            _ => fill(&mut state, [0.5f32, 0.01]),
         }
+        let mut tensor = Self { plan, state };
+        tensor.step(backend);
+        let first = tensor.first(way);
+        assert!((first - 0.499).abs() < 2e-3, "{}: {first}", way.name);
+        tensor
     }
 
-    fn step(&mut self, pool: &Pool, kept: Kept, step: u64) {
-        let adam = Adam { weight_decay: WeightDecay::Decoupled(0.0), ..Adam::default() };
-        let Self { wide, wide_grad, narrow, narrow_grad, remainder, plain, codes, units } = self;
-        let param = match kept {
-            Kept::Plain => {
-                let [moment1, moment2] = plain;
-                let (param, grad) = (&mut wide[..], &wide_grad[..]);
-                let tensor = AdamTensors { param, grad, moment1, moment2, max_moment2: None };
-                return adam.step_with(pool, step, &mut [tensor]).expect("lists of one numel");
-            }
-            Kept::F32 => ParamSlices::F32 { param: wide, grad: wide_grad },
-            Kept::Bf16 => ParamSlices::Bf16 { param: narrow, grad: narrow_grad },
-            Kept::Bf16Remainder8 => {
-                ParamSlices::Bf16Remainder8 { param: narrow, remainder, grad: narrow_grad }
-            }
-        };
-        let ([codes1, codes2], [units1, units2]) = (codes, units);
-        let tensor = CodedAdamTensors {
-            param,
-            moment1: CodedState { codes: codes1, units: units1 },
-            moment2: CodedState { codes: codes2, units: units2 },
-            max_moment2: None,
-        };
-        adam.step_coded_with(pool, step, &mut [tensor]).expect("lists of one numel");
+    fn step(&mut self, backend: &CpuBackend) {
+        RunAlone::of(&self.plan, &mut self.state, backend).step_all().expect("a step");
     }
 
     /// The first parameter, as it is kept.
-    fn first(&self, kept: Kept) -> f32 {
-        match kept {
-            Kept::Plain | Kept::F32 => self.wide[0],
-            Kept::Bf16 | Kept::Bf16Remainder8 => self.narrow[0].to_f32(),
+    fn first(&self, way: &Way) -> f32 {
+        match way.dtype {
+            DType::BF16 => self.state.param::<bf16>("p").expect("a parameter")[0].to_f32(),
+            _ => self.state.param::<f32>("p").expect("a parameter")[0],
         }
     }
 }
 
+/// Fills parameter and gradient with a value each.
+fn fill<T: Element>(state: &mut State, [param, grad]: [T; 2]) {
+    state.view_mut::<T>(Role::Param, "p").expect("a parameter").fill(param);
+    state.grad_mut::<T>("p").expect("a gradient").fill(grad);
+}
+
 fn coded(criterion: &mut Criterion) {
-    let all = std::thread::available_parallelism().expect("a number of threads");
     for (part, numel) in [("memory", 16 << 20), ("cache", 8192)] {
-        let mut group = group(criterion, &format!("coded/{part}"));
-        for threads in [std::num::NonZeroUsize::MIN, all] {
-            let pool = Pool::new(threads);
-            for (name, kept, hundredths) in ALL {
-                let mut tensor = Tensor::new(numel);
-                tensor.step(&pool, kept, 1);
-                assert!((tensor.first(kept) - 0.499).abs() < 2e-3, "{name}");
-                group.throughput(Throughput::Bytes(numel as u64 * hundredths / 100));
-                let mut step = 1;
-                group.bench_function(format!("{name}/t{threads}"), |b| {
-                    b.iter(|| {
-                        step += 1;
-                        tensor.step(&pool, kept, step);
-                    });
-                });
-                black_box(&tensor.wide);
+        for level in Level::available().into_iter().rev() {
+            let mut group = group(criterion, &format!("coded/{part}/{level}"));
+            for threads in thread_counts() {
+                let backend = CpuBackend::new(threads).at_level(level);
+                for way in ways() {
+                    one(&mut group, &way, numel, threads, &backend);
+                }
             }
-            if all.get() == 1 {
-                break;
-            }
+            group.finish();
         }
-        group.finish();
     }
+}
+
+fn one(
+    group: &mut criterion::BenchmarkGroup<'_, criterion::measurement::WallTime>,
+    way: &Way,
+    numel: u64,
+    threads: NonZeroUsize,
+    backend: &CpuBackend,
+) {
+    let mut tensor = Tensor::new(way, numel, backend);
+    group.throughput(Throughput::Bytes(numel * way.hundredths / 100));
+    group.bench_function(format!("{}/t{threads}", way.name), |b| b.iter(|| tensor.step(backend)));
 }
 
 criterion_group!(benches, coded);
