@@ -1,5 +1,5 @@
-//! `cargo xtask ptx [--check]`: CUDA C++ to PTX with a pinned compiler, byte for byte the same on
-//! every machine.
+//! `cargo xtask ptx [--check [--recorded]]`: CUDA C++ to PTX with a pinned compiler, byte for byte
+//! the same on every machine.
 
 use std::{
     fs,
@@ -10,6 +10,8 @@ use anyhow::{Context, Result, bail, ensure};
 
 #[path = "../../../kernels/src/single_entry.rs"]
 mod single_entry;
+
+mod record;
 
 use crate::{
     commands, machine_code, parallel, ptxas, target_folder,
@@ -53,14 +55,24 @@ pub(crate) enum Mode {
 }
 
 /// Compiles every kernel, writes or compares its PTX, assembles it for all promised devices, and
-/// writes or compares machine code.
+/// writes or compares machine code. With `--recorded` nothing is compiled while the record of the
+/// last time fits sources and results.
 pub(crate) fn run(arguments: &[String]) -> Result<()> {
-    let mode = match arguments {
-        [] => Mode::Write,
-        [flag] if flag == "--check" => Mode::Check,
-        _ => bail!("`ptx` takes nothing or --check"),
-    };
     let root = workspace_root();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let mode = match words[..] {
+        [] => Mode::Write,
+        ["--check"] => Mode::Check,
+        ["--check", "--recorded"] => {
+            let found = fs::read_to_string(record::path(&root)).unwrap_or_default();
+            if found == record::of_files(&root)? {
+                println!("ptx: sources and results are those of {}", record::path(&root).display());
+                return Ok(());
+            }
+            Mode::Check
+        }
+        _ => bail!("`ptx` takes nothing, --check, or --check --recorded"),
+    };
     let kernels = root.join("kernels");
     let checked_in = kernels.join("ptx");
     let fresh = target_folder().join("ptx");
@@ -99,6 +111,15 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let page = fresh.join("registers.md");
     fs::write(&page, format!("{REGISTERS_HEAD}{registers}"))?;
     println!("registers of every entry: {}", page.display());
+    let record = record::of_files(&root)?;
+    match mode {
+        Mode::Write => fs::write(record::path(&root), record)?,
+        Mode::Check => ensure!(
+            fs::read_to_string(record::path(&root)).is_ok_and(|found| found == record),
+            "{}: expected the record of these files; run `cargo xtask ptx`",
+            record::path(&root).display()
+        ),
+    }
     Ok(())
 }
 
