@@ -6,12 +6,12 @@ pub(crate) mod tables;
 
 use std::sync::{MutexGuard, PoisonError};
 
-use cust::sys::{self, CUdeviceptr};
+use cust::sys::{self, CUdeviceptr, CUevent};
 use fusestep_launch::{
     BackendError, Buffer, Launch, LaunchReport, Record, Reduce, TensorList,
     pack_reduction_of_tensors, pack_tensors,
 };
-use fusestep_tensor::Role;
+use fusestep_tensor::{DeviceOrder, DeviceSliceMut, Role};
 
 use crate::backend::CudaBackend;
 use crate::buffer::DeviceBuffer;
@@ -97,6 +97,48 @@ impl CudaBackend {
         let DeviceTensor { address, len_bytes } = tensor;
         // SAFETY: who made the tensor has promised its memory until what is enqueued is done.
         unsafe { host_copy::begin_at(&self.session, &self.spare, address, len_bytes) }
+    }
+
+    /// Copies a borrowed tensor to memory of the device that is lent, such as a gradient's, in the
+    /// order of the stream and of the memory's events.
+    ///
+    /// # Errors
+    /// [`BackendError::Unavailable`] for memory of another device or of another length;
+    /// [`BackendError::Device`].
+    pub fn copy_lent(&self, from: DeviceTensor, to: DeviceSliceMut<'_>) -> Result<()> {
+        let (own, len_bytes) = (self.session.info.ordinal, to.len_bytes());
+        if (to.ordinal(), from.len_bytes) != (own, len_bytes) {
+            return Err(unavailable(format!(
+                "a copy: expected {len_bytes} bytes on device {}, found {} on device {own}",
+                to.ordinal(),
+                from.len_bytes
+            )));
+        }
+        let session = &self.session;
+        let copying = || format!("copying {len_bytes} bytes within the device");
+        let (ready, done) = match to.order() {
+            DeviceOrder::HostWaits => (None, None),
+            DeviceOrder::Events { ready, done } => (Some(ready), Some(done)),
+        };
+        // SAFETY: who lends the memory has promised its events, too.
+        session.call(copying, |stream| unsafe {
+            ready.map_or(sys::CUresult::CUDA_SUCCESS, |ready| {
+                sys::cuStreamWaitEvent(stream, ready as CUevent, 0)
+            })
+        })?;
+        if len_bytes > 0 {
+            // SAFETY: who made the tensor and who lends the memory have promised both, which are
+            // not the same, since the lent memory is borrowed alone.
+            session.call(copying, |stream| unsafe {
+                sys::cuMemcpyDtoDAsync_v2(to.address(), from.address, len_bytes, stream)
+            })?;
+        }
+        match done {
+            // SAFETY: as above.
+            Some(done) => session
+                .call(copying, |stream| unsafe { sys::cuEventRecord(done as CUevent, stream) }),
+            None => session.synchronize(),
+        }
     }
 
     /// Copies a borrowed f64 to a byte of a buffer, in the order of the stream.

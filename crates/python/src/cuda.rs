@@ -6,15 +6,19 @@
 
 use std::ffi::c_void;
 use std::mem::offset_of;
+use std::path::PathBuf;
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use fusestep::SharedBackend;
 use fusestep::launch::{
-    Backend, BackendError, Buffer, CONTROL_BYTES, ControlBlock, Launch, LaunchReport, Reduce,
+    Backend, BackendError, Buffer, CONTROL_BYTES, ControlBlock, DeviceStream, Launch, LaunchReport,
+    Reduce,
 };
 use fusestep::planner::{Brought, DerivedFrom};
-use fusestep::tensor::Role;
+use fusestep::tensor::{DeviceSliceMut, Role};
+use fusestep::{Communicator, Error, SharedBackend};
+use fusestep_collective_nccl::{NcclCommunicator, NcclOptions};
 pub(crate) use fusestep_cuda::ContextBefore;
 use fusestep_cuda::{
     BorrowedStep, BorrowedTables, CudaBackend, DeviceTensor, HostCopy, StreamHandle,
@@ -70,6 +74,31 @@ impl OnCuda {
 
     pub(crate) fn as_backend(&self) -> &dyn Backend {
         self.backend.as_ref()
+    }
+
+    /// Joins the ranks of `control`, each with a device of its own, by the NCCL of this file or of
+    /// the system.
+    pub(crate) fn join(
+        &self,
+        control: Box<dyn Communicator>,
+        timeout: Duration,
+        library: Option<PathBuf>,
+    ) -> Result<Box<dyn Communicator>, Error> {
+        let mut options = NcclOptions { timeout, ..NcclOptions::default() };
+        if let Some(library) = library {
+            options.nccl_library = library;
+        }
+        let number = self.backend.ordinal() as usize;
+        Ok(Box::new(NcclCommunicator::new(control, number, &options)?))
+    }
+
+    /// Copies the bytes at an address, with their number, to lent memory.
+    pub(crate) fn copy(
+        &self,
+        (address, len_bytes): (usize, usize),
+        to: DeviceSliceMut<'_>,
+    ) -> Result<(), BackendError> {
+        self.backend.copy_lent(number_at(address, len_bytes), to)
     }
 
     /// Does `work` behind what is enqueued on `stream`, and before what will be.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use fusestep::launch::{Backend, BackendError};
 use fusestep::{CpuBackend, SharedBackend};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -15,6 +16,7 @@ use crate::stream::Stream;
 use crate::threads;
 
 /// Device of all tensors of a plan.
+#[derive(Clone)]
 pub(crate) enum Device {
     /// Host memory.
     Host,
@@ -62,6 +64,25 @@ impl Device {
         }
     }
 
+    /// The order of one call's work with the library's, for a call on another thread.
+    ///
+    /// # Errors
+    /// `RuntimeError` while the library records a graph.
+    pub(crate) fn order(&self, library: Option<&Bound<'_, PyAny>>) -> PyResult<Order> {
+        let (Self::Cuda(on), Some(library)) = (self, library) else {
+            return Ok(Order::Host);
+        };
+        let stream = stream_of(library)?;
+        if stream.records {
+            return Err(PyRuntimeError::new_err(format!(
+                "{library}: expected calls of ranks outside of a recording, because they wait for \
+                 the other ranks, found a graph under way; record the forward and the backward \
+                 pass alone, or step in one process"
+            )));
+        }
+        Ok(Order::Behind(on.clone(), stream))
+    }
+
     /// The backend of one step: on so many threads, or behind the work of the library's stream.
     pub(crate) fn place(
         &self,
@@ -81,6 +102,27 @@ impl Device {
 /// The stream that the library works on now.
 fn stream_of(library: &Bound<'_, PyAny>) -> PyResult<Stream> {
     library.call_method0(intern!(library.py(), "stream"))?.extract()
+}
+
+/// Order of a call's work with that of the library.
+pub(crate) enum Order {
+    /// Nothing is enqueued.
+    Host,
+    /// Behind what the library has enqueued on a stream, and before what it enqueues next.
+    Behind(OnCuda, Stream),
+}
+
+impl Order {
+    /// Does `work` in this order. The host waits for neither.
+    pub(crate) fn ordered<T, E: From<BackendError>>(
+        &self,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        match self {
+            Self::Host => work(),
+            Self::Behind(on, stream) => on.ordered(*stream, work),
+        }
+    }
 }
 
 /// Backend of one step, and what the step waits for.

@@ -6,8 +6,20 @@ use fusestep::collective::{ALONE_REMEDY, Carrier, started_together};
 use fusestep::{Communicator, Error};
 use fusestep_collective_processes::{ProcessCommunicator, ProcessOptions};
 
+use crate::device::Device;
+use crate::setup::Setup;
+
+/// The communicator of a rank: of host memory, or of its device.
+pub(crate) fn join(setup: &Setup) -> Result<Box<dyn Communicator>, Error> {
+    let started = connect(setup.engine.as_deref(), setup.timeout)?;
+    match &setup.device {
+        Device::Host => Ok(started),
+        Device::Cuda(on) => on.join(started, setup.timeout, setup.nccl_library.clone()),
+    }
+}
+
 /// The communicator of the processes that a launcher has started.
-pub(crate) fn connect(
+fn connect(
     engine: Option<&str>,
     timeout: Duration,
 ) -> Result<Box<dyn Communicator>, Error> {

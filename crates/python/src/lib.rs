@@ -120,5 +120,6 @@ fn _fusestep(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pymodule]
 fn _cuda(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<ranks::Ranks>()?;
     module.add_class::<session::Session>()
 }

@@ -16,7 +16,9 @@ use fusestep::tensor::{Element, ParamDesc, Role};
 use fusestep::{Communicator, CpuBackend, DType, Error, Report, Session};
 use half::{bf16, f16};
 
-use crate::engine::connect;
+use crate::cuda::OnCuda;
+use crate::device::{Device, InContext};
+use crate::engine::join;
 use crate::setup::Setup;
 
 /// Task for the rank's thread.
@@ -75,7 +77,7 @@ pub(crate) fn serve(
     tasks: &Receiver<Task>,
     _ended: Sender<()>,
 ) {
-    let mut comm = match connect(setup.engine.as_deref(), setup.timeout) {
+    let mut comm = match join(&setup) {
         Ok(comm) => comm,
         Err(error) => return drop(ready.send(Err(error))),
     };
@@ -96,7 +98,7 @@ pub(crate) fn serve(
         rank.session.fail(&"a task has panicked");
     }
     // Nobody has views where nobody takes it.
-    let _ = keep.send(Box::new((rank.session.into_state(), shared)));
+    let _ = keep.send(Box::new(InContext::new((rank.session.into_state(), shared))));
     if let Err(panic) = ran {
         resume_unwind(panic);
     }
@@ -106,8 +108,11 @@ impl<'c> Rank<'c> {
     /// The rank, and memory that keeps what the engine shares with other processes, even after
     /// failed calls have lost theirs.
     fn new(setup: &Setup, comm: &'c mut dyn Communicator) -> Result<(Self, HostMemory), Error> {
-        let backend = Box::new(CpuBackend::new(setup.threads));
-        let mut session = Session::on(&setup.step, &setup.params, backend, comm)?;
+        let device: Box<dyn fusestep::Device> = match &setup.device {
+            Device::Host => Box::new(CpuBackend::new(setup.threads)),
+            Device::Cuda(on) => Box::new(on.backend()),
+        };
+        let mut session = Session::on(&setup.step, &setup.params, device, comm)?;
         let shared = session.communicator().allocate(1)?;
         session.compare_settings()?;
         let params = session.plan().params().to_vec();
@@ -127,7 +132,10 @@ impl<'c> Rank<'c> {
             plan: self.plan().to_string(),
             aborter,
             kept,
-            places: self.places(lends)?,
+            places: match &setup.device {
+                Device::Host => self.places(lends)?,
+                Device::Cuda(on) => self.places_on(on)?,
+            },
             is_in_backward: setup.is_in_backward,
             averages: self.plan().averaging().is_some(),
             has_lanes: self.plan().lanes().is_some(),
@@ -165,6 +173,17 @@ impl<'c> Rank<'c> {
         Ok(places)
     }
 
+    /// Places on a device, where gradients are copied to memory that moves.
+    fn places_on(&mut self, on: &OnCuda) -> Result<Vec<Borrowed>, Error> {
+        let state = self.session.state_mut();
+        let place = |desc: &ParamDesc| {
+            let param = state.param_on_device(on.as_backend(), &desc.name)?;
+            let (param, len_bytes) = (param.address() as usize, param.len_bytes());
+            Ok(Borrowed { param, grad: None, len_bytes })
+        };
+        self.params.iter().map(place).collect()
+    }
+
     /// Runs `work`, unless an earlier task has failed, and remembers a failure.
     ///
     /// # Errors
@@ -199,6 +218,33 @@ impl<'c> Rank<'c> {
     /// Copies a parameter's gradient from `bytes`.
     pub(crate) fn push(&mut self, param: usize, bytes: &[u8]) -> Result<(), PlanError> {
         self.session.push_grad_bytes(&self.params[param].name, bytes)
+    }
+
+    /// Copies a parameter's gradient, of so many bytes at a place on the device, within it.
+    pub(crate) fn push_on(
+        &mut self,
+        on: &OnCuda,
+        param: usize,
+        place: (usize, usize),
+    ) -> Result<(), PlanError> {
+        let name = &self.params[param].name;
+        let to = self.session.grad_on_device(name)?;
+        if to.len_bytes() != place.1 {
+            let (expected, found) = (to.len_bytes(), place.1);
+            return Err(PlanError::LenBytes {
+                role: Role::Grad,
+                name: name.clone(),
+                expected,
+                found,
+            });
+        }
+        on.copy(place, to)?;
+        self.session.give_view(name)
+    }
+
+    /// Copies a parameter's values from `bytes` of the host; masters follow them.
+    pub(crate) fn write(&mut self, param: usize, bytes: &[u8]) -> Result<(), PlanError> {
+        self.session.write_param(&self.params[param].name, bytes)
     }
 
     /// Ends a micro-step with these rules, which have the planner's numbers.

@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::described::Described;
+use crate::device::{Device, Order};
 use crate::errors::{failed, refused};
 use crate::rank::{Borrowed, Kept, Rank, Resumed, Stepped, Task, serve};
 use crate::reported::named;
@@ -35,6 +36,9 @@ pub(crate) struct Ranks {
     averages: bool,
     has_lanes: bool,
     adds_in_f32: bool,
+    device: Device,
+    /// The library's side of the device, which knows its streams.
+    library: Option<Py<PyAny>>,
     /// Memory of the views, once the thread has ended; Python's views keep this object, and so the
     /// memory.
     _kept: Mutex<Receiver<Kept>>,
@@ -52,17 +56,22 @@ struct Link {
 
 #[pymethods]
 impl Ranks {
-    /// Joins the other processes with the parameters in `described`, all of which train.
+    /// Joins the other processes with the parameters in `described`, all of which train, on the
+    /// device of `library` if it has one.
     #[new]
+    #[pyo3(signature = (described, rules, options, threads, library=None))]
     fn new(
         py: Python<'_>,
         described: Vec<Described>,
         rules: Vec<Bound<'_, PyDict>>,
         options: &Bound<'_, PyDict>,
         threads: usize,
+        library: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let names = described.iter().map(|p| p.name.clone()).collect();
-        let (setup, rule_numbers) = Setup::of(&described, &rules, options, threads)?;
+        let device = library.as_ref().map_or(Ok(Device::Host), Device::of)?;
+        let (setup, rule_numbers) =
+            Setup::of(&described, &rules, options, threads, device.clone())?;
         let (send_ready, ready) = channel();
         let (tasks, receive) = channel();
         let (ending, ended) = channel();
@@ -84,6 +93,8 @@ impl Ranks {
             averages: ready.averages,
             has_lanes: ready.has_lanes,
             adds_in_f32: ready.adds_in_f32,
+            device,
+            library: library.map(Bound::unbind),
             _kept: Mutex::new(ready.kept),
         })
     }
@@ -180,24 +191,30 @@ impl Ranks {
     }
 
     /// Copies a gradient of `len_bytes` bytes from an address, at which its tensor keeps the
-    /// memory.
+    /// memory: of the host, or of the ranks' device.
     fn push(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
         self.check(index)?;
-        let (send, receive) = channel();
-        let (address, len_bytes) = place;
-        self.send(Box::new(move |rank| {
-            let bytes = if len_bytes == 0 {
-                &[][..]
-            } else {
-                let start = std::ptr::with_exposed_provenance::<u8>(address);
+        match self.order(py)? {
+            Order::Behind(on, stream) if place.1 > 0 => self.until_done(py, move |rank| {
+                on.ordered(stream, || rank.push_on(&on, index, place))
+            }),
+            _ => self.until_done(py, move |rank| {
                 // SAFETY: the caller's tensor has so many bytes there, and stays until this has
-                // answered: the wait below is not broken off.
-                unsafe { std::slice::from_raw_parts(start, len_bytes) }
-            };
-            let _ = send.send(rank.attempt(|rank| rank.push(index, bytes)));
-        }))?;
-        let done = py.detach(move || receive.recv());
-        done.map_err(|_| gone())?.map_err(failed)
+                // answered: the wait is not broken off.
+                rank.push(index, unsafe { bytes_at(place) })
+            }),
+        }
+    }
+
+    /// Copies values of a parameter from the host: an address, at which the caller keeps the
+    /// memory, and the number of bytes there.
+    fn write(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
+        self.check(index)?;
+        let order = self.order(py)?;
+        self.until_done(py, move |rank| {
+            // SAFETY: as in `push`.
+            order.ordered(|| rank.write(index, unsafe { bytes_at(place) }))
+        })
     }
 
     /// Ends a micro-step; if it is the last of an update, reduces and updates.
@@ -366,8 +383,9 @@ impl Ranks {
         work: impl FnOnce(&mut Rank<'_>) -> Result<T, PlanError> + Send + 'static,
     ) -> PyResult<T> {
         let (send, receive) = channel();
+        let order = self.order(py)?;
         self.send(Box::new(move |rank| {
-            let _ = send.send(rank.attempt(work));
+            let _ = send.send(rank.attempt(|rank| order.ordered(|| work(rank))));
         }))?;
         let done = wait(py, receive, |_| {
             self.aborter.abort("interrupted");
@@ -375,6 +393,25 @@ impl Ranks {
             (link.tasks, link.closed) = (None, "a call was interrupted");
         });
         done?.map_err(failed)
+    }
+
+    /// Runs `work` on the rank's thread and waits for it, whatever signals come meanwhile.
+    fn until_done(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Rank<'_>) -> Result<(), PlanError> + Send + 'static,
+    ) -> PyResult<()> {
+        let (send, receive) = channel();
+        self.send(Box::new(move |rank| {
+            let _ = send.send(rank.attempt(work));
+        }))?;
+        let done = py.detach(move || receive.recv());
+        done.map_err(|_| gone())?.map_err(failed)
+    }
+
+    /// The order of a call's work with the library's.
+    fn order(&self, py: Python<'_>) -> PyResult<Order> {
+        self.device.order(self.library.as_ref().map(|library| library.bind(py)))
     }
 
     /// The rules with their numbers in the plan.
@@ -415,4 +452,17 @@ impl Ranks {
         told.set_item("report", report.transpose()?)?;
         Ok(told)
     }
+}
+
+/// Bytes of the host at an address, with their number.
+///
+/// # Safety
+/// So many bytes are there, and nobody writes them until the result is dropped.
+unsafe fn bytes_at<'a>((address, len_bytes): (usize, usize)) -> &'a [u8] {
+    if len_bytes == 0 {
+        return &[];
+    }
+    let start = std::ptr::with_exposed_provenance::<u8>(address);
+    // SAFETY: the caller's.
+    unsafe { std::slice::from_raw_parts(start, len_bytes) }
 }

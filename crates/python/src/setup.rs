@@ -1,7 +1,7 @@
 //! The settings of a rank: those that Python gives, and the plan that they make.
 
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use fusestep::planner::Comms;
@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::described::{Described, dtype_of};
+use crate::device::Device;
 use crate::errors::refused;
 use crate::rules::{Settings, number, own_rules, parse, trusts};
 
@@ -21,6 +22,9 @@ pub(crate) struct Setup {
     pub(crate) params: Vec<ParamDesc>,
     pub(crate) threads: NonZeroUsize,
     pub(crate) engine: Option<String>,
+    /// File of the library by which ranks with a device each reach each other.
+    pub(crate) nccl_library: Option<PathBuf>,
+    pub(crate) device: Device,
     pub(crate) timeout: Duration,
     /// Whether buckets are updated while gradients come.
     pub(crate) is_in_backward: bool,
@@ -33,6 +37,7 @@ impl Setup {
         rules: &[Bound<'_, PyDict>],
         options: &Bound<'_, PyDict>,
         threads: usize,
+        device: Device,
     ) -> PyResult<(Self, Vec<Option<usize>>)> {
         let (rules, trusts) = (parse(rules)?, trusts(rules)?);
         let (distinct, rule_numbers) =
@@ -69,6 +74,11 @@ impl Setup {
             params,
             threads: NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN),
             engine: asked.get("engine", "a name")?,
+            nccl_library: match device {
+                Device::Host => None,
+                Device::Cuda(_) => asked.get("nccl_library", "a path or None")?,
+            },
+            device,
             timeout: timeout.map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?,
         };
         Ok((setup, rule_numbers))
@@ -77,7 +87,9 @@ impl Setup {
     /// Whether gradients stay where views of them are: not where they are added up, shared out, or
     /// updated with while they come.
     pub(crate) fn lends_gradients(&self) -> bool {
-        let moves = self.step.zero > 1 || self.step.shard_group.is_some();
+        // Nor on a device, where each is handed over anew.
+        let moves = matches!(self.device, Device::Cuda(_))
+            || self.step.zero > 1 || self.step.shard_group.is_some();
         !moves && self.step.is_update_each() && !self.is_in_backward
     }
 }

@@ -1,16 +1,20 @@
 //! CUDA devices in a build without them: there is none, which the types say.
 
 use std::convert::Infallible;
+use std::path::PathBuf;
+use std::time::Duration;
 
-use fusestep::SharedBackend;
 use fusestep::launch::{Backend, BackendError, Buffer, Launch, LaunchReport, Reduce};
 use fusestep::planner::{Brought, DerivedFrom};
+use fusestep::tensor::DeviceSliceMut;
+use fusestep::{Communicator, Error, SharedBackend};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::stream::{Asked, LendPlace, Stream};
 
 /// A CUDA device; no value of it exists here.
+#[derive(Clone)]
 pub(crate) struct OnCuda(Infallible);
 
 impl OnCuda {
@@ -49,6 +53,23 @@ impl OnCuda {
         _: Stream,
         _: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
+        match self.0 {}
+    }
+
+    pub(crate) fn join(
+        &self,
+        _: Box<dyn Communicator>,
+        _: Duration,
+        _: Option<PathBuf>,
+    ) -> Result<Box<dyn Communicator>, Error> {
+        match self.0 {}
+    }
+
+    pub(crate) fn copy(
+        &self,
+        _: (usize, usize),
+        _: DeviceSliceMut<'_>,
+    ) -> Result<(), BackendError> {
         match self.0 {}
     }
 

@@ -100,6 +100,14 @@ class Driver:
         weakref.finalize(buffer, self._free, address.value, index).atexit = False
         return buffer
 
+    def lent(self, index, lending):
+        """Bytes of a device that others have allocated and lend, as PyTorch takes them over."""
+        address, (len_bytes,) = lending["data"][0], lending["shape"]
+        buffer = (ctypes.c_char * len_bytes).from_address(address)
+        self.allocated[address] = index, len_bytes
+        weakref.finalize(buffer, self.allocated.pop, address, None).atexit = False
+        return buffer
+
     def _free(self, address, index):
         before = self.current()
         self.enter(index)
@@ -143,7 +151,15 @@ class OnOther(OnDevice):
     _index = 1
 
 
-KINDS = [OnDevice, OnOther]
+class OnThird(OnDevice):
+    _index = 2
+
+
+class OnFourth(OnDevice):
+    _index = 3
+
+
+KINDS = [OnDevice, OnOther, OnThird, OnFourth]
 
 # Functions that bring numbers of a tensor to the host.
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
@@ -182,6 +198,11 @@ class Emulated(TorchFunctionMode):
                 return torch.autograd.Variable._execution_engine.run_backward(
                     roots, starts, False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
+        if func is torch.as_tensor and hasattr(args[0], "__cuda_array_interface__"):
+            index = _index_of(kwargs["device"])
+            buffer = self.driver.lent(index, args[0].__cuda_array_interface__)
+            buffer.owner = args[0]
+            return torch.frombuffer(buffer, dtype=torch.uint8).as_subclass(KINDS[index])
         named = [_index_of(one) for one in (*args, kwargs.get("device"))]
         named = next((one for one in named if one is not None), None)
         if named not in (None, "cpu"):

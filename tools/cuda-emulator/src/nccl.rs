@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::compile::{hash, is_of, link, sources, write, write_error};
 use crate::{EmulatorError, Options};
 
-const SOURCES: &[(&str, &str)] = sources! { "nccl_stand_in.cpp" "nccl_stand_in.hpp" };
+const SOURCES: &[(&str, &str)] = sources! { "nccl_stand_in.cpp" "nccl_stand_in.hpp" "nccl_lines.hpp" };
 
 /// Version that the stand-in claims to be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,8 +22,8 @@ pub enum Nccl {
 
 /// Builds a libnccl that runs on the emulated driver and returns its path, `out_dir/libnccl.so.2`.
 ///
-/// Ranks are threads of one process. Nothing is compiled again while source, compiler and options
-/// stay the same.
+/// Ranks are threads of one process; with `FUSESTEP_STAND_IN_PROCESSES` set, processes of one
+/// machine. Nothing is compiled again while source, compiler and options stay the same.
 ///
 /// # Errors
 /// As [`build`](crate::build).

@@ -1,5 +1,5 @@
 // A libnccl that needs no GPU: the calls that fusestep-collective-nccl makes, between ranks that
-// are threads of one process.
+// are threads of one process; with FUSESTEP_STAND_IN_PROCESSES, between processes of one machine.
 //
 // Device memory of the emulated driver is host memory, so operations are copies. Each communicator
 // has a worker thread that carries out one group of operations after the other; until it has, the
@@ -21,10 +21,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "nccl_lines.hpp"
 #include "nccl_stand_in.hpp"
 
 #ifndef STAND_IN_VERSION
@@ -55,6 +57,8 @@ struct Message {
     std::size_t len;
     int from, to;
     bool taken;
+    // Of a message that came from another process.
+    std::vector<char> own = {};
 };
 
 // All ranks that share a unique id.
@@ -63,12 +67,39 @@ struct World {
     std::condition_variable changed;
     int ranks = 0, joined = 0;
     std::map<std::pair<int, int>, std::deque<Message*>> mail;
+    // Of ranks that are processes, of which this one has a world of its own.
+    std::unique_ptr<Lines> lines;
+    std::set<int> left;
+
+    ~World() {
+        if (!lines) return;
+        lines.reset();
+        for (auto& [ends, box] : mail)
+            for (Message* message : box) delete message;
+    }
+
+    void join_processes(const std::string& group, int rank, int count) {
+        lines = std::make_unique<Lines>(group, rank, count, [this, rank](int from, std::vector<char>* bytes) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (bytes == nullptr) {
+                left.insert(from);
+            } else {
+                auto* message = new Message{nullptr, bytes->size(), from, rank, false, std::move(*bytes)};
+                message->bytes = message->own.data();
+                mail[{from, rank}].push_back(message);
+            }
+            changed.notify_all();
+        });
+    }
 };
 
 struct Fault {
     int kind, rank, job;
 };
 constexpr int STALL = 1, ASYNC_ERROR = 2;
+
+// What the unique id of ranks that are processes begins with.
+const std::string PROCESSES = "processes ";
 
 std::mutex registry_mutex;
 std::map<std::string, std::weak_ptr<World>> registry;
@@ -91,8 +122,13 @@ struct ncclComm {
     std::thread worker;
 
     void work() {
+        if (world->lines && !world->lines->connect_all()) {
+            // Not of a group that is given up: nobody asks then.
+            state = SYSTEM_ERROR;
+            return;
+        }
         std::unique_lock<std::mutex> lock(world->mutex);
-        ++world->joined;
+        world->joined += world->lines ? ranks : 1;
         world->changed.notify_all();
         world->changed.wait(lock, [&] { return ended || world->joined >= ranks; });
         if (ended) return;
@@ -143,7 +179,15 @@ struct ncclComm {
 
     int run(const std::vector<Operation>& job, std::unique_lock<std::mutex>& lock) {
         std::deque<Message> sent;
+        int result = SUCCESS;
         const auto post = [&](const char* bytes, std::size_t len, int to) {
+            if (world->lines && to != rank) {
+                // Others may wait for this rank to take in what they send.
+                lock.unlock();
+                if (!world->lines->send_to(to, bytes, len)) result = REMOTE_ERROR;
+                lock.lock();
+                return;
+            }
             sent.push_back(Message{bytes, len, rank, to, false});
             world->mail[{rank, to}].push_back(&sent.back());
         };
@@ -160,7 +204,6 @@ struct ncclComm {
             if (o.kind == Kind::Reduce && rank != o.peer) post(o.send, len, o.peer);
         }
         world->changed.notify_all();
-        int result = SUCCESS;
         std::vector<std::vector<std::vector<char>>> inputs(job.size());
         for (std::size_t i = 0; i < job.size() && result == SUCCESS; ++i) result = receive(job[i], inputs[i], lock);
         // What was sent may be read until it was taken; what failed takes its messages back.
@@ -185,13 +228,15 @@ struct ncclComm {
 
     int take(int from, char* into, std::size_t len, std::unique_lock<std::mutex>& lock) {
         auto& box = world->mail[{from, rank}];
-        world->changed.wait(lock, [&] { return ended || !box.empty(); });
+        world->changed.wait(lock, [&] { return ended || !box.empty() || world->left.count(from) > 0; });
         if (ended) return INTERNAL_ERROR;
+        if (box.empty()) return REMOTE_ERROR;
         Message* message = box.front();
         if (message->len != len) return INVALID_USAGE;
         box.pop_front();
         std::memcpy(into, message->bytes, len);
         message->taken = true;
+        if (world->lines && from != rank) delete message;
         world->changed.notify_all();
         return SUCCESS;
     }
@@ -220,6 +265,7 @@ struct ncclComm {
             const std::lock_guard<std::mutex> lock(world->mutex);
             ended = true;
             world->changed.notify_all();
+            if (world->lines) world->lines->end();
         }
         if (worker.joinable()) worker.join();
         for (void* stream : occupied) driver().vacate(stream);
@@ -335,7 +381,10 @@ const char* ncclGetErrorString(int result) {
 int ncclGetUniqueId(ncclUniqueId* id) {
     static std::atomic<unsigned long long> next{1};
     std::memset(id->internal, 0, sizeof id->internal);
-    const std::string text = "fusestep " + std::to_string(next++);
+    // Of processes it has the number of the first rank's, which no other group has.
+    const bool apart = std::getenv("FUSESTEP_STAND_IN_PROCESSES") != nullptr;
+    const std::string of = apart ? PROCESSES + std::to_string(getpid()) + " " : "fusestep ";
+    const std::string text = of + std::to_string(next++);
     std::memcpy(id->internal, text.c_str(), text.size());
     return SUCCESS;
 }
@@ -353,6 +402,7 @@ int ncclCommInitRankConfig(ncclComm** comm, int ranks, ncclUniqueId id, int rank
         world = known.lock();
         if (!world) known = world = std::make_shared<World>();
     }
+    if (std::string(id.internal).rfind(PROCESSES, 0) == 0) world->join_processes(id.internal, rank, ranks);
     ncclComm* made = new ncclComm;
     made->world = world;
     made->rank = rank;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
-use fusestep_cuda_emulator::{Options, build};
+use fusestep_cuda_emulator::{Nccl, Options, build, build_nccl};
 
 use crate::commands::{cargo, must, succeed};
 use crate::environment::Environment;
@@ -25,6 +25,9 @@ const WHEEL: &str = "wheel==0.45.1";
 
 /// The folder of the emulated driver, below `target`.
 const EMULATOR: &str = "emulator";
+
+/// The folder of the stand-in for NCCL, below `target`.
+const NCCL: &str = "nccl-stand-in";
 
 /// The extension for CUDA devices, built with what the CUDA suite is built of.
 const EXTENSION: &str = "build --release -q -p fusestep-python -p fusestep-cli --features \
@@ -48,13 +51,16 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let mut pytest = environment.python();
     pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]);
     match arguments {
-        [] => pytest.args(["test_cuda.py", "test_graphs.py"]),
+        [] => pytest.args(["test_cuda.py", "test_graphs.py", "test_nccl.py"]),
         asked => pytest.args(asked),
     };
+    let nccl = build_nccl(&target_folder().join(NCCL), Nccl::Complete, &Options::default())?;
     pytest
         .env("PYTHONPATH", folder)
         .env("LD_LIBRARY_PATH", emulator.join("lib64"))
-        .env("FUSESTEP_EMULATOR_DEVICES", "2")
+        .env("FUSESTEP_NCCL_LIBRARY", nccl)
+        .env("FUSESTEP_EMULATOR_DEVICES", "4")
+        .env("FUSESTEP_STAND_IN_PROCESSES", "1")
         .current_dir(tests);
     must(&mut pytest, FAILED)
 }

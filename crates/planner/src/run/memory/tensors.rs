@@ -3,7 +3,7 @@
 use fusestep_coalesce::zeroed_bytes;
 
 use fusestep_launch::{Backend, ListBuffer, Stride};
-use fusestep_tensor::{Element, ParamDesc, Role};
+use fusestep_tensor::{DeviceSliceMut, Element, ParamDesc, Role};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{PlanError, Result};
@@ -74,6 +74,34 @@ impl State {
     /// As [`State::view`].
     pub fn param<T: Element>(&self, name: &str) -> Result<&[T]> {
         self.view(Role::Param, name)
+    }
+
+    /// A parameter that this rank has whole in device memory, where steps read and update it.
+    /// Nothing is copied, and the memory stays there as long as the state.
+    ///
+    /// What the caller enqueues on it follows the event `ready`. It comes before later steps in the
+    /// order of the backend's own stream, such as on that stream. Values are written by
+    /// [`State::write`] instead where a master follows them.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownName`]; [`PlanError::InShards`]; [`PlanError::NotOnDevice`] on a host
+    /// backend; [`PlanError::Backend`].
+    pub fn param_on_device(
+        &mut self,
+        backend: &dyn Backend,
+        name: &str,
+    ) -> Result<DeviceSliceMut<'_>> {
+        let (storage, list) = self.list_index(Role::Param, name)?;
+        let param = self.find(name)?;
+        let (_, tensor) = self.places[param];
+        let error = || PlanError::NotOnDevice { name: name.to_owned() };
+        let device = backend.device().ok_or_else(error)?;
+        let own = &mut self.storages[storage];
+        let held = whole(own.spec.held(tensor, list), &self.params[param])?;
+        let place = held.place(own.lists[list].stride());
+        let buffer = own.lists[list].buffer.as_mut();
+        device.hand_over(buffer)?;
+        buffer.device_mut().and_then(|slice| slice.part(place)).ok_or_else(error)
     }
 
     /// Mutable view of a gradient on the host, in the arena where ranks reduce it and updates read

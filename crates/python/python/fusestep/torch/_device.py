@@ -40,6 +40,20 @@ def is_recording() -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
+class Lending:
+    """Bytes of a device, by the interface through which libraries lend each other memory."""
+
+    def __init__(self, address: int, len_bytes: int, owner: Any) -> None:
+        # PyTorch keeps this object as long as a tensor in the memory.
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "version": 2,
+            "shape": (len_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
+
+
 class CudaLibrary(Library):
     """What the extension module asks PyTorch about tensors on one CUDA device."""
 
@@ -58,6 +72,12 @@ class CudaLibrary(Library):
     def kind_index(self) -> Optional[int]:
         """The number of the device among those of its type."""
         return self.device
+
+    def view(self, like: Tensor, address: int, owner: Any) -> Tensor:
+        """A tensor like another one, in memory of this device that ``owner`` keeps."""
+        memory = Lending(address, like.numel() * like.element_size(), owner)
+        whole = torch.as_tensor(memory, device=str(self))
+        return whole.view(like.dtype).view(like.shape)
 
     def stream(self) -> Stream:
         """The stream that PyTorch works on now."""

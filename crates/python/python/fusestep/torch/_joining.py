@@ -7,7 +7,6 @@ from typing import Any, Dict, List, NamedTuple
 import torch
 
 from fusestep._checks import positive
-from fusestep.torch._device import device_of
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._options import (
     LANES,
@@ -37,11 +36,6 @@ def trained(model: torch.nn.Module, optimizer: Fused) -> List[Member]:
         if member is None or not tensor.requires_grad:
             continue
         refuse_parameter(name, tensor)
-        if device_of(tensor) is not None:
-            raise RuntimeError(
-                f"parameter `{name}`: expected a tensor on the cpu, in whose memory ranks meet, "
-                f"found one on {tensor.device}; train without `DataParallel`, or on the cpu"
-            )
         if not tensor.is_contiguous():
             raise ValueError(
                 f"parameter `{name}`: expected a contiguous tensor, as ranks keep one memory and "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from functools import partial
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusestep import _fusestep
 from fusestep._checks import is_whole
 from fusestep._report import Report
 from fusestep.torch._joining import check, joined, trained, with_wide
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._options import ACCUMULATE, OPTIONS_OF_RANKS, REDUCE_DTYPE, described
 from fusestep.torch._planned import Described, members_of
+from fusestep.torch._rank_memory import NCCL, memory_of
 from fusestep.torch._taken import Lent, Taken, refuse_graph, refuse_wrapped, second_pass
 from fusestep.torch._tensors import Library, is_wide
 from fusestep.torch._unchanged import (
@@ -95,6 +94,10 @@ class DataParallel(torch.nn.Module):
         self._optimizer: Fused = optimizer
         self._members = trained(model, optimizer)
         options = with_wide(options, self._members)
+        self._memory = memory_of(self._members, engine)
+        if engine == NCCL:
+            # Ranks of devices find each other by what has started them.
+            options["engine"] = None
         self._tensors = [member.tensor for member in self._members]
         refuse_wrapped("DataParallel", model, self._tensors)
         own = {id(tensor) for tensor in self._tensors}
@@ -107,7 +110,7 @@ class DataParallel(torch.nn.Module):
             for tensor, group, name in self._members
         ]
         threads = torch.get_num_threads()
-        self._ranks = _fusestep.Ranks(params, self._rules(), options, threads)
+        self._ranks = self._memory.join(params, self._rules(), options, threads)
         places = self._ranks.places()
         # What has no elements has no memory either.
         full = [index for index, tensor in enumerate(self._tensors) if tensor.numel()]
@@ -224,11 +227,8 @@ class DataParallel(torch.nn.Module):
                     f"parameter `{name}`: expected {value.dtype} of shape {tuple(value.shape)}, "
                     f"found {tensor.dtype} of {tuple(tensor.shape)}; make another DataParallel"
                 )
-        self._ranks.touch()
-        for tensor, value in zip(self._full, self._values):
-            if tensor.data_ptr() != value.data_ptr():
-                value.copy_(tensor)
-                tensor.data = value
+        indices = [self._index[id(tensor)] for tensor in self._full]
+        self._memory.follow(self._ranks, indices, zip(self._full, self._values))
         self._ranks.begin()
         self._parameters_changed()
 
@@ -342,11 +342,7 @@ class DataParallel(torch.nn.Module):
 
     def _view(self, index: int, address: int) -> Tensor:
         """A tensor in the rank's memory, which it keeps."""
-        like = self._tensors[index]
-        memory = (ctypes.c_char * (like.numel() * like.element_size())).from_address(address)
-        # PyTorch keeps the buffer, and the buffer what it lies in.
-        setattr(memory, "owner", self._ranks)
-        return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+        return self._memory.view(self._tensors[index], address, self._ranks)
 
     @torch.no_grad()
     def _arriving(self, index: int, gradients: Tuple[Tensor, ...]) -> Optional[Tuple[Tensor]]:
@@ -388,7 +384,7 @@ class DataParallel(torch.nn.Module):
         self._refuse_wide(name, tensor, gradient)
         view = self._gradients.get(index)
         if view is None:
-            dense = gradient.contiguous().resolve_neg()
+            dense = self._memory.given(self._ranks, gradient)
             if self._in_backward:
                 self._promise(index)
             self._ranks.push(index, (dense.data_ptr(), dense.numel() * dense.element_size()))
