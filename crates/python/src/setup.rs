@@ -4,9 +4,8 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::time::Duration;
 
-use fusestep::planner::Comms;
 use fusestep::tensor::ParamDesc;
-use fusestep::{Figures, FiguresError, Section, Shape, StepOptions};
+use fusestep::{Figures, FiguresError, RankCores, Section, Shape, StepOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -34,6 +33,7 @@ impl Setup {
         options: &Bound<'_, PyDict>,
         threads: usize,
     ) -> PyResult<(Self, Vec<Option<usize>>)> {
+        let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
         let (rules, trusts) = (parse(rules)?, trusts(rules)?);
         let (distinct, rule_numbers) =
             number(&rules, &[], |group| described.iter().any(|param| param.group == group));
@@ -57,8 +57,9 @@ impl Setup {
         step.describe(&mut params).map_err(refused)?;
         let is_in_backward = is_in_backward(&step)?;
         if !step.separate && !step.naive && !is_in_backward && !step.averages() {
-            // PyTorch's backward pass leaves time for calls beside it, in shared memory too.
-            step.comm_streams.get_or_insert(Comms::DEFAULT_STREAMS);
+            // PyTorch's backward pass leaves time for calls beside it, in shared memory too, unless
+            // ranks have no core left for them.
+            step.rank_cores = Some(RankCores::of_this_process(threads, ranks_here()));
         }
         step.figures = figures(asked.get("figures", FIGURES)?)?;
         step.check(1).map_err(refused)?;
@@ -67,7 +68,7 @@ impl Setup {
             is_in_backward,
             step,
             params,
-            threads: NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN),
+            threads,
             engine: asked.get("engine", "a name")?,
             timeout: timeout.map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?,
         };
@@ -80,6 +81,18 @@ impl Setup {
         let moves = self.step.zero > 1 || self.step.shard_group.is_some();
         !moves && self.step.is_update_each() && !self.is_in_backward
     }
+}
+
+/// Ranks on this machine, as launchers of MPI tell them; others start ranks on one machine.
+fn ranks_here() -> Option<usize> {
+    const NAMES: [&str; 4] = [
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+        "PMI_LOCAL_SIZE",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ];
+    let mut told = NAMES.iter().filter_map(|name| std::env::var(name).ok()?.parse().ok());
+    told.next()
 }
 
 /// Values of `figures`.

@@ -48,7 +48,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let mut pytest = environment.python();
     pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]);
     match arguments {
-        [] => pytest.args(["test_cuda.py", "test_graphs.py"]),
+        [] => pytest.args(["test_cuda.py", "test_graphs.py", "test_sharded_cuda.py"]),
         asked => pytest.args(asked),
     };
     pytest
