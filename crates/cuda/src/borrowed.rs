@@ -2,13 +2,14 @@
 //! own; records have addresses anyway.
 
 mod kept;
+mod parts;
 pub(crate) mod tables;
 
 use std::sync::{MutexGuard, PoisonError};
 
 use cust::sys::{self, CUdeviceptr, CUevent};
 use fusestep_launch::{
-    BackendError, Buffer, Launch, LaunchReport, Record, Reduce, TensorList,
+    BackendError, Buffer, Launch, LaunchReport, MAX_SUMS, Record, Reduce, TensorList,
     pack_reduction_of_tensors, pack_tensors,
 };
 use fusestep_tensor::{DeviceOrder, DeviceSliceMut, Role};
@@ -75,6 +76,25 @@ impl CudaBackend {
     ) -> Result<LaunchReport, BackendError> {
         let control = self.control_address(launch.control)?;
         launch_in_arguments(self, &launch, control, lend)
+    }
+
+    /// Takes the sums that the launch's kernel defines over each borrowed tensor, at the tensor's
+    /// position in the storage. Others may have other parts of the tensors: a launch with the sums
+    /// over all parts ([`fusestep_launch::TensorSums::Host`]) updates by those.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::launch_borrowed`]; [`BackendError::Unavailable`] for a kernel that takes no
+    /// sums; [`BackendError::OutOfBounds`] for fewer places than tensors.
+    /// # Cost
+    /// One launch for each batch; waits for the device.
+    pub fn measure_borrowed(
+        &self,
+        launch: &Launch<'_>,
+        lend: LendOnDevice<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        let control = self.control_address(launch.control)?;
+        parts::measure(self, launch, control, lend, sums)
     }
 
     /// Enqueues a reduction of a plan whose gradients are borrowed.
@@ -197,10 +217,10 @@ fn launch_in_arguments(
     control: u64,
     lend: LendOnDevice<'_>,
 ) -> Result<LaunchReport, BackendError> {
-    check_launch(launch)?;
-    for batch in launch.batches {
-        checks::check_arguments(backend, argument_bytes(launch, batch))?;
+    if launch.tensor_sums.is_some() {
+        return parts::launch(backend, launch, control, lend);
     }
+    check_records_of(backend, launch)?;
     let mut tensors = backend.borrowed();
     look_up(backend, launch, lend, &mut tensors)?;
     let tensors = &tensors[..];
@@ -209,11 +229,24 @@ fn launch_in_arguments(
     })
 }
 
-/// Refuses a launch that goes beyond its memory, or asks for what launches on borrowed tensors do
-/// not do.
+/// Refuses a launch with its tables in arguments that goes beyond its memory or theirs.
+fn check_records_of(backend: &CudaBackend, launch: &Launch<'_>) -> Result<()> {
+    check_records_in(launch)?;
+    for batch in launch.batches {
+        checks::check_arguments(backend, argument_bytes(launch, batch))?;
+    }
+    Ok(())
+}
+
+/// Refuses a launch with a table in memory that goes beyond its memory, or has sums of others'.
 fn check_launch(launch: &Launch<'_>) -> Result<()> {
-    check_without_update_sums(launch)?;
     check_without_tensor_sums(launch)?;
+    check_records_in(launch)
+}
+
+/// Refuses a launch that goes beyond its memory, or leaves sums.
+fn check_records_in(launch: &Launch<'_>) -> Result<()> {
+    check_without_update_sums(launch)?;
     checks::check_groups(launch)?;
     for batch in launch.batches {
         check_records(launch.lists, launch.firsts, launch.offsets, batch)?;

@@ -103,7 +103,7 @@ pub(crate) fn launch_with_sums(
 }
 
 /// Writes sums that the host has, and returns the address of the rows; waits for the device.
-fn write_tensor_sums(
+pub(crate) fn write_tensor_sums(
     backend: &CudaBackend,
     launch: &Launch<'_>,
     chunks: u64,
@@ -186,10 +186,22 @@ pub(crate) fn enqueue_parts(
         lists: &addresses[..launch.lists.len()],
         control: backend.control_address(launch.control)?,
     };
+    enqueue_parts_with(backend, launch, name, batches, place, &|batch, bytes| {
+        pack(launch, batch, addresses, bytes);
+    })
+}
+
+/// As [`enqueue_parts`], with arguments that `pack` writes.
+pub(crate) fn enqueue_parts_with(
+    backend: &CudaBackend,
+    launch: &Launch<'_>,
+    name: &'static str,
+    batches: &[Batch],
+    place: Place,
+    pack: &dyn Fn(&Batch, &mut [u8]),
+) -> Result<()> {
     for (batch, workspace) in batches.iter().zip(workspaces_of_parts(batches, place)) {
-        normed::enqueue(backend, launch, name, batch, workspace, &|batch, bytes| {
-            pack(launch, batch, addresses, bytes);
-        })?;
+        normed::enqueue(backend, launch, name, batch, workspace, pack)?;
     }
     Ok(())
 }

@@ -53,7 +53,7 @@ pub use fusestep_tensor::{self as tensor, DType, ParamDesc, Role, Shape, TensorE
 pub use fusestep_tensor_file::{self as tensor_file, TensorFile, TensorFileError};
 pub use options::{
     Alone, Changed, Chosen, Conflict, Named, Names, Need, OfParams, OptionError, Overlap, OwnRule,
-    Pattern, PrecisionOf, Row, Section, StepOptions, Visit, overlaps,
+    Pattern, PrecisionOf, RankCores, Row, Section, StepOptions, Visit, overlaps,
 };
 pub use session::{Borrowed, Report, Session, SessionError};
 pub use threads::threads;

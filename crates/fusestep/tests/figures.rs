@@ -1,4 +1,4 @@
-//! Settings that nobody has given, chosen from a machine's figures: never a slower step, never
+//! Settings that nobody has given, chosen from a machine's figures and cores: never a slower step, never
 //! another bit, and the same on all ranks.
 
 use std::fs;
@@ -6,8 +6,8 @@ use std::fs;
 use fusestep::collective::{Costs, Link};
 use fusestep::planner::{CostModel, Reach, Topology};
 use fusestep::{
-    AdamW, Chosen, Cpu, DType, Figures, FiguresError, LaunchLimits, ParamDesc, Shape, StepOptions,
-    ThreadFigures, WorldFigures,
+    AdamW, Chosen, Cpu, DType, Figures, FiguresError, LaunchLimits, ParamDesc, RankCores, Session,
+    Shape, StepOptions, ThreadFigures, WorldFigures,
 };
 
 /// Figures of two ranks by both ways to reach each other.
@@ -209,6 +209,44 @@ fn ranks_take_the_choice_of_rank_0_and_bits_stay() {
             assert_eq!((&found[0].0, &found[1].0), (&plain[0].0, &plain[1].0));
             assert!(is_known || found[0].1 == plain[0].1, "rank 0 chooses");
         }
+    }
+}
+
+/// Plans of two ranks with these streams and numbers of cores.
+fn on_cores(given: [Option<usize>; 2], cores: [usize; 2]) -> Result<Vec<String>, fusestep::Error> {
+    let params = model(30);
+    fusestep::threads(2, |comm| {
+        let rank = comm.rank();
+        let own = RankCores { cores: cores[rank], threads: 1, ranks: None };
+        let options = StepOptions {
+            comm_streams: given[rank],
+            rank_cores: Some(own),
+            ..StepOptions::default()
+        };
+        let session = Session::on(&options, &params, Box::new(Cpu::new()), comm)?;
+        Ok::<_, fusestep::Error>(session.plan().to_string())
+    })
+}
+
+#[test]
+fn streams_follow_the_cores_of_rank_0_on_all_ranks() {
+    for (cores, expected) in [
+        ([2, 8], "0 communication streams: 2 ranks on the machine of rank 0, on 1 thread each"),
+        ([8, 2], "2 communication streams: 2 ranks on the machine of rank 0, on 1 thread each"),
+    ] {
+        let plans = on_cores([None, None], cores).expect("two ranks");
+        // Ranks compare their streams, too.
+        let told = format!("note comm_streams applied: {expected}");
+        assert!(plans.iter().all(|plan| plan.contains(&told)), "{told}: {plans:?}");
+    }
+    // A number that rank 0 was given is that of ranks without one, and chosen by nobody.
+    for given in [[Some(3), None], [Some(3), Some(3)]] {
+        let plans = on_cores(given, [2, 2]).expect("two ranks");
+        assert!(plans.iter().all(|plan| !plan.contains("note comm_streams")), "{plans:?}");
+    }
+    for given in [[None, Some(2)], [Some(0), Some(2)]] {
+        let error = on_cores(given, [2, 2]).expect_err("other streams").to_string();
+        assert!(error.contains("comm_streams"), "{error}");
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use fusestep::launch::{
     Backend, BackendError, Buffer, CONTROL_BYTES, ControlBlock, DeviceStream, Launch, LaunchReport,
-    Reduce,
+    MAX_SUMS, Reduce,
 };
 use fusestep::planner::{Brought, DerivedFrom};
 use fusestep::tensor::{DeviceSliceMut, Role};
@@ -154,6 +154,17 @@ impl OnCuda {
     ) -> Result<LaunchReport, BackendError> {
         let mut lend = |parameter, role| borrowed(places, parameter, role);
         tables.0.launch(&self.backend, launch, from.rule, from.values, &mut lend)
+    }
+
+    /// Takes the sums of a launch's kernel over borrowed tensors; waits for the device.
+    pub(crate) fn measure(
+        &self,
+        places: LendPlace<'_>,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        let mut lend = |parameter, role| borrowed(places, parameter, role);
+        self.backend.measure_borrowed(launch, &mut lend, sums)
     }
 
     /// Begins to bring bytes to the host, behind what is enqueued by now.

@@ -417,13 +417,13 @@ impl Sharing for Loan<'_> {
         launch: &Launch<'_>,
         sums: &mut [[f64; MAX_SUMS]],
     ) -> Result<(), BackendError> {
-        let StepPlace::Host(backend) = self.on else {
-            return Err(BackendError::Unavailable {
-                backend: self.on.backend().name(),
-                reason: SUMS_OF_PARTS.to_owned(),
-            });
-        };
         let loan = self.tensors();
+        let backend = match self.on {
+            StepPlace::Host(backend) => backend,
+            StepPlace::Cuda(on, _) => {
+                return on.measure(&|member, role| loan.place_of(member, role), launch, sums);
+            }
+        };
         let lend = |tensor: usize, list: usize, declared: &TensorList| {
             let member = launch.members[tensor] as usize;
             if loan.places.has_gradient[member] {
@@ -439,10 +439,6 @@ impl Sharing for Loan<'_> {
         self.shares.as_mut().map_or(Ok(()), |shares| shares.share(sums, width))
     }
 }
-
-/// Refusal of sums that processes would add up.
-const SUMS_OF_PARTS: &str = "expected DTensors in host memory for sums over whole parameters, \
-                             found them on a device";
 
 /// Position of the gradient among a kernel's lists.
 pub(crate) const GRADIENT: usize = 1;

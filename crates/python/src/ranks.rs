@@ -195,9 +195,8 @@ impl Ranks {
     fn push(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
         self.check(index)?;
         match self.order(py)? {
-            Order::Behind(on, stream) if place.1 > 0 => self.until_done(py, move |rank| {
-                on.ordered(stream, || rank.push_on(&on, index, place))
-            }),
+            Order::Behind(on, stream) if place.1 > 0 => self
+                .until_done(py, move |rank| on.ordered(stream, || rank.push_on(&on, index, place))),
             _ => self.until_done(py, move |rank| {
                 // SAFETY: the caller's tensor has so many bytes there, and stays until this has
                 // answered: the wait is not broken off.

@@ -4,9 +4,8 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use fusestep::planner::Comms;
 use fusestep::tensor::ParamDesc;
-use fusestep::{Figures, FiguresError, Section, Shape, StepOptions};
+use fusestep::{Figures, FiguresError, RankCores, Section, Shape, StepOptions};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -39,6 +38,7 @@ impl Setup {
         threads: usize,
         device: Device,
     ) -> PyResult<(Self, Vec<Option<usize>>)> {
+        let threads = NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN);
         let (rules, trusts) = (parse(rules)?, trusts(rules)?);
         let (distinct, rule_numbers) =
             number(&rules, &[], |group| described.iter().any(|param| param.group == group));
@@ -62,8 +62,9 @@ impl Setup {
         step.describe(&mut params).map_err(refused)?;
         let is_in_backward = is_in_backward(&step)?;
         if !step.separate && !step.naive && !is_in_backward && !step.averages() {
-            // PyTorch's backward pass leaves time for calls beside it, in shared memory too.
-            step.comm_streams.get_or_insert(Comms::DEFAULT_STREAMS);
+            // PyTorch's backward pass leaves time for calls beside it, in shared memory too, unless
+            // ranks have no core left for them.
+            step.rank_cores = Some(RankCores::of_this_process(threads, ranks_here()));
         }
         step.figures = figures(asked.get("figures", FIGURES)?)?;
         step.check(1).map_err(refused)?;
@@ -72,7 +73,7 @@ impl Setup {
             is_in_backward,
             step,
             params,
-            threads: NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN),
+            threads,
             engine: asked.get("engine", "a name")?,
             nccl_library: match device {
                 Device::Host => None,
@@ -89,9 +90,22 @@ impl Setup {
     pub(crate) fn lends_gradients(&self) -> bool {
         // Nor on a device, where each is handed over anew.
         let moves = matches!(self.device, Device::Cuda(_))
-            || self.step.zero > 1 || self.step.shard_group.is_some();
+            || self.step.zero > 1
+            || self.step.shard_group.is_some();
         !moves && self.step.is_update_each() && !self.is_in_backward
     }
+}
+
+/// Ranks on this machine, as launchers of MPI tell them; others start ranks on one machine.
+fn ranks_here() -> Option<usize> {
+    const NAMES: [&str; 4] = [
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+        "PMI_LOCAL_SIZE",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ];
+    let mut told = NAMES.iter().filter_map(|name| std::env::var(name).ok()?.parse().ok());
+    told.next()
 }
 
 /// Values of `figures`.

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fusestep.torch import _device
+from fusestep.torch._sharded import is_sharded
 
 
 class Driver:
@@ -219,7 +220,13 @@ class Emulated(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":
             # A property makes no tensor.
             index = None
+        index = self._index_of_parts(args) if index is None else index
         return tree_map(lambda one: self.place(one, index), out)
+
+    def _index_of_parts(self, args):
+        """The device of the parts that DTensors among the arguments have here, if they are on one."""
+        parts = (one._local_tensor for one in tree_flatten(args)[0] if is_sharded(one))
+        return next((own._index for own in parts if isinstance(own, OnDevice)), None)
 
     def _to_host(self, tensor):
         if not isinstance(tensor, torch.Tensor):
@@ -231,6 +238,8 @@ class Emulated(TorchFunctionMode):
         """A result where its device is: a view where its memory is, or a copy in new memory."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return tensor
+        if is_sharded(tensor) and not isinstance(tensor._local_tensor, OnDevice):
+            tensor._local_tensor = self.place(tensor._local_tensor, index)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, *KINDS):
             return tensor
         own = self.driver.device_of(tensor)
@@ -312,7 +321,12 @@ class Device:
 
     def copy(self, tensor, index=0):
         """A tensor of the CPU as one of the device; a parameter stays one."""
-        made = self._mode.new(tensor.detach(), index)
+        if is_sharded(tensor):
+            # The mesh is the CPU's, as PyTorch takes the parts for tensors there.
+            part = self._mode.new(tensor._local_tensor.detach(), index)
+            made = type(tensor.detach())(part, tensor._spec, requires_grad=False)
+        else:
+            made = self._mode.new(tensor.detach(), index)
         return torch.nn.Parameter(made) if isinstance(tensor, torch.nn.Parameter) else made
 
 

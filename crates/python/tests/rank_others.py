@@ -9,6 +9,21 @@ from torch.utils.checkpoint import checkpoint
 import fusestep.torch
 
 
+def streams(out, options, rank, world):
+    """Gradients between `backward` and `step` say whether streams reduce; the plan says why."""
+    torch.set_num_threads(options.pop("threads")[rank])
+    model = torch.nn.Linear(4, 3)
+    optimizer = fusestep.torch.SGD(model.parameters(), lr=1.0)
+    given = options.pop("given", [None] * world)[rank]
+    parallel = fusestep.torch.DataParallel(
+        model, optimizer, timeout=60, comm_streams=given, **options
+    )
+    model(torch.full((1, 4), float(rank))).sum().backward()
+    optimizer.step()
+    parallel.close()
+    torch.save({"model": model.state_dict(), "plan": parallel._ranks.plan()}, out / f"rank{rank}.pt")
+
+
 def cells(out, options, rank, world):
     """Every row of `between.py`, each with a group of its own."""
     found = {}

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import pathlib
 import subprocess
 import sys
@@ -331,3 +332,23 @@ def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch, tmp_pa
     with pytest.raises(ValueError, match="found others"):
         other = torch.nn.Parameter(torch.ones(2))
         fusestep.torch.DataParallel(model_of(param), fusestep.torch.AdamW([param, other]))
+
+
+def test_streams_are_chosen_by_rank_0_for_all(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    # By itself rank 1 would say that its threads fill the cores.
+    for at, threads in enumerate(([1, 4 * cores], [cores, 1])):
+        count = 2 if 2 * threads[0] < cores else 0
+        what = "leave some of" if count else "fill"
+        plural = "" if threads[0] == 1 else "s"
+        expected = (
+            f"note comm_streams applied: {count} communication streams: 2 ranks on the machine of "
+            f"rank 0, on {threads[0]} thread{plural} each, {what} {cores} core"
+        )
+        ranks = run("streams", tmp_path / f"chosen{at}", threads=threads)
+        assert all(expected in found["plan"] for found in ranks), ranks[0]["plan"]
+        assert same_models(*ranks)
+    others = {"given": [3, None]}, {"separate": True}, {"update_in_backward": True}
+    for at, options in enumerate(others):
+        for found in run("streams", tmp_path / f"not{at}", threads=[1, 1], **options):
+            assert "note comm_streams" not in found["plan"], options

@@ -51,7 +51,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     let mut pytest = environment.python();
     pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]);
     match arguments {
-        [] => pytest.args(["test_cuda.py", "test_graphs.py", "test_nccl.py"]),
+        [] => {
+            pytest.args(["test_cuda.py", "test_graphs.py", "test_nccl.py", "test_sharded_cuda.py"])
+        }
         asked => pytest.args(asked),
     };
     let nccl = build_nccl(&target_folder().join(NCCL), Nccl::Complete, &Options::default())?;

@@ -138,7 +138,9 @@ impl BorrowedTables {
         let mut kept = self.updates.take();
         let count: usize = launch.batches.iter().map(|batch| batch.records.len()).sum();
         let is_few = count < LEAST_TENSORS && !self.step.keeps_all && !self.step.is_recorded;
-        let done = if is_few && kept.is_none() {
+        // Sums that the host has go with arguments.
+        let has_sums = launch.tensor_sums.is_some();
+        let done = if has_sums || is_few && kept.is_none() {
             borrowed::launch_in_arguments(backend, &launch, control, lend)
         } else {
             let update = Update { rule, values, control };

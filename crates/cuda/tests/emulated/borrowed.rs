@@ -6,53 +6,18 @@ use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{
-    Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport, Master, Memory as _,
-    Precision, Reduce, StateDType,
+    Backend, BackendError, Buffer, Launch, LaunchLimits, LaunchReport, MAX_SUMS, Master,
+    Memory as _, Precision, Reduce, StateDType,
 };
 use fusestep_planner::{
     Brought, ClipByGlobalNorm, DerivedFrom, Lender, Optimizer, Plan, PlanError, Planner, RunAlone,
-    State, Tensors,
+    Sharing, State, Tensors,
 };
 use fusestep_tensor::{DType, Role};
 use fusestep_testkit::{Case, outcome};
 
 use crate::common::{TINY, cpu, cuda};
-use crate::framework::{Framework, Memory};
-
-/// The byte between tensors, which must stay as it is.
-const BETWEEN: u8 = 0xA5;
-
-/// The tensors of one role in one allocation, at odd places.
-struct Arena {
-    memory: Memory,
-    places: Vec<usize>,
-}
-
-impl Arena {
-    /// The address of tensor `i` is 1 + i modulo 5 elements behind the end of the one before.
-    fn of(framework: &Framework, tensors: &[Vec<u8>], width: usize) -> Self {
-        let (mut bytes, mut places) = (Vec::new(), Vec::new());
-        for (index, tensor) in tensors.iter().enumerate() {
-            bytes.resize(bytes.len() + (1 + index % 5) * width, BETWEEN);
-            places.push(bytes.len());
-            bytes.extend_from_slice(tensor);
-        }
-        bytes.resize(bytes.len() + 64, BETWEEN);
-        Self { memory: Memory::of(framework, &bytes), places }
-    }
-
-    /// Each tensor, after a look at what lies between them.
-    fn read(&self, len_bytes: &[usize]) -> Vec<Vec<u8>> {
-        let mut all = self.memory.read();
-        let mut read = Vec::new();
-        for (&at, &len) in self.places.iter().zip(len_bytes) {
-            read.push(all[at..at + len].to_vec());
-            all[at..at + len].fill(BETWEEN);
-        }
-        assert!(all.iter().all(|&byte| byte == BETWEEN), "written beside a tensor");
-        read
-    }
-}
+use crate::framework::{Arena, Framework};
 
 /// Parameters and gradients that the framework lends.
 struct Framed<'a> {
@@ -64,6 +29,8 @@ struct Framed<'a> {
     instead: Option<(Role, u32, Option<DeviceTensor>)>,
     /// Tables in the device's memory; arguments without.
     tables: Option<BorrowedTables>,
+    /// Whether sums go to others that may have other parts of the tensors.
+    shares: bool,
 }
 
 impl<'a> Framed<'a> {
@@ -77,6 +44,7 @@ impl<'a> Framed<'a> {
             len_bytes: params.iter().map(Vec::len).collect(),
             instead: None,
             tables: None,
+            shares: false,
         }
     }
 
@@ -151,12 +119,32 @@ impl Lender for Framed<'_> {
         done
     }
 
+    fn sharing(&mut self) -> Option<&mut dyn Sharing> {
+        self.shares.then_some(self as &mut dyn Sharing)
+    }
+
     fn bring(
         &mut self,
         buffer: &dyn Buffer,
         len_bytes: usize,
     ) -> Result<Box<dyn Brought>, BackendError> {
         Ok(Box::new(OnTheWay(self.backend.begin_read(buffer, len_bytes)?)))
+    }
+}
+
+/// The others have no elements.
+impl Sharing for Framed<'_> {
+    fn measure(
+        &mut self,
+        launch: &Launch<'_>,
+        sums: &mut [[f64; MAX_SUMS]],
+    ) -> Result<(), BackendError> {
+        let mut lend = |parameter, role| self.lend(parameter, role);
+        self.backend.measure_borrowed(launch, &mut lend, sums)
+    }
+
+    fn share(&mut self, _: &mut [f64], _: usize) -> Result<(), BackendError> {
+        Ok(())
     }
 }
 
@@ -255,14 +243,19 @@ fn same_bits(framework: &Framework, backend: &CudaBackend, planned: Planned, cas
     for planner in [planned.planner(limits), planned.with_passes(naive)] {
         let plan = planner.tensors(Tensors::Borrowed).plan(&case.params).unwrap();
         let lenders = || Framed::of(framework, backend, case);
-        for lender in [lenders(), lenders().with_tables()] {
-            let tables = lender.tables.is_some();
+        let mut all = vec![lenders(), lenders().with_tables()];
+        if planned.clip_norm.is_some() || matches!(planned.rule, Optimizer::Lamb(_)) {
+            all.push(Framed { shares: true, ..lenders() });
+            all.push(Framed { shares: true, ..lenders().with_tables() });
+        }
+        for lender in all {
+            let (tables, shares) = (lender.tables.is_some(), lender.shares);
             let found = outcome_borrowed(framework, (&plan, &host), case, lender);
             let difference = found.iter().zip(&expected).position(|(a, b)| a != b);
             assert!(
                 found == expected,
-                "{planned:?}, {limits:?}, tables {tables}: first difference at byte \
-                 {difference:?} of {} ({})",
+                "{planned:?}, {limits:?}, tables {tables}, shares {shares}: first difference at \
+                 byte {difference:?} of {} ({})",
                 expected.len(),
                 found.len()
             );

@@ -1,4 +1,4 @@
-//! Settings that nobody has given, chosen from a machine's figures.
+//! Settings that nobody has given, chosen from a machine's figures and cores.
 
 use std::fmt::Display;
 
@@ -15,6 +15,9 @@ use crate::WorldFigures;
 
 /// The pass in whose name notes say what was chosen.
 const PASS: &str = "figures";
+
+/// The setting that follows from cores, in whose name notes say so.
+const STREAMS: &str = "comm_streams";
 
 /// Share of a step that other buckets have to save.
 const LEAST_SAVING: f64 = 0.01;
@@ -80,8 +83,8 @@ impl Chosen {
 }
 
 impl StepOptions {
-    /// These settings with those chosen that were not given, by the cost model and
-    /// [`StepOptions::figures`]. The same figures choose the same; the step's bits stay as they
+    /// These settings with those chosen that were not given, by the cost model,
+    /// [`StepOptions::figures`] and [`StepOptions::rank_cores`]. The same figures choose the same; the step's bits stay as they
     /// are.
     ///
     /// # Errors
@@ -115,8 +118,7 @@ impl StepOptions {
             _ => Choices::default(),
         };
         let told = tell(&own, comm)?;
-        let unchosen =
-            || Chosen { options: Self { figures: None, ..self.clone() }, notes: Vec::new() };
+        let unchosen = || Chosen { options: self.without_choices(), notes: Vec::new() };
         Ok(self.taking(told).unwrap_or_else(|_| unchosen()))
     }
 
@@ -128,6 +130,32 @@ impl StepOptions {
         limits: LaunchLimits,
     ) -> Result<Choices, OptionError> {
         self.check(topology.world)?;
+        let Some(cores) = self.rank_cores.filter(|_| topology.world > 1) else {
+            return self.choices_by_figures(params, topology, limits);
+        };
+        let (streams, why) = match self.comm_streams {
+            // Given here, and told to ranks that it was not given to.
+            Some(given) => (given, None),
+            None => {
+                let (streams, why) = cores.streams(topology);
+                (streams, Some(Note { pass: STREAMS.to_owned(), ..note(Verdict::Applied, why) }))
+            }
+        };
+        let with = Self { comm_streams: Some(streams), ..self.clone() };
+        let Choices { mut settings, mut notes } =
+            with.choices_by_figures(params, topology, limits)?;
+        settings.push((STREAMS.to_owned(), streams.to_string()));
+        notes.extend(why);
+        Ok(Choices { settings, notes })
+    }
+
+    /// The choices of this rank by figures alone.
+    fn choices_by_figures(
+        &self,
+        params: &[ParamDesc],
+        topology: Topology,
+        limits: LaunchLimits,
+    ) -> Result<Choices, OptionError> {
         let Some(figures) = &self.figures else {
             return Ok(Choices::default());
         };
@@ -172,9 +200,14 @@ impl StepOptions {
         Ok(Choices { settings: base.differences(&taken.options)?, notes: taken.notes })
     }
 
+    /// These settings, of which none is chosen any more.
+    fn without_choices(&self) -> Self {
+        Self { figures: None, rank_cores: None, ..self.clone() }
+    }
+
     /// The choices as settings.
     fn taking(&self, choices: Choices) -> Result<Chosen, OptionError> {
-        let mut options = Self { figures: None, ..self.clone() };
+        let mut options = self.without_choices();
         let usual = Self::of(self.rule);
         let Choices { settings, notes } = choices;
         for (name, text) in settings {

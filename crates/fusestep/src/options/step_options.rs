@@ -13,6 +13,7 @@ use super::OptionError;
 use super::conflicts::{GROUPS, ROUNDED_BY_RANK, SENDS_NONE, SLICES, sent_as};
 use super::of_params::{OfParams, OwnRule, PrecisionOf};
 use super::of_precision::of_precision;
+use super::rank_cores::RankCores;
 use super::row::{About, Conflict, Field, ListField, Need, Rows, Section, Visit};
 use super::text;
 use crate::Figures;
@@ -103,6 +104,9 @@ pub struct StepOptions {
     /// Figures of the machine, from which settings of calls and threads that are not set are
     /// chosen; the defaults if `None`. No bit depends on them.
     pub figures: Option<Figures>,
+    /// Cores by which rank 0 chooses the communication streams of all ranks, if `comm_streams` is
+    /// not set. No bit depends on them.
+    pub rank_cores: Option<RankCores>,
 }
 
 impl Default for StepOptions {
@@ -152,6 +156,7 @@ impl StepOptions {
             threads: None,
             naive: false,
             figures: None,
+            rank_cores: None,
         }
     }
 }
@@ -222,6 +227,7 @@ impl StepOptions {
             precision_of: _,
             // Figures are a machine's and no text.
             figures: _,
+            rank_cores: _,
             exclude,
             lr_scale,
             weight_decay_of,

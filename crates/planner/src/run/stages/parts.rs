@@ -77,11 +77,12 @@ pub(crate) fn sum_tensors(
         };
         // Those of gradients are of whole parameters already.
         let launch = Launch { grad_sums: None, update_sums: None, ..launch };
-        let members = launch.members;
         sharing.measure(&launch, &mut sums)?;
-        for (&member, sums) in members.iter().zip(&sums) {
-            let place = member as usize * MAX_SUMS;
-            told[place..place + MAX_SUMS].copy_from_slice(sums);
+        // Other stages may update other tensors of the storage.
+        for record in launch.batches.iter().flat_map(|batch| &batch.records) {
+            let tensor = record.tensor as usize;
+            let place = launch.members[tensor] as usize * MAX_SUMS;
+            told[place..place + MAX_SUMS].copy_from_slice(&sums[tensor]);
         }
     }
     sharing.share(&mut told, MAX_SUMS)?;

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusestep.torch._device import CUDA, device_of, is_recording
-from fusestep.torch._options import ACCUMULATE
+from fusestep.torch._options import ACCUMULATE, CLIP_NORM
 from fusestep.torch._sharded import local_of
 
 if TYPE_CHECKING:
@@ -45,11 +45,19 @@ def refuse_recording(optimizer: Fused, index: Optional[int]) -> None:
             "`schedule`, whose factor the host derives; give `lr` as a tensor on the device, into "
             "which PyTorch's schedulers write, or " + _OUTSIDE
         )
+    elif optimizer._is_sharded and _takes_sums(optimizer):
+        found = f"DTensors and norms of them, which processes add up in host memory; {_OUTSIDE}"
     if found is not None:
         raise RuntimeError(
             f"step: expected one whose numbers follow from what {CUDA}:{index} counts while "
             f"`torch.cuda.graph` records it, found {found}"
         )
+
+
+def _takes_sums(optimizer: Fused) -> bool:
+    """Whether steps take sums over whole parameters."""
+    norms = optimizer._options[CLIP_NORM], optimizer._options["loss_scale"]
+    return optimizer._is_layerwise or any(setting is not None for setting in norms)
 
 
 def refuse_capturable(group: Dict[str, Any]) -> None:

@@ -85,6 +85,8 @@ class Fused(Optimizer):
     _times = False
     # Whether parameters are DTensors.
     _is_sharded = False
+    # Whether the rule takes norms of parameters.
+    _is_layerwise = False
 
     def __init__(
         self,

@@ -179,18 +179,6 @@ def refuse_on_device(options: Dict[str, Any], device: str) -> None:
         )
 
 
-def refuse_sums_of_parts(options: Dict[str, Any], rules: Iterable[str], device: str) -> None:
-    """Raises for norms of DTensors on a device, whose processes share no sums."""
-    found = [name for name in (CLIP_NORM, "loss_scale") if options[name]]
-    found += [rule for rule in rules if rule in ("lars", "lamb")]
-    if found:
-        raise ValueError(
-            f"{found[0]}: expected DTensors on the cpu, because sums over whole parameters are "
-            f"added in host memory, found them on {device}; use `clip_grad_norm_`, a `GradScaler` "
-            "or another rule"
-        )
-
-
 def refuse_between_devices(
     options: Dict[str, Any], devices: Sequence[str], is_sharded: bool
 ) -> None:

@@ -81,6 +81,7 @@ class Lars(_Own):
     """
 
     _rule = "lars"
+    _is_layerwise = True
     _keys = {"velocity": "momentum_buffer"}
     _counts = False
 
@@ -115,6 +116,7 @@ class Lamb(_Own):
     """
 
     _rule = "lamb"
+    _is_layerwise = True
     _keys = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
     def __init__(

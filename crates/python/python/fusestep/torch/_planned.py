@@ -24,13 +24,7 @@ from fusestep import _fusestep
 from fusestep._plans import Kept, Plans
 from fusestep.torch._device import CUDA, CudaLibrary, device_of, steps_on
 from fusestep.torch._graphs import Asked, Rates, Scale, refuse_recording
-from fusestep.torch._options import (
-    CLIP_NORM,
-    refuse_counted,
-    refuse_on_device,
-    refuse_sums_of_parts,
-    told,
-)
+from fusestep.torch._options import CLIP_NORM, refuse_counted, refuse_on_device, told
 from fusestep.torch._sharded import Shares, is_sharded, local_gradients, local_of, local_state
 from fusestep.torch._tensors import (
     BESIDE,
@@ -187,8 +181,6 @@ class Planned:
             return _fusestep.Session(*arguments, Library)
         name = f"{CUDA}:{self._device}"
         refuse_on_device(optimizer._options, name)
-        if self._is_sharded:
-            refuse_sums_of_parts(optimizer._options, [r["rule"] for r in self._rules()], name)
         found: _fusestep.Session = steps_on("parameters", self._device).Session(
             *arguments, CudaLibrary(self._device)
         )
@@ -196,10 +188,11 @@ class Planned:
 
     def _shares(self, described: Sequence[Tuple[Any, ...]]) -> Optional[Shares]:
         """How sums over parts become those over whole parameters, for the extension module."""
-        if not self._is_sharded or self._device is not None:
+        if not self._is_sharded:
             return None
         trains = Described._fields.index("trains")
-        return Shares([m.tensor for m, own in zip(self.members, described) if own[trains]])
+        trained = [m.tensor for m, own in zip(self.members, described) if own[trains]]
+        return Shares(trained, None if self._device is None else f"{CUDA}:{self._device}")
 
     def give_back(self, plans: Plans) -> None:
         """Has the plan kept for parameters like these; this steps no more."""
@@ -401,7 +394,8 @@ class Planned:
 
     def _rules(self) -> List[Dict[str, Any]]:
         optimizer, index = self._optimizer, self._device
-        if index is None:
+        if index is None or self._is_sharded and optimizer._is_layerwise:
+            # With sums that the host has, it has the rates, too.
             return [optimizer._settings(group) for group in optimizer.param_groups]
         return [self._rates.settings(optimizer, group, index) for group in optimizer.param_groups]
 

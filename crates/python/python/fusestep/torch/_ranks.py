@@ -60,8 +60,8 @@ class DataParallel(torch.nn.Module):
 
     The other arguments are settings of the step, which follow. Memory, buckets and streams change
     no bit, except that shard groups add gradients in another order. Two threads reduce during
-    ``backward``, unless another number or another way is asked for; with none the step reduces and
-    updates a bucket in one pass. Stage 3 is refused: modules of PyTorch read whole parameters.
+    ``backward`` where ranks leave cores free, unless another number or another way is asked for;
+    with none the step reduces and updates a bucket in one pass. Stage 3 is refused: modules of PyTorch read whole parameters.
     Ranks that average parameters have parameters of their own in between: :meth:`average` makes
     them equal, and :meth:`set_loss` tells the loss that an adaptive interval follows. With updates
     in backward rates are those of the first gradient, and gradients are gone behind ``backward``.

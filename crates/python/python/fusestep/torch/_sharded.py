@@ -70,9 +70,13 @@ class Shares:
     Sums of parts are gathered over the groups of the mesh that shard a parameter, and added in the
     order of ranks in float64, so that all processes have the same bits. What is replicated is
     counted once. The calls are the same on all processes, whichever parts they have.
+
+    Sums are in host memory, of parts on a device too. A group that gathers from there is given them
+    as they are; one that does not, as those of NCCL, has them on ``device``.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: Optional[str] = None) -> None:
+        self._device = device
         # Rows of parameters by mesh and by the dimensions of the mesh that shard them.
         self._rows: Dict[Tuple[Any, Tuple[int, ...]], List[int]] = {}
         for row, tensor in enumerate(tensors):
@@ -94,19 +98,29 @@ class Shares:
         for (mesh, dims), rows in self._rows.items():
             own = values[rows]
             for dim in reversed(dims):
-                own = _sum_over(own, mesh.get_group(dim))
+                own = _sum_over(own, mesh.get_group(dim), self._device or mesh.device_type)
             values[rows] = own
 
 
-def _sum_over(own: Tensor, group: Any) -> Tensor:
-    """The sum over a group's processes, in the order of their ranks."""
+def _sum_over(own: Tensor, group: Any, device: str) -> Tensor:
+    """The sum over a group's processes, in the order of their ranks; both in host memory."""
     distributed = torch.distributed
-    parts = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(parts, own.contiguous(), group=group)
-    total = parts[0]
+    sent = own.contiguous()
+    if not _gathers_from_host(group):
+        sent = sent.to(device)
+    parts = [torch.empty_like(sent) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(parts, sent, group=group)
+    total = parts[0].cpu()
     for part in parts[1:]:
-        total = total + part
+        total = total + part.cpu()
     return total
+
+
+def _gathers_from_host(group: Any) -> bool:
+    """Whether a group has a backend for tensors in host memory."""
+    # As in "cpu:gloo,cuda:nccl".
+    backends = torch.distributed.get_backend_config(group).split(",")
+    return any(pair.split(":")[0] == "cpu" for pair in backends)
 
 
 def local_state(state: Dict[str, Any]) -> Dict[str, Any]:
