@@ -19,10 +19,7 @@ pub(crate) fn join(setup: &Setup) -> Result<Box<dyn Communicator>, Error> {
 }
 
 /// The communicator of the processes that a launcher has started.
-fn connect(
-    engine: Option<&str>,
-    timeout: Duration,
-) -> Result<Box<dyn Communicator>, Error> {
+fn connect(engine: Option<&str>, timeout: Duration) -> Result<Box<dyn Communicator>, Error> {
     match engine {
         Some("processes") => {}
         Some("mpi") => return mpi(timeout),

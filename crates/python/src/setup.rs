@@ -89,7 +89,8 @@ impl Setup {
     pub(crate) fn lends_gradients(&self) -> bool {
         // Nor on a device, where each is handed over anew.
         let moves = matches!(self.device, Device::Cuda(_))
-            || self.step.zero > 1 || self.step.shard_group.is_some();
+            || self.step.zero > 1
+            || self.step.shard_group.is_some();
         !moves && self.step.is_update_each() && !self.is_in_backward
     }
 }

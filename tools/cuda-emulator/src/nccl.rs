@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use crate::compile::{hash, is_of, link, sources, write, write_error};
 use crate::{EmulatorError, Options};
 
-const SOURCES: &[(&str, &str)] = sources! { "nccl_stand_in.cpp" "nccl_stand_in.hpp" "nccl_lines.hpp" };
+const SOURCES: &[(&str, &str)] =
+    sources! { "nccl_stand_in.cpp" "nccl_stand_in.hpp" "nccl_lines.hpp" };
 
 /// Version that the stand-in claims to be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
