@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -61,6 +62,8 @@ def made(case, rank, device):
     placed = None if device is None else (lambda value: device.copy(value, rank))
     dtype = getattr(torch, case.get("dtype", "float32"))
     model = Net(dtype, 1 + rank * ("same" not in case), placed)
+    for value in model.parameters() if "wide" in case else ():
+        value.grad_dtype = torch.float32
     settings = {"lr": 1e-2, **case.get("own", {})}
     rule = getattr(fusestep.torch, case.get("rule", "AdamW"))
     return model, rule(model.named_parameters(), **settings)
@@ -183,6 +186,32 @@ def views(out, options, rank, world):
         # A view outlives all else.
         found.append(host(model))
     return {"found": found}
+
+
+def ordered(out, options, rank, world):
+    """A gradient that is complete when PyTorch's stream has come to it, behind its hook."""
+    with emulated() as device:
+        model, optimizer = made({"rule": "SGD", "own": {"lr": 1.0}, "same": True}, rank, device)
+        parallel = joined(model, optimizer)
+        weight, before = model.head.weight, host(model)["head.weight"]
+        gradient = weight.grad = torch.zeros_like(weight)
+        stream = device.driver.stream(rank)
+        device.streams[rank] = stream, 1
+        device.driver.occupy(stream)
+
+        def complete():
+            gradient.mul_(3)
+            device.driver.vacate(stream)
+
+        later = threading.Timer(0.3, complete)
+        later.start()
+        (weight * (rank + 1.0)).sum().backward()
+        later.join()
+        optimizer.step()
+        parallel.close()
+        # The mean of 3 and 6.
+        assert torch.equal(host(model)["head.weight"], before - 4.5)
+    return {}
 
 
 def dead_peer(out, options, rank, world):

@@ -50,6 +50,7 @@ CASES = {
     "remainder": {**BF16, "own": {"precision": "remainder"}},
     "stochastic": {**BF16, "own": {"rounding": "stochastic"}},
     "added in f32": {**BF16, "ranks": {"reduce_dtype": torch.float32}},
+    "gradients in f32": {**BF16, "wide": True},
     "f16": {"dtype": "float16", "own": {"loss_scale": 4.0}},
     "f64": {"dtype": "float64"},
     "int8": {"own": {"state_dtype": "int8"}},
@@ -151,6 +152,10 @@ def test_parameters_stay_where_the_ranks_have_them(tmp_path, options):
     assert (written["head.weight"] == 3.0).all() and same(steps[-1], kept)
     # Masters have followed what was written: the steps are small ones from there.
     assert 0 < (steps[0]["head.weight"] - 3.0).abs().max() < 0.1
+
+
+def test_gradients_are_read_behind_pytorchs_stream(tmp_path):
+    run("ordered", tmp_path / "ranks", 2)
 
 
 def test_a_dead_peer_is_an_error_that_names_it(tmp_path):
