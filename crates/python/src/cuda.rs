@@ -27,6 +27,7 @@ use pyo3::prelude::*;
 
 use crate::errors::failed;
 use crate::stream::{Asked, LendPlace, Stream};
+use crate::tensor::Place;
 
 /// A CUDA device, and the stream on which steps run there.
 #[derive(Clone, Debug)]
@@ -92,13 +93,9 @@ impl OnCuda {
         Ok(Box::new(NcclCommunicator::new(control, number, &options)?))
     }
 
-    /// Copies the bytes at an address, with their number, to lent memory.
-    pub(crate) fn copy(
-        &self,
-        (address, len_bytes): (usize, usize),
-        to: DeviceSliceMut<'_>,
-    ) -> Result<(), BackendError> {
-        self.backend.copy_lent(number_at(address, len_bytes), to)
+    /// Copies the bytes at a place of this device to lent memory.
+    pub(crate) fn copy(&self, from: Place, to: DeviceSliceMut<'_>) -> Result<(), BackendError> {
+        self.backend.copy_lent(number_at(from.address, from.len_bytes), to)
     }
 
     /// Does `work` behind what is enqueued on `stream`, and before what will be.

@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use fusestep::coalesce::HostMemory;
 use fusestep::collective::Aborter;
-use fusestep::planner::{MicroStepReport, Optimizer, Plan, PlanError, State};
+use fusestep::planner::{Initial, MicroStepReport, Optimizer, Plan, PlanError, State};
 use fusestep::tensor::{Element, ParamDesc, Role};
 use fusestep::{Communicator, CpuBackend, DType, Error, Report, Session};
 use half::{bf16, f16};
@@ -20,6 +20,7 @@ use crate::cuda::OnCuda;
 use crate::device::{Device, InContext};
 use crate::engine::join;
 use crate::setup::Setup;
+use crate::tensor::Place;
 
 /// Task for the rank's thread.
 pub(crate) type Task = Box<dyn FnOnce(&mut Rank<'_>) + Send>;
@@ -67,6 +68,7 @@ pub(crate) struct Rank<'c> {
     session: Session<'c>,
     /// Parameters as the plan has them.
     params: Vec<ParamDesc>,
+    initial: Initial,
 }
 
 /// Joins the other ranks, sends the outcome, and runs tasks until nobody can send more. `_ended` is
@@ -116,7 +118,7 @@ impl<'c> Rank<'c> {
         let shared = session.communicator().allocate(1)?;
         session.compare_settings()?;
         let params = session.plan().params().to_vec();
-        Ok((Self { session, params }, shared))
+        Ok((Self { session, params, initial: setup.step.initial }, shared))
     }
 
     /// Facts about this rank.
@@ -207,7 +209,26 @@ impl<'c> Rank<'c> {
     /// Takes the parameters of rank 0, which Python has written to its memory, unless each rank has
     /// its own. Then compares all settings and values that decide the bits of the run.
     pub(crate) fn begin(&mut self) -> Result<(), PlanError> {
+        if self.session.backend().device().is_some() {
+            self.follow_own()?;
+        }
         self.session.begin_anew()
+    }
+
+    /// Makes masters on a device follow parameters that no other rank brings. Those that are
+    /// brought do it by themselves.
+    fn follow_own(&mut self) -> Result<(), PlanError> {
+        let plan = self.session.plan();
+        let brings = self.initial == Initial::OfRankZero && plan.topology().world > 1;
+        let storages = plan.storages().iter().filter(|spec| !brings || spec.distributed);
+        let own: Vec<u32> = storages.flat_map(|spec| spec.members.iter().copied()).collect();
+        for param in own {
+            let desc = &self.params[param as usize];
+            let mut bytes = vec![0; desc.numel() as usize * desc.dtype.len_bytes()];
+            self.session.read_param(&desc.name, &mut bytes)?;
+            self.session.write_param(&desc.name, &bytes)?;
+        }
+        Ok(())
     }
 
     /// Marks a parameter's gradient as complete in its view.
@@ -220,17 +241,17 @@ impl<'c> Rank<'c> {
         self.session.push_grad_bytes(&self.params[param].name, bytes)
     }
 
-    /// Copies a parameter's gradient, of so many bytes at a place on the device, within it.
+    /// Copies a parameter's gradient from a place of the device.
     pub(crate) fn push_on(
         &mut self,
         on: &OnCuda,
         param: usize,
-        place: (usize, usize),
+        place: Place,
     ) -> Result<(), PlanError> {
         let name = &self.params[param].name;
         let to = self.session.grad_on_device(name)?;
-        if to.len_bytes() != place.1 {
-            let (expected, found) = (to.len_bytes(), place.1);
+        if to.len_bytes() != place.len_bytes {
+            let (expected, found) = (to.len_bytes(), place.len_bytes);
             return Err(PlanError::LenBytes {
                 role: Role::Grad,
                 name: name.clone(),
@@ -240,11 +261,6 @@ impl<'c> Rank<'c> {
         }
         on.copy(place, to)?;
         self.session.give_view(name)
-    }
-
-    /// Copies a parameter's values from `bytes` of the host; masters follow them.
-    pub(crate) fn write(&mut self, param: usize, bytes: &[u8]) -> Result<(), PlanError> {
-        self.session.write_param(&self.params[param].name, bytes)
     }
 
     /// Ends a micro-step with these rules, which have the planner's numbers.
@@ -306,8 +322,12 @@ impl<'c> Rank<'c> {
         })
     }
 
-    /// Makes masters follow parameters that are about to be written through their views.
+    /// Makes masters follow parameters that are about to be written through their views. On a
+    /// device [`Self::begin`] does.
     pub(crate) fn touch(&mut self) -> Result<(), PlanError> {
+        if self.session.backend().device().is_some() {
+            return Ok(());
+        }
         let state = self.session.state_mut();
         self.params.iter().try_for_each(|desc| param_address(state, desc).map(drop))
     }

@@ -19,6 +19,7 @@ use crate::rank::{Borrowed, Kept, Rank, Resumed, Stepped, Task, serve};
 use crate::reported::named;
 use crate::rules::parse;
 use crate::setup::Setup;
+use crate::tensor::Place;
 use crate::waiting::{PAUSE, gone, wait};
 
 /// One of many ranks, all of which make the same calls.
@@ -194,8 +195,10 @@ impl Ranks {
     /// memory: of the host, or of the ranks' device.
     fn push(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
         self.check(index)?;
+        let (address, len_bytes) = place;
+        let place = Place { address, len_bytes };
         match self.order(py)? {
-            Order::Behind(on, stream) if place.1 > 0 => self
+            Order::Behind(on, stream) if len_bytes > 0 => self
                 .until_done(py, move |rank| on.ordered(stream, || rank.push_on(&on, index, place))),
             _ => self.until_done(py, move |rank| {
                 // SAFETY: the caller's tensor has so many bytes there, and stays until this has
@@ -203,17 +206,6 @@ impl Ranks {
                 rank.push(index, unsafe { bytes_at(place) })
             }),
         }
-    }
-
-    /// Copies values of a parameter from the host: an address, at which the caller keeps the
-    /// memory, and the number of bytes there.
-    fn write(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
-        self.check(index)?;
-        let order = self.order(py)?;
-        self.until_done(py, move |rank| {
-            // SAFETY: as in `push`.
-            order.ordered(|| rank.write(index, unsafe { bytes_at(place) }))
-        })
     }
 
     /// Ends a micro-step; if it is the last of an update, reduces and updates.
@@ -453,15 +445,15 @@ impl Ranks {
     }
 }
 
-/// Bytes of the host at an address, with their number.
+/// Bytes of the host at a place.
 ///
 /// # Safety
 /// So many bytes are there, and nobody writes them until the result is dropped.
-unsafe fn bytes_at<'a>((address, len_bytes): (usize, usize)) -> &'a [u8] {
-    if len_bytes == 0 {
+unsafe fn bytes_at<'a>(place: Place) -> &'a [u8] {
+    if place.len_bytes == 0 {
         return &[];
     }
-    let start = std::ptr::with_exposed_provenance::<u8>(address);
+    let start = std::ptr::with_exposed_provenance::<u8>(place.address);
     // SAFETY: the caller's.
-    unsafe { std::slice::from_raw_parts(start, len_bytes) }
+    unsafe { std::slice::from_raw_parts(start, place.len_bytes) }
 }

@@ -12,6 +12,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use crate::stream::{Asked, LendPlace, Stream};
+use crate::tensor::Place;
 
 /// A CUDA device; no value of it exists here.
 #[derive(Clone)]
@@ -65,11 +66,7 @@ impl OnCuda {
         match self.0 {}
     }
 
-    pub(crate) fn copy(
-        &self,
-        _: (usize, usize),
-        _: DeviceSliceMut<'_>,
-    ) -> Result<(), BackendError> {
+    pub(crate) fn copy(&self, _: Place, _: DeviceSliceMut<'_>) -> Result<(), BackendError> {
         match self.0 {}
     }
 

@@ -55,6 +55,13 @@ class Driver:
         self._call("cuStreamCreate", ctypes.byref(stream), 1)
         return stream.value
 
+    def occupy(self, stream):
+        """Has a stream be busy until `vacate`: what is enqueued there comes behind."""
+        self._call("emulatorOccupy", ctypes.c_void_p(stream))
+
+    def vacate(self, stream):
+        self._call("emulatorVacate", ctypes.c_void_p(stream))
+
     def begin_capture(self, stream, mode=2):
         # Relaxed: code is loaded when its first launch is recorded. 0 is PyTorch's own mode, in
         # which whatever may wait for the device spoils the capture.

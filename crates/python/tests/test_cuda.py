@@ -786,11 +786,3 @@ def test_norms_of_updates_are_refused_by_name(device):
     _, others = twins(device)
     with pytest.raises(ValueError, match="update_norms: expected parameters on the cpu"):
         fusestep.torch.AdamW(others, update_norms=True)
-
-
-def test_ranks_refuse_tensors_of_a_device(device):
-    model = torch.nn.Linear(3, 2)
-    model.weight, model.bias = map(device.copy, (model.weight, model.bias))
-    optimizer = fusestep.torch.AdamW(model.parameters())
-    with pytest.raises(RuntimeError, match="`weight`: expected a tensor on the cpu, in whose"):
-        fusestep.torch.DataParallel(model, optimizer)

@@ -3,6 +3,7 @@ for NCCL (`cargo xtask python --cuda`).
 """
 
 import os
+import sys
 import time
 import uuid
 
@@ -11,77 +12,99 @@ import pytest
 import torch
 from test_ranks import starter
 
+import fusestep.torch
+from fusestep.torch import _rank_memory
+
 if not os.environ.get("FUSESTEP_EMULATOR_DEVICES"):
     pytest.skip("run by `cargo xtask python --cuda`", allow_module_level=True)
 
+from emulated import emulated
+
 BF16 = {"dtype": "bfloat16"}
 TWO = {"turns": 2, "own": {"accumulate": 2}}
-CAP = {"bucket_cap_mib": 0.01}
-DYNAMIC = "dynamic:start=8"
+# Cuts the gradients of the program into several buckets.
+CAP = {"bucket_cap_mib": 0.002}
+SCALED = {"loss_scale": "dynamic:start=8"}
 
-CASES = {
+# At any number of ranks.
+FEW = {
     "usual": {},
     "zero 1": {"ranks": {"zero": 1, **CAP}},
-    "zero 2": {"ranks": {"zero": 2, **CAP}},
-    "no streams": {"ranks": {"comm_streams": 0}},
+    "bf16, zero 2": {**BF16, "ranks": {"zero": 2, **CAP}, "own": {"master_weights": True}},
+    "lanes": {"ranks": {"lanes": 4}},
+    "written": {**BF16, "own": {"master_weights": True}, "writes": 2},
+    "all at once": {
+        "turns": 2,
+        "own": {"accumulate": 2, "clip_norm": 0.1, **SCALED},
+        "ranks": {"zero": 2},
+        "not_finite": (0, 1),
+        "streams": True,
+    },
+}
+
+CASES = {
+    **FEW,
+    "no streams": {"ranks": {"comm_streams": 0, **CAP}, "streams": True},
     "clip": {"own": {"clip_norm": 0.5}},
-    "clip 1": {"own": {"clip_norm": 0.5}, "ranks": {"zero": 1}},
-    "bf16": BF16,
-    "bf16 master": {**BF16, "own": {"master_weights": True}, "ranks": {"zero": 1}},
+    "bf16": {**BF16, "ranks": {"zero": 1}},
     "remainder": {**BF16, "own": {"precision": "remainder"}},
-    "bf16 stochastic": {**BF16, "own": {"rounding": "stochastic"}},
-    "bf16 f32": {**BF16, "ranks": {"reduce_dtype": torch.float32}},
+    "stochastic": {**BF16, "own": {"rounding": "stochastic"}},
+    "added in f32": {**BF16, "ranks": {"reduce_dtype": torch.float32}},
+    "gradients in f32": {**BF16, "wide": True},
     "f16": {"dtype": "float16", "own": {"loss_scale": 4.0}},
     "f64": {"dtype": "float64"},
     "int8": {"own": {"state_dtype": "int8"}},
-    "scale": {"own": {"loss_scale": DYNAMIC}, "not_finite": (0, 1)},
+    "scale": {"own": SCALED, "not_finite": (0, 1)},
     "accumulate": TWO,
-    "accumulate 2": {**TWO, "ranks": {"zero": 2}},
+    "sums": {"turns": 2, "own": {"accumulate": 2, "accumulated": "sum"}},
     "each": {**TWO, "ranks": {"zero": 2, "reduced": "per_micro_step"}},
-    "all": {
-        "turns": 2,
-        "own": {"accumulate": 2, "clip_norm": 0.1, "loss_scale": DYNAMIC},
-        "ranks": {"zero": 2},
-    },
-    "backward": {"ranks": {"update_in_backward": True}},
-    "backward 2": {"ranks": {"update_in_backward": True, "zero": 2, **CAP}},
-    "lanes": {"ranks": {"lanes": 4}, "turns": 2},
+    "in backward": {"ranks": {"update_in_backward": True, **CAP}},
+    "in backward, zero 2": {"ranks": {"update_in_backward": True, "zero": 2, **CAP}},
     "lamb": {"rule": "Lamb"},
     "lars": {"rule": "Lars", "ranks": {"zero": 1}},
     "sgd": {"rule": "SGD", "own": {"momentum": 0.9}},
-    "local": {"ranks": {"local_sgd": 2}},
-    "shard group": {"ranks": {"zero": 1, "shard_group": 1}},
+    "averages": {"ranks": {"local_sgd": 2}},
     "owners": {"ranks": {"zero": 1, "owners": "tensors"}},
-    "naive": {"own": {"naive": True}},
-    "separate": {"ranks": {"separate": True}},
-    "norms": {"own": {"update_norms": True}},
+    "apart": {"own": {"naive": True}, "ranks": {"separate": False}},
     "distributed": {"ranks": {"distributed": ["head.weight"]}},
     "own starts": {"same": True, "ranks": {"initial": "own_and_equal"}},
-    "differ": {"ranks": {"initial": "own_and_equal"}},
-    "zero 3": {"ranks": {"zero": 3}},
+}
+
+# What is refused everywhere, with the words of the CPU, and on devices alone.
+REFUSED = {
+    "zero: expected 0, 1 or 2, found 3": {"ranks": {"zero": 3}},
+    "`body.weight`: expected hash": {"ranks": {"initial": "own_and_equal"}},
+    "ScheduleFreeAdamW": {"rule": "ScheduleFreeAdamW"},
 }
 
 
-def run(out, world, cases):
-    """What each rank has found of each case."""
+def run(kind, out, world, options=None, may_die=()):
+    """What each rank has found; `None` for one that died."""
     out.mkdir(exist_ok=True)
     session = uuid.uuid4().hex
     ranks = [
-        starter().Process(target=nccl_program.main, args=(out, cases, rank, world, session))
+        starter().Process(
+            target=nccl_program.main, args=(kind, out, options or {}, rank, world, session)
+        )
         for rank in range(world)
     ]
     for rank in ranks:
         rank.start()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     for rank in ranks:
         rank.join(max(0, end - time.monotonic()))
     late = [number for number, rank in enumerate(ranks) if rank.exitcode is None]
     for number in late:
         ranks[number].kill()
-    assert not late, [(out / f"rank{number}.txt").read_text() for number in late]
+    assert not late, "ranks that did not end"
+    found = []
     for number, rank in enumerate(ranks):
+        if number in may_die:
+            found.append(None)
+            continue
         assert rank.exitcode == 0, (out / f"rank{number}.txt").read_text()
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(world)]
+        found.append(torch.load(out / f"rank{number}.pt"))
+    return found
 
 
 def same(one, other):
@@ -91,20 +114,89 @@ def same(one, other):
     )
 
 
-def test_it(tmp_path):
-    bad = []
-    for world in map(int, os.environ.get("WORLDS", "123")):
-        for rank in run(tmp_path / f"x{world}", world, CASES):
-            for name, found in rank.items():
-                e = {k: v.get("error") for k, v in found.items()}
-                if any(e.values()):
-                    bad.append((world, name, e))
-                    continue
-                if not all(same(a, b) for a, b in zip(found["cpu"]["values"], found["nccl"]["values"])):
-                    bad.append((world, name, "bits"))
-                for key in ("reports", "norms", "rank"):
-                    if found["cpu"][key] != found["nccl"][key]:
-                        bad.append((world, name, key, found["cpu"][key], found["nccl"][key]))
-    for b in bad:
-        print(b)
-    assert 0
+def all_same(one, other):
+    return len(one) == len(other) and all(map(same, one, other))
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, FEW), (2, CASES), (3, FEW)])
+def test_devices_have_the_bits_of_ranks_on_the_cpu(tmp_path, world, cases):
+    for rank, found in enumerate(run("cases", tmp_path / "ranks", world, cases)):
+        for name, own in found.items():
+            errors = {where: run["error"] for where, run in own.items() if "error" in run}
+            assert not errors, (name, rank, errors)
+            cpu, nccl = own["cpu"], own["nccl"]
+            assert all_same(cpu["values"], nccl["values"]), (name, rank)
+            assert cpu["reports"] == nccl["reports"], (name, rank)
+            assert not same(nccl["values"][0], nccl["values"][-1]), (name, rank)
+
+
+def test_what_ranks_of_the_cpu_refuse_is_refused_on_devices_in_the_same_words(tmp_path):
+    for found in run("cases", tmp_path / "ranks", 2, REFUSED):
+        for words, own in found.items():
+            assert words in own["cpu"]["error"], own
+            assert own["cpu"]["error"] == own["nccl"]["error"]
+
+
+@pytest.mark.parametrize("options", [{}, {**BF16, "own": {"master_weights": True}}])
+def test_checkpoints_go_from_the_cpu_to_devices_and_back(tmp_path, options):
+    for found in run("checkpoints", tmp_path / "ranks", 2, {**options, "ranks": {"zero": 1}}):
+        for where in ("cpu", "nccl"):
+            assert all_same(found["whole"]["values"][3:], found[where]["values"][1:]), where
+
+
+@pytest.mark.parametrize("options", [{}, {**BF16, "own": {"master_weights": True}}])
+def test_parameters_stay_where_the_ranks_have_them(tmp_path, options):
+    one, other = run("views", tmp_path / "ranks", 2, options)
+    written, *steps, kept = one["found"]
+    assert all_same(one["found"], other["found"])
+    assert (written["head.weight"] == 3.0).all() and same(steps[-1], kept)
+    # Masters have followed what was written: the steps are small ones from there.
+    assert 0 < (steps[0]["head.weight"] - 3.0).abs().max() < 0.1
+
+
+def test_gradients_are_read_behind_pytorchs_stream(tmp_path):
+    run("ordered", tmp_path / "ranks", 2)
+
+
+def test_a_dead_peer_is_an_error_that_names_it(tmp_path):
+    found = run("dead_peer", tmp_path / "ranks", 2, may_die=(1,))[0]
+    assert "rank 1" in found["error"] and found["seconds"] < 20, found
+
+
+def test_two_ranks_on_one_device_are_refused(tmp_path):
+    run("shared", tmp_path / "ranks", 2)
+
+
+def test_what_devices_cannot_train_is_refused_before_ranks_join(monkeypatch):
+    of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**of_one, "FUSESTEP_SESSION": uuid.uuid4().hex}.items():
+        monkeypatch.setenv(name, value)
+
+    def refused(kind, words, model, **options):
+        optimizer = fusestep.torch.AdamW(model.parameters())
+        with pytest.raises(kind, match=words):
+            fusestep.torch.DataParallel(model, optimizer, **options)
+
+    with emulated() as device:
+        both = nccl_program.Net(placed=lambda value: device.copy(value, int(value.ndim < 2)))
+        refused(ValueError, "`body.bias`: .* cuda:0, .* cuda:1", both)
+        on_device = nccl_program.Net(placed=device.copy)
+        words = 'engine: expected "nccl" .* found "processes"'
+        refused(ValueError, words, on_device, engine="processes")
+        monkeypatch.setattr(_rank_memory, "nccl_of_wheels", lambda: "/nowhere/libnccl.so.2")
+        refused(RuntimeError, "expected the library /nowhere/libnccl.so.2", on_device)
+        with pytest.raises(ValueError, match="update_norms: expected parameters on the cpu"):
+            fusestep.torch.AdamW(on_device.parameters(), update_norms=True)
+    refused(ValueError, 'engine: expected "processes" or "mpi"', nccl_program.Net(), engine="nccl")
+
+
+def test_nccl_of_pytorchs_wheels_is_found(monkeypatch, tmp_path):
+    folder = tmp_path / "nvidia/nccl/lib"
+    folder.mkdir(parents=True)
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert _rank_memory.nccl_of_wheels() is None
+    file = folder / "libnccl.so.2"
+    file.write_bytes(b"")
+    assert _rank_memory.nccl_of_wheels() == str(file)

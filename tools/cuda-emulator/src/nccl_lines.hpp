@@ -33,8 +33,9 @@ class Lines {
         out_.assign(std::size_t(ranks), -1);
         listening_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
         const sockaddr_un own = name_of(rank);
-        is_listening_ = bind(listening_, reinterpret_cast<const sockaddr*>(&own), sizeof own) == 0 &&
-                        listen(listening_, ranks) == 0;
+        const auto* const address = reinterpret_cast<const sockaddr*>(&own);
+        is_listening_ = bind(listening_, address, sizeof own) == 0;
+        is_listening_ = is_listening_ && listen(listening_, ranks) == 0;
     }
 
     Lines(const Lines&) = delete;
@@ -80,7 +81,8 @@ class Lines {
         sockaddr_un name{};
         name.sun_family = AF_UNIX;
         const std::string text = "fusestep " + group_ + " " + std::to_string(rank);
-        std::memcpy(name.sun_path + 1, text.data(), std::min(text.size(), sizeof name.sun_path - 1));
+        const std::size_t len = std::min(text.size(), sizeof name.sun_path - 1);
+        std::memcpy(name.sun_path + 1, text.data(), len);
         return name;
     }
 

@@ -79,17 +79,19 @@ struct World {
     }
 
     void join_processes(const std::string& group, int rank, int count) {
-        lines = std::make_unique<Lines>(group, rank, count, [this, rank](int from, std::vector<char>* bytes) {
+        const auto taken = [this, rank](int from, std::vector<char>* bytes) {
             const std::lock_guard<std::mutex> lock(mutex);
             if (bytes == nullptr) {
                 left.insert(from);
             } else {
-                auto* message = new Message{nullptr, bytes->size(), from, rank, false, std::move(*bytes)};
+                const std::size_t len = bytes->size();
+                auto* message = new Message{nullptr, len, from, rank, false, std::move(*bytes)};
                 message->bytes = message->own.data();
                 mail[{from, rank}].push_back(message);
             }
             changed.notify_all();
-        });
+        };
+        lines = std::make_unique<Lines>(group, rank, count, taken);
     }
 };
 
@@ -228,7 +230,8 @@ struct ncclComm {
 
     int take(int from, char* into, std::size_t len, std::unique_lock<std::mutex>& lock) {
         auto& box = world->mail[{from, rank}];
-        world->changed.wait(lock, [&] { return ended || !box.empty() || world->left.count(from) > 0; });
+        const auto may_go_on = [&] { return ended || !box.empty() || world->left.count(from) > 0; };
+        world->changed.wait(lock, may_go_on);
         if (ended) return INTERNAL_ERROR;
         if (box.empty()) return REMOTE_ERROR;
         Message* message = box.front();
@@ -402,7 +405,8 @@ int ncclCommInitRankConfig(ncclComm** comm, int ranks, ncclUniqueId id, int rank
         world = known.lock();
         if (!world) known = world = std::make_shared<World>();
     }
-    if (std::string(id.internal).rfind(PROCESSES, 0) == 0) world->join_processes(id.internal, rank, ranks);
+    const bool apart = std::string(id.internal).rfind(PROCESSES, 0) == 0;
+    if (apart) world->join_processes(id.internal, rank, ranks);
     ncclComm* made = new ncclComm;
     made->world = world;
     made->rank = rank;

@@ -63,6 +63,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
         .env("FUSESTEP_NCCL_LIBRARY", nccl)
         .env("FUSESTEP_EMULATOR_DEVICES", "4")
         .env("FUSESTEP_STAND_IN_PROCESSES", "1")
+        .env("FUSESTEP_STAND_IN_EAGER", "1")
         .current_dir(tests);
     must(&mut pytest, FAILED)
 }

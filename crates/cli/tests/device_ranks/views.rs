@@ -5,7 +5,7 @@ use fusestep_fused_adam::Adam;
 use fusestep_lamb::Lamb;
 use fusestep_lars_momentum::Lars;
 use fusestep_launch::Memory;
-use fusestep_planner::{Comms, Optimizer, Plan, PlanError, Run, State, Topology};
+use fusestep_planner::{Comms, Optimizer, Plan, PlanError, Run, State, Topology, ZeroStage};
 use fusestep_tensor::Role;
 
 use crate::counted::Counted;
@@ -109,6 +109,40 @@ fn views_of_the_host_and_of_what_was_pushed_are_refused() {
         let error = gathered.unwrap_err();
         assert!(matches!(error, PlanError::NotOnDevice { .. }), "{error}");
     });
+}
+
+#[test]
+fn whole_parameters_lie_on_the_device_where_steps_update_them() {
+    for zero in STAGES {
+        let case = Case { world: gpus().min(2), zero, steps: 1, streams: 2, ..small() };
+        on_each(case.world, |comm, backend| {
+            let (plan, mut state) = started(&case, comm, backend);
+            let mut comms = Comms::with_streams(comm, case.streams).unwrap();
+            let places = |state: &mut State| -> Result<Vec<u64>, PlanError> {
+                let names = plan.params().iter().map(|desc| desc.name.as_str());
+                names.map(|name| Ok(state.param_on_device(backend, name)?.address())).collect()
+            };
+            if case.zero == ZeroStage::Three && case.world > 1 {
+                let error = places(&mut state).unwrap_err();
+                assert!(matches!(error, PlanError::InShards { .. }), "{error}");
+                return;
+            }
+            let before = places(&mut state).unwrap();
+            for desc in plan.params() {
+                state.grad_on_device(backend, &desc.name).unwrap();
+                Run::of(&plan, &mut state, backend, &mut comms).give_view(&desc.name).unwrap();
+            }
+            Run::of(&plan, &mut state, backend, &mut comms).step().unwrap();
+            assert_eq!(places(&mut state).unwrap(), before, "{case:?}");
+            let slice = state.param_on_device(backend, &plan.params()[0].name).unwrap();
+            assert_eq!(slice.len_bytes() as u64, 4 * plan.params()[0].numel());
+        });
+    }
+    let host = fusestep_cpu::CpuBackend::new(std::num::NonZeroUsize::MIN);
+    let plan = small().planner().plan_for(&small().params(), Topology::SOLO).unwrap();
+    let mut state = plan.allocate(&host).unwrap();
+    let error = state.param_on_device(&host, &plan.params()[0].name).unwrap_err();
+    assert!(matches!(error, PlanError::NotOnDevice { .. }), "{error}");
 }
 
 #[test]

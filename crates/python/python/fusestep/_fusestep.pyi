@@ -205,8 +205,10 @@ class Ranks:
         rules: Sequence[Dict[str, Any]],
         options: Dict[str, Any],
         threads: int,
+        library: Optional[Any] = None,
     ) -> Ranks:
-        """Joins the other processes with the parameters described, all of which train."""
+        """Joins the other processes with the parameters described, all of which train, on the
+        device of ``library`` if it has one."""
 
     @property
     def rank(self) -> int:
@@ -249,7 +251,7 @@ class Ranks:
         """Says that the gradient of a parameter is whole in its view; does not wait."""
 
     def push(self, index: int, place: Tuple[int, int]) -> None:
-        """Copies a gradient: its address, and how many bytes it has."""
+        """Copies a gradient: its address on the host or on the ranks' device, and its bytes."""
 
     def step(self, rules: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         """Ends a micro-step: reduces and updates, if it is the last one of an update."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional
 
 import torch
 from torch import Tensor
@@ -32,14 +32,6 @@ class OnHost:
         setattr(memory, "owner", owner)
         return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
-    def follow(self, ranks: Any, indices: Sequence[int], both: Any) -> None:
-        """Brings values of parameters to the ranks, of which ``both`` has tensors and views."""
-        ranks.touch()
-        for tensor, value in both:
-            if tensor.data_ptr() != value.data_ptr():
-                value.copy_(tensor)
-                tensor.data = value
-
     def given(self, ranks: Any, gradient: Tensor) -> Tensor:
         """A gradient as ranks take it, from whose memory they copy it."""
         return gradient.contiguous().resolve_neg()
@@ -60,14 +52,6 @@ class OnDevices(OnHost):
 
     def view(self, like: Tensor, address: int, owner: Any) -> Tensor:
         return self._library.view(like, address, owner)
-
-    def follow(self, ranks: Any, indices: Sequence[int], both: Any) -> None:
-        # By way of the host, where copies in float32 of 16-bit parameters follow them.
-        for index, (tensor, value) in zip(indices, both):
-            own = tensor.detach().cpu().contiguous()
-            ranks.write(index, (own.data_ptr(), own.numel() * own.element_size()))
-            if tensor.data_ptr() != value.data_ptr():
-                tensor.data = value
 
     def given(self, ranks: Any, gradient: Tensor) -> Tensor:
         if ranks.adds_in_f32 and gradient.dtype in NARROW:

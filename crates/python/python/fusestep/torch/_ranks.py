@@ -45,14 +45,16 @@ class DataParallel(torch.nn.Module):
     """A model that is trained by many processes, each with a part of every batch.
 
     Start the processes with ``torchrun``; all of them are on one machine and share its memory, or
-    come by ``mpirun`` with a wheel that was built with its feature ``mpi``. The model takes the
+    come by ``mpirun`` with a wheel that was built with its feature ``mpi``. Parameters may lie on a
+    CUDA device, another one in each process: NCCL moves gradients then. The model takes the
     parameters of rank 0 and has them in memory of ours from then on, where steps update them in
     place. ``loss.backward()`` writes gradients there too, where they are averaged over ranks,
     bucket by bucket, while it goes on; ``optimizer.step()`` updates on every rank alike and takes
     the gradients: ``.grad`` is ``None`` behind it.
 
     * ``bucket_mib`` is another name of ``bucket_cap_mib``.
-    * ``engine`` is ``"processes"`` or ``"mpi"``, by default what the launcher's variables say.
+    * ``engine`` is ``"processes"`` or ``"mpi"``, by default what the launcher's variables say, or
+      ``"nccl"``, the default for parameters on CUDA devices.
     * ``timeout`` is how many seconds a rank waits for the others.
     * ``figures`` is a file that ``fusestep check`` has written, or ``"kept"`` for the one that it
       keeps for this user, if there is one. Buckets that are not given are chosen from it: those of
@@ -227,8 +229,11 @@ class DataParallel(torch.nn.Module):
                     f"parameter `{name}`: expected {value.dtype} of shape {tuple(value.shape)}, "
                     f"found {tensor.dtype} of {tuple(tensor.shape)}; make another DataParallel"
                 )
-        indices = [self._index[id(tensor)] for tensor in self._full]
-        self._memory.follow(self._ranks, indices, zip(self._full, self._values))
+        self._ranks.touch()
+        for tensor, value in zip(self._full, self._values):
+            if tensor.data_ptr() != value.data_ptr():
+                value.copy_(tensor)
+                tensor.data = value
         self._ranks.begin()
         self._parameters_changed()
 
