@@ -83,8 +83,8 @@ impl CudaBackend {
     /// over all parts ([`fusestep_launch::TensorSums::Host`]) updates by those.
     ///
     /// # Errors
-    /// As [`CudaBackend::launch_borrowed`]; [`BackendError::Unavailable`] for a kernel that takes no
-    /// sums; [`BackendError::OutOfBounds`] for fewer places than tensors.
+    /// As [`CudaBackend::launch_borrowed`]; [`BackendError::Unavailable`] for a kernel that takes
+    /// no sums; [`BackendError::OutOfBounds`] for fewer places than tensors.
     /// # Cost
     /// One launch for each batch; waits for the device.
     pub fn measure_borrowed(

@@ -191,7 +191,7 @@ pub(crate) fn enqueue_parts(
     })
 }
 
-/// As [`enqueue_parts`], with arguments that `pack` writes.
+/// Enqueues what [`enqueue_parts`] does, with arguments that `pack` writes.
 pub(crate) fn enqueue_parts_with(
     backend: &CudaBackend,
     launch: &Launch<'_>,

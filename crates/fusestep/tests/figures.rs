@@ -1,5 +1,5 @@
-//! Settings that nobody has given, chosen from a machine's figures and cores: never a slower step, never
-//! another bit, and the same on all ranks.
+//! Settings that nobody has given, chosen from a machine's figures and cores: never a step that is
+//! predicted to be slower, never another bit, and the same on all ranks.
 
 use std::fs;
 

@@ -231,7 +231,7 @@ class Emulated(TorchFunctionMode):
         return tree_map(lambda one: self.place(one, index), out)
 
     def _index_of_parts(self, args):
-        """The device of the parts that DTensors among the arguments have here, if they are on one."""
+        """The device of the parts of DTensors among the arguments, if they are on one."""
         parts = (one._local_tensor for one in tree_flatten(args)[0] if is_sharded(one))
         return next((own._index for own in parts if isinstance(own, OnDevice)), None)
 

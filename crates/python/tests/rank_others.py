@@ -10,7 +10,7 @@ import fusestep.torch
 
 
 def streams(out, options, rank, world):
-    """Gradients between `backward` and `step` say whether streams reduce; the plan says why."""
+    """A step with the streams that ranks choose; the plan says which, and why."""
     torch.set_num_threads(options.pop("threads")[rank])
     model = torch.nn.Linear(4, 3)
     optimizer = fusestep.torch.SGD(model.parameters(), lr=1.0)
@@ -21,7 +21,8 @@ def streams(out, options, rank, world):
     model(torch.full((1, 4), float(rank))).sum().backward()
     optimizer.step()
     parallel.close()
-    torch.save({"model": model.state_dict(), "plan": parallel._ranks.plan()}, out / f"rank{rank}.pt")
+    told = {"model": model.state_dict(), "plan": parallel._ranks.plan()}
+    torch.save(told, out / f"rank{rank}.pt")
 
 
 def cells(out, options, rank, world):

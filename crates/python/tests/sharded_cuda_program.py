@@ -194,6 +194,28 @@ def groups_that_take_no_host_memory(device):
         assert_same(a, b, ours, others)
 
 
+def beside_the_cpu(device):
+    """Parts on two devices and on the CPU, each with a plan whose sums are shared in turn."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name in ("AdamW", "Lars", "Lamb"):
+        ours = parameters(mesh, F32)
+        places = [0, None, 1, None, 0]
+        others = [
+            torch.nn.Parameter(param.detach().clone()) if at is None else device.copy(param, at)
+            for at, param in zip(places, ours)
+        ]
+        a, b = (getattr(fusestep.torch, name)(p, lr=1e-2) for p in (ours, others))
+        for step in range(3):
+            give(device, ours, others, step)
+            for at, own, other in zip(places, ours, others):
+                other.grad = own.grad.clone() if at is None else device.copy(own.grad, at)
+            a.step()
+            b.step()
+        for at, own, other in zip(places, ours, others, strict=True):
+            assert isinstance(other._local_tensor, OnDevice) == (at is not None)
+            assert torch.equal(own._local_tensor.detach(), other._local_tensor.detach().cpu())
+
+
 def refusals(device):
     """Graphs, whose replays ask no process for sums; elements alone are recorded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -236,6 +258,7 @@ CHECKS = {
         skips_together,
         rates_in_tensors,
         groups_that_take_no_host_memory,
+        beside_the_cpu,
         refusals,
     )
 }

@@ -38,13 +38,16 @@ REFUSED = {"threads": "torch.set_num_threads"}
 BF16 = {"rule": "AdamW", "dtype": "bfloat16", "of_rule": {"lr": 2.0**-6}, "alike": True}
 ADAM = {"rule": "AdamW", "of_rule": {"lr": 2.0**-6}, "alike": True}
 
+# Whole tensors of owners, updated apart from their broadcasts on any number of cores.
+OWNERS = {"zero": 1, "owners": "tensors", "comm_streams": 2}
+
 # Settings that change no bit of these runs: their plans differ.
 LAYOUTS = {
     "reduced": {"own": TWO, "ranks": {"reduced": "per_micro_step"}, "beside": TWO},
     "zero": {"ranks": {"zero": 2}},
     "shard_group": {"ranks": {"zero": 1, "shard_group": 1}},
     "owners": {"ranks": {"zero": 1, "owners": "tensors"}},
-    "broadcast_cap_mib": {"ranks": {"zero": 1, "owners": "tensors", "broadcast_cap_mib": CAP}},
+    "broadcast_cap_mib": {"ranks": {**OWNERS, "broadcast_cap_mib": CAP}},
     "bucket_cap_mib": {"ranks": {"bucket_cap_mib": CAP}},
     "comm_streams": {"ranks": {"comm_streams": 0}},
     "separate": {"ranks": {"separate": True, "comm_streams": 0}},
@@ -95,7 +98,8 @@ MORE = {
     "usual of two": {"own": TWO},
     "usual of zero": {"ranks": {"zero": 1}},
     "usual of bf16": {"dtype": "bfloat16"},
-    "usual of owners": {"ranks": {"zero": 1, "owners": "tensors"}},
+    "usual of owners": {"ranks": OWNERS},
+    "usual of streams": {"ranks": {"comm_streams": 2}},
     "brought": {"start": 3},
     "other starts": {"start": 3, "ranks": {"initial": "own_and_equal"}},
     "residual": {**BF16, "own": {"master_weights": "remainder"}},
@@ -233,7 +237,7 @@ def test_a_layout_changes_the_plan_and_no_bit(name, ranks):
     case = LAYOUTS[name]
     usual = {"reduced": "usual of two", "shard_group": "usual of zero", "owners": "usual of zero"}
     usual.update(broadcast_cap_mib="usual of owners", separate="comm_streams")
-    usual.update(reduce_dtype="usual of bf16")
+    usual.update(reduce_dtype="usual of bf16", comm_streams="usual of streams")
     for rank, found in enumerate(ranks):
         assert "error" not in found[name], found[name]
         assert_simulated(name, case, found[name], rank, 2)

@@ -40,6 +40,7 @@ mod ptx;
 mod ptxas;
 mod python;
 mod python_cuda;
+mod python_free;
 mod release;
 mod sanitize;
 mod sass;
@@ -68,9 +69,10 @@ const USAGE: &str =
     them beside the MPI's own
   cargo xtask nccl [-- TEST ARGUMENTS]   run the collectives' tests between emulated GPUs, on a \
     stand-in for NCCL
-  cargo xtask python [--bare | --lean | --mpi | --trainers | --cuda | -- PYTEST ARGUMENTS]   test \
-    the Python package beside the pinned PyTorch, under mpirun, in trainers, on the emulated CUDA \
-    device, or its seam alone without PyTorch, of all rules or few
+  cargo xtask python [--bare | --lean | --free-threaded | --mpi | --trainers | --cuda | -- PYTEST \
+    ARGUMENTS]   test the Python package beside the pinned PyTorch, under mpirun, in trainers, on \
+    the emulated CUDA device, or its seam alone without PyTorch, of all rules or few, and in a \
+    free-threaded interpreter
   cargo xtask wheel [--from-sdist]   build the Python package: a wheel and a source \
     distribution, and once more from that
   cargo xtask wheels [x86_64 | aarch64]   wheels for any Linux with glibc 2.17 or newer, linked \

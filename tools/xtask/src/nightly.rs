@@ -106,6 +106,11 @@ const CHECKS: &[Check] = &[
         command: "cargo xtask python --lean",
         ..PLAIN
     },
+    Check {
+        name: "the Python seam in a free-threaded interpreter",
+        command: "cargo xtask python --free-threaded",
+        ..PLAIN
+    },
     Check { name: "loops and rules on an emulated ARM", command: "cargo xtask arm", ..PLAIN },
     Check { name: "candle on the emulated device", command: "cargo xtask candle-cuda", ..PLAIN },
     Check {

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -11,7 +12,7 @@ use crate::emulate::split;
 use crate::environment::Environment;
 use crate::folders::copy;
 use crate::python_cuda::WithDevices;
-use crate::{python_cuda, target_folder, workspace_root};
+use crate::{python_cuda, python_free, target_folder, workspace_root};
 
 /// Builds wheels.
 const MATURIN: &str = "maturin==1.16.0";
@@ -38,6 +39,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
     match arguments {
         [flag] if flag == "--bare" => bare("bare", "-p fusestep-python -p fusestep-cli"),
         [flag] if flag == "--lean" => bare("lean", LEAN),
+        [flag] if flag == "--free-threaded" => python_free::run(),
         [flag] if flag == "--mpi" => full(&["--features", "mpi"], &[PYTORCH], &["-k", "mpirun"]),
         [flag] if flag == "--trainers" => {
             full(&[], &[PYTORCH, "requirements-trainers.txt"], &["test_trainers.py"])
@@ -48,8 +50,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<()> {
             full(&[], &[PYTORCH], &rest.iter().map(String::as_str).collect::<Vec<_>>())
         }
         _ => bail!(
-            "expected `python [--bare | --lean | --mpi | --trainers | --cuda | -- PYTEST \
-             ARGUMENTS]`, found {arguments:?}"
+            "expected `python [--bare | --lean | --free-threaded | --mpi | --trainers | --cuda | \
+             -- PYTEST ARGUMENTS]`, found {arguments:?}"
         ),
     }
 }
@@ -87,20 +89,32 @@ pub(crate) fn wheel_with_devices() -> Result<WithDevices> {
 /// The bare extension is built with the command line, for its dependencies: with them nothing is
 /// compiled a second time.
 fn bare(which: &str, packages: &str) -> Result<()> {
-    let root = workspace_root();
     must(
         &mut cargo(&format!("build --release -q {packages}")),
         "the extension module does not build",
     )?;
-    let folder = target_folder().join("python").join(which);
+    let library = target_folder().join("release/lib_fusestep.so");
+    test_bare(&mut python(), which, &library, "_fusestep.abi3.so", which)
+}
+
+/// Has an interpreter run `tests/test_WHICH.py` with an extension module under this name, in a
+/// folder below `target/python`.
+pub(crate) fn test_bare(
+    interpreter: &mut Command,
+    folder: &str,
+    library: &Path,
+    module: &str,
+    which: &str,
+) -> Result<()> {
+    let root = workspace_root();
+    let folder = target_folder().join("python").join(folder);
     let package = folder.join("fusestep");
     // Anew: what is no longer there must not be imported.
     copy(&root.join(SOURCES), &package)?;
-    let library = target_folder().join("release/lib_fusestep.so");
-    fs::copy(&library, package.join("_fusestep.abi3.so"))
+    fs::copy(library, package.join(module))
         .with_context(|| format!("{} is not there", library.display()))?;
     must(
-        python()
+        interpreter
             .args(["-m", "unittest", "-v", &format!("test_{which}")])
             .env("PYTHONPATH", folder)
             .current_dir(root.join("crates/python/tests")),

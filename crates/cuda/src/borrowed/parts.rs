@@ -63,7 +63,7 @@ fn sums_of(row: &[f64; ROW_VALUES as usize]) -> [f64; MAX_SUMS] {
     })
 }
 
-const _: () = assert!(CHUNK_UNITS * MAX_SUMS as u64 <= ROW_VALUES as u64, "rows have all sums");
+const _: () = assert!(CHUNK_UNITS * MAX_SUMS as u64 <= ROW_VALUES, "rows have all sums");
 
 /// The rows of each tensor of a launch, whose chunks follow each other over all batches.
 fn rows_of_tensors(batches: &[Batch]) -> Vec<(usize, Range<usize>)> {

@@ -84,8 +84,8 @@ impl Chosen {
 
 impl StepOptions {
     /// These settings with those chosen that were not given, by the cost model,
-    /// [`StepOptions::figures`] and [`StepOptions::rank_cores`]. The same figures choose the same; the step's bits stay as they
-    /// are.
+    /// [`StepOptions::figures`] and [`StepOptions::rank_cores`]. The same figures and cores choose
+    /// the same; the step's bits stay as they are.
     ///
     /// # Errors
     /// As [`StepOptions::check`].
