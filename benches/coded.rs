@@ -4,7 +4,7 @@
 //! `cargo bench --bench coded -- memory` runs the part whose names match: 16 million elements,
 //! which no cache holds, in pages of 2 MiB. `cache` has 8,192, whose time is arithmetic alone.
 //! Compare only within one run. Throughput counts the bytes that a step must move, by how a
-//! parameter is kept.
+//! parameter is kept; `ceiling` reads four arrays of f32 and writes three, as AdamW in f32 does.
 
 use std::num::NonZeroUsize;
 
@@ -22,8 +22,11 @@ mod memory;
 #[path = "support/timing.rs"]
 mod timing;
 
-use memory::thread_counts;
+use memory::{Ceiling, thread_counts};
 use timing::group;
+
+/// Elements ahead that the ceiling prefetches: 512 bytes, as the kernels do.
+const PREFETCH_DISTANCE: usize = 128;
 
 /// A way to keep a parameter and its moments.
 struct Way {
@@ -99,6 +102,11 @@ fn coded(criterion: &mut Criterion) {
                 for way in ways() {
                     one(&mut group, &way, numel, threads, &backend);
                 }
+                let mut ceiling = Ceiling::new(numel as usize, &backend);
+                group.throughput(Throughput::Bytes(28 * numel));
+                group.bench_function(format!("ceiling/t{threads}"), |b| {
+                    b.iter(|| ceiling.pass(&backend, PREFETCH_DISTANCE));
+                });
             }
             group.finish();
         }
