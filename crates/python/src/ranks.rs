@@ -208,6 +208,24 @@ impl Ranks {
         }
     }
 
+    /// Copies a gradient as [`Self::push`] does, of a device without waiting: its tensor keeps
+    /// memory and values until the step has ended.
+    fn lend(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
+        self.check(index)?;
+        let (address, len_bytes) = place;
+        match self.order(py)? {
+            Order::Behind(on, stream) if len_bytes > 0 && stream.stays => {
+                let place = Place { address, len_bytes };
+                self.send(Box::new(move |rank| {
+                    // The failure is remembered and becomes the error of the step.
+                    let _ =
+                        rank.attempt(|rank| on.ordered(stream, || rank.push_on(&on, index, place)));
+                }))
+            }
+            _ => self.push(py, index, place),
+        }
+    }
+
     /// Ends a micro-step; if it is the last of an update, reduces and updates.
     fn step<'py>(
         &self,

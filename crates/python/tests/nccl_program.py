@@ -200,7 +200,8 @@ def ordered(out, options, rank, world):
         device.driver.occupy(stream)
 
         def complete():
-            gradient.mul_(3)
+            # Past the count of versions.
+            gradient.data.mul_(3)
             device.driver.vacate(stream)
 
         later = threading.Timer(0.3, complete)

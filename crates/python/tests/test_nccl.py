@@ -14,6 +14,7 @@ from test_ranks import starter
 
 import fusestep.torch
 from fusestep.torch import _rank_memory
+from fusestep.torch._device import CudaLibrary
 
 if not os.environ.get("FUSESTEP_EMULATOR_DEVICES"):
     pytest.skip("run by `cargo xtask python --cuda`", allow_module_level=True)
@@ -188,6 +189,13 @@ def test_what_devices_cannot_train_is_refused_before_ranks_join(monkeypatch):
         with pytest.raises(ValueError, match="update_norms: expected parameters on the cpu"):
             fusestep.torch.AdamW(on_device.parameters(), update_norms=True)
     refused(ValueError, 'engine: expected "processes" or "mpi"', nccl_program.Net(), engine="nccl")
+
+
+def test_copies_in_place_of_views_are_refused(monkeypatch):
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: torch.zeros(8))
+    like = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="cuda:1: expected a tensor at address 0x1000"):
+        CudaLibrary(1).view(like, 4096, None)
 
 
 def test_nccl_of_pytorchs_wheels_is_found(monkeypatch, tmp_path):

@@ -253,6 +253,10 @@ class Ranks:
     def push(self, index: int, place: Tuple[int, int]) -> None:
         """Copies a gradient: its address on the host or on the ranks' device, and its bytes."""
 
+    def lend(self, index: int, place: Tuple[int, int]) -> None:
+        """Copies a gradient as ``push`` does, of a device without waiting: its tensor keeps memory
+        and values until the step has ended."""
+
     def step(self, rules: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         """Ends a micro-step: reduces and updates, if it is the last one of an update."""
 

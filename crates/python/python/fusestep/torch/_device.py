@@ -77,6 +77,11 @@ class CudaLibrary(Library):
         """A tensor like another one, in memory of this device that ``owner`` keeps."""
         memory = Lending(address, like.numel() * like.element_size(), owner)
         whole = torch.as_tensor(memory, device=str(self))
+        if whole.data_ptr() != address:
+            raise RuntimeError(
+                f"{self}: expected a tensor at address {address:#x}, in memory of ranks, found a "
+                f"copy at {whole.data_ptr():#x}; keep the model on the cpu, or train in one process"
+            )
         return whole.view(like.dtype).view(like.shape)
 
     def stream(self) -> Stream:

@@ -21,6 +21,9 @@ NCCL = "nccl"
 class OnHost:
     """Ranks that meet in memory of the CPU."""
 
+    # Whether ranks copy gradients while the backward pass goes on.
+    copies_later = False
+
     def join(self, *arguments: Any) -> _fusestep.Ranks:
         """One of the ranks, which waits for the others."""
         return _fusestep.Ranks(*arguments)
@@ -39,6 +42,8 @@ class OnHost:
 
 class OnDevices(OnHost):
     """Ranks with a CUDA device each, whose memory NCCL moves."""
+
+    copies_later = True
 
     def __init__(self, index: int, name: str) -> None:
         self._library = CudaLibrary(index)

@@ -134,6 +134,8 @@ class DataParallel(torch.nn.Module):
                 why = f"gradient of `{member.name}`: {TAKEN}"
                 self._taken[index] = Taken(member.tensor, why)
         self._given: Dict[int, _Given] = {}
+        # What ranks may still read until the step.
+        self._lends: List[Tensor] = []
         # Rules with which the step at hand updates while gradients come.
         self._used: Optional[List[Dict[str, Any]]] = None
         self._versions: List[int] = []
@@ -315,8 +317,8 @@ class DataParallel(torch.nn.Module):
         for index, taken in self._taken.items():
             if self._tensors[index].grad is taken:
                 self._tensors[index].grad = None
-        self._given = {}
         self._ranks.close()
+        self._given, self._lends = {}, []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
@@ -392,7 +394,12 @@ class DataParallel(torch.nn.Module):
             dense = self._memory.given(self._ranks, gradient)
             if self._in_backward:
                 self._promise(index)
-            self._ranks.push(index, (dense.data_ptr(), dense.numel() * dense.element_size()))
+            place = dense.data_ptr(), dense.numel() * dense.element_size()
+            if self._memory.copies_later and not self._takes:
+                self._ranks.lend(index, place)
+                self._lends.append(dense)
+            else:
+                self._ranks.push(index, place)
             counts = self._taken[index] if self._takes else gradient
             tensor.grad = counts if self._takes else counts.as_subclass(Lent)
             self._given[index] = _Given(tensor.grad, counts, counts._version)
@@ -443,7 +450,7 @@ class DataParallel(torch.nn.Module):
         """Takes over what a step has done."""
         for tensor in self._tensors:
             tensor.grad = None
-        self._given, self._used = {}, None
+        self._given, self._used, self._lends = {}, None, []
         self._steps += 1
         report = told["report"]
         if report is None:
