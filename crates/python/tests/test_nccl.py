@@ -79,6 +79,10 @@ REFUSED = {
 }
 
 
+# What the first world has come to with lanes.
+LANES = {}
+
+
 def run(kind, out, world, options=None, may_die=()):
     """What each rank has found; `None` for one that died."""
     out.mkdir(exist_ok=True)
@@ -129,6 +133,9 @@ def test_devices_have_the_bits_of_ranks_on_the_cpu(tmp_path, world, cases):
             assert all_same(cpu["values"], nccl["values"]), (name, rank)
             assert cpu["reports"] == nccl["reports"], (name, rank)
             assert not same(nccl["values"][0], nccl["values"][-1]), (name, rank)
+        # Lanes have the bits of any number of ranks.
+        values = found["lanes"]["nccl"]["values"]
+        assert all_same(LANES.setdefault("values", values), values)
 
 
 def test_what_ranks_of_the_cpu_refuse_is_refused_on_devices_in_the_same_words(tmp_path):
