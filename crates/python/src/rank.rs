@@ -11,7 +11,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use fusestep::coalesce::HostMemory;
 use fusestep::collective::Aborter;
-use fusestep::planner::{Initial, MicroStepReport, Optimizer, Plan, PlanError, State};
+use fusestep::planner::{
+    GatheredParams, Initial, MicroStepReport, Optimizer, Plan, PlanError, State, ZeroStage,
+};
 use fusestep::tensor::{Element, ParamDesc, Role};
 use fusestep::{Communicator, CpuBackend, DType, Error, Report, Session};
 use half::{bf16, f16};
@@ -42,11 +44,14 @@ pub(crate) struct Ready {
     pub(crate) has_lanes: bool,
     /// Whether gradients of 16-bit parameters are added up in f32, and taken in it.
     pub(crate) adds_in_f32: bool,
+    /// Whether each rank has a part of the parameters alone.
+    pub(crate) shares_parameters: bool,
 }
 
 /// Addresses of a parameter in the rank's own memory, and of its gradient.
 pub(crate) struct Borrowed {
-    pub(crate) param: usize,
+    /// `None` if the rank has a part of it alone.
+    pub(crate) param: Option<usize>,
     /// `None` if gradients move while they are reduced.
     pub(crate) grad: Option<usize>,
     /// Bytes of the parameter, and of its gradient.
@@ -135,6 +140,7 @@ impl<'c> Rank<'c> {
             aborter,
             kept,
             places: match &setup.device {
+                _ if self.shares_parameters() => self.no_places(),
                 Device::Host => self.places(lends)?,
                 Device::Cuda(on) => self.places_on(on)?,
             },
@@ -142,6 +148,7 @@ impl<'c> Rank<'c> {
             averages: self.plan().averaging().is_some(),
             has_lanes: self.plan().lanes().is_some(),
             adds_in_f32: self.adds_in_f32(),
+            shares_parameters: self.shares_parameters(),
         })
     }
 
@@ -153,6 +160,18 @@ impl<'c> Rank<'c> {
         let plan = self.plan();
         let mut all = self.params.iter().enumerate();
         all.any(|(param, desc)| plan.grad_dtype(param) != desc.dtype)
+    }
+
+    /// Whether no rank has whole parameters, at ZeRO stage 3.
+    fn shares_parameters(&self) -> bool {
+        let plan = self.plan();
+        plan.zero() == ZeroStage::Three && plan.topology().world > 1
+    }
+
+    /// Places where nothing of a parameter is that others may read.
+    fn no_places(&self) -> Vec<Borrowed> {
+        let bytes = self.params.iter().map(|desc| desc.numel() as usize * desc.dtype.len_bytes());
+        bytes.map(|len_bytes| Borrowed { param: None, grad: None, len_bytes }).collect()
     }
 
     fn places(&mut self, lends: bool) -> Result<Vec<Borrowed>, Error> {
@@ -167,7 +186,7 @@ impl<'c> Rank<'c> {
             // gradient of another type than its parameter's.
             let borrowed = lends && desc.numel() > 0 && as_given;
             places.push(Borrowed {
-                param: param_address(state, desc)?,
+                param: Some(param_address(state, desc)?),
                 grad: borrowed.then(|| grad_address(state, desc)).transpose()?,
                 len_bytes: desc.numel() as usize * desc.dtype.len_bytes(),
             });
@@ -181,7 +200,7 @@ impl<'c> Rank<'c> {
         let place = |desc: &ParamDesc| {
             let param = state.param_on_device(on.as_backend(), &desc.name)?;
             let (param, len_bytes) = (param.address() as usize, param.len_bytes());
-            Ok(Borrowed { param, grad: None, len_bytes })
+            Ok(Borrowed { param: Some(param), grad: None, len_bytes })
         };
         self.params.iter().map(place).collect()
     }
@@ -209,7 +228,7 @@ impl<'c> Rank<'c> {
     /// Takes the parameters of rank 0, which Python has written to its memory, unless each rank has
     /// its own. Then compares all settings and values that decide the bits of the run.
     pub(crate) fn begin(&mut self) -> Result<(), PlanError> {
-        if self.session.backend().device().is_some() {
+        if self.session.backend().device().is_some() && !self.shares_parameters() {
             self.follow_own()?;
         }
         self.session.begin_anew()
@@ -239,6 +258,17 @@ impl<'c> Rank<'c> {
     /// Copies a parameter's gradient from `bytes`.
     pub(crate) fn push(&mut self, param: usize, bytes: &[u8]) -> Result<(), PlanError> {
         self.session.push_grad_bytes(&self.params[param].name, bytes)
+    }
+
+    /// Takes a whole parameter's values, of which the rank keeps its part.
+    pub(crate) fn write(&mut self, param: usize, bytes: &[u8]) -> Result<(), PlanError> {
+        self.session.write_param(&self.params[param].name, bytes)
+    }
+
+    /// Whole parameters, by calls of all ranks.
+    pub(crate) fn gather(&mut self, params: &[usize]) -> Result<GatheredParams, PlanError> {
+        let names: Vec<&str> = params.iter().map(|at| self.params[*at].name.as_str()).collect();
+        self.session.gather(&names)
     }
 
     /// Copies a parameter's gradient from a place of the device.
@@ -325,7 +355,7 @@ impl<'c> Rank<'c> {
     /// Makes masters follow parameters that are about to be written through their views. On a
     /// device [`Self::begin`] does.
     pub(crate) fn touch(&mut self) -> Result<(), PlanError> {
-        if self.session.backend().device().is_some() {
+        if self.session.backend().device().is_some() || self.shares_parameters() {
             return Ok(());
         }
         let state = self.session.state_mut();

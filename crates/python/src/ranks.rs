@@ -1,12 +1,13 @@
 //! `Ranks`: Python's object for a rank.
 
+mod calls;
+
 use std::path::PathBuf;
+use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fusestep::Level;
 use fusestep::collective::Aborter;
-use fusestep::planner::{Optimizer, PlanError};
 use fusestep::simd::copy_bytes;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -15,12 +16,11 @@ use pyo3::types::PyDict;
 use crate::described::Described;
 use crate::device::{Device, Order};
 use crate::errors::{failed, refused};
-use crate::rank::{Borrowed, Kept, Rank, Resumed, Stepped, Task, serve};
-use crate::reported::named;
+use crate::rank::{Borrowed, Kept, Resumed, Task, serve};
 use crate::rules::parse;
 use crate::setup::Setup;
 use crate::tensor::Place;
-use crate::waiting::{PAUSE, gone, wait};
+use crate::waiting::{PAUSE, wait};
 
 /// One of many ranks, all of which make the same calls.
 #[pyclass(module = "fusestep._fusestep")]
@@ -37,6 +37,7 @@ pub(crate) struct Ranks {
     averages: bool,
     has_lanes: bool,
     adds_in_f32: bool,
+    shares_parameters: bool,
     device: Device,
     /// The library's side of the device, which knows its streams.
     library: Option<Py<PyAny>>,
@@ -94,6 +95,7 @@ impl Ranks {
             averages: ready.averages,
             has_lanes: ready.has_lanes,
             adds_in_f32: ready.adds_in_f32,
+            shares_parameters: ready.shares_parameters,
             device,
             library: library.map(Bound::unbind),
             _kept: Mutex::new(ready.kept),
@@ -136,14 +138,20 @@ impl Ranks {
         self.adds_in_f32
     }
 
+    /// Whether each rank has a part of the parameters alone, so that [`Self::places`] has none.
+    #[getter]
+    fn shares_parameters(&self) -> bool {
+        self.shares_parameters
+    }
+
     /// The plan of a step, as text.
     fn plan(&self) -> String {
         self.plan.clone()
     }
 
-    /// The addresses of each parameter's memory and of its gradient's, if others may write the
-    /// gradient.
-    fn places(&self) -> Vec<(usize, Option<usize>)> {
+    /// The addresses of each parameter's memory, where the rank has it whole, and of its
+    /// gradient's, where others may write it.
+    fn places(&self) -> Vec<(Option<usize>, Option<usize>)> {
         let places = self.places.iter();
         places.map(|borrowed| (borrowed.param, borrowed.grad)).collect()
     }
@@ -151,6 +159,48 @@ impl Ranks {
     /// Takes the parameters of rank 0 and compares the settings that decide the bits.
     fn begin(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |rank| rank.begin())
+    }
+
+    /// Takes values of a whole parameter from an address of the host, at which its tensor keeps the
+    /// memory.
+    fn write(&self, py: Python<'_>, index: usize, place: (usize, usize)) -> PyResult<()> {
+        self.check_bytes(index, place.1)?;
+        let place = Place { address: place.0, len_bytes: place.1 };
+        // SAFETY: the caller's tensor has so many bytes there, and stays until this has answered:
+        // the wait is not broken off.
+        self.until_done(py, move |rank| rank.write(index, unsafe { bytes_at(place) }))
+    }
+
+    /// Writes whole parameters to addresses of the host, each of `len_bytes` bytes. All ranks ask
+    /// for the same.
+    fn gather(
+        &self,
+        py: Python<'_>,
+        indices: Vec<usize>,
+        places: Vec<(usize, usize)>,
+    ) -> PyResult<()> {
+        if indices.len() != places.len() {
+            let (expected, found) = (indices.len(), places.len());
+            return Err(PyValueError::new_err(format!(
+                "places: expected one for each of {expected} parameters, found {found}"
+            )));
+        }
+        for (&index, place) in indices.iter().zip(&places) {
+            self.check_bytes(index, place.1)?;
+        }
+        // The thread of the rank gives them back, so that nobody writes once a wait is broken off.
+        let gathered = self.call(py, move |rank| rank.gather(&indices))?;
+        py.detach(|| {
+            for (at, &(address, len_bytes)) in places.iter().enumerate() {
+                if len_bytes > 0 {
+                    let to = std::ptr::with_exposed_provenance_mut::<u8>(address);
+                    // SAFETY: the caller's tensor has so many bytes there, which nobody else has.
+                    let to = unsafe { std::slice::from_raw_parts_mut(to, len_bytes) };
+                    to.copy_from_slice(gathered.bytes(at));
+                }
+            }
+        });
+        Ok(())
     }
 
     /// Copies a gradient of `len_bytes` bytes from an address into its view. The gradient's tensor
@@ -357,109 +407,6 @@ impl Ranks {
             ended = back;
             py.check_signals()?;
         }
-    }
-}
-
-impl Ranks {
-    fn link(&self) -> MutexGuard<'_, Link> {
-        self.link.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn check(&self, index: usize) -> PyResult<()> {
-        if index < self.names.len() {
-            return Ok(());
-        }
-        let expected = self.names.len();
-        Err(PyValueError::new_err(format!("index: expected one below {expected}, found {index}")))
-    }
-
-    fn send(&self, task: Task) -> PyResult<()> {
-        let link = self.link();
-        let Some(tasks) = &link.tasks else {
-            return Err(PyRuntimeError::new_err(format!(
-                "expected ranks that are joined, found a communicator that is closed: {}",
-                link.closed
-            )));
-        };
-        tasks.send(task).map_err(|_| gone())
-    }
-
-    /// Runs `work` on the rank's thread and waits for it, without the interpreter's lock. A signal
-    /// whose handler raises aborts the group on all ranks.
-    fn call<T: Send + 'static>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut Rank<'_>) -> Result<T, PlanError> + Send + 'static,
-    ) -> PyResult<T> {
-        let (send, receive) = channel();
-        let order = self.order(py)?;
-        self.send(Box::new(move |rank| {
-            let _ = send.send(rank.attempt(|rank| order.ordered(|| work(rank))));
-        }))?;
-        let done = wait(py, receive, |_| {
-            self.aborter.abort("interrupted");
-            let mut link = self.link();
-            (link.tasks, link.closed) = (None, "a call was interrupted");
-        });
-        done?.map_err(failed)
-    }
-
-    /// Runs `work` on the rank's thread and waits for it, whatever signals come meanwhile.
-    fn until_done(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut Rank<'_>) -> Result<(), PlanError> + Send + 'static,
-    ) -> PyResult<()> {
-        let (send, receive) = channel();
-        self.send(Box::new(move |rank| {
-            let _ = send.send(rank.attempt(work));
-        }))?;
-        let done = py.detach(move || receive.recv());
-        done.map_err(|_| gone())?.map_err(failed)
-    }
-
-    /// The order of a call's work with the library's.
-    fn order(&self, py: Python<'_>) -> PyResult<Order> {
-        self.device.order(self.library.as_ref().map(|library| library.bind(py)))
-    }
-
-    /// The rules with their numbers in the plan.
-    fn numbered(&self, rules: Vec<Optimizer>) -> PyResult<Vec<(usize, Optimizer)>> {
-        if rules.len() != self.rule_numbers.len() {
-            return Err(PyValueError::new_err(format!(
-                "expected {} parameter groups as at the start, found {}",
-                self.rule_numbers.len(),
-                rules.len()
-            )));
-        }
-        let numbers = self.rule_numbers.iter().copied();
-        let mut numbered: Vec<(usize, Optimizer)> = Vec::new();
-        for (number, rule) in numbers.zip(rules) {
-            let Some(number) = number else { continue };
-            match numbered.iter().find(|(known, _)| *known == number) {
-                None => numbered.push((number, rule)),
-                Some((_, known)) if *known == rule => {}
-                Some(_) => {
-                    return Err(PyValueError::new_err(
-                        "expected parameter groups that began alike to stay alike, found other \
-                         settings; give them different ones from the start",
-                    ));
-                }
-            }
-        }
-        Ok(numbered)
-    }
-
-    fn told<'py>(&self, py: Python<'py>, stepped: Stepped) -> PyResult<Bound<'py, PyDict>> {
-        let told = PyDict::new(py);
-        told.set_item("loss_scale", stepped.loss_scale)?;
-        let norms = stepped.update_norms;
-        let norms = norms.map(|norms| self.names.iter().cloned().zip(norms).collect::<Vec<_>>());
-        told.set_item("update_norms", norms)?;
-        told.set_item("averaged", stepped.averaged)?;
-        let report = stepped.told.map(|report| named(py, &report));
-        told.set_item("report", report.transpose()?)?;
-        Ok(told)
     }
 }
 

@@ -80,7 +80,9 @@ def train(case, rank, device=None):
     begin, end = case.get("steps", (0, STEPS))
     if "resume" in case:
         assert parallel.resume(case["resume"]) == begin
-    found = {"values": [host(model)], "reports": []}
+    found = {"values": [], "reports": []}
+    with parallel.whole():
+        found["values"].append(host(model))
     turn = 0
     for step in range(begin, end):
         turns = range(case.get("turns", 1))
@@ -96,12 +98,14 @@ def train(case, rank, device=None):
             optimizer.zero_grad()
             if number is not None:
                 batch = number if "lanes" in case.get("ranks", {}) else parallel.rank
-                loss = loss_of(model, batch, step, device is not None) * optimizer.loss_scale()
-                if case.get("not_finite") == (parallel.rank, step):
-                    loss = loss * float("inf")
-                loss.backward()
+                with parallel.whole():
+                    loss = loss_of(model, batch, step, device is not None) * optimizer.loss_scale()
+                    if case.get("not_finite") == (parallel.rank, step):
+                        loss = loss * float("inf")
+                    loss.backward()
             optimizer.step()
-        found["values"].append(host(model))
+        with parallel.whole():
+            found["values"].append(host(model))
         report = optimizer.report()
         told = report and (report.step, report.skipped, str(report.grad_norm))
         found["reports"].append(told)

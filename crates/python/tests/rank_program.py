@@ -13,6 +13,7 @@ import time
 import rank_lanes
 import rank_others
 import rank_settings
+import rank_whole
 import torch
 
 import fusestep.torch
@@ -78,7 +79,8 @@ def kind_train():
     if save:
         parallel.save(save, steps[1])
     report = optimizer.report()
-    parallel.close()
+    with parallel.whole():
+        parallel.close()
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -336,7 +338,8 @@ def main(kind, out, options, started=None):
         own()
     else:
         of_kind = {"settings": rank_settings, "lanes": rank_lanes, "lanes_refused": rank_lanes}
-        others = of_kind.get(kind, rank_others)
+        whole = {"layers", "whole", "saved", "lanes_of_layers"}
+        others = rank_whole if kind in whole else of_kind.get(kind, rank_others)
         getattr(others, kind)(OUT, OPTIONS, RANK, WORLD)
 
 

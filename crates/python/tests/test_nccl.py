@@ -68,12 +68,14 @@ CASES = {
     "owners": {"ranks": {"zero": 1, "owners": "tensors"}},
     "apart": {"own": {"naive": True}, "ranks": {"separate": False}},
     "distributed": {"ranks": {"distributed": ["head.weight"]}},
+    "zero 3": {**TWO, "ranks": {"zero": 3, **CAP}},
+    "bf16, zero 3": {**BF16, "ranks": {"zero": 3, **CAP}, "own": {"master_weights": True}},
     "own starts": {"same": True, "ranks": {"initial": "own_and_equal"}},
 }
 
 # What is refused everywhere, with the words of the CPU, and on devices alone.
 REFUSED = {
-    "zero: expected 0, 1 or 2, found 3": {"ranks": {"zero": 3}},
+    "update_in_backward and zero": {"ranks": {"zero": 3, "update_in_backward": True}},
     "`body.weight`: expected hash": {"ranks": {"initial": "own_and_equal"}},
     "ScheduleFreeAdamW": {"rule": "ScheduleFreeAdamW"},
 }

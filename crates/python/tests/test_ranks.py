@@ -83,7 +83,7 @@ def alone(world, steps=6, rule="AdamW", lr=1e-2, **settings):
 def test_bits_are_those_of_one_process_at_every_stage(tmp_path):
     torch.set_num_threads(1)
     expected = alone(2)
-    for zero in (0, 1, 2):
+    for zero in (0, 1, 2, 3):
         for streams in (0, 2):
             out = tmp_path / f"{zero}-{streams}"
             ranks = run("train", out, zero=zero, comm_streams=streams, bucket_mib=0.005)
@@ -117,9 +117,10 @@ def test_figures_of_a_machine_change_no_bit(tmp_path, monkeypatch):
 def test_clipping_scales_and_micro_steps_change_alike_at_every_stage(tmp_path):
     settings = {"lr": 1e-2, "clip_norm": 0.1, "loss_scale": "dynamic", "accumulate": 2}
     found = [
-        run("train", tmp_path / str(zero), zero=zero, settings=settings)[0] for zero in (0, 1, 2)
+        run("train", tmp_path / str(zero), zero=zero, settings=settings)[0]
+        for zero in (0, 1, 2, 3)
     ]
-    assert same_models(found[0], found[1]) and same_models(found[0], found[2])
+    assert all(same_models(found[0], other) for other in found[1:])
     assert found[0]["report"]["grad_norm"] > 0.1
     assert not same_models(found[0], alone(2))
 
@@ -307,7 +308,7 @@ def test_what_cannot_be_trained_is_refused_before_ranks_join(monkeypatch, tmp_pa
         with pytest.raises(kind, match=text):
             fusestep.torch.DataParallel(model_of(param), optimizer, **options)
 
-    refused(ValueError, "zero: expected 0, 1 or 2, found 3", zero=3)
+    refused(ValueError, "zero", zero=4)
     refused(ValueError, "bucket_mib", bucket_mib=0)
     refused(ValueError, "comm_streams", comm_streams=-1)
     refused(ValueError, "timeout", timeout=0)

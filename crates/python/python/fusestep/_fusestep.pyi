@@ -234,12 +234,22 @@ class Ranks:
     def adds_in_f32(self) -> bool:
         """Whether gradients of parameters of 16 bits are added up in float32, and taken in it."""
 
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether each rank has a part of the parameters alone, so that ``places`` has none."""
+
     def plan(self) -> str:
         """The plan of a step, as text."""
 
-    def places(self) -> List[Tuple[int, Optional[int]]]:
-        """For each parameter the address of its memory and of its gradient's, where that may be
-        written by others."""
+    def places(self) -> List[Tuple[Optional[int], Optional[int]]]:
+        """For each parameter the address of its memory, where the rank has it whole, and of its
+        gradient's, where that may be written by others."""
+
+    def write(self, index: int, place: Tuple[int, int]) -> None:
+        """Takes values of a whole parameter: their address on the host, and their bytes."""
+
+    def gather(self, indices: Sequence[int], places: Sequence[Tuple[int, int]]) -> None:
+        """Writes whole parameters to places of the host. All ranks ask for the same."""
 
     def begin(self) -> None:
         """Takes the parameters of rank 0 and compares what decides the bits."""

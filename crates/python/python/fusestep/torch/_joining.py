@@ -130,9 +130,4 @@ def joined(optimizer: Fused, settings: Dict[str, Any]) -> Dict[str, Any]:
     options = told(optimizer._options)
     # What one needs of the other is known for both together.
     texts = {**options["settings"], **texts_of(own, beside=options["settings"])}
-    if texts.get("zero") == ["3"]:
-        raise ValueError(
-            "zero: expected 0, 1 or 2, found 3, at which no rank has whole parameters; what reads "
-            "one outside of its module, such as a shared weight, would read freed memory"
-        )
     return {**options, "settings": texts}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,16 @@ class OnHost:
         return gradient.contiguous().resolve_neg()
 
 
+    def write(self, ranks: Any, index: int, tensor: Tensor) -> None:
+        """Gives ranks the values of a whole parameter, of which each keeps its part."""
+        given = tensor.detach().contiguous()
+        ranks.write(index, _place_of(given))
+
+    def gather(self, ranks: Any, indices: List[int], tensors: List[Tensor]) -> None:
+        """Fills tensors with whole parameters. All ranks ask for the same."""
+        ranks.gather(indices, [_place_of(tensor) for tensor in tensors])
+
+
 class OnDevices(OnHost):
     """Ranks with a CUDA device each, whose memory NCCL moves."""
 
@@ -62,6 +72,22 @@ class OnDevices(OnHost):
         if ranks.adds_in_f32 and gradient.dtype in NARROW:
             gradient = gradient.float()
         return super().given(ranks, gradient)
+
+
+    def write(self, ranks: Any, index: int, tensor: Tensor) -> None:
+        given = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        super().write(ranks, index, given.copy_(tensor.detach()))
+
+    def gather(self, ranks: Any, indices: List[int], tensors: List[Tensor]) -> None:
+        # By the host: ranks bring them there.
+        brought = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors]
+        super().gather(ranks, indices, brought)
+        for tensor, values in zip(tensors, brought):
+            tensor.copy_(values)
+
+
+def _place_of(tensor: Tensor) -> Tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 def memory_of(members: List[Member], engine: Optional[str]) -> OnHost:

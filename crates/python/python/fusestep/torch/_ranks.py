@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Tuple, Union
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from fusestep._report import Report
 from fusestep.torch._joining import check, joined, trained, with_wide
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._options import ACCUMULATE, OPTIONS_OF_RANKS, REDUCE_DTYPE, described
-from fusestep.torch._planned import Described, members_of
+from fusestep.torch._planned import Described, Member, members_of
 from fusestep.torch._rank_memory import NCCL, memory_of
 from fusestep.torch._taken import Lent, Taken, refuse_graph, refuse_wrapped, second_pass
 from fusestep.torch._tensors import Library, is_wide
@@ -28,6 +30,7 @@ from fusestep.torch._unchanged import (
     refuse_written_gradients,
     refuse_written_parameters,
 )
+from fusestep.torch._whole import WholeParameters, checked_units
 
 Folder = Union[str, "os.PathLike[str]"]
 
@@ -60,10 +63,13 @@ class DataParallel(torch.nn.Module):
       keeps for this user, if there is one. Buckets that are not given are chosen from it: those of
       rank 0 on all ranks.
 
+    * ``units`` are types of modules that read parameters of modules within, at ``zero=3``.
+
     The other arguments are settings of the step, which follow. Memory, buckets and streams change
     no bit, except that shard groups add gradients in another order. Two threads reduce during
     ``backward`` where ranks leave cores free, unless another number or another way is asked for;
-    with none the step reduces and updates a bucket in one pass. Stage 3 is refused: modules of PyTorch read whole parameters.
+    with none the step reduces and updates a bucket in one pass. At ``zero=3`` parameters are whole
+    while a module computes with them, and within :meth:`whole`.
     Ranks that average parameters have parameters of their own in between: :meth:`average` makes
     them equal, and :meth:`set_loss` tells the loss that an adaptive interval follows. With updates
     in backward rates are those of the first gradient, and gradients are gone behind ``backward``.
@@ -85,10 +91,12 @@ class DataParallel(torch.nn.Module):
         engine: Optional[str] = None,
         timeout: float = 60.0,
         figures: Optional[str] = None,
+        units: Sequence[type] = (),
         **settings: Any,
     ) -> None:
         super().__init__()
         check(optimizer, timeout)
+        kinds = checked_units(units)
         options = dict(
             joined(optimizer, settings), engine=engine, timeout=timeout, figures=figures
         )
@@ -113,22 +121,28 @@ class DataParallel(torch.nn.Module):
         ]
         threads = torch.get_num_threads()
         self._ranks = self._memory.join(params, self._rules(), options, threads)
-        places = self._ranks.places()
+        self._whole: Optional[WholeParameters] = None
+        if self._ranks.shares_parameters:
+            self._whole = WholeParameters(model, self._members, self._ranks, self._memory, kinds)
+            if self._ranks.has_lanes:
+                # Ranks differ in their micro-batches: they meet behind an update alone.
+                self._whole.keep_all()
         # What has no elements has no memory either.
-        full = [index for index, tensor in enumerate(self._tensors) if tensor.numel()]
-        self._full = [self._tensors[index] for index in full]
-        self._values = [self._view(index, places[index][0]) for index in full]
+        self._full: List[Tensor] = []
+        self._values: List[Tensor] = []
         self._gradients: Dict[int, Tensor] = {}
-        for index in full:
-            address = places[index][1]
-            if address is not None:
-                self._gradients[index] = self._view(index, address)
+        for index, (param, gradient) in enumerate(self._ranks.places()):
+            if self._tensors[index].numel() and param is not None:
+                self._full.append(self._tensors[index])
+                self._values.append(self._view(index, param))
+            if self._tensors[index].numel() and gradient is not None:
+                self._gradients[index] = self._view(index, gradient)
         # What stands in `.grad` for a view, and for a gradient that is gone.
         self._lent = {index: v.as_subclass(Lent) for index, v in self._gradients.items()}
         self._taken: Dict[int, Taken] = {}
         self._in_backward = self._ranks.is_in_backward
         # Whether gradients are gone once they are given.
-        self._takes = self._in_backward or options["settings"].get("zero") == ["2"]
+        self._takes = self._in_backward or options["settings"].get("zero") in (["2"], ["3"])
         if self._takes:
             for index, member in enumerate(self._members):
                 why = f"gradient of `{member.name}`: {TAKEN}"
@@ -232,12 +246,20 @@ class DataParallel(torch.nn.Module):
                     f"found {tensor.dtype} of {tuple(tensor.shape)}; make another DataParallel"
                 )
         self._ranks.touch()
+        if self._whole is not None:
+            self._whole.write()
         for tensor, value in zip(self._full, self._values):
             if tensor.data_ptr() != value.data_ptr():
                 value.copy_(tensor)
                 tensor.data = value
         self._ranks.begin()
         self._parameters_changed()
+
+    def whole(self) -> ContextManager[None]:
+        """Whole parameters within ``with parallel.whole():``, at any stage; all ranks enter and
+        leave it. At ``zero=3`` a parameter has memory here and in the forward of its module alone:
+        state dicts are written within, and so are parameters, before `follow_parameters()`."""
+        return nullcontext() if self._whole is None else self._whole.all()
 
     def flush(self) -> None:
         """Updates from fewer micro-steps than were asked for, at an epoch's end. All ranks call
@@ -314,6 +336,8 @@ class DataParallel(torch.nn.Module):
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
+        if self._whole is not None:
+            self._whole.close()
         for index, taken in self._taken.items():
             if self._tensors[index].grad is taken:
                 self._tensors[index].grad = None
@@ -403,6 +427,8 @@ class DataParallel(torch.nn.Module):
             counts = self._taken[index] if self._takes else gradient
             tensor.grad = counts if self._takes else counts.as_subclass(Lent)
             self._given[index] = _Given(tensor.grad, counts, counts._version)
+            if self._whole is not None:
+                self._whole.has_gradient(index)
             return
         if gradient.data_ptr() != view.data_ptr():
             self._fill(index, gradient)
@@ -452,6 +478,8 @@ class DataParallel(torch.nn.Module):
             tensor.grad = None
         self._given, self._used, self._lends = {}, None, []
         self._steps += 1
+        if self._whole is not None:
+            self._whole.end_pass()
         report = told["report"]
         if report is None:
             return
@@ -463,7 +491,9 @@ class DataParallel(torch.nn.Module):
 
     def _parameters_changed(self) -> None:
         """Tells autograd that the ranks have written parameters."""
-        increment_version(self._full)
+        increment_version([tensor for tensor in self._tensors if tensor.numel()])
+        if self._whole is not None:
+            self._whole.refresh()
         self._versions = [tensor._version for tensor in self._tensors]
 
 

@@ -18,7 +18,7 @@ INSTEAD = (
     "whose model another one trains"
 )
 TAKEN = (
-    "expected `optimizer.step()` next, because ranks have it, with `zero=2` or updates in backward "
+    "expected `optimizer.step()` next, because ranks have it, with `zero=2`, `zero=3` or updates in backward "
     f"(two backward passes are added by the optimizer's `{ACCUMULATE}=`, clipped by "
     f"`{CLIP_NORM}=`, scaled by `loss_scale=`)"
 )
@@ -81,14 +81,17 @@ def _written_gradient(parallel: DataParallel) -> Optional[str]:
 
 def refuse_written_parameters(parallel: DataParallel) -> None:
     """Ranks would go on from different values, or train memory that the model has left."""
-    for tensor, value in zip(parallel._full, parallel._values):
-        if tensor.data_ptr() != value.data_ptr():
-            raise RuntimeError(
-                f"parameter `{parallel._members[parallel._index[id(tensor)]].name}`: expected the "
-                "memory of the ranks, found it moved to other memory since; call "
-                "`follow_parameters()` on all ranks after that, or `close()` if another "
-                "DataParallel trains the model now"
-            )
+    pairs = zip(parallel._full, parallel._values)
+    moved = [tensor for tensor, value in pairs if tensor.data_ptr() != value.data_ptr()]
+    members = [parallel._members[parallel._index[id(tensor)]] for tensor in moved]
+    if parallel._whole is not None:
+        members = parallel._whole.moved()
+    for member in members:
+        raise RuntimeError(
+            f"parameter `{member.name}`: expected the memory of the ranks, found it moved to other "
+            "memory since; call `follow_parameters()` on all ranks after that, or `close()` if "
+            "another DataParallel trains the model now"
+        )
     for member, version in zip(parallel._members, parallel._versions):
         if member.tensor._version != version:
             raise RuntimeError(
