@@ -413,6 +413,7 @@ class DataParallel(_ranks.DataParallel):
         engine: Optional[str] = None,
         timeout: float = 60.0,
         figures: Optional[str] = None,
+        units: Sequence[type] = (),
         reduced: Optional[Literal["per_update", "per_micro_step"]] = None,
         lanes: Optional[int] = None,
         reduce_dtype: Optional[Union[torch.dtype, Literal["param", "f32", "bf16", "f16"]]] = None,

@@ -124,8 +124,8 @@ def joined(optimizer: Fused, settings: Dict[str, Any]) -> Dict[str, Any]:
     if settings:
         known = ", ".join(sorted(OPTIONS_OF_RANKS))
         raise TypeError(
-            f"DataParallel: expected arguments out of {known}, engine, timeout and figures, found "
-            f"{min(settings)}"
+            f"DataParallel: expected arguments out of {known}, engine, timeout, figures and units, "
+            f"found {min(settings)}"
         )
     options = told(optimizer._options)
     # What one needs of the other is known for both together.
