@@ -61,7 +61,7 @@ def bytes_of(model):
 
 def made(options, seed=0):
     torch.manual_seed(seed)
-    model = Layers(options.pop("ways", "plain"))
+    model = Layers(options.pop("ways", "plain")).to(getattr(torch, options.pop("dtype", "float32")))
     optimizer = fusestep.torch.AdamW(model.parameters(), lr=1e-2, **options.pop("settings", {}))
     return model, optimizer, fusestep.torch.DataParallel(model, optimizer, timeout=60, **options)
 

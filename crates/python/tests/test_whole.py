@@ -11,6 +11,7 @@ FORMS = {
     "reentrant checkpoint": {"ways": "reentrant"},
     "streams": {"comm_streams": 2},
     "clipped micro-steps": {"settings": {"clip_norm": 0.1, "accumulate": 2}},
+    "bf16": {"dtype": "bfloat16", "settings": {"master_weights": True}},
     "loss scale": {"settings": {"loss_scale": 4.0, "clip_norm": 1.0}},
 }
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 # What a tensor says of itself without its values.
 _PROPERTIES = frozenset(
-    "_backward_hooks _base _grad _post_accumulate_grad_hooks _version device dtype grad grad_fn "
-    "is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize layout name names "
-    "nbytes ndim output_nr requires_grad retains_grad shape".split()
+    "_backward_hooks _base _grad _post_accumulate_grad_hooks _version device dtype grad grad_dtype "
+    "grad_fn is_cpu is_cuda is_leaf is_meta is_nested is_quantized is_sparse itemsize layout name "
+    "names nbytes ndim output_nr requires_grad retains_grad shape".split()
 )
 _METHODS = frozenset(
     "__hash__ dim element_size is_complex is_contiguous is_floating_point is_inference is_neg "
