@@ -26,7 +26,11 @@ class _Freed:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Optional[Dict[str, Any]] = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Optional[Dict[str, Any]] = None,
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):
@@ -39,8 +43,8 @@ class _Freed:
                 return func(*args, **(kwargs or {}))
         freed = next(_freed_in([*args, *(kwargs or {}).values()]))
         raise RuntimeError(
-            f"parameter `{freed._fusestep_name}`: expected it read in the forward pass of its module "
-            f"or within `with parallel.whole():`, as it has no memory elsewhere at zero=3, found "
+            f"parameter `{freed._fusestep_name}`: expected it read in the forward pass of its "
+            f"module or within `with parallel.whole():`, as it has no memory elsewhere at zero=3, found "
             f"`{name}`; name the type of a module that reads parameters of others in "
             "`DataParallel(units=[...])`"
         )

@@ -18,8 +18,8 @@ INSTEAD = (
     "whose model another one trains"
 )
 TAKEN = (
-    "expected `optimizer.step()` next, because ranks have it, with `zero=2`, `zero=3` or updates in backward "
-    f"(two backward passes are added by the optimizer's `{ACCUMULATE}=`, clipped by "
+    "expected `optimizer.step()` next, because ranks have it, with `zero=2`, `zero=3` or updates in "
+    f"backward (two backward passes are added by the optimizer's `{ACCUMULATE}=`, clipped by "
     f"`{CLIP_NORM}=`, scaled by `loss_scale=`)"
 )
 
