@@ -41,6 +41,37 @@ class Layers(torch.nn.Module):
         return self.head(self.frozen(x))
 
 
+class Own(torch.nn.Module):
+    """A module that reads parameters of one within."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 29)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.inner.weight * 2, self.inner.bias)
+
+
+class Others(torch.nn.Module):
+    """Modules of PyTorch that read parameters in ways of their own, and one of a user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.ways = "others"
+        self.embed = torch.nn.Embedding(29, 16)
+        self.lstm = torch.nn.LSTM(16, 16, batch_first=True)
+        self.convolution = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(16, 16, 1))
+        self.batch_norm = torch.nn.BatchNorm1d(16)
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2)
+        self.own = Own()
+
+    def forward(self, tokens):
+        x = self.lstm(self.embed(tokens))[0].transpose(1, 2)
+        x = self.batch_norm(self.convolution(x)).transpose(1, 2)
+        return self.own(self.encoder(x))
+
+
 def batch(step, rank):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(29, (4, 7), generator=generator)
@@ -61,14 +92,20 @@ def bytes_of(model):
 
 def made(options, seed=0):
     torch.manual_seed(seed)
-    model = Layers(options.pop("ways", "plain")).to(getattr(torch, options.pop("dtype", "float32")))
+    ways = options.pop("ways", "plain")
+    if ways == "others":
+        model, options["units"] = Others(), [Own]
+    else:
+        model = Layers(ways).to(getattr(torch, options.pop("dtype", "float32")))
     optimizer = fusestep.torch.AdamW(model.parameters(), lr=1e-2, **options.pop("settings", {}))
     return model, optimizer, fusestep.torch.DataParallel(model, optimizer, timeout=60, **options)
 
 
 def write(parallel, out, rank):
     with parallel.whole():
-        torch.save({"model": parallel.module.state_dict()}, out / f"rank{rank}.pt")
+        # Without buffers, which stay each rank's own.
+        values = {name: p.detach().clone() for name, p in parallel.module.named_parameters()}
+    torch.save({"model": values}, out / f"rank{rank}.pt")
 
 
 def refused(call, *words):
@@ -101,7 +138,10 @@ def layers(out, options, rank, world):
     # The largest are attention's, of which two modules each have a part, and the root's scale.
     is_plain = shares and model.ways == "plain"
     assert not is_plain or 0 < max(at_most) <= 0.6 * everything, (max(at_most), everything)
+    model.eval()
     with torch.no_grad():
+        parallel(batch(0, 0))
+    with torch.inference_mode():
         parallel(batch(0, 0))
     assert not shares or bytes_of(model) == 0
     write(parallel, out, rank)

@@ -9,6 +9,7 @@ FORMS = {
     "plain": {},
     "no reentrant checkpoint": {"ways": "checkpoint"},
     "reentrant checkpoint": {"ways": "reentrant"},
+    "modules of other kinds": {"ways": "others"},
     "streams": {"comm_streams": 2},
     "clipped micro-steps": {"settings": {"clip_norm": 0.1, "accumulate": 2}},
     "bf16": {"dtype": "bfloat16", "settings": {"master_weights": True}},
