@@ -52,7 +52,7 @@ mod workflows;
 
 /// What there is, a command to a line.
 const USAGE: &str =
-    "  cargo xtask ptx [--check]   compile kernels/*.cu to kernels/ptx, assemble that to \
+    "  cargo xtask ptx [--check [--recorded]]   compile kernels/*.cu to kernels/ptx, assemble that to \
     kernels/machine_code and list registers, or compare with what is there
   cargo xtask emulate [--sanitize] [-- TEST ARGUMENTS]   build the emulated CUDA driver and run \
     the CUDA tests on it; needs no GPU
