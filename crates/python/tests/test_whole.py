@@ -1,7 +1,6 @@
 """Parameters of which each process has a part: `DataParallel(zero=3)`."""
 
 import pytest
-import torch
 from test_ranks import run, same_models
 
 CAP = {"bucket_mib": 0.005}

@@ -17,7 +17,7 @@ from fusestep._report import Report
 from fusestep.torch._joining import check, joined, trained, with_wide
 from fusestep.torch._optimizer import Fused
 from fusestep.torch._options import ACCUMULATE, OPTIONS_OF_RANKS, REDUCE_DTYPE, described
-from fusestep.torch._planned import Described, Member, members_of
+from fusestep.torch._planned import Described, members_of
 from fusestep.torch._rank_memory import NCCL, memory_of
 from fusestep.torch._taken import Lent, Taken, refuse_graph, refuse_wrapped, second_pass
 from fusestep.torch._tensors import Library, is_wide
