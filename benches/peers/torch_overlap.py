@@ -5,9 +5,10 @@
 
 Two processes of one thread each train on windows of 64 characters: forward, backward, the average
 of gradients and AdamW. `DataParallel` steps without communication streams and with two, whose calls
-run beside the backward pass; DDP reduces by Gloo beside it. All take turns, and so do a forward and
-backward pass alone, without an exchange or a step. Milliseconds of the slowest process: median,
-least and most of all rounds; and what is left of each iteration when the passes are taken off.
+run beside the backward pass, and at ZeRO stages 2 and 3, where parameters come before each module;
+DDP reduces by Gloo beside it. All take turns, and so do a forward and backward pass alone, without
+an exchange or a step. Milliseconds of the slowest process: median, least and most of all rounds;
+and what is left of each iteration when the passes are taken off.
 """
 
 import argparse
@@ -31,11 +32,12 @@ def model():
 
 
 def contestants():
-    for streams in (0, 2):
+    for zero, streams in ((0, 0), (0, 2), (2, 0), (3, 0)):
         own = model()
         optimizer = fusestep.torch.AdamW(own.parameters(), lr=1e-3)
-        parallel = fusestep.torch.DataParallel(own, optimizer, comm_streams=streams)
-        yield f"DataParallel, {streams} streams", parallel, optimizer
+        parallel = fusestep.torch.DataParallel(own, optimizer, comm_streams=streams, zero=zero)
+        name = f"DataParallel, {streams} streams" + (f", zero={zero}" if zero else "")
+        yield name, parallel, optimizer
     own = model()
     parallel = torch.nn.parallel.DistributedDataParallel(own, gradient_as_bucket_view=True)
     yield "DDP, fused AdamW", parallel, torch.optim.AdamW(own.parameters(), lr=1e-3, fused=True)
