@@ -102,6 +102,7 @@ fn gpt2_prints_with_two_groups() {
         argument_bytes: ARGUMENT_BYTES_CLASSIC,
         chunk_elements: 4096,
         chunks_per_launch: 320,
+        ..LaunchLimits::default()
     };
     let plan = Planner::new(adam).limits(cut).plan(&params).unwrap();
     compare("gpt2_adam_cut_by_chunks", &plan);

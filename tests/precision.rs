@@ -201,7 +201,12 @@ fn seeds_and_steps_draw_apart_and_the_order_of_launches_does_not() {
         let planner = Planner::new(Optimizer::Adam(adam())).precision(of(seed));
         outcome(&planner.limits(limits).plan(&case.params).unwrap(), &case, &cpu())
     };
-    let small = LaunchLimits { argument_bytes: 400, chunk_elements: 64, chunks_per_launch: 7 };
+    let small = LaunchLimits {
+        argument_bytes: 400,
+        chunk_elements: 64,
+        chunks_per_launch: 7,
+        ..LaunchLimits::default()
+    };
     assert!(bits(1, LaunchLimits::default()) == bits(1, small));
     assert!(bits(1, small) != bits(2, small));
 }

@@ -49,6 +49,7 @@ impl CudaBackend {
     pub(crate) fn of(session: Session) -> Self {
         let limits = LaunchLimits {
             chunk_elements: CHUNK_ELEMENTS,
+            keeps_tables: true,
             ..LaunchLimits::with_argument_bytes(session.info.argument_bytes)
         };
         let session = Arc::new(session);

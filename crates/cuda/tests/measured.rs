@@ -25,7 +25,12 @@ fn measured(planner: Planner) -> Planner {
 
 #[test]
 fn every_rule_cut_in_every_way_has_the_norms_of_the_host() {
-    let cut = LaunchLimits { argument_bytes: 700, chunk_elements: 64, chunks_per_launch: 3 };
+    let cut = LaunchLimits {
+        argument_bytes: 700,
+        chunk_elements: 64,
+        chunks_per_launch: 3,
+        ..LaunchLimits::default()
+    };
     let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 2048], DType::F32).with_groups();
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;

@@ -72,7 +72,12 @@ fn any_number_of_tensors_is_one_launch_with_the_bits_of_the_host() {
 
 #[test]
 fn chunks_and_launches_of_any_size_give_the_bits_of_the_host() {
-    let cut = LaunchLimits { argument_bytes: 700, chunk_elements: 64, chunks_per_launch: 3 };
+    let cut = LaunchLimits {
+        argument_bytes: 700,
+        chunk_elements: 64,
+        chunks_per_launch: 3,
+        ..LaunchLimits::default()
+    };
     let small = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], DType::F32).with_groups();
     let mut large = Case::new([5, 65_536 * 4 + 1, 0, 65_535, 9], DType::F32);
     large.steps = 2;

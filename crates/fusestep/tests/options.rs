@@ -7,7 +7,7 @@ use std::path::Path;
 use fusestep::fused_adam::Adam;
 use fusestep::fused_sgd::Sgd;
 use fusestep::launch::LaunchLimits;
-use fusestep::planner::{Reach, Topology};
+use fusestep::planner::{Reach, TableKind, Topology};
 use fusestep::{
     AdamW, Alone, Cpu, DType, OptionError, OwnRule, ParamDesc, Row, Section, Shape, StepOptions,
     Visit,
@@ -290,6 +290,31 @@ fn streams_are_chosen_by_how_ranks_reach_each_other() {
     assert_eq!(with(&[["comm_streams", "5"]]).streams(topology), 5);
     topology.reach = Reach::SharedMemory;
     assert_eq!(StepOptions::default().streams(topology), 0);
+}
+
+#[test]
+fn tables_are_chosen_by_the_launches_of_a_device() {
+    let shape = || Shape::new([4]).expect("a shape");
+    let params: Vec<_> =
+        (0..1000).map(|index| ParamDesc::new(format!("w{index}"), shape(), DType::F32)).collect();
+    let on_host = LaunchLimits::default();
+    let on_device = LaunchLimits { keeps_tables: true, ..on_host };
+    let table = |options: &StepOptions, count: usize, topology: Topology, limits| {
+        let (params, of) = (&params[..count], options.planner(&params[..count], topology, limits));
+        of.expect("a planner").plan_for(params, topology).expect("a plan").table()
+    };
+    let (usual, ranks) = (StepOptions::default(), Topology::new(0, 2).expect("two ranks"));
+    // A launch takes 681 tensors of AdamW.
+    assert_eq!(table(&usual, 1000, Topology::SOLO, on_device), TableKind::Resident);
+    assert_eq!(table(&usual, 600, Topology::SOLO, on_device), TableKind::Arguments);
+    assert_eq!(table(&usual, 1000, Topology::SOLO, on_host), TableKind::Arguments);
+    assert_eq!(table(&usual, 1000, ranks, on_device), TableKind::Arguments);
+    let given = with(&[["tables", "arguments"]]);
+    assert_eq!(table(&given, 1000, Topology::SOLO, on_device), TableKind::Arguments);
+    let given = with(&[["tables", "resident"]]);
+    assert_eq!(table(&given, 1, Topology::SOLO, on_host), TableKind::Resident);
+    let capped = with(&[["argument_bytes", "400"]]);
+    assert_eq!(table(&capped, 600, Topology::SOLO, on_device), TableKind::Resident);
 }
 
 #[test]

@@ -264,7 +264,12 @@ mod tests {
 
     #[test]
     fn a_tensor_goes_on_in_the_next_launch_when_chunks_run_out() {
-        let limits = LaunchLimits { argument_bytes: 4096, chunk_elements: 4, chunks_per_launch: 3 };
+        let limits = LaunchLimits {
+            argument_bytes: 4096,
+            chunk_elements: 4,
+            chunks_per_launch: 3,
+            ..LaunchLimits::default()
+        };
         let numels = [1, 4, 5, 100, 0, 13];
         let batches = run(&numels, &[0], limits);
         assert_covered_once(&numels, &batches, limits);
@@ -299,6 +304,7 @@ mod tests {
             argument_bytes: usize::MAX,
             chunk_elements: 4,
             chunks_per_launch: u32::MAX,
+            ..LaunchLimits::default()
         };
         let numels = [1, 4, 5, 100, 0, 13, 8, 3, 3];
         for groups in [&[7][..], &[7, 9], &[4, 3, 2, 1]] {

@@ -39,6 +39,10 @@ pub struct LaunchLimits {
     pub chunk_elements: u32,
     /// Most chunks of one launch; 2^31 − 1, CUDA's limit on the grid, by default.
     pub chunks_per_launch: u32,
+    /// Whether the backend's memory may hold the table of a launch ([`crate::Tables`]), as that of
+    /// a GPU does; false by default. A plan then chooses where tables lie.
+    #[cfg_attr(feature = "serde", serde(default, skip_serializing_if = "std::ops::Not::not"))]
+    pub keeps_tables: bool,
 }
 
 impl Default for LaunchLimits {
@@ -47,6 +51,7 @@ impl Default for LaunchLimits {
             argument_bytes: ARGUMENT_BYTES_LARGE,
             chunk_elements: CHUNK_ELEMENTS,
             chunks_per_launch: i32::MAX as u32,
+            keeps_tables: false,
         }
     }
 }

@@ -78,7 +78,11 @@ fn random_rounding_is_flagged_and_keyed() {
 fn sums_of_squares_are_added_and_launches_of_sums_have_whole_chunks() {
     let sum = |sum, non_finite| SquareSum { sum, non_finite };
     assert_eq!(sum(1.5, 2).plus(sum(0.25, 5)), sum(1.75, 7));
-    let limits = LaunchLimits { chunk_elements: 10, chunks_per_launch: 3, argument_bytes: 500 };
+    let limits = LaunchLimits {
+        chunk_elements: 10,
+        chunks_per_launch: 3,
+        ..LaunchLimits::with_argument_bytes(500)
+    };
     let measured = LaunchLimits { chunk_elements: CHUNK_ELEMENTS, ..limits };
     assert_eq!(limits.measured(), measured);
 }

@@ -43,8 +43,12 @@ fn add_cuda(_: &mut Vec<(String, Box<dyn Backend>)>) {
 /// Limits that distribute tensors over launches in all the ways tests need: default, classic, tiny,
 /// and cut by chunks.
 fn limits() -> [LaunchLimits; 4] {
-    let tiny_chunks =
-        LaunchLimits { argument_bytes: 700, chunk_elements: 512, chunks_per_launch: 5 };
+    let tiny_chunks = LaunchLimits {
+        argument_bytes: 700,
+        chunk_elements: 512,
+        chunks_per_launch: 5,
+        ..LaunchLimits::default()
+    };
     [
         LaunchLimits::default(),
         LaunchLimits::with_argument_bytes(4096),

@@ -44,7 +44,14 @@ fn a_model_trained_on_devices_has_the_parameters_of_threads() {
         assert_eq!(trained(&shared), expected, "{optimizer}, zero {zero}");
     }
     let alone = ["--epochs", "1", "--clip-norm", "0.5"];
-    assert_eq!(trained(&[&alone[..], &ON_GPUS[..2]].concat()), trained(&alone));
+    let expected = trained(&alone);
+    assert_eq!(trained(&[&alone[..], &ON_GPUS[..2]].concat()), expected);
+    // So few bytes of arguments that a table in the device's memory is chosen.
+    let cut = [&alone[..], &ON_GPUS[..2], &["--argument-bytes", "200"]].concat();
+    assert_eq!(trained(&cut), expected);
+    for tables in ["arguments", "resident"] {
+        assert_eq!(trained(&[&cut[..], &["--tables", tables]].concat()), expected, "{tables}");
+    }
 }
 
 #[test]

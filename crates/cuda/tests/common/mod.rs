@@ -21,8 +21,12 @@ use fusestep_testkit::{Case, outcome};
 use half::{bf16, f16};
 
 /// Limits that small cases cross in every way.
-pub(crate) const TINY: LaunchLimits =
-    LaunchLimits { argument_bytes: 700, chunk_elements: 64, chunks_per_launch: 3 };
+pub(crate) const TINY: LaunchLimits = LaunchLimits {
+    argument_bytes: 700,
+    chunk_elements: 64,
+    chunks_per_launch: 3,
+    keeps_tables: false,
+};
 
 pub(crate) fn cuda() -> CudaBackend {
     CudaBackend::open(0).unwrap_or_else(|error| panic!("{error}"))

@@ -5,7 +5,8 @@ use std::fmt::Display;
 use fusestep_collective::{CollectiveError, Collectives, Communicator};
 use fusestep_launch::LaunchLimits;
 use fusestep_planner::{
-    CostModel, EventKind, FuseAllReduce, Note, Plan, PlanError, Planner, Reach, Topology, Verdict,
+    CostModel, EventKind, FuseAllReduce, Note, Plan, PlanError, Planner, Reach, TableKind,
+    Topology, Verdict,
 };
 use fusestep_tensor::{ParamDesc, counted};
 use serde::{Deserialize, Serialize};
@@ -120,6 +121,14 @@ impl StepOptions {
         let told = tell(&own, comm)?;
         let unchosen = || Chosen { options: self.without_choices(), notes: Vec::new() };
         Ok(self.taking(told).unwrap_or_else(|_| unchosen()))
+    }
+
+    /// The place of tables on a backend of these limits, which has one to choose or none.
+    pub(super) fn table_kind(&self, limits: LaunchLimits) -> TableKind {
+        match self.tables {
+            TableKind::Auto if !limits.keeps_tables => TableKind::Arguments,
+            asked => asked,
+        }
     }
 
     /// The choices of this rank.

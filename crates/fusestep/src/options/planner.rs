@@ -49,7 +49,7 @@ impl StepOptions {
             .precision(self.precision)
             .keep_f32(self.keep_f32.iter().cloned())
             .reduce_dtype(self.reduce_dtype)
-            .table(self.tables);
+            .table(self.table_kind(limits));
         for of in &self.precision_of {
             planner = planner.precision_of(of.dtype, of.precision);
         }

@@ -95,7 +95,7 @@ pub struct StepOptions {
     pub initial: Initial,
     /// Bytes of arguments of one launch; the backend's limit if `None`.
     pub argument_bytes: Option<usize>,
-    /// Place of the tables of a device's launches.
+    /// Place of the tables of a GPU's launches; the plan chooses it by default.
     pub tables: TableKind,
     /// Threads of a rank, the caller's included; all of rayon's pool if `None`.
     pub threads: Option<usize>,
@@ -152,7 +152,7 @@ impl StepOptions {
             distributed: Vec::new(),
             initial: Initial::default(),
             argument_bytes: None,
-            tables: TableKind::default(),
+            tables: TableKind::Auto,
             threads: None,
             naive: false,
             figures: None,

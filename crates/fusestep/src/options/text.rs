@@ -81,7 +81,7 @@ choices! {
     }
     TableKind {
         "auto" => TableKind::Auto,
-            "In arguments where each stage fits into one launch, else resident";
+            "On a GPU in arguments where each stage fits into one launch, else resident";
         "arguments" => TableKind::Arguments,
             "In the launch's arguments, as many tensors as fit";
         "resident" => TableKind::Resident,

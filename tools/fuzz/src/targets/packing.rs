@@ -22,6 +22,7 @@ pub(crate) fn run(input: &[u8]) -> Outcome {
         argument_bytes: numbers.below(40_000) as usize,
         chunk_elements: numbers.wide() as u32,
         chunks_per_launch: numbers.wide() as u32,
+        ..LaunchLimits::default()
     };
     let rounds_at_random = numbers.byte() % 2 == 1;
     let mut tensors = Vec::new();

@@ -48,6 +48,7 @@ fn made(numbers: &mut Numbers<'_>, rank: usize, world: usize) -> Result<Plan, Pl
         argument_bytes: numbers.below(40_000) as usize,
         chunk_elements: numbers.wide() as u32,
         chunks_per_launch: numbers.wide() as u32,
+        ..LaunchLimits::default()
     };
     let mut planner = Planner::new(rule).limits(limits);
     let passes = numbers.byte();

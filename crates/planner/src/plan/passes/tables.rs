@@ -21,7 +21,7 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
     let refusal = match asked {
         TableKind::Arguments | TableKind::Auto if of_ranks => return Ok(()),
         _ if of_ranks && no_tables_of_ranks(plan).is_some() => no_tables_of_ranks(plan),
-        TableKind::Arguments if plan.in_backward => return Ok(()),
+        TableKind::Arguments | TableKind::Auto if plan.in_backward => return Ok(()),
         _ if plan.in_backward => {
             Some("updates of a step begin before it is known whose gradients it lacks")
         }
@@ -30,7 +30,8 @@ pub(crate) fn place(plan: &mut Plan, asked: TableKind) -> Result<()> {
         TableKind::Arguments | TableKind::Auto if plan.update_norms && !borrowed => None,
         TableKind::Arguments => return Ok(()),
         TableKind::Resident if borrowed => return Err(PlanError::BorrowedTable),
-        TableKind::Auto if borrowed => Some("the caller lends tensors anew at every step"),
+        // Their launches choose by themselves, at every step.
+        TableKind::Auto if borrowed => return Ok(()),
         TableKind::Auto if most <= 1 => Some("every stage fits into one launch"),
         TableKind::Resident | TableKind::Auto => None,
     };
