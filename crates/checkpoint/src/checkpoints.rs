@@ -3,14 +3,16 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use fusestep_planner::{Comms, PlanError, RunToLoad, RunToSave, Topology};
 use fusestep_tensor::Quoted;
+use fusestep_tensor_file::Files;
 
 use crate::load::{ReadRun, read_run, take_over};
 use crate::manifest::Manifest;
 use crate::refusal::refuse;
-use crate::{FolderLock, Result, Saved, Saves, agree};
+use crate::{CheckpointFolder, FolderLock, Result, Saved, Saves, agree};
 
 /// Texts of a checkpoint, by name.
 type Texts = BTreeMap<String, String>;
@@ -26,9 +28,17 @@ pub struct Checkpoints {
     remembered: Remembered,
     folder: Option<PathBuf>,
     lock: Option<FolderLock>,
+    /// Whether the files are those of a stand-in, which no other process sees.
+    is_simulated: bool,
 }
 
 impl Checkpoints {
+    /// Checkpoints in a file system that stands in for the machine's, written as by
+    /// [`Saves::in_turns`]. Nothing is locked: only this process sees it.
+    pub fn in_turns(files: Arc<dyn Files>, looks: u32) -> Self {
+        Self { saves: Saves::in_turns(files, looks), is_simulated: true, ..Self::default() }
+    }
+
     /// Texts of this rank that the next save stores and that the last resume has restored.
     pub fn remembered(&self) -> &Remembered {
         &self.remembered
@@ -101,7 +111,8 @@ impl Checkpoints {
     ) -> Result<Option<(T, Texts)>> {
         self.saves.finish(comms)?;
         comms.set_plan(run.plan.hash());
-        let read = read_any(&run, folder, &check);
+        let place = CheckpointFolder::of(self.saves.files(), folder);
+        let read = read_any(&run, place, &check);
         let manifest = |read: &Option<(ReadRun, T)>| {
             let manifest = read.as_ref().map(|(read, _)| &read.manifest);
             manifest.map_or(0, Manifest::fingerprint)
@@ -189,7 +200,7 @@ impl Checkpoints {
         // The old lock goes first: it may be of the same folder, spelt in another way.
         (self.folder, self.lock) = (None, None);
         let locked = match comms.rank() {
-            0 => lock(folder).map(Some),
+            0 if !self.is_simulated => lock(folder).map(Some),
             _ => Ok(None),
         };
         self.lock = agree::on_outcome(comms, locked)?;
@@ -202,17 +213,17 @@ impl Checkpoints {
 /// better reason than the tensors that follow from them.
 fn read_any<T>(
     run: &RunToLoad<'_>,
-    folder: &Path,
+    folder: CheckpointFolder<'_>,
     check: impl Fn(&Path, &Texts) -> Result<T>,
 ) -> Result<Option<(ReadRun, T)>> {
     let image = run.describe()?;
     let Some(manifest) = Manifest::read_if_any(folder)? else {
         return Ok(None);
     };
-    let mut checked = check(folder, &manifest.caller)?;
-    let read = read_run(image, run.params, folder.into(), &manifest)?;
+    let mut checked = check(folder.path, &manifest.caller)?;
+    let read = read_run(image, run.params, folder, &manifest)?;
     if read.manifest.caller != manifest.caller {
-        checked = check(folder, &read.manifest.caller)?;
+        checked = check(folder.path, &read.manifest.caller)?;
     }
     Ok(Some((read, checked)))
 }

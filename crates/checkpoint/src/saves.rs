@@ -74,6 +74,11 @@ impl Saves {
         Self { files, writer, snapshot: Arc::default(), flight: None }
     }
 
+    /// The file system that is saved to.
+    pub(crate) fn files(&self) -> &dyn Files {
+        self.files.as_ref()
+    }
+
     /// Whether a save is in flight.
     pub fn in_flight(&self) -> bool {
         self.flight.is_some()

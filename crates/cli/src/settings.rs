@@ -471,7 +471,7 @@ mod tests {
     fn earlier_flags_set_what_they_did() {
         for (earlier, now) in [
             (&["--apart"][..], &["--separate"][..]),
-            (&["--table", "auto"], &["--tables", "auto"]),
+            (&["--table", "resident"], &["--tables", "resident"]),
             (&["--rings", "3"], &["--comm-streams", "3"]),
             (&["--gradient-merge", "3"], &["--accumulate", "3"]),
             (&["--reduce-each"], &["--reduced", "per-micro-step"]),

@@ -420,6 +420,12 @@ def test_other_threads_run_during_a_step():
     give_gradients(params, 0)
     optimizer.step()
     give_gradients(params, 1)
+    # On a busy machine others may keep the processor from both threads, but not every time.
+    assert any(runs_beside(optimizer) for _ in range(10))
+
+
+def runs_beside(optimizer):
+    """Whether this thread runs while another makes steps."""
     started = threading.Event()
     ended = []
 
@@ -439,7 +445,7 @@ def test_other_threads_run_during_a_step():
     gaps = [b - a for a, b in zip(beats, beats[1:])]
     # A step takes milliseconds; whoever held the lock would leave gaps as long as six steps.
     whole = ended[0] - beats[0]
-    assert len(beats) > 1000 and max(gaps) < whole / 2
+    return len(beats) > 1000 and max(gaps) < whole / 2
 
 
 def test_grad_scaler_of_pytorch_works():

@@ -1,6 +1,7 @@
 //! Several groups at once: communication streams on threads of their own, subgroups, and what they
 //! have to do with each other.
 
+use std::sync::mpsc;
 use std::time::Duration;
 
 use fusestep_collective::{
@@ -18,20 +19,21 @@ fn calls_of_one_stream_are_behind_each_other_and_streams_overlap() {
     }
     group(TIMEOUT_MS, |mut comm| {
         let two = communication_streams(&mut *comm, 2).unwrap();
-        // Rank 0 starts on communication stream 0 what rank 1 waits for last: with one
-        // communication stream for both this would not end.
-        let slow = two[0].start("all-reduce", vec![1.0f32; 3], |comm, buffer| {
-            if comm.rank() == 0 {
-                std::thread::sleep(Duration::from_millis(300));
-            }
+        // Rank 0 starts on communication stream 0 what goes on when the call of stream 1 has ended,
+        // which rank 1 begins last: with one communication stream for both, that would not come.
+        let (fast_ended, heard) = mpsc::channel();
+        let (told, overlapped) = mpsc::channel();
+        let slow = two[0].start("all-reduce", vec![1.0f32; 3], move |comm, buffer| {
+            let long = Duration::from_millis(TIMEOUT_MS / 2);
+            let overlaps = comm.rank() == 1 || heard.recv_timeout(long).is_ok();
+            told.send(overlaps).unwrap();
             comm.all_reduce(buffer, ReduceOp::Sum)
         });
-        let started = std::time::Instant::now();
         let fast = two[1].all_reduce(vec![5i64; 3], ReduceOp::Prod);
         assert_eq!(fast.wait().unwrap(), [25; 3]);
-        if comm.rank() == 1 {
-            assert!(started.elapsed() < Duration::from_millis(280), "the streams did not overlap");
-        }
+        // Rank 1 listens to nobody.
+        let _ = fast_ended.send(());
+        assert!(overlapped.recv().unwrap(), "the streams did not overlap");
         assert_eq!(slow.wait().unwrap(), [2.0; 3]);
     });
 }

@@ -242,10 +242,11 @@ impl StepOptions {
     }
 
     /// Communication streams of a rank: as asked for, else none where ranks see each other's
-    /// memory, since there the reduction is part of the update and has nothing to hide behind.
+    /// memory, since there the reduction is part of the update and has nothing to hide behind. Ranks
+    /// that average parameters have none either.
     pub fn streams(&self, topology: Topology) -> usize {
         let default = match topology.reach {
-            Reach::Calls if !self.naive => Comms::DEFAULT_STREAMS,
+            Reach::Calls if !self.naive && !self.averages() => Comms::DEFAULT_STREAMS,
             Reach::Calls | Reach::SharedMemory => 0,
         };
         self.comm_streams.unwrap_or(default)

@@ -75,7 +75,7 @@ pub struct StepOptions {
     /// Most MiB of gradients that one call between ranks reduces; 25 if `None`.
     pub bucket_cap_mib: Option<f64>,
     /// Streams on which buckets are reduced while gradients are still being given. If `None`, 2,
-    /// and 0 where ranks see each other's memory.
+    /// and 0 where ranks see each other's memory or average parameters.
     pub comm_streams: Option<usize>,
     /// Whether reduction, update and gather stay apart where they could be one pass.
     pub separate: bool,

@@ -192,6 +192,13 @@ impl Session<'_> {
         if self.saving.checkpoints.in_flight() { self.saving.finish() } else { Ok(()) }
     }
 
+    /// This session, whose saves go to these checkpoints, which have none in flight; those of a
+    /// simulated file system, say.
+    pub fn saving_to(mut self, checkpoints: Checkpoints) -> Self {
+        self.saving.checkpoints = checkpoints;
+        self
+    }
+
     /// Takes over the saves and texts of another session of this process, which has none after.
     pub fn take_checkpoints_of(&mut self, other: &mut Session<'_>) {
         self.saving.checkpoints = std::mem::take(&mut other.saving.checkpoints);

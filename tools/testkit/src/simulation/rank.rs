@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use fusestep_checkpoint::{CheckpointFolder, Manifest, Saves, load, save};
+use fusestep::{Cpu, Session, SessionError};
+use fusestep_checkpoint::Checkpoints;
 use fusestep_collective::Communicator;
-use fusestep_cpu::CpuBackend;
-use fusestep_planner::{Comms, Plan, PlanError, Run, RunToLoad, RunToSave, State, Topology};
-use fusestep_tensor::Role;
+use fusestep_planner::PlanError;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::communicator::RankFiles;
@@ -32,69 +31,45 @@ pub(super) struct Told<'a> {
     pub(super) saved: &'a dyn Fn(u64),
 }
 
-/// A rank's memory, and its saves that are not complete yet.
+/// A rank's session, and its save that is not complete yet.
 struct Rank<'a> {
-    plan: &'a Plan,
-    backend: CpuBackend,
-    state: State,
-    comms: Comms<'a>,
-    files: Arc<RankFiles>,
-    /// Saves in the background; `None` if the run waits for each save.
-    saves: Option<Saves>,
+    session: Session<'a>,
+    /// Whether saves are written while the run goes on; otherwise it waits for each.
+    saves_behind: bool,
     /// Micro-steps at which the save in flight was begun.
-    saving: u64,
+    saving: Option<u64>,
     told: Told<'a>,
 }
 
-impl<'a> Rank<'a> {
-    /// The run of this rank.
-    fn run(&mut self) -> Run<'_, 'a> {
-        Run::of(self.plan, &mut self.state, &self.backend, &mut self.comms)
-    }
-
-    /// Begins a save in the background, or saves and waits.
+impl Rank<'_> {
+    /// Begins a save, and waits for it where the scenario does.
     fn save(&mut self, at: u64) -> Result<(), PlanError> {
-        let path = Path::new(FOLDER);
-        let caller = BTreeMap::from([(AT.to_owned(), at.to_string())]);
         self.finish_saves()?;
-        let comms = &mut self.comms;
-        if let Some(saves) = &mut self.saves {
-            let run = RunToSave::of(self.plan, &self.state, &self.backend);
-            saves.begin(run, comms, path, caller)?;
-            self.saving = at;
-        } else {
-            let folder = CheckpointFolder::of(self.files.as_ref(), path);
-            save(RunToSave::of(self.plan, &self.state, &self.backend), comms, folder, caller)?;
-            (self.told.saved)(at);
-        }
-        Ok(())
+        let texts = BTreeMap::from([(AT.to_owned(), at.to_string())]);
+        self.session.begin_save_with(FOLDER, texts)?;
+        self.saving = Some(at);
+        if self.saves_behind { Ok(()) } else { self.finish_saves() }
     }
 
-    /// Polls the save in flight.
-    fn poll_saves(&mut self) -> Result<(), PlanError> {
-        if let Some(saves) = &mut self.saves
-            && saves.poll(&mut self.comms)?.is_some()
-        {
-            (self.told.saved)(self.saving);
-        }
-        Ok(())
+    /// Acknowledges a save that the session has completed meanwhile.
+    fn hear_of_saves(&mut self) -> Result<(), PlanError> {
+        if self.session.is_saving() { Ok(()) } else { self.finish_saves() }
     }
 
-    /// Waits for the save in flight.
+    /// Waits for the save in flight, and acknowledges it.
     fn finish_saves(&mut self) -> Result<(), PlanError> {
-        if let Some(saves) = &mut self.saves
-            && saves.finish(&mut self.comms)?.is_some()
-        {
-            (self.told.saved)(self.saving);
+        self.session.finish_saves()?;
+        if let Some(at) = self.saving.take() {
+            (self.told.saved)(at);
         }
         Ok(())
     }
 
     /// All parameters, as a hash.
     fn hash(&mut self) -> Result<String, PlanError> {
-        let params = self.plan.params().iter();
-        let names: Vec<&str> = params.map(|param| param.name.as_str()).collect();
-        let gathered = self.run().gather(&names)?;
+        let params = self.session.plan().params().to_vec();
+        let names: Vec<&str> = params.iter().map(|param| param.name.as_str()).collect();
+        let gathered = self.session.gather(&names)?;
         let mut hasher = Xxh3::new();
         for at in 0..names.len() {
             hasher.update(gathered.bytes(at));
@@ -110,91 +85,84 @@ pub(super) fn run_rank(
     files: Arc<RankFiles>,
     told: Told<'_>,
 ) -> Result<String, String> {
-    let in_words = |error: PlanError| error.to_string();
-    let topology = Topology::of(comm);
-    let plan = scenario.plan(topology).map_err(in_words)?;
-    let backend = CpuBackend::new(Scenario::threads());
-    let mut state = plan.allocate_on(&backend, comm).map_err(in_words)?;
-    for (param, desc) in plan.params().iter().enumerate() {
-        let bytes = scenario.first_values(param);
-        let written = state.write(&backend, Role::Param, &desc.name, &bytes);
-        written.map_err(in_words)?;
-    }
-    let resumed_at = resume(&plan, &mut state, &backend, &files)?;
-    (told.resumed)(resumed_at);
+    let options = scenario.options(comm.world_size());
+    let cpu = Cpu::with_threads(Scenario::threads());
+    let session = Session::on(&options, &scenario.params(), Box::new(cpu), comm);
+    let session = session.map_err(|error: SessionError| error.to_string())?;
     let looks = scenario.looks;
-    let mut rank = Rank {
-        plan: &plan,
-        backend,
-        state,
-        comms: Comms::direct(comm),
-        saves: looks.map(|looks| Saves::in_turns(files.clone(), looks)),
-        files,
-        saving: 0,
-        told,
-    };
-    train(scenario, &mut rank, resumed_at).map_err(in_words)?;
-    rank.hash().map_err(in_words)
+    let session = session.saving_to(Checkpoints::in_turns(files, looks.unwrap_or(1)));
+    let mut rank = Rank { session, saves_behind: looks.is_some(), saving: None, told };
+    let done = resume(scenario, &mut rank);
+    let done = done.and_then(|at| {
+        let trained = train(scenario, &mut rank, at).and_then(|()| rank.hash());
+        trained.map_err(|error| error.to_string())
+    });
+    if let Err(error) = &done {
+        // Others may be anywhere: what a program says whose own work has failed.
+        rank.session.fail(error);
+    }
+    done
 }
 
 /// Goes on from the checkpoint, if there is one, and returns the micro-steps that are over.
-fn resume(
-    plan: &Plan,
-    state: &mut State,
-    backend: &CpuBackend,
-    files: &RankFiles,
-) -> Result<u64, String> {
-    let told = |error: PlanError| format!("{CANNOT_LOAD}{error}");
-    let folder = CheckpointFolder::of(files, Path::new(FOLDER));
-    if Manifest::read_if_any(folder).map_err(told)?.is_none() {
-        return Ok(0);
+fn resume(scenario: &Scenario, rank: &mut Rank<'_>) -> Result<u64, String> {
+    for (param, desc) in scenario.params().iter().enumerate() {
+        let bytes = scenario.first_values(param);
+        let written = rank.session.write_param(&desc.name, &bytes);
+        written.map_err(|error| error.to_string())?;
     }
-    let caller = load(RunToLoad::of(plan, state, backend), folder).map_err(told)?;
-    let at = caller.get(AT).and_then(|text| text.parse().ok());
-    Ok(at.ok_or("no position")?)
+    let at = |_: &Path, texts: &BTreeMap<String, String>| {
+        Ok(texts.get(AT).and_then(|text| text.parse::<u64>().ok()))
+    };
+    let resumed = rank.session.resume_with(FOLDER, at);
+    let resumed = resumed.map_err(|error| format!("{CANNOT_LOAD}{error}"))?;
+    let at = resumed.map_or(Ok(0), |at| at.ok_or("no position"))?;
+    (rank.told.resumed)(at);
+    Ok(at)
 }
 
 /// Runs the remaining micro-steps with their saves, and the work at the end of a run.
 fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), PlanError> {
-    let topology = rank.plan.topology();
-    let said = [(AT, at.to_string())];
-    rank.run().handshake(&said)?;
+    rank.session.compare_also([(AT, at.to_string())]);
     if scenario.lanes.is_some() {
         return train_lanes(scenario, rank, at);
     }
+    let params = scenario.params();
+    let topology = rank.session.plan().topology();
     while at < scenario.micro_steps {
-        rank.poll_saves()?;
-        let mut run = rank.run();
-        for (param, desc) in run.plan().params().iter().enumerate().rev() {
-            run.push_grad(&desc.name, &scenario.gradient(at, param, topology))?;
+        rank.session.begin_step()?;
+        rank.hear_of_saves()?;
+        for (param, desc) in params.iter().enumerate().rev() {
+            let gradient = scenario.gradient(at, param, topology);
+            rank.session.push_grad_bytes(&desc.name, &gradient)?;
         }
-        run.step()?;
+        rank.session.step()?;
         at += 1;
         if at.is_multiple_of(scenario.save_every) {
             rank.save(at)?;
         }
     }
-    rank.run().flush()?;
+    rank.session.flush()?;
     if scenario.averages() {
-        rank.run().average_now()?;
+        rank.session.average_now()?;
     }
     rank.finish_saves()
 }
 
 /// Makes the remaining updates of a run with lanes. Some of its saves are within an update.
 fn train_lanes(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), PlanError> {
-    let within = scenario.saves_within(rank.plan.topology().world);
-    let mut goes_on = rank.state.has_gradients();
+    let params = scenario.params();
+    let within = scenario.saves_within(rank.session.plan().topology().world);
+    let mut goes_on = rank.session.state().has_gradients();
     while at < scenario.micro_steps {
-        rank.poll_saves()?;
         for step in 0.. {
-            let mut run = rank.run();
-            if let Some(micro_batch) = run.state().micro_batch() {
-                for (param, desc) in run.plan().params().iter().enumerate().rev() {
-                    run.push_grad(&desc.name, &scenario.gradient_of(at, micro_batch, param))?;
+            if let Some(micro_batch) = rank.session.state().micro_batch() {
+                for (param, desc) in params.iter().enumerate().rev() {
+                    let gradient = scenario.gradient_of(at, micro_batch, param);
+                    rank.session.push_grad_bytes(&desc.name, &gradient)?;
                 }
             }
-            if run.step()?.update.is_some() {
+            if rank.session.step()?.update.is_some() {
                 break;
             }
             // Of an update that others have begun, ranks may have one micro-step left.
@@ -204,6 +172,7 @@ fn train_lanes(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<
         }
         goes_on = false;
         at += 1;
+        rank.hear_of_saves()?;
         if at.is_multiple_of(scenario.save_every) {
             rank.save(at)?;
         }

@@ -3,15 +3,13 @@
 
 use std::num::{NonZeroU32, NonZeroU64, NonZeroUsize};
 
+use fusestep::StepOptions;
 use fusestep_fused_adam::Adam;
 use fusestep_fused_sgd::Sgd;
 use fusestep_lamb::Lamb;
 use fusestep_launch::{Master, Precision};
 use fusestep_lion::Lion;
-use fusestep_planner::{
-    Averaged, ClipByGlobalNorm, FuseAllReduce, FuseReduceIntoUpdate, GradientAccumulation, Lanes,
-    LocalSgd, Optimizer, Plan, PlanError, Planner, Reach, ReducedWhen, Shard, Topology, ZeroStage,
-};
+use fusestep_planner::{Averaged, Initial, LocalSgd, Optimizer, ReducedWhen, Topology};
 use fusestep_tensor::{DType, ParamDesc, Shape};
 use half::bf16;
 use rand::{RngExt, SeedableRng};
@@ -19,6 +17,9 @@ use rand_chacha::ChaCha8Rng;
 
 /// Parts of a batch, each with a gradient of its own: no run has more ranks.
 const BATCH_PARTS: u64 = 4;
+
+/// Bytes of a MiB.
+const MIB: f64 = 1_048_576.0;
 
 /// A training run, except for its numbers of ranks.
 #[derive(Clone, Debug)]
@@ -110,33 +111,37 @@ impl Scenario {
         named.map(|(at, shape)| ParamDesc::new(format!("t{at}"), shape, dtype)).collect()
     }
 
-    pub(super) fn plan(&self, topology: Topology) -> Result<Plan, PlanError> {
-        let mut planner = Planner::new(self.rule);
+    /// The settings of a run on so many ranks.
+    pub(super) fn options(&self, world: usize) -> StepOptions {
+        let mut options = StepOptions {
+            clip_norm: self.clip,
+            accumulate: self.merge,
+            lanes: self.lanes.map(NonZeroU32::get),
+            // Each rank's own are the same, so either way begins with the same values.
+            initial: if self.seed.is_multiple_of(3) {
+                Initial::OwnAndEqual
+            } else {
+                Initial::OfRankZero
+            },
+            ..StepOptions::of(self.rule)
+        };
         if self.narrow {
-            planner = planner.precision(Precision { master: Master::F32, ..Precision::default() });
+            options.precision = Precision { master: Master::F32, ..Precision::default() };
         }
-        if let Some(max_norm) = self.clip {
-            planner = planner.with(ClipByGlobalNorm::new(max_norm));
-        }
-        if let Some(merge) = NonZeroU32::new(self.merge).filter(|merge| merge.get() > 1) {
-            planner = planner.with(GradientAccumulation::every(merge).reduced(self.reduced));
-        }
-        if let Some(lanes) = self.lanes {
-            planner = planner.with(Lanes::new(lanes));
-        }
-        if topology.world > 1 {
-            planner = planner.with(FuseAllReduce::of_bytes(self.cap_bytes));
-            if let Some(averaging) = self.averaging {
-                return planner.with(averaging).plan_for(&self.params(), topology);
-            }
-            if topology.reach == Reach::SharedMemory {
-                planner = planner.with(FuseReduceIntoUpdate);
-            }
-            if let Some(zero) = ZeroStage::of(self.zero).filter(|zero| *zero != ZeroStage::None) {
-                planner = planner.with(Shard::new(zero));
+        if let Some(averaging) = self.averaging {
+            options.local_sgd = Some(averaging.every.get());
+            options.local_sgd_begin = averaging.begin;
+            options.local_sgd_averaged = averaging.averaged;
+        } else {
+            options.bucket_cap_mib = Some(self.cap_bytes as f64 / MIB);
+            options.zero = self.zero;
+            // Threads of streams would not wait for their turns.
+            options.comm_streams = Some(0);
+            if self.merge > 1 {
+                options.reduced = self.reduced;
             }
         }
-        planner.plan_for(&self.params(), topology)
+        if world == 1 { options.of_one() } else { options }
     }
 
     /// The first values of a parameter.
