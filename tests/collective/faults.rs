@@ -9,7 +9,7 @@ use fusestep_collective::{
     ReduceOp, run_ranks,
 };
 
-/// A stall is this long, so that an error that comes earlier was not waited for.
+/// A stall nobody hears of is this long, so that an error that comes earlier was not waited for.
 const STALL_MS: u64 = 4 * TIMEOUT_MS;
 
 const TIMEOUT_MS: u64 = 1000;
@@ -80,7 +80,7 @@ fn a_rank_that_panics_in_any_collective_is_named_at_once() {
 #[test]
 fn a_rank_that_stalls_in_any_collective_is_named_after_the_deadline() {
     within(60, || {
-        each_collective_and_culprit(FaultKind::StallMs(STALL_MS), |error, culprit| {
+        each_collective_and_culprit(FaultKind::StallUntilFailed(STALL_MS), |error, culprit| {
             matches!(
                 error,
                 CollectiveError::Late { ranks, timeout_ms: TIMEOUT_MS, .. } if *ranks == [culprit]

@@ -69,7 +69,9 @@ pub(crate) fn violations(files: &[(&str, &str)]) -> Vec<String> {
         found.extend(through_closed_doors(planner, &OPEN));
     }
     for (setting, most) in SETTINGS {
-        let naming = files.iter().filter(|(_, text)| words(text, setting).next().is_some());
+        // Simulated runs set what they need, as tests do.
+        let product = files.iter().filter(|(path, _)| !path.starts_with("tools/"));
+        let naming = product.filter(|(_, text)| words(text, setting).next().is_some());
         let naming: Vec<&str> = naming.map(|(path, _)| *path).collect();
         let list = naming.join(", ");
         found.extend(above(&format!("files that name `{setting}` ({list})"), naming.len(), most));

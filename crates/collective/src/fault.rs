@@ -1,6 +1,6 @@
 //! Communicators that fail on purpose.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -8,6 +8,9 @@ use crate::{
     Buffers, Call, CollectiveError, Collectives, Communicator, Membership, RankMemory,
     ReduceUpdate, Replica,
 };
+
+/// Time between two looks whether a group has failed.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// One fault: what happens at which call of which rank. A list of faults is a scenario, and can be
 /// kept as JSON.
@@ -32,6 +35,8 @@ pub enum FaultKind {
     /// The rank stays away for this many milliseconds, longer than the timeout, then goes on as if
     /// nothing had happened.
     StallMs(u64),
+    /// The rank stays away until its group has failed without it, this many milliseconds at most.
+    StallUntilFailed(u64),
     /// The rank panics instead of taking part.
     Kill,
     /// The rank flips the lowest bit of one byte of its input and tells nobody; the byte is counted
@@ -72,6 +77,13 @@ impl<C: Communicator> Faulty<C> {
                 }
                 FaultKind::DelayMs(millis) | FaultKind::StallMs(millis) => {
                     std::thread::sleep(Duration::from_millis(millis));
+                }
+                FaultKind::StallUntilFailed(millis) => {
+                    let (aborter, begun) = (self.inner.aborter(), Instant::now());
+                    let most = Duration::from_millis(millis);
+                    while aborter.failure().is_none() && begun.elapsed() < most {
+                        std::thread::sleep(LOOK_EVERY);
+                    }
                 }
                 // Without the panic hook: writing a backtrace can take longer than a short timeout,
                 // and there is nothing to find.

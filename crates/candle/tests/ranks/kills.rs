@@ -21,8 +21,8 @@ const LAYERS: [(&str, &[usize]); 3] =
     [("first", &[32, 384]), ("second", &[384, 384]), ("third", &[384, 8])];
 /// Samples of a step, of all ranks together.
 const BATCH: usize = 8;
-/// Kills after which the run is given up. On a busy machine most of them miss a save, by hundreds of
-/// microseconds; on an idle one every other.
+/// Kills after which the run is given up. On a busy machine most of them miss a save; on an idle
+/// one every other.
 const MOST_KILLS: usize = 300;
 /// Steps of the run that is not killed any more.
 const LAST_STEPS: usize = 3;

@@ -109,7 +109,7 @@ fn memory_for_tensors_that_is_not_given_is_an_error() {
     let step = [&step[..], &["--state-out", files[2], "--threads", "1"]].concat();
     let (mut refused, mut done) = (0, 0);
     for args in [&bench[..], &step] {
-        for mib in (90..720).step_by(30) {
+        for mib in (90..720).step_by(45) {
             let ended = limited(&format!("-v {}", mib << 10), args);
             let error = String::from_utf8_lossy(&ended.stderr);
             assert!(matches!(ended.status.code(), Some(0 | 1)), "{mib} MiB, {args:?}: {error}");

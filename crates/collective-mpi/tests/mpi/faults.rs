@@ -14,8 +14,8 @@ use super::worlds::{group, with_world};
 /// That of the scenarios.
 const TIMEOUT_MS: u64 = 1000;
 
-/// A stall is this long, so that an error that comes earlier was not waited for, even where the
-/// machine has other work.
+/// A stall nobody hears of is this long, so that an error that comes earlier was not waited for,
+/// even where the machine has other work.
 const STALL_MS: u64 = 4 * TIMEOUT_MS;
 
 fn three_ranks() -> bool {
@@ -29,7 +29,7 @@ fn each_collective_and_culprit(kind: FaultKind, names: impl Fn(&CollectiveError,
     for (index, (name, collective)) in COLLECTIVES.into_iter().enumerate() {
         // A stall takes its time; one rank after the other shares the collectives.
         let culprits = match kind {
-            FaultKind::StallMs(_) => index % 3..index % 3 + 1,
+            FaultKind::StallUntilFailed(_) => index % 3..index % 3 + 1,
             _ => 0..3,
         };
         for culprit in culprits {
@@ -49,7 +49,7 @@ fn each_collective_and_culprit(kind: FaultKind, names: impl Fn(&CollectiveError,
                 assert!(names(&error, culprit), "{name}, rank {rank}, culprit {culprit}: {error}");
                 // Before a rank that stalls is back; others are named at once.
                 let limit = match kind {
-                    FaultKind::StallMs(stall_ms) => stall_ms,
+                    FaultKind::StallUntilFailed(stall_ms) => stall_ms,
                     _ => 2 * TIMEOUT_MS,
                 };
                 let limit = Duration::from_millis(limit);
@@ -77,7 +77,7 @@ fn a_rank_that_fails_in_any_collective_is_named_at_once() {
 
 #[test]
 fn a_rank_that_stalls_in_any_collective_is_named_after_the_deadline() {
-    each_collective_and_culprit(FaultKind::StallMs(STALL_MS), |error, culprit| {
+    each_collective_and_culprit(FaultKind::StallUntilFailed(STALL_MS), |error, culprit| {
         matches!(
             error,
             CollectiveError::Late { ranks, timeout_ms: TIMEOUT_MS, .. } if *ranks == [culprit]

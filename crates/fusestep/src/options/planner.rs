@@ -242,8 +242,8 @@ impl StepOptions {
     }
 
     /// Communication streams of a rank: as asked for, else none where ranks see each other's
-    /// memory, since there the reduction is part of the update and has nothing to hide behind. Ranks
-    /// that average parameters have none either.
+    /// memory, since there the reduction is part of the update and has nothing to hide behind, or
+    /// average parameters.
     pub fn streams(&self, topology: Topology) -> usize {
         let default = match topology.reach {
             Reach::Calls if !self.naive && !self.averages() => Comms::DEFAULT_STREAMS,
