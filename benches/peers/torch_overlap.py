@@ -1,4 +1,4 @@
-"""Whole iterations of a transformer of 10 million parameters: `DataParallel` beside PyTorch's DDP.
+"""Whole iterations of a transformer of 10 million parameters: `DataParallel` beside DDP and FSDP2.
 
     pip install torch numpy fusestep
     torchrun --nproc-per-node=2 benches/peers/torch_overlap.py [--rounds N] [--windows N]
@@ -6,9 +6,10 @@
 Two processes of one thread each train on windows of 64 characters: forward, backward, the average
 of gradients and AdamW. `DataParallel` steps without communication streams and with two, whose calls
 run beside the backward pass, and at ZeRO stages 2 and 3, where parameters come before each module;
-DDP reduces by Gloo beside it. All take turns, and so do a forward and backward pass alone, without
-an exchange or a step. Milliseconds of the slowest process: median, least and most of all rounds;
-and what is left of each iteration when the passes are taken off.
+DDP reduces by Gloo beside it, and so does FSDP2, where parameters come layer by layer. All take
+turns, and so do a forward and backward pass alone, without an exchange or a step. Milliseconds of
+the slowest process: median, least and most of all rounds; and what is left of each iteration when
+the passes are taken off.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch_transformer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fusestep.torch
 
@@ -41,6 +44,12 @@ def contestants():
     own = model()
     parallel = torch.nn.parallel.DistributedDataParallel(own, gradient_as_bucket_view=True)
     yield "DDP, fused AdamW", parallel, torch.optim.AdamW(own.parameters(), lr=1e-3, fused=True)
+    own = model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in own.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(own, mesh=mesh)
+    yield "FSDP2, fused AdamW", own, torch.optim.AdamW(own.parameters(), lr=1e-3, fused=True)
     yield "passes alone", model(), None
 
 

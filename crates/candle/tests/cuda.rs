@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW};
 use fusestep_candle::{
     AnyRule, Lamb, LossScale, Master, Nesterov, Options, Params, ParamsLamb, ParamsScheduleFree,
-    ParamsSgd, Precision, ScheduleFree, Solo,
+    ParamsSgd, Precision, ReduceDType, ScheduleFree, Solo,
 };
 use fusestep_planner::Optimizer as Rule;
 use fusestep_tensor::Role;
@@ -45,13 +45,18 @@ fn vars_of(numels: &[usize], dtype: DType, device: &Device) -> Vec<(String, Var)
     numels.iter().enumerate().map(var).collect()
 }
 
-/// Gradients that begin a few elements behind the start of their memory.
+/// Gradients of the variables' own type.
 fn grads(vars: &[(String, Var)], step: u64) -> GradStore {
+    grads_of(vars, step, Var::dtype)
+}
+
+/// Gradients that begin a few elements behind the start of their memory.
+fn grads_of(vars: &[(String, Var)], step: u64, dtype: impl Fn(&Var) -> DType) -> GradStore {
     let mut store = GradStore::default();
     for (name, var) in vars {
         let index: u64 = name[1..].parse().unwrap();
         let (numel, ahead) = (var.elem_count(), index as usize % 5);
-        let all = values(numel + ahead, 1000 * step + index, var.dtype());
+        let all = values(numel + ahead, 1000 * step + index, dtype(var));
         let all = all.to_device(var.device()).unwrap();
         store.insert(var, all.narrow(0, ahead, numel).unwrap());
     }
@@ -118,6 +123,30 @@ fn variables_on_the_device_get_the_bits_of_those_on_the_host() {
                 let found = steps(&device);
                 let first = found.iter().zip(&expected).position(|(a, b)| a != b);
                 assert_eq!(first, None, "{rule}, {dtype:?}, {device:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_in_f32_of_narrow_variables_get_the_bits_of_those_on_the_host() {
+    let precision = Precision { master: Master::F32, ..Precision::default() };
+    let wide = Options { precision, reduce_dtype: ReduceDType::F32, ..Options::default() };
+    let clipped = Options { clip_norm: Some(0.5), ..wide.clone() };
+    for (rule, role) in rules() {
+        for (dtype, options) in [(DType::BF16, &wide), (DType::F16, &clipped)] {
+            let steps = |device: &Device| {
+                let vars = vars(dtype, device);
+                let mut optimizer = AnyRule::with_options(vars.clone(), rule, options).unwrap();
+                for step in 1..=3 {
+                    optimizer.step(&grads_of(&vars, step, |_| DType::F32)).unwrap();
+                }
+                assert_eq!(optimizer.report().copied_gradients, 0);
+                all_bits(&optimizer, role)
+            };
+            let expected = steps(&Device::Cpu);
+            for device in devices() {
+                assert!(steps(&device) == expected, "{rule}, {dtype:?}, {device:?}");
             }
         }
     }

@@ -7,6 +7,7 @@ import time
 
 import torch
 from emulated import emulated
+from processes import tell_if_late
 
 import fusestep.torch
 from fusestep.torch import _rank_memory
@@ -254,6 +255,7 @@ def main(kind, out, options, rank, world, session):
     told = os.open(out / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(told, stream)
+    tell_if_late()
     torch.set_num_threads(1)
     # By its path: PyTorch may have loaded the real one by this name.
     _rank_memory.nccl_of_wheels = lambda: os.environ["FUSESTEP_NCCL_LIBRARY"]

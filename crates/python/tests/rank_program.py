@@ -15,6 +15,7 @@ import rank_others
 import rank_settings
 import rank_whole
 import torch
+from processes import tell_if_late
 
 import fusestep.torch
 
@@ -327,6 +328,7 @@ def main(kind, out, options, started=None):
         told = os.open(OUT / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
         for stream in (1, 2):
             os.dup2(told, stream)
+        tell_if_late()
     # Of torchrun, or of Open MPI's mpirun.
     RANK, WORLD = (
         int(os.environ.get(name) or os.environ[f"OMPI_COMM_WORLD_{name.removeprefix('WORLD_')}"])

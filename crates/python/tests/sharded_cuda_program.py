@@ -8,6 +8,7 @@ import traceback
 import torch
 import torch.distributed as dist
 from emulated import OnDevice, emulated
+from processes import tell_if_late
 from sharded_program import is_refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -266,6 +267,7 @@ CHECKS = {
 
 def main(names, folder, rank, world, session):
     """Runs checks as one of many processes; what failed is in a file."""
+    tell_if_late()
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

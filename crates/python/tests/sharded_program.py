@@ -7,6 +7,7 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from processes import tell_if_late
 from torch.distributed.checkpoint import state_dict as whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -427,6 +428,7 @@ CHECKS = {
 
 def main(names, folder, rank, world, session):
     """Runs checks as one of many processes; what failed is in a file."""
+    tell_if_late()
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

@@ -4,13 +4,12 @@ for NCCL (`cargo xtask python --cuda`).
 
 import os
 import sys
-import time
 import uuid
 
 import nccl_program
 import pytest
 import torch
-from test_ranks import starter
+from processes import run_all
 
 import fusestep.torch
 from fusestep.torch import _rank_memory
@@ -89,23 +88,9 @@ def run(kind, out, world, options=None, may_die=()):
     """What each rank has found; `None` for one that died."""
     out.mkdir(exist_ok=True)
     session = uuid.uuid4().hex
-    ranks = [
-        starter().Process(
-            target=nccl_program.main, args=(kind, out, options or {}, rank, world, session)
-        )
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.start()
-    end = time.monotonic() + 240
-    for rank in ranks:
-        rank.join(max(0, end - time.monotonic()))
-    late = [number for number, rank in enumerate(ranks) if rank.exitcode is None]
-    for number in late:
-        ranks[number].kill()
-    assert not late, "ranks that did not end"
+    each = [(kind, out, options or {}, rank, world, session) for rank in range(world)]
     found = []
-    for number, rank in enumerate(ranks):
+    for number, rank in enumerate(run_all(nccl_program.main, each, out)):
         if number in may_die:
             found.append(None)
             continue

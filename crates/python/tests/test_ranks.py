@@ -1,16 +1,15 @@
 """Processes that train one model together: `DataParallel`."""
 
 import json
-import multiprocessing
 import os
 import pathlib
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
 import torch
+from processes import run_all
 from rank_program import Model, loss_of, main
 
 import fusestep.torch
@@ -20,32 +19,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 PROGRAM = HERE / "rank_program.py"
 
 
-def starter():
-    """Starts processes as copies of one that has imported PyTorch, which takes it seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "fusestep.torch"])
-    return context
-
-
 def run(kind, out, world=2, may_die=(), **options):
     """Ranks started by plain variables; what each has written, `None` for one that died."""
     out.mkdir(exist_ok=True)
     session = uuid.uuid4().hex
-    processes = [
-        starter().Process(target=main, args=(kind, out, options, (rank, world, session)))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + 240
-    for process in processes:
-        process.join(max(0, end - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-    for rank in late:
-        processes[rank].kill()
-    assert not late, "ranks that did not end"
+    each = [(kind, out, options, (rank, world, session)) for rank in range(world)]
     found = []
-    for rank, process in enumerate(processes):
+    for rank, process in enumerate(run_all(main, each, out)):
         if rank in may_die:
             found.append(None)
             continue

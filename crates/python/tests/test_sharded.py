@@ -1,11 +1,10 @@
 """Parameters that are DTensors: FSDP2, tensor parallel and both, on processes over gloo."""
 
-import time
 import uuid
 
 import pytest
+from processes import run_all
 from sharded_program import CHECKS, main
-from test_ranks import starter
 
 ALONE = [name for name in CHECKS if name not in ("saves", "resumes")]
 
@@ -13,20 +12,9 @@ ALONE = [name for name in CHECKS if name not in ("saves", "resumes")]
 def run(names, folder, world, target=main):
     """Runs checks on so many processes."""
     session = uuid.uuid4().hex
-    processes = [
-        starter().Process(target=target, args=(names, folder, rank, world, session))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + 400
-    for process in processes:
-        process.join(max(0, end - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-    for rank in late:
-        processes[rank].kill()
+    each = [(names, folder, rank, world, session) for rank in range(world)]
+    processes = run_all(target, each, folder)
     told = [path.read_text() for path in sorted(folder.glob("rank*.txt"))]
-    assert not late, f"ranks that did not end: {late}\n" + "\n".join(told)
     assert not told, "\n".join(told)
     assert all(process.exitcode == 0 for process in processes)
 

@@ -112,6 +112,11 @@ const CHECKS: &[Check] = &[
         ..PLAIN
     },
     Check { name: "loops and rules on an emulated ARM", command: "cargo xtask arm", ..PLAIN },
+    Check {
+        name: "mutants of kernels on the emulator",
+        command: "cargo xtask emulate -- mutants_that",
+        ..PLAIN
+    },
     Check { name: "candle on the emulated device", command: "cargo xtask candle-cuda", ..PLAIN },
     Check {
         name: "spans of a rank's step",

@@ -287,10 +287,13 @@ fn lent_tensors_arenas_and_the_host_give_the_same_bits() {
         let numels = [0, 1, 16_383, 16_384, 16_385, 7, 65_535, 65_536, 65_537, 0, 33];
         let whole = Case::new(numels, dtype).with_groups();
         let cut = Case::new([0, 1, 63, 64, 65, 500, 0, 191, 193], dtype).with_groups();
-        for rule in rules() {
+        for (number, rule) in rules().into_iter().enumerate() {
             for clip_norm in [None, Some(0.5)] {
                 let planned = Planned { rule, precision, clip_norm };
-                same_bits(&framework, &adopted, planned, &whole);
+                // Where chunks end is the same to all rules: each has them once, clipped or not.
+                if number == 0 || clip_norm.is_some() == (number % 2 == 0) {
+                    same_bits(&framework, &adopted, planned, &whole);
+                }
                 same_bits(&framework, &cuda().with_limits(TINY), planned, &cut);
             }
         }
