@@ -13,6 +13,8 @@ use fusestep_fused_adam::Adam;
 use fusestep_planner::{ClipByGlobalNorm, LossScaling, Optimizer, Plan, Planner, RunAlone, State};
 use fusestep_tensor::Role;
 
+#[path = "support/asked.rs"]
+mod asked;
 #[path = "support/memory.rs"]
 mod memory;
 #[path = "support/shapes.rs"]
@@ -20,6 +22,7 @@ mod shapes;
 #[path = "support/timing.rs"]
 mod timing;
 
+use asked::is_asked;
 use memory::{Ceiling, thread_counts};
 use shapes::{Set, model, tiny};
 use timing::group;
@@ -69,7 +72,11 @@ fn amp(criterion: &mut Criterion) {
         planner.with(LossScaling::fixed(1024.0))
     };
     for set in [tiny(), model("resnet50"), model("gpt2")] {
-        let mut group = group(criterion, &format!("amp/{}", set.name));
+        let name = format!("amp/{}", set.name);
+        if !is_asked(&name, &["clipped", "naive", "plain", "norm", "ceiling"]) {
+            continue;
+        }
+        let mut group = group(criterion, &name);
         for threads in thread_counts() {
             let backend = CpuBackend::new(threads);
             let expected = 0.01 * (set.elements() as f64).sqrt();

@@ -9,6 +9,8 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use fusestep_fused_adam::Adam;
 use fusestep_fused_adam::reference::{Element, update};
 
+#[path = "support/asked.rs"]
+mod asked;
 #[path = "support/contest.rs"]
 mod contest;
 #[path = "support/memory.rs"]

@@ -7,6 +7,8 @@
 use criterion::{Criterion, criterion_group, criterion_main};
 use fusestep_fused_sgd::Sgd;
 
+#[path = "support/asked.rs"]
+mod asked;
 #[path = "support/contest.rs"]
 mod contest;
 #[path = "support/memory.rs"]

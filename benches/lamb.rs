@@ -10,6 +10,8 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use fusestep_lamb::reference::{Tensor, update};
 use fusestep_lamb::{Lamb, Trust};
 
+#[path = "support/asked.rs"]
+mod asked;
 #[path = "support/contest.rs"]
 mod contest;
 #[path = "support/memory.rs"]

@@ -9,6 +9,8 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use fusestep_planner::Optimizer;
 use fusestep_testkit::{ElementState, reference_step};
 
+#[path = "support/asked.rs"]
+mod asked;
 #[path = "support/contest.rs"]
 mod contest;
 #[path = "support/memory.rs"]

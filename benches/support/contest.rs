@@ -8,6 +8,7 @@ use fusestep_launch::Precision;
 use fusestep_planner::{Optimizer, Plan, Planner, RunAlone, State};
 use fusestep_tensor::{DType, ParamDesc, Role, Shape};
 
+use crate::asked::is_asked;
 use crate::memory::{Ceiling, thread_counts};
 use crate::shapes::{Set, model, tiny};
 use crate::timing::group;
@@ -72,9 +73,13 @@ pub(crate) fn contest(
     after_first_step: f64,
 ) {
     for set in [tiny_flat(), tiny(), model("resnet50"), model("gpt2")] {
+        let name = format!("{name}/{}", set.name);
+        if !is_asked(&name, &["fused", "naive", "ceiling"]) {
+            continue;
+        }
         let kernel = rule.rule().kernel(DType::F32, Precision::default()).expect("an f32 kernel");
         let bytes = kernel.traffic_bytes(set.elements());
-        let mut group = group(criterion, &format!("{name}/{}", set.name));
+        let mut group = group(criterion, &name);
         group.throughput(Throughput::Bytes(bytes));
         for threads in thread_counts() {
             let backend = CpuBackend::new(threads);

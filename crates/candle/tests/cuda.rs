@@ -47,7 +47,7 @@ fn vars_of(numels: &[usize], dtype: DType, device: &Device) -> Vec<(String, Var)
 
 /// Gradients of the variables' own type.
 fn grads(vars: &[(String, Var)], step: u64) -> GradStore {
-    grads_of(vars, step, Var::dtype)
+    grads_of(vars, step, |var| var.dtype())
 }
 
 /// Gradients that begin a few elements behind the start of their memory.
@@ -134,9 +134,9 @@ fn gradients_in_f32_of_narrow_variables_get_the_bits_of_those_on_the_host() {
     let wide = Options { precision, reduce_dtype: ReduceDType::F32, ..Options::default() };
     let clipped = Options { clip_norm: Some(0.5), ..wide.clone() };
     for (rule, role) in rules() {
-        for (dtype, options) in [(DType::BF16, &wide), (DType::F16, &clipped)] {
+        for options in [&wide, &clipped] {
             let steps = |device: &Device| {
-                let vars = vars(dtype, device);
+                let vars = vars(DType::BF16, device);
                 let mut optimizer = AnyRule::with_options(vars.clone(), rule, options).unwrap();
                 for step in 1..=3 {
                     optimizer.step(&grads_of(&vars, step, |_| DType::F32)).unwrap();
@@ -146,7 +146,7 @@ fn gradients_in_f32_of_narrow_variables_get_the_bits_of_those_on_the_host() {
             };
             let expected = steps(&Device::Cpu);
             for device in devices() {
-                assert!(steps(&device) == expected, "{rule}, {dtype:?}, {device:?}");
+                assert!(steps(&device) == expected, "{rule}, {device:?}");
             }
         }
     }

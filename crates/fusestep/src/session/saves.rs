@@ -192,8 +192,8 @@ impl Session<'_> {
         if self.saving.checkpoints.in_flight() { self.saving.finish() } else { Ok(()) }
     }
 
-    /// This session, whose saves go to these checkpoints, which have none in flight; those of a
-    /// simulated file system, say.
+    /// This session with other checkpoints for its saves, such as those of a simulated disk. Call
+    /// it before the first save and before texts are remembered.
     pub fn saving_to(mut self, checkpoints: Checkpoints) -> Self {
         self.saving.checkpoints = checkpoints;
         self
