@@ -17,7 +17,7 @@ pub use fusestep_adagrad::{self as adagrad, AdagradTensors};
 #[cfg(feature = "adamax")]
 pub use fusestep_adamax::{self as adamax, AdamaxTensors};
 pub use fusestep_amp as amp;
-pub use fusestep_checkpoint::{self as checkpoint, Checkpoints};
+pub use fusestep_checkpoint::{self as checkpoint, Checkpoints, Saved};
 pub use fusestep_coalesce as coalesce;
 pub use fusestep_collective::{self as collective, Communicator};
 pub use fusestep_cpu::{BorrowedPiece, CpuBackend};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use fusestep_checkpoint::{Checkpoints, load_state};
+use fusestep_checkpoint::{Checkpoints, Saved, load_state};
 use fusestep_planner::{BorrowedParams, Initial, PlanError, RunToLoad, RunToSave};
 #[cfg(doc)]
 use fusestep_planner::{Run, State};
@@ -146,7 +146,7 @@ impl Session<'_> {
         params: Option<&dyn BorrowedParams>,
         texts: BTreeMap<String, String>,
     ) -> Result<(), PlanError> {
-        self.tell_of_save()?;
+        self.finish_saves()?;
         self.meet()?;
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let run = RunToSave { plan, state: &self.state, backend: self.backend.as_ref(), params };
@@ -204,6 +204,12 @@ impl Session<'_> {
         self.saving.checkpoints = std::mem::take(&mut other.saving.checkpoints);
     }
 
+    /// A save that has been completed since this was last asked, by a step, another save or
+    /// [`Session::finish_saves`]: from now on a run resumes from it, or from a later one.
+    pub fn take_saved(&mut self) -> Option<Saved> {
+        self.saving.saved.take()
+    }
+
     /// Whether a save is being written.
     pub fn is_saving(&self) -> bool {
         self.saving.checkpoints.in_flight()
@@ -231,9 +237,7 @@ impl Session<'_> {
         // With lanes ranks make different numbers of micro-steps, so they look once an update.
         let within = self.plan().lanes().is_some() && self.state.micro_steps() > 0;
         if self.saving.checkpoints.in_flight() && !within {
-            let Saving { comms, checkpoints, .. } = &mut self.saving;
-            let polled = checkpoints.poll(comms);
-            self.saving.noted_by_all(polled)?;
+            self.saving.poll()?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! A session's saves, which its end completes.
 
-use fusestep_checkpoint::Checkpoints;
+use fusestep_checkpoint::{Checkpoints, Saved};
 use fusestep_planner::{Comms, Plan, PlanError};
 
 /// Plan, calls and saves of a session.
@@ -8,6 +8,8 @@ pub(super) struct Saving<'c> {
     pub(super) plan: Plan,
     pub(super) comms: Comms<'c>,
     pub(super) checkpoints: Checkpoints,
+    /// A save that has been completed and not been told of.
+    pub(super) saved: Option<Saved>,
     /// Error of a save, heard of behind a step.
     pub(super) untold: Option<PlanError>,
     /// Text of the first failure that other ranks may not know of.
@@ -16,7 +18,7 @@ pub(super) struct Saving<'c> {
 
 impl<'c> Saving<'c> {
     pub(super) fn new(plan: Plan, comms: Comms<'c>, checkpoints: Checkpoints) -> Self {
-        Self { plan, comms, checkpoints, untold: None, failed: None }
+        Self { plan, comms, checkpoints, saved: None, untold: None, failed: None }
     }
 
     /// Passes on an outcome and remembers a failure: other ranks may wait elsewhere. One of a
@@ -42,7 +44,20 @@ impl<'c> Saving<'c> {
     /// Waits for the save in flight; all ranks do.
     pub(super) fn finish(&mut self) -> Result<(), PlanError> {
         let finished = self.checkpoints.finish(&mut self.comms);
-        self.noted_by_all(finished).map(drop)
+        self.heard(finished)
+    }
+
+    /// Hears of the save in flight without waiting for it; all ranks do.
+    pub(super) fn poll(&mut self) -> Result<(), PlanError> {
+        let polled = self.checkpoints.poll(&mut self.comms);
+        self.heard(polled)
+    }
+
+    fn heard(&mut self, done: Result<Option<Saved>, PlanError>) -> Result<(), PlanError> {
+        if let Some(saved) = self.noted_by_all(done)? {
+            self.saved = Some(saved);
+        }
+        Ok(())
     }
 }
 

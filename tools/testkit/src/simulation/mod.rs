@@ -206,7 +206,9 @@ impl Simulation {
     fn put_faults(&mut self, faults: &mut BTreeMap<u64, RankFault>) {
         let count = self.rng.random_range(0..3);
         for _ in 0..count {
-            let disk_call = self.disk.calls() + self.rng.random_range(0..60);
+            // A resume's first calls more often than their number would have it.
+            let most = if self.rng.random_bool(0.2) { 3 } else { 60 };
+            let disk_call = self.disk.calls() + self.rng.random_range(0..most);
             match self.rng.random_range(0..6) {
                 0 | 1 => {
                     faults.insert(self.rng.random_range(0..250), RankFault::Death);

@@ -37,7 +37,7 @@ struct Rank<'a> {
     /// Whether saves are written while the run goes on; otherwise it waits for each.
     saves_behind: bool,
     /// Micro-steps at which the save in flight was begun.
-    saving: Option<u64>,
+    saving: u64,
     told: Told<'a>,
 }
 
@@ -47,21 +47,21 @@ impl Rank<'_> {
         self.finish_saves()?;
         let texts = BTreeMap::from([(AT.to_owned(), at.to_string())]);
         self.session.begin_save_with(FOLDER, texts)?;
-        self.saving = Some(at);
+        self.saving = at;
         if self.saves_behind { Ok(()) } else { self.finish_saves() }
     }
 
     /// Acknowledges a save that the session has completed meanwhile.
-    fn hear_of_saves(&mut self) -> Result<(), PlanError> {
-        if self.session.is_saving() { Ok(()) } else { self.finish_saves() }
+    fn hear_of_saves(&mut self) {
+        if self.session.take_saved().is_some() {
+            (self.told.saved)(self.saving);
+        }
     }
 
     /// Waits for the save in flight, and acknowledges it.
     fn finish_saves(&mut self) -> Result<(), PlanError> {
         self.session.finish_saves()?;
-        if let Some(at) = self.saving.take() {
-            (self.told.saved)(at);
-        }
+        self.hear_of_saves();
         Ok(())
     }
 
@@ -91,7 +91,7 @@ pub(super) fn run_rank(
     let session = session.map_err(|error: SessionError| error.to_string())?;
     let looks = scenario.looks;
     let session = session.saving_to(Checkpoints::in_turns(files, looks.unwrap_or(1)));
-    let mut rank = Rank { session, saves_behind: looks.is_some(), saving: None, told };
+    let mut rank = Rank { session, saves_behind: looks.is_some(), saving: 0, told };
     let done = resume(scenario, &mut rank);
     let done = done.and_then(|at| {
         let trained = train(scenario, &mut rank, at).and_then(|()| rank.hash());
@@ -131,7 +131,7 @@ fn train(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<(), Pl
     let topology = rank.session.plan().topology();
     while at < scenario.micro_steps {
         rank.session.begin_step()?;
-        rank.hear_of_saves()?;
+        rank.hear_of_saves();
         for (param, desc) in params.iter().enumerate().rev() {
             let gradient = scenario.gradient(at, param, topology);
             rank.session.push_grad_bytes(&desc.name, &gradient)?;
@@ -172,7 +172,7 @@ fn train_lanes(scenario: &Scenario, rank: &mut Rank<'_>, mut at: u64) -> Result<
         }
         goes_on = false;
         at += 1;
-        rank.hear_of_saves()?;
+        rank.hear_of_saves();
         if at.is_multiple_of(scenario.save_every) {
             rank.save(at)?;
         }

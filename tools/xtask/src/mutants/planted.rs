@@ -33,7 +33,7 @@ enum Tool {
 }
 
 /// Seeds of simulated runs for each bug.
-const SEEDS: u64 = 2000;
+const SEEDS: u64 = 10_000;
 
 /// Seconds of a fuzz target for each bug.
 const FUZZ_SECONDS: u64 = 20;
