@@ -251,6 +251,24 @@ fn streams_follow_the_cores_of_rank_0_on_all_ranks() {
 }
 
 #[test]
+fn cores_choose_no_streams_where_settings_leave_none() {
+    let params = model(30);
+    let topology = Topology::new(0, 2).expect("two ranks");
+    let own = Some(RankCores { cores: 8, threads: 1, ranks: None });
+    let usual = || StepOptions { rank_cores: own, ..StepOptions::default() };
+    let chosen = |options: StepOptions| {
+        let chosen = options.chosen(&params, topology, LaunchLimits::default()).expect("settings");
+        chosen.planner(&params, topology, LaunchLimits::default()).expect("a planner");
+        chosen.options.comm_streams
+    };
+    assert_eq!(chosen(usual()), Some(2));
+    assert_eq!(chosen(StepOptions { local_sgd: Some(2), ..usual() }), None);
+    assert_eq!(chosen(StepOptions { naive: true, ..usual() }), None);
+    assert_eq!(chosen(StepOptions { separate: true, ..usual() }), None);
+    assert_eq!(chosen(StepOptions { update_in_backward: true, ..usual() }), None);
+}
+
+#[test]
 fn files_are_read_as_they_were_written_and_others_are_told_from_them() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("cache").join("fusestep").join("figures.json");

@@ -287,6 +287,7 @@ fn streams_are_chosen_by_how_ranks_reach_each_other() {
     let mut topology = Topology::new(0, 2).expect("two ranks");
     assert_eq!(StepOptions::default().streams(topology), 2);
     assert_eq!(with(&[["naive", "true"]]).streams(topology), 0);
+    assert_eq!(with(&[["local_sgd", "4"]]).streams(topology), 0);
     assert_eq!(with(&[["comm_streams", "5"]]).streams(topology), 5);
     topology.reach = Reach::SharedMemory;
     assert_eq!(StepOptions::default().streams(topology), 0);

@@ -27,6 +27,8 @@ fn what_ranks_remember_is_in_their_checkpoint() -> Result<(), Error> {
             } else {
                 opt.step()?;
                 opt.save(&folder, 1)?;
+                // Told once.
+                assert!(opt.take_saved().is_some() && opt.take_saved().is_none());
             }
             Ok((resumed, opt.remembered("rng").map(str::to_owned)))
         })

@@ -61,11 +61,9 @@ impl Setup {
         step.groups = own_rules(names, &distinct);
         step.describe(&mut params).map_err(refused)?;
         let is_in_backward = is_in_backward(&step)?;
-        if !step.separate && !step.naive && !is_in_backward && !step.averages() {
-            // PyTorch's backward pass leaves time for calls beside it, in shared memory too, unless
-            // ranks have no core left for them.
-            step.rank_cores = Some(RankCores::of_this_process(threads, ranks_here()));
-        }
+        // PyTorch's backward pass leaves time for calls beside it, in shared memory too, unless
+        // ranks have no core left for them.
+        step.rank_cores = Some(RankCores::of_this_process(threads, ranks_here()));
         step.figures = figures(asked.get("figures", FIGURES)?)?;
         step.check(1).map_err(refused)?;
         let timeout = Duration::try_from_secs_f64(asked.get("timeout", "a number")?);

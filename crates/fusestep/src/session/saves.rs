@@ -61,6 +61,9 @@ impl Session<'_> {
         params: Option<&dyn BorrowedParams>,
         check: impl Fn(&Path, &BTreeMap<String, String>) -> Result<T, PlanError>,
     ) -> Result<Option<T>, PlanError> {
+        if self.is_saving() {
+            self.saving.finish()?;
+        }
         let Saving { plan, comms, checkpoints, .. } = &mut self.saving;
         let backend = self.backend.as_ref();
         let run = RunToLoad { plan, state: &mut self.state, backend, params };
@@ -202,10 +205,11 @@ impl Session<'_> {
     /// Takes over the saves and texts of another session of this process, which has none after.
     pub fn take_checkpoints_of(&mut self, other: &mut Session<'_>) {
         self.saving.checkpoints = std::mem::take(&mut other.saving.checkpoints);
+        self.saving.saved = other.saving.saved.take();
     }
 
-    /// A save that has been completed since this was last asked, by a step, another save or
-    /// [`Session::finish_saves`]: from now on a run resumes from it, or from a later one.
+    /// A save that has been completed since this was last asked, by a step, another save, a
+    /// resume or [`Session::finish_saves`]: from now on a run resumes from it, or from a later one.
     pub fn take_saved(&mut self) -> Option<Saved> {
         self.saving.saved.take()
     }
