@@ -131,12 +131,6 @@ impl StepOptions {
         }
     }
 
-    /// Whether cores may choose the communication streams. Other settings decide them, or have
-    /// nothing that streams could carry.
-    fn leaves_streams_open(&self) -> bool {
-        !self.separate && !self.naive && !self.update_in_backward && !self.averages()
-    }
-
     /// The choices of this rank.
     fn choices(
         &self,
@@ -145,7 +139,7 @@ impl StepOptions {
         limits: LaunchLimits,
     ) -> Result<Choices, OptionError> {
         self.check(topology.world)?;
-        let is_open = topology.world > 1 && self.leaves_streams_open();
+        let is_open = topology.world > 1 && !self.naive && self.leaves_ways_open();
         let Some(cores) = self.rank_cores.filter(|_| is_open) else {
             return self.choices_by_figures(params, topology, limits);
         };

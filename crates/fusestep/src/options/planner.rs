@@ -256,7 +256,7 @@ impl StepOptions {
     /// the length of the backward pass is known, beside which streams would reduce.
     pub(super) fn ways(&self, topology: Topology, hides: bool) -> Vec<Self> {
         let mut ways = Vec::new();
-        if self.update_in_backward || self.separate || self.averages() {
+        if !self.leaves_ways_open() {
             return ways;
         }
         if self.streams(topology) == 0 {
