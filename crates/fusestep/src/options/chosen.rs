@@ -131,6 +131,17 @@ impl StepOptions {
         }
     }
 
+    /// The way to reduce and update in words, where it is another than that of `base`.
+    fn told_way(&self, topology: Topology, base: &Self) -> Option<String> {
+        let [own, usual] = [self, base].map(|options| options.streams(topology));
+        if own != usual {
+            let streams = counted(own as u64, "communication stream");
+            return Some(format!("{streams} in place of {usual}"));
+        }
+        let is_apart = self.separate && !base.separate;
+        is_apart.then(|| "reduction, update and gather stay apart".to_owned())
+    }
+
     /// The choices of this rank.
     fn choices(
         &self,

@@ -10,7 +10,7 @@ use fusestep_planner::{
     ReduceDType, Shard, TableKind, Topology, UpdateInBackward, UpdateNorms, ZeroStage, in_f32,
     keeps_f32,
 };
-use fusestep_tensor::{DType, ParamDesc, counted};
+use fusestep_tensor::{DType, ParamDesc};
 
 use super::{Changed, Names, OfParams, OptionError, OwnRule, PrecisionOf, Section, StepOptions};
 
@@ -252,6 +252,12 @@ impl StepOptions {
         self.comm_streams.unwrap_or(default)
     }
 
+    /// Whether ways to reduce and update, communication streams among them, may be chosen: no
+    /// setting has one of its own, or nothing that streams could carry.
+    pub(super) fn leaves_ways_open(&self) -> bool {
+        !self.update_in_backward && !self.separate && !self.averages()
+    }
+
     /// Other ways to reduce and update, as far as settings leave them open. `hides` says whether
     /// the length of the backward pass is known, beside which streams would reduce.
     pub(super) fn ways(&self, topology: Topology, hides: bool) -> Vec<Self> {
@@ -270,17 +276,6 @@ impl StepOptions {
             ways.push(Self { comm_streams: Some(other), ..self.clone() });
         }
         ways
-    }
-
-    /// The way to reduce and update in words, where it is another than that of `base`.
-    pub(super) fn told_way(&self, topology: Topology, base: &Self) -> Option<String> {
-        let [own, usual] = [self, base].map(|options| options.streams(topology));
-        if own != usual {
-            let streams = counted(own as u64, "communication stream");
-            return Some(format!("{streams} in place of {usual}"));
-        }
-        let is_apart = self.separate && !base.separate;
-        is_apart.then(|| "reduction, update and gather stay apart".to_owned())
     }
 
     /// These limits, with the bytes of arguments that were asked for.

@@ -213,12 +213,6 @@ const AVERAGED: Need = Need::of("local_sgd", "");
 const MOST_LANES: u64 = 1 << 16;
 
 impl StepOptions {
-    /// Whether ways to reduce and update, communication streams among them, may be chosen: no
-    /// setting has one of its own, or nothing that streams could carry.
-    pub(super) fn leaves_ways_open(&self) -> bool {
-        !self.update_in_backward && !self.separate && !self.averages()
-    }
-
     /// Visits every setting, in the order of the reference page. A field without a row does not
     /// compile.
     ///
